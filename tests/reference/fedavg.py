@@ -1,0 +1,61 @@
+"""FedAvg: local steps, then the mean of the parameters (arXiv 1602.05629, algorithm 1).
+
+    for each step t
+        for each participant i:   theta_i = optimizer_i(theta_i, clip(gradient of f(theta_i)))
+        after every H steps, for each island (a group of nodes):
+            theta_i = sum_k n_k theta_k / sum_k n_k       over the participants k of i's island
+
+Deviations from the paper: local progress is counted in H optimizer steps, not in epochs; the optimizer may
+be any, and its state stays local and is kept across rounds; there is no server, so a node that does not
+participate in a step keeps its parameters, buffers and optimizer state, and later goes on from these
+(in the paper it would first fetch the server's parameters). Islands are vecgym's (EXO Gym's) addition; one
+island of all nodes is the paper's algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from tests.reference import common
+from tests.reference.common import Batch, OptimizerSpec, Result, Schedule
+
+
+def fedavg(
+    model: nn.Module,
+    batches: Sequence[Sequence[Batch]],
+    num_nodes: int,
+    *,
+    H: int,
+    inner: OptimizerSpec = (torch.optim.AdamW, {"lr": 1e-3}),
+    islands: Callable[[int], list[list[int]]] | None = None,
+    participants: Callable[[int], list[int]] | None = None,
+    weights: Sequence[float] | None = None,
+    max_norm: float | None = None,
+    schedule: Schedule | None = None,
+) -> Result:
+    models = common.copy_model(model, num_nodes)
+    optimizers = common.make_optimizers(models, inner)
+    losses = common.empty_losses(model, len(batches), num_nodes)
+
+    everyone = list(range(num_nodes))
+    n = list(weights) if weights is not None else [1.0] * num_nodes
+
+    for step in range(len(batches)):
+        present = everyone if participants is None else participants(step)
+
+        for node in present:
+            losses[step, node] = common.backward(models[node], batches[step][node])
+            common.clip(models[node], max_norm)
+            common.set_rate(optimizers[node], schedule, step)
+            optimizers[node].step()
+
+        if (step + 1) % H == 0:
+            for island in [everyone] if islands is None else islands(step):
+                group = [node for node in island if node in present]
+                if group:
+                    common.average_parameters([models[k] for k in group], [n[k] for k in group])
+
+    return Result(losses=losses, models=models, optimizers=optimizers)

@@ -1,0 +1,6 @@
+"""Communication between nodes: one interface, several carriers."""
+
+from vecgym.collectives.base import Collectives
+from vecgym.collectives.stacked import StackedCollectives
+
+__all__ = ["Collectives", "StackedCollectives"]

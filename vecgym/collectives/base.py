@@ -1,0 +1,145 @@
+"""The collectives: what strategies may do between nodes, whatever carries it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from vecgym.ledger import Ledger
+from vecgym.topology import Groups
+from vecgym.tree import Tree
+
+T = TypeVar("T", Tensor, Tree)
+
+
+class Collectives(ABC):
+    """Operations on tensors `[L, *]`, or trees of them, of the L nodes that this process holds.
+
+    A node dimension of size 1 may come in, meaning "the same on every node", and comes out whenever the
+    result is the same on every node. All operations are differentiable, and each call writes one entry into
+    the ledger, whatever the values are.
+
+    Attributes:
+        num_nodes: K, the nodes that take part.
+        node_ids: the global ids of the nodes in this process, `[L]`.
+        ledger: the record of what was sent.
+    """
+
+    num_nodes: int
+    node_ids: Tensor
+    ledger: Ledger
+
+    # What a backend implements, for one tensor.
+
+    @abstractmethod
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> Tensor: ...
+
+    @abstractmethod
+    def _permute(self, x: Tensor, source: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _mix(self, x: Tensor, weights: Tensor) -> Tensor: ...
+
+    # What strategies call.
+
+    def mean(self, x: T, groups: Groups | None = None) -> T:
+        """Average over all nodes, `[L, *] -> [1, *]`; over each group of node ids, `[L, *] -> [L, *]`.
+
+        Groups are disjoint; a node in no group keeps its own value and sends nothing.
+        """
+        self._record_reduction("mean", x, groups)
+        return _map(x, lambda y: self._sum(y, groups, average=True))
+
+    def sum(self, x: T, groups: Groups | None = None) -> T:
+        """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
+        self._record_reduction("sum", x, groups)
+        return _map(x, lambda y: self._sum(y, groups, average=False))
+
+    def all_gather(self, x: T) -> T:
+        """Every node's value on every node: `[L, *] -> [1, K, *]`."""
+        payload = payload_bytes(x)
+        self.ledger.record("all_gather", payload, float(payload if self.num_nodes > 1 else 0), self.num_nodes)
+        return _map(x, self._all_gather)
+
+    def broadcast(self, x: T, src: int) -> T:
+        """The value of node `src` on every node: `[L, *] -> [1, *]`."""
+        if not 0 <= src < self.num_nodes:
+            raise ValueError(f"src={src} is not a node: there are {self.num_nodes}, 0 to {self.num_nodes - 1}.")
+        payload = payload_bytes(x)
+        sent = payload * (self.num_nodes - 1) / self.num_nodes
+        self.ledger.record("broadcast", payload, sent, self.num_nodes)
+        return _map(x, lambda y: self._broadcast(y, src))
+
+    def permute(self, x: T, source: Sequence[int] | Tensor) -> T:
+        """Node i receives the value of node `source[i]`: `[L, *] -> [L, *]`; `source` is a permutation."""
+        order = torch.as_tensor(source, dtype=torch.long)
+        nodes = torch.arange(self.num_nodes)
+        if order.shape != nodes.shape or not torch.equal(order.sort().values, nodes):
+            raise ValueError(
+                f"source={order.tolist()} must be a permutation of 0..{self.num_nodes - 1}: "
+                "one source for each node, and each node sends once."
+            )
+        payload = payload_bytes(x)
+        senders = int((order != nodes).sum())
+        self.ledger.record("permute", payload, payload * senders / self.num_nodes, senders)
+        return _map(x, lambda y: self._permute(y, order))
+
+    def mix(self, x: T, weights: Tensor) -> T:
+        """x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
+
+        Node j sends to each i != j with W_ij != 0.
+        """
+        if weights.shape != (self.num_nodes, self.num_nodes):
+            raise ValueError(
+                f"weights has shape {list(weights.shape)}; mixing {self.num_nodes} nodes takes "
+                f"[{self.num_nodes}, {self.num_nodes}]."
+            )
+        links = int((weights.detach() != 0).sum() - (weights.detach().diagonal() != 0).sum())
+        payload = payload_bytes(x)
+        self.ledger.record("mix", payload, payload * links / self.num_nodes, self.num_nodes)
+        return _map(x, lambda y: self._mix(y, weights))
+
+    def _record_reduction(self, operation: str, x: Tensor | Tree, groups: Groups | None) -> None:
+        payload = payload_bytes(x)
+        sizes = [self.num_nodes] if groups is None else check_groups(groups, self.num_nodes)
+        # Each of the n members of a group sends 2 (n - 1) / n payloads in a ring; averaged over all nodes.
+        sent = payload * sum(2 * (n - 1) for n in sizes) / self.num_nodes
+        self.ledger.record(operation, payload, sent, sum(n for n in sizes if n > 1))
+
+
+def payload_bytes(x: Tensor | Tree) -> int:
+    """Bytes of one node's part of a `[L, *]` tensor or tree.
+
+    >>> payload_bytes({"w": torch.ones(8, 10), "b": torch.ones(1, 2, dtype=torch.float64)})
+    56
+    """
+    values = [x] if isinstance(x, Tensor) else x.values()
+    return sum(math.prod(y.shape[1:]) * y.element_size() for y in values)
+
+
+def check_groups(groups: Groups, num_nodes: int) -> list[int]:
+    """The sizes of disjoint groups of node ids; a ValueError for anything else."""
+    members = [int(node) for group in groups for node in group]
+    if len(set(members)) != len(members) or any(not 0 <= node < num_nodes for node in members):
+        raise ValueError(
+            f"groups={[list(group) for group in groups]} must be disjoint lists of node ids, "
+            f"0 to {num_nodes - 1}."
+        )
+    return [len(group) for group in groups]
+
+
+def _map(x: T, fn) -> T:
+    if isinstance(x, Tensor):
+        return fn(x)
+    return {name: fn(value) for name, value in x.items()}

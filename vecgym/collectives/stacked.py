@@ -1,0 +1,84 @@
+"""All K nodes in one tensor: a collective is a tensor reduction over the node dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives.base import Collectives
+from vecgym.ledger import Ledger
+from vecgym.topology import Groups
+
+
+class StackedCollectives(Collectives):
+    """Collectives among K nodes stacked in this process, `[K, *]`.
+
+    With `num_configs` = C > 1 the tensors hold C independent configurations of K nodes each, `[C * K, *]`, and
+    every collective stays within its configuration: results that would be `[1, *]` are `[C * K, *]`, equal
+    inside a configuration.
+
+    >>> comm = StackedCollectives(2)
+    >>> comm.mean(torch.tensor([[1.0], [3.0]]))
+    tensor([[2.]])
+    >>> StackedCollectives(2, num_configs=2).mean(torch.tensor([1.0, 3.0, 10.0, 20.0]))
+    tensor([ 2.,  2., 15., 15.])
+    """
+
+    def __init__(self, num_nodes: int, num_configs: int = 1, ledger: Ledger | None = None) -> None:
+        if num_nodes < 1 or num_configs < 1:
+            raise ValueError(f"num_nodes={num_nodes} and num_configs={num_configs} must be at least 1.")
+        self.num_nodes = num_nodes
+        self.num_configs = num_configs
+        self.node_ids = torch.arange(num_nodes).repeat(num_configs)
+        self.ledger = Ledger() if ledger is None else ledger
+
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+        if x.shape[0] == 1:  # the same on every node: K equal terms, or those of one group
+            return x if average or self.num_nodes == 1 else self._replicated_sum(x, groups)
+        y = self._by_config(x)  # [C, K, *]
+        if groups is None:
+            reduced = y.mean(1, keepdim=True) if average else y.sum(1, keepdim=True)
+            return reduced[0] if self.num_configs == 1 else reduced.expand_as(y).reshape(x.shape)
+        result = y.clone()
+        for group in groups:
+            if len(group) > 1:
+                members = torch.as_tensor(group, device=x.device)
+                part = y.index_select(1, members)
+                reduced = part.mean(1, keepdim=True) if average else part.sum(1, keepdim=True)
+                result = result.index_copy(1, members, reduced.expand_as(part))
+        return result.reshape(x.shape)
+
+    def _replicated_sum(self, x: Tensor, groups: Groups | None) -> Tensor:
+        if groups is None:
+            return x * self.num_nodes
+        count = torch.ones(self.num_nodes, dtype=x.dtype, device=x.device)
+        for group in groups:
+            count[list(group)] = len(group)
+        return x * count.repeat(self.num_configs).view(-1, *[1] * (x.dim() - 1))
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        everyone = self._by_config(self._expanded(x))  # [C, K, *]
+        return everyone.repeat_interleave(self.num_nodes, 0) if self.num_configs > 1 else everyone
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        if x.shape[0] == 1:
+            return x
+        y = self._by_config(x)
+        chosen = y[:, src : src + 1]
+        return chosen[0] if self.num_configs == 1 else chosen.expand_as(y).reshape(x.shape)
+
+    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            return x
+        return self._by_config(x).index_select(1, source.to(x.device)).reshape(x.shape)
+
+    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        y = self._by_config(self._expanded(x))
+        mixed = weights.to(device=x.device, dtype=x.dtype) @ y.flatten(2) if y.dim() > 2 else y @ weights.to(x).T
+        return mixed.reshape(y.shape).flatten(0, 1)
+
+    def _expanded(self, x: Tensor) -> Tensor:
+        return x.expand(len(self.node_ids), *x.shape[1:])
+
+    def _by_config(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.num_configs, self.num_nodes))

@@ -1,0 +1,81 @@
+"""What was sent: every collective of a run, with its bytes. No time is in it.
+
+`payload_bytes` is what one node hands to the operation. `sent_bytes` is what one node then puts on the
+network, averaged over all nodes, with the usual algorithm of each operation among n participants:
+
+| operation          | bytes sent per participant for a payload of b bytes |
+|--------------------|------------------------------------------------------|
+| `mean`, `sum`      | 2 (n - 1) / n * b (ring all-reduce)                   |
+| `all_gather`       | b (n > 1): each node contributes its payload once    |
+| `broadcast`        | b (n - 1) / n (the source sends, along a pipeline)    |
+| `permute`          | b (to one other node)                                |
+| `mix`              | degree * b (to each neighbour)                       |
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """One collective: `operation` at `step`, `payload_bytes` of each participant, `sent_bytes` per node."""
+
+    step: int
+    operation: str
+    payload_bytes: int
+    sent_bytes: float
+    participants: int
+
+
+class Ledger:
+    """The list of collectives of a run, stored compactly (12 bytes an entry).
+
+    >>> ledger = Ledger()
+    >>> ledger.begin_step(0)
+    >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+    >>> ledger.step_bytes, ledger.total_bytes, list(ledger)[0].operation
+    (600.0, 600.0, 'mean')
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, int, float, int], int] = {}  # most entries of a run are alike
+        self._kind_of_entry = array("i")
+        self._step_of_entry = array("q")
+        self._step = 0
+        self.step_bytes = 0.0
+        self.total_bytes = 0.0
+
+    def begin_step(self, step: int) -> None:
+        """Entries from here on belong to `step`; `step_bytes` starts at 0."""
+        self._step = step
+        self.step_bytes = 0.0
+
+    def record(self, operation: str, payload_bytes: int, sent_bytes: float, participants: int) -> None:
+        """Add one collective to the present step."""
+        kind = self._kinds.setdefault((operation, payload_bytes, sent_bytes, participants), len(self._kinds))
+        self._kind_of_entry.append(kind)
+        self._step_of_entry.append(self._step)
+        self.step_bytes += sent_bytes
+        self.total_bytes += sent_bytes
+
+    def __len__(self) -> int:
+        return len(self._step_of_entry)
+
+    def __iter__(self) -> Iterator[Entry]:
+        kinds = list(self._kinds)
+        for step, kind in zip(self._step_of_entry, self._kind_of_entry):
+            operation, payload_bytes, sent_bytes, participants = kinds[kind]
+            yield Entry(step, operation, payload_bytes, sent_bytes, participants)
+
+    def summary(self) -> dict[str, tuple[int, float]]:
+        """Operation -> (number of calls, bytes sent per node in all)."""
+        totals: dict[str, tuple[int, float]] = {}
+        for entry in self:
+            count, sent = totals.get(entry.operation, (0, 0.0))
+            totals[entry.operation] = (count + 1, sent + entry.sent_bytes)
+        return totals
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self)} collectives, {self.total_bytes:,.0f} bytes sent per node)"

@@ -1,0 +1,699 @@
+"""What each node computes by itself: its loss and its gradient. The only module that calls `vmap`.
+
+Two ways to run the L nodes of this process on the same stacked state, equal up to rounding:
+
+- `vmap`: all nodes in one vectorised call (or in chunks of `chunk_size` nodes, to bound memory);
+- `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster.
+
+Either way the nodes can be spread over CPU threads, `node_threads` of them, each of which then uses one thread
+inside its operations. Which way is taken is a `Plan`, and `choose_plan` is a deterministic function of the
+model and the machine, so that the same script gives the same bits, run after run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from vecgym import rng, tree
+from vecgym.errors import VecgymWarning
+from vecgym.tree import Tree
+
+ENGINES = ("auto", "vmap", "loop", "fastest")
+
+# Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
+# the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
+MIN_FLOP_PER_THREAD = 1e8
+
+
+class Local(NamedTuple):
+    """The result of the nodes' own work."""
+
+    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss
+    losses: Tensor  # [L]
+    buffers: Tree  # [1 or L, *]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes."""
+
+    engine: str
+    node_threads: int = 1
+    chunk_size: int | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        threads = f", {self.node_threads} node threads" if self.node_threads > 1 else ""
+        chunk = f", chunks of {self.chunk_size}" if self.chunk_size else ""
+        return f"{self.engine}{threads}{chunk} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What one forward and backward pass of one node shows."""
+
+    unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
+    mutated: frozenset[str]  # buffers that a training step changes
+    random: bool  # draws random numbers (dropout)
+    flop: int  # multiply-adds x 2 of one node's forward pass
+    vmap_error: Exception | None = None
+    vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
+
+
+class _Skeleton(nn.Module):
+    """A structure-only copy of the model: `functional_call` gives it the tensors of one node, or of all.
+
+    The buffers are returned as the call leaves them, whether it changed them in place or replaced them.
+    """
+
+    def __init__(self, model: nn.Module, training: bool) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).to("meta").train(training)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tree]:
+        return self.model(batch), dict(self.model.named_buffers())
+
+    def call(self, params: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
+        tensors = {f"model.{name}": x for values in (params, buffers) for name, x in values.items()}
+        return functional_call(self, tensors, (batch,))
+
+
+class Engine:
+    """Losses and gradients of the L nodes in this process.
+
+    Args:
+        model: returns a scalar loss from a batch; only its structure and its frozen parameters are used.
+        engine: "vmap", "loop", "auto" (a deterministic rule) or "fastest" (measures when it starts).
+        chunk_size: the most nodes in one vectorised call; None: no bound.
+        node_threads: CPU threads over nodes; None: the rule decides.
+        autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        engine: str = "auto",
+        chunk_size: int | None = None,
+        node_threads: int | None = None,
+        autocast: bool = False,
+    ) -> None:
+        check_settings(engine, chunk_size, node_threads)
+        self.settings = (engine, chunk_size, node_threads)
+        self.autocast = autocast
+        self.plan = Plan(engine="vmap" if engine != "loop" else "loop", chunk_size=chunk_size, reason="asked for")
+        self.facts: ModelFacts | None = None
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+        self.buffers = {name: b.detach() for name, b in model.named_buffers()}
+        self._model = model
+        self._train = [_Skeleton(model, training=True)]
+        self._eval = _Skeleton(model, training=False)
+        self._pool: ThreadPoolExecutor | None = None
+
+    # ------------------------------------------------------------------------------------------- set-up
+
+    def prepare(self, batch: Any) -> Plan:
+        """Look at the model on one step's batch `[L, B, ...]`, check it, and settle the plan."""
+        num_nodes = next(iter(tree.leaves(batch))).shape[0]
+        engine, chunk_size, node_threads = self.settings
+        self.facts = self._examine(tree.map_leaves(lambda x: x[0], batch), want_vmap=engine != "loop")
+        for name in self.facts.unused:
+            self.frozen[name] = self.params.pop(name).detach()
+        if engine == "vmap" and self.facts.vmap_error is not None:
+            raise _explained(self.facts.vmap_error) from self.facts.vmap_error
+        plan = choose_plan(self.facts, num_nodes, self.device, torch.get_num_threads(), engine)
+        if node_threads is not None:
+            plan = replace(plan, node_threads=min(node_threads, num_nodes))
+            if node_threads > 1 and (self.facts.random or self.device.type != "cpu"):
+                why = "draws random numbers" if self.facts.random else f"runs on {self.device.type}"
+                warnings.warn(f"node_threads={node_threads} has no effect: the model {why}.", VecgymWarning, stacklevel=2)
+                plan = replace(plan, node_threads=1)
+        if self.facts.vmap_error is not None and engine in ("auto", "fastest"):
+            warnings.warn(
+                f"vmap cannot run this model ({_first_line(self.facts.vmap_error)}); its nodes are computed one "
+                'after the other. engine="loop" chooses that without this warning.',
+                VecgymWarning,
+                stacklevel=2,
+            )
+        self.plan = replace(plan, chunk_size=chunk_size)
+        if engine == "fastest":
+            self.plan = self._measured_plan(batch, num_nodes)
+        self._start_threads()
+        return self.plan
+
+    @property
+    def device(self) -> torch.device:
+        values = self.params or self.frozen
+        return next(iter(values.values())).device if values else torch.device("cpu")
+
+    def close(self) -> None:
+        """End the node threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def _examine(self, batch: Any, want_vmap: bool) -> ModelFacts:
+        """Run one node forward and backward: check what the model returns, and note what it does."""
+        params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
+        before = {name: b.clone() for name, b in self.buffers.items()}
+        with _seeded(0, self.device, active=True), _Counter() as counter:
+            state = torch.get_rng_state(), _device_rng_state(self.device)
+            with self._casting():
+                loss, after = self._train[0].call({**params, **self.frozen}, _clones(before), batch)
+            random = not torch.equal(state[0], torch.get_rng_state())
+            random |= not torch.equal(state[1], _device_rng_state(self.device))
+        check_loss(loss)
+        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        facts = ModelFacts(
+            unused=frozenset(name for name, g in zip(params, grads) if g is None),
+            mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
+            random=random,
+            flop=counter.flop,
+        )
+        if not want_vmap:
+            return facts
+        two = tree.map_leaves(lambda x: torch.stack([x, x]), batch)
+        stacked = {name: torch.stack([p, p]) for name, p in self.params.items() if name not in facts.unused}
+        wide = {n: torch.stack([b, b]) if n in facts.mutated else b[None] for n, b in before.items()}
+        try:
+            with warnings.catch_warnings(record=True) as caught, _seeded(0, self.device, active=True):
+                warnings.simplefilter("always")
+                self._vmap_chunk(0, stacked, wide, two)
+        except Exception as error:  # whatever the model's code raises under vmap: the loop can run it
+            return replace(facts, vmap_error=error)
+        slow = tuple(str(w.message).split("batching rule for ")[1].split(".")[0] for w in caught
+                     if "batching rule for " in str(w.message))  # fmt: skip
+        return replace(facts, vmap_slow=tuple(dict.fromkeys(slow)))
+
+    def _start_threads(self) -> None:
+        self.close()
+        count = self.plan.node_threads
+        while len(self._train) < count:  # functional_call changes its module for a while: one for each thread
+            self._train.append(_Skeleton(self._model, training=True))
+        if count > 1:
+            own = torch.get_num_threads()
+            self._pool = ThreadPoolExecutor(count, "vecgym-node", initializer=torch.set_num_threads, initargs=(1,))
+            list(self._pool.map(time.sleep, [0.01] * count))  # start every thread now
+            torch.set_num_threads(own)  # set_num_threads in a thread changes the default for later threads too
+
+    def _measured_plan(self, batch: Any, num_nodes: int) -> Plan:
+        """The fastest of the possible plans, by two timed calls each."""
+        assert self.facts is not None
+        engines = ["loop"] if self.facts.vmap_error is not None else ["vmap", "loop"]
+        counts = {1} if self.facts.random or self.device.type != "cpu" else {1, torch.get_num_threads()}
+        candidates = [Plan(e, min(t, num_nodes), self.plan.chunk_size) for e in engines for t in sorted(counts)]
+        params = {name: p.detach()[None].repeat(num_nodes, *[1] * p.dim()) for name, p in self.params.items()}
+        timed = []
+        for plan in candidates:
+            self.plan = plan
+            self._start_threads()
+            buffers = {name: b[None] for name, b in self.buffers.items()}
+            seconds = []
+            for _ in range(3):  # the first warms up
+                start = time.perf_counter()
+                self.gradients(params, buffers, batch, seed=0, step=0)
+                _synchronize(self.device)
+                seconds.append(time.perf_counter() - start)
+            timed.append(min(seconds[1:]))
+        best = min(range(len(timed)), key=timed.__getitem__)
+        report = ", ".join(f"{p.engine} x{p.node_threads}: {1e3 * s:.1f} ms" for p, s in zip(candidates, timed))
+        return replace(candidates[best], reason=f"fastest measured: {report}")
+
+    # -------------------------------------------------------------------------------------------- training
+
+    def gradients(
+        self,
+        params: Tree,
+        buffers: Tree,
+        batch: Any,
+        *,
+        seed: int,
+        step: int,
+        node_ids: Sequence[int] | None = None,
+        minibatch_size: int | None = None,
+        mean: bool = False,
+        differentiable: bool = False,
+    ) -> Local:
+        """Loss and gradient of every node on its own batch.
+
+        Args:
+            params: `[L, *]`, or `[1, *]`: the same on every node.
+            buffers: likewise; those that training changes may be overwritten, unless `differentiable`.
+            batch: leaves `[L, B, ...]`.
+            seed, step, node_ids: what dropout is keyed by.
+            minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
+            mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
+            differentiable: derivatives can be taken through the result; nothing given is overwritten.
+        """
+        num_nodes, batch_size = _sizes(batch)
+        keys = _Keys(seed, step, list(range(num_nodes)) if node_ids is None else list(node_ids))
+        buffers = self._own_buffers(buffers, num_nodes, differentiable)
+        result: Local | None = None
+        for start in range(0, batch_size, minibatch_size or batch_size):
+            stop = min(batch_size, start + (minibatch_size or batch_size))
+            part = batch if stop - start == batch_size else tree.map_leaves(lambda x: x[:, start:stop], batch)  # noqa: B023
+            local = self._pass(params, buffers, part, keys.part(start), mean, differentiable)
+            buffers = local.buffers
+            result = _weighted(result, local, (stop - start) / batch_size)
+        assert result is not None
+        return result
+
+    def _pass(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, mean: bool, differentiable: bool) -> Local:
+        num_nodes = len(keys.node_ids)
+        if differentiable:
+            with sdpa_kernel(SDPBackend.MATH), _seeded(keys.of(0), self.device, self._random):
+                return self._pure(tree.map(lambda p: p.expand(num_nodes, *p.shape[1:]), params), buffers, batch)
+        chunks = self._chunks(num_nodes, 1 if mean else self.plan.node_threads)
+        if mean:
+            return self._mean_pass(params, buffers, batch, keys, chunks)
+        if len(chunks) == 1 and self.plan.engine == "vmap":
+            with _seeded(keys.of(0), self.device, self._random):
+                return self._vmap_chunk(0, params, buffers, batch)
+        grads = {name: p.new_empty(num_nodes, *p.shape[1:]) for name, p in params.items()}
+        losses = [torch.empty(0)] * len(chunks)
+
+        def run(index: int, thread: int = 0) -> None:
+            a, b = chunks[index]
+            part = _rows(params, a, b), _rows(buffers, a, b), tree.map_leaves(lambda x: x[a:b], batch)
+            if self.plan.engine == "vmap":
+                with _seeded(keys.of(a), self.device, self._random):
+                    local = self._vmap_chunk(thread, *part)
+                for name, g in local.grads.items():
+                    grads[name][a:b].copy_(g)
+                losses[index] = local.losses
+            else:
+                losses[index] = self._loop_chunk(thread, *part, grads, keys, a)
+
+        if self._pool is None or self.plan.node_threads == 1:
+            for index in range(len(chunks)):
+                run(index)
+        else:
+            share = [range(t, len(chunks), self.plan.node_threads) for t in range(self.plan.node_threads)]
+            list(self._pool.map(lambda t: [run(i, t) for i in share[t]], range(len(share))))
+        return Local(grads, torch.cat(losses), buffers)
+
+    def _chunks(self, num_nodes: int, threads: int) -> list[tuple[int, int]]:
+        """Equal parts of the nodes: one for each thread, or more where `chunk_size` bounds them."""
+        size = -(-num_nodes // threads)
+        if self.plan.chunk_size is not None:
+            size = min(size, self.plan.chunk_size)
+        return [(a, min(a + size, num_nodes)) for a in range(0, num_nodes, size)]
+
+    def _vmap_chunk(self, thread: int, params: Tree, buffers: Tree, batch: Any) -> Local:
+        """All nodes of a chunk in one vectorised call; buffers that change are written in place."""
+        size = _sizes(batch)[0]
+        leaves = {name: p.detach().expand(size, *p.shape[1:]).requires_grad_() for name, p in params.items()}
+        losses, buffers = self._vmapped(thread, leaves, 0, buffers, batch)
+        grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+        return Local(dict(zip(leaves, grads)), losses.detach(), buffers)
+
+    def _mean_pass(
+        self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, chunks: list[tuple[int, int]]
+    ) -> Local:
+        """The gradient of the mean loss at parameters stored once: the cost of one model on all batches."""
+        num_nodes = len(keys.node_ids)
+        if self.plan.engine == "loop":
+            chunks = [(i, i + 1) for i in range(num_nodes)]
+        result: Local | None = None
+        for a, b in chunks:
+            leaves = {name: p[0].detach().requires_grad_() for name, p in params.items()}
+            part = _rows(buffers, a, b)
+            with _seeded(keys.of(a), self.device, self._random):
+                if self.plan.engine == "vmap":
+                    rows = tree.map_leaves(lambda x: x[a:b], batch)  # noqa: B023
+                    losses, _ = self._vmapped(0, leaves, None, part, rows)
+                else:
+                    losses = self._one(0, leaves, part, tree.map_leaves(lambda x: x[a], batch))[None]  # noqa: B023
+            grads = torch.autograd.grad(losses.sum() / num_nodes, list(leaves.values()), materialize_grads=True)
+            here = dict(zip(leaves, grads))
+            if result is None:
+                result = Local(here, losses.detach(), buffers)
+            else:
+                total = tree.map(torch.Tensor.add_, result.grads, here)
+                result = Local(total, torch.cat([result.losses, losses.detach()]), buffers)
+        assert result is not None
+        return result._replace(grads=tree.map(lambda g: g[None], result.grads))
+
+    def _vmapped(
+        self, thread: int, leaves: Tree, params_dim: int | None, buffers: Tree, batch: Any, training: bool = True
+    ) -> tuple[Tensor, Tree]:
+        skeleton = self._train[thread] if training else self._eval
+        dims = {name: 0 if self._is_mutated(name) and training else None for name in buffers}
+        given = {name: b if dims[name] == 0 else b[0] for name, b in buffers.items()}
+
+        def loss_of_one(p: Tree, b: Tree, rows: Any) -> tuple[Tensor, Tree]:
+            loss, after = skeleton.call({**p, **self.frozen}, b, rows)
+            return loss, {name: after[name] for name in after if dims.get(name) == 0}
+
+        with _FoldAttention(), self._casting():
+            losses, after = vmap(loss_of_one, in_dims=(params_dim, dims, 0), randomness="different")(
+                leaves, given, batch
+            )
+        for name, new in after.items():
+            if new.data_ptr() != buffers[name].data_ptr():  # replaced by the model, not changed in place
+                buffers[name].copy_(new.detach())
+        return losses, buffers
+
+    def _loop_chunk(
+        self, thread: int, params: Tree, buffers: Tree, batch: Any, grads: Tree, keys: _Keys, first: int
+    ) -> Tensor:
+        """Node after node, each with its own random key; gradients are written into `grads`."""
+        losses = []
+        for i in range(_sizes(batch)[0]):
+            leaves = {name: _row(p, i).detach().requires_grad_() for name, p in params.items()}
+            with _seeded(keys.of(first + i), self.device, self._random):
+                loss = self._one(thread, leaves, _rows(buffers, i, i + 1), tree.map_leaves(lambda x: x[i], batch))  # noqa: B023
+            for name, g in zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)):
+                grads[name][first + i].copy_(g)
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    def _one(self, thread: int, leaves: Tree, buffers: Tree, batch: Any) -> Tensor:
+        """The loss of one node; its row of the buffers is overwritten."""
+        with self._casting():
+            loss, after = self._train[thread].call({**leaves, **self.frozen}, tree.map(lambda b: b[0], buffers), batch)
+        for name, new in after.items():
+            if self._is_mutated(name) and new.data_ptr() != buffers[name].data_ptr():
+                buffers[name][0].copy_(new.detach())
+        return loss
+
+    def _pure(self, params: Tree, buffers: Tree, batch: Any) -> Local:
+        """The same as `_vmap_chunk`, through transforms that can themselves be differentiated."""
+        dims = {name: 0 if self._is_mutated(name) else None for name in buffers}
+        given = {name: b.clone() if dims[name] == 0 else b[0] for name, b in buffers.items()}
+
+        def loss_of_one(p: Tree, b: Tree, rows: Any) -> tuple[Tensor, Tree]:
+            loss, after = self._train[0].call({**p, **self.frozen}, b, rows)
+            return loss, {name: after[name] for name in after if dims.get(name) == 0}
+
+        with self._casting():
+            grads, (losses, after) = vmap(
+                grad_and_value(loss_of_one, has_aux=True), in_dims=(0, dims, 0), randomness="different"
+            )(params, given, batch)
+        return Local(grads, losses, {**buffers, **after})
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    @torch.no_grad()
+    def losses(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tensor:
+        """The loss of each row of `params` in eval mode, `[L]`; nothing is changed.
+
+        Args:
+            params, buffers: `[L, *]` or `[1, *]`.
+            batch: one ordinary batch for all, or `[L, B, ...]` with `own_batches`.
+        """
+        rows = [x.shape[0] for x in tree.leaves([params, buffers])]
+        num_nodes = _sizes(batch)[0] if own_batches else max(rows, default=1)
+        found = []
+        for a, b in self._chunks(num_nodes, 1):
+            part = _rows(params, a, b), _rows(buffers, a, b)
+            here = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
+            if self.plan.engine == "vmap":
+                found.append(self._vmap_losses(*part, here, own_batches, b - a))
+            else:
+                found.append(self._loop_losses(*part, here, own_batches, b - a))
+        return torch.cat(found)
+
+    def _vmap_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+        values = {**params, **buffers}
+        dims = {name: 0 if x.shape[0] == size and size > 1 else None for name, x in values.items()}
+        given = {name: x if dims[name] == 0 else x[0] for name, x in values.items()}
+
+        def loss_of_one(values: Tree, rows: Any) -> Tensor:
+            return self._eval.call({**values, **self.frozen}, {}, rows)[0]
+
+        if size == 1:
+            return loss_of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)[None]
+        with _FoldAttention(), self._casting():
+            return vmap(loss_of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
+
+    def _loop_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+        found = []
+        for i in range(size):
+            rows = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
+            values = tree.map(lambda x: _row(x, i), {**params, **buffers})  # noqa: B023
+            with self._casting():
+                found.append(self._eval.call({**values, **self.frozen}, {}, rows)[0])
+        return torch.stack(found)
+
+    # --------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _random(self) -> bool:
+        return self.facts is None or self.facts.random
+
+    def _is_mutated(self, name: str) -> bool:
+        return self.facts is None or name in self.facts.mutated
+
+    def _own_buffers(self, buffers: Tree, num_nodes: int, differentiable: bool) -> Tree:
+        """Give each node its own storage for the buffers that training changes."""
+
+        def own(name: str, b: Tensor) -> Tensor:
+            if not self._is_mutated(name) or b.shape[0] == num_nodes > 1:
+                return b
+            wide = b.expand(num_nodes, *b.shape[1:])
+            return wide if differentiable else wide.clone()
+
+        return {name: own(name, b) for name, b in buffers.items()}
+
+    def _casting(self) -> contextlib.AbstractContextManager:
+        if not self.autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type)
+
+
+# ------------------------------------------------------------------------------------------------ the rule
+
+
+def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str) -> Plan:
+    """How to compute the nodes, from what is known of the model and the machine; nothing is measured.
+
+    1. `loop` where vmap cannot run the model, or would run part of it node by node anyway.
+    2. On CPU the nodes are spread over the threads when each gets enough arithmetic
+       (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
+    """
+    if engine in ("vmap", "loop"):
+        chosen, reason = engine, "asked for"
+    elif facts.vmap_error is not None:
+        chosen, reason = "loop", "vmap cannot run the model"
+    elif facts.vmap_slow:
+        chosen, reason = "loop", f"vmap has no fast form of {', '.join(facts.vmap_slow)}"
+    else:
+        chosen, reason = "vmap", "all nodes in one call"
+    flop = 3 * facts.flop * num_nodes  # a backward pass costs about two forward passes
+    threads = min(num_threads, num_nodes)
+    if device.type != "cpu" or facts.random or flop < MIN_FLOP_PER_THREAD * threads:
+        threads = 1
+    if threads > 1:
+        reason += f"; {flop / 1e9:.2g} GFLOP a step are worth {threads} node threads"
+    return Plan(chosen, threads, None, reason)
+
+
+def check_settings(engine: str, chunk_size: int | None, node_threads: int | None) -> None:
+    """Raise a ValueError for settings of the engine that cannot work."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r} is not known; allowed: {', '.join(map(repr, ENGINES))}.")
+    for name, value in (("chunk_size", chunk_size), ("node_threads", node_threads)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} must be an integer >= 1, or None to let vecgym choose.")
+
+
+def check_loss(loss: Any) -> None:
+    """Raise the error that tells a user what the model's forward must return."""
+    fix = (
+        "The model is called as model(batch) and must return the mean loss over the batch as one number: wrap "
+        "it in a module whose forward(batch) unpacks the batch and returns, say, "
+        "F.cross_entropy(self.net(x), y)."
+    )
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the model returned a {type(loss).__name__}, not a scalar tensor. {fix}")
+    if loss.dim() != 0:
+        raise ValueError(f"the model returned a tensor of shape {list(loss.shape)}, not a scalar. {fix}")
+    if not loss.is_floating_point():
+        raise ValueError(f"the model returned a {loss.dtype} tensor; a loss is a floating-point number. {fix}")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the model's loss does not depend on any trainable parameter: check for .detach(), .item(), "
+            "torch.no_grad() in its forward, and that some parameters have requires_grad=True."
+        )
+
+
+def _explained(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"vmap cannot run this model: {_first_line(error)}\n"
+        'Use engine="loop" (node after node, any model), or engine="auto", which falls back to it.'
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+class _Attention(torch.autograd.Function):
+    """Scaled dot-product attention has no weights, so the node dimension folds into the batch.
+
+    Without this, vmap would run it node by node on CPU. Only `vmap` is ever used: what it calls is
+    differentiated as usual.
+    """
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict) -> Any:
+        n = info.batch_size
+        q, k, v = (_fold(x, dim, n) for x, dim in zip((q, k, v), in_dims))
+        if mask is not None and in_dims[3] is not None:
+            mask = mask.movedim(in_dims[3], 0)
+            size = q.shape[0] // n
+            shape = [1] * (5 - mask.dim()) + list(mask.shape[1:])  # a node's mask broadcasts to [B, H, T, S]
+            mask = mask.reshape(n, *shape).expand(n, size, *shape[1:]).flatten(0, 1)
+        elif mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+            mask = mask.repeat(n, 1, 1, 1)
+        out = F.scaled_dot_product_attention(q, k, v, mask, **options)
+        return out.unflatten(0, (n, -1)), 0
+
+
+def _fold(x: Tensor, dim: int | None, n: int) -> Tensor:
+    return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+class _FoldAttention(TorchFunctionMode):
+    """Send `F.scaled_dot_product_attention` on `[B, H, T, D]` under vmap to `_Attention`."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _folded_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _folded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    options.update(dropout_p=dropout_p, is_causal=is_causal)
+    same_batch = query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
+    if not same_batch:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+    return _Attention.apply(query, key, value, attn_mask, options)
+
+
+# ------------------------------------------------------------------------------------------- small helpers
+
+
+class _Keys(NamedTuple):
+    """What the random numbers of a pass are keyed by."""
+
+    seed: int
+    step: int
+    node_ids: list[int]
+    start: int = 0  # first example of the part of the batch
+
+    def part(self, start: int) -> _Keys:
+        return self._replace(start=start)
+
+    def of(self, row: int) -> int:
+        return rng.key(self.seed, "model", self.step, self.node_ids[row], self.start)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device, active: bool) -> Iterator[None]:
+    """Run with torch's global generators seeded, and put them back; nothing at all unless `active`."""
+    if not active:
+        yield
+        return
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, device_type="cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def _device_rng_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the floating-point operations of the matrix products and convolutions that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flop = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flop += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def _sizes(batch: Any) -> tuple[int, int]:
+    """(L, B) of a batch whose leaves are `[L, B, ...]`."""
+    shape = next(iter(tree.leaves(batch))).shape
+    return shape[0], shape[1] if len(shape) > 1 else 1
+
+
+def _row(x: Tensor, i: int) -> Tensor:
+    return x[i if x.shape[0] > 1 else 0]
+
+
+def _rows(values: Tree, a: int, b: int) -> Tree:
+    """Nodes a to b; what is the same on every node stays `[1, *]`."""
+    return {name: x[a:b] if x.shape[0] > 1 else x for name, x in values.items()}
+
+
+def _clones(values: Tree) -> Tree:
+    return {name: x.clone() for name, x in values.items()}
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _weighted(total: Local | None, part: Local, weight: float) -> Local:
+    if weight == 1:
+        return part
+    grads = tree.map(lambda g: g * weight, part.grads)
+    losses = part.losses * weight
+    if total is None:
+        return Local(grads, losses, part.buffers)
+    return Local(tree.map(torch.add, total.grads, grads), total.losses + losses, part.buffers)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,153 @@
+"""Stacked node state: from one module to K nodes and back."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vecgym import tree
+from vecgym.tree import Tree
+
+
+def expand(values: Tree, num_nodes: int) -> Tree:
+    """`[1 or L, *]` -> `[L, *]` without a copy.
+
+    >>> expand({"w": torch.ones(1, 2)}, 3)["w"].shape
+    torch.Size([3, 2])
+    """
+    return tree.map(lambda x: x.expand(num_nodes, *x.shape[1:]), values)
+
+
+def mean(values: Tree) -> Tree:
+    """Average over the node dimension, `[L, *]` -> `[*]`; integers and booleans: those of node 0.
+
+    >>> mean({"w": torch.tensor([[1.0], [3.0]]), "count": torch.tensor([4, 5])})
+    {'w': tensor([2.]), 'count': tensor(4)}
+    """
+
+    def average(x: Tensor) -> Tensor:
+        if x.shape[0] == 1 or not (x.is_floating_point() or x.is_complex()):
+            return x[0]
+        return x.mean(0)
+
+    return tree.map(average, values)
+
+
+def consensus_distance(params: Tree) -> Tensor:
+    """Root mean square over the nodes of each node's distance to the average: sqrt(mean_i |theta_i - mean|^2).
+
+    >>> consensus_distance({"w": torch.tensor([[1.0, 0.0], [-1.0, 0.0]])})
+    tensor(1.)
+    """
+    squares = [
+        (x - x.mean(0, keepdim=True)).square().sum() / x.shape[0]
+        for x in params.values()
+        if x.is_floating_point() and x.shape[0] > 1
+    ]
+    if not squares:
+        return torch.zeros(())
+    return torch.stack(squares).sum().sqrt()
+
+
+def correlation(params: Tree, num_nodes: int) -> float:
+    """Mean Pearson correlation between the parameter vectors of every two nodes; 1 when all are equal.
+
+    >>> round(correlation({"w": torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])}, 2), 6)
+    -1.0
+    """
+    wide = [x for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
+    if num_nodes == 1 or not wide:
+        return 1.0
+    # The vectors are long and need not be joined: means and Gram matrix add up over the tensors.
+    every = [x.expand(num_nodes, *x.shape[1:]).flatten(1).double() for x in params.values() if x.is_floating_point()]
+    length = sum(x.shape[1] for x in every)
+    center = sum(x.sum(1) for x in every) / length  # [K]
+    gram = sum((x - center[:, None]) @ (x - center[:, None]).T for x in every)  # [K, K]
+    assert isinstance(gram, Tensor)
+    scale = gram.diagonal().sqrt()
+    corr = gram / (scale[:, None] * scale[None, :])
+    return float((corr.sum() - corr.diagonal().sum()) / (num_nodes * (num_nodes - 1)))
+
+
+@dataclass
+class Nodes:
+    """The final state of all nodes, one stacked tensor `[K, *shape]` for each parameter and buffer.
+
+    A parameter that is the same on every node is stored once and shown expanded.
+    """
+
+    model: nn.Module
+    num_nodes: int
+    params: Tree
+    buffers: Tree
+
+    def __len__(self) -> int:
+        return self.num_nodes
+
+    def module(self, node: int) -> nn.Module:
+        """A copy of the model with the parameters and buffers of one node."""
+        if not -self.num_nodes <= node < self.num_nodes:
+            raise IndexError(f"node {node} of {self.num_nodes}: give 0 to {self.num_nodes - 1}.")
+        return fill(self.model, {name: x[node] for name, x in {**self.params, **self.buffers}.items()})
+
+    def average(self) -> nn.Module:
+        """A copy of the model with the average of the nodes: parameters and floating buffers.
+
+        Integer buffers (counters) are those of node 0.
+        """
+        return fill(self.model, {**mean(self.params), **mean(self.buffers)})
+
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the nodes to their average; see `vecgym.nodes.consensus_distance`."""
+        return float(consensus_distance(self.params))
+
+    def __repr__(self) -> str:
+        count = sum(x[0].numel() for x in self.params.values())
+        return f"Nodes({self.num_nodes} x {type(self.model).__name__}, {count:,} parameters each)"
+
+
+def fill(model: nn.Module, values: Tree) -> nn.Module:
+    """A copy of `model` holding `values`; tied weights stay tied, frozen parameters stay frozen."""
+    filled = copy.deepcopy(model)
+    device = next(iter(values.values())).device if values else torch.device("cpu")
+    filled.to(device)
+    own = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
+    return filled
+
+
+def take_rows(values, rows: Tensor):
+    """The given rows of every `[L, *]` tensor of a nested tree; `[1, *]` stays as it is.
+
+    >>> take_rows({"w": torch.tensor([1.0, 2.0, 3.0]), "step": torch.tensor([7])}, torch.tensor([0, 2]))
+    {'w': tensor([1., 3.]), 'step': tensor([7])}
+    """
+    return tree.map_leaves(lambda x: x[rows.to(x.device)] if x.shape[0] > 1 else x.clone(), values)
+
+
+def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
+    """`values`, `[1 or L, *]`, with the given rows replaced by those of `new`: `[L, *]`.
+
+    A tensor that is `[1, *]` in both and did not change stays `[1, *]`.
+
+    >>> put_rows({"w": torch.tensor([5.0])}, torch.tensor([1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
+    {'w': tensor([5., 9., 5.])}
+    """
+    if isinstance(new, dict):
+        return {
+            key: put_rows(values[key], rows, value, num_nodes, inplace) if key in values else value
+            for key, value in new.items()
+        }
+    if values.shape[0] == new.shape[0] == 1 and num_nodes > 1 and torch.equal(values, new):
+        return values
+    index = rows.to(new.device)
+    source = new.expand(len(rows), *new.shape[1:])
+    if values.shape[0] == num_nodes and inplace:
+        return values.index_copy_(0, index, source)
+    wide = values.expand(num_nodes, *values.shape[1:])
+    return wide.clone().index_copy_(0, index, source) if inplace else wide.index_copy(0, index, source)

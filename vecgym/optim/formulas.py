@@ -1,0 +1,240 @@
+"""The elementwise update rules as pure functions, one per rule, in the order of operations of `torch.optim`.
+
+A body is `body(p, g, s, t, h, x) -> (p, s)`:
+
+* `p`, `g`: one parameter and its gradient `[L or 1, *shape]`; `s`: its state, slot name -> tensor;
+* `t`: the number of this step, from 1: an int, or `[L]` where nodes have made different numbers of steps;
+* `h`: the hyperparameters: numbers, or float64 tensors `[]` or `[L]` on the CPU;
+* `x`: shapes such a value `[L]` to multiply `p`. Arithmetic among hyperparameters comes first, in float64,
+  and `x` last: `x(1 - h.beta2)`, not `1 - x(h.beta2)`, which would lose digits in float32.
+
+Everything is differentiable in `p`, `g`, `s` and every tensor in `h`, as often as wanted and in both modes.
+Square roots have derivative 0 at 0 (`root`): where a second moment is exactly 0 the gradient has always been
+0, the update is `0 / eps`, and the factor that multiplies the derivative of the root is 0 as well, so that 0
+is the limit and not only a convention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scalar = Any  # a number, or a tensor [] or [L]
+Slots = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """One rule: its state, in the order in which torch's functional API takes it, and its pure body.
+
+    `pairs` names the two halves of a hyperparameter that is a pair; `prepare(slots, numbers, t)` adjusts the
+    numbers or the state lists before torch's kernel makes step `t`.
+    """
+
+    slots: tuple[str, ...]
+    body: Callable[..., tuple[Tensor, Slots]]
+    pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    prepare: Callable[[dict[str, list[Tensor]], dict[str, Any], int], None] = lambda slots, numbers, t: None
+
+
+# A slot that only exists when an option is on, and that option.
+OPTIONAL = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
+# A slot with one number per node and parameter, [1 or L], which lives on the CPU in float64.
+NUMBER = "mu_product"
+
+
+def _where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
+    return torch.where(condition, yes, no) if isinstance(condition, Tensor) else (yes if condition else no)
+
+
+def root(v: Scalar) -> Scalar:
+    """The square root, with derivative 0 at 0."""
+    if not isinstance(v, Tensor):
+        return v**0.5
+    zero = v == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, v).sqrt())
+
+
+def _lerp(m: Tensor, g: Tensor, weight: Scalar) -> Tensor:
+    return m + weight * (g - m)
+
+
+def _decay(p: Tensor, g: Tensor, h: Any, x: Callable) -> tuple[Tensor, Tensor]:
+    """Weight decay: lambda p joins the gradient, or (decoupled) p shrinks by itself."""
+    if not isinstance(h.weight_decay, Tensor) and h.weight_decay == 0:
+        return p, g
+    if h.decoupled_weight_decay:
+        return p * x(1 - h.lr * h.weight_decay), g
+    return p, g + x(h.weight_decay) * p
+
+
+def sgd(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """b <- mu b + (1 - tau) g;  p <- p - lr b  (Nesterov: p <- p - lr (g + mu b)).
+
+    The first buffer is g itself, not (1 - tau) g; and tau acts on no node whose mu is 0, which has no buffer.
+    Sutskever et al. 2013, "On the importance of initialization and momentum", with lr outside of the buffer.
+    """
+    p, g = _decay(p, g, h, x)
+    if "momentum_buffer" in s:
+        tau = _where(t == 1, 0.0, _where(h.momentum == 0, 0.0, h.dampening))
+        b = x(h.momentum) * s["momentum_buffer"] + x(1 - tau) * g
+        g = g + x(h.momentum) * b if h.nesterov else b
+        s = {"momentum_buffer": b}
+    return p - x(h.lr) * g, s
+
+
+def adam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  p <- p - lr m^ / (sqrt(v^) + eps).
+
+    m^ = m / (1 - b1^t), v^ = v / (1 - b2^t); AMSGrad: v^ = max of all v / (1 - b2^t).
+    AdamW: p <- (1 - lr wd) p first. arXiv 1412.6980; AdamW 1711.05101; AMSGrad openreview ryQu7f-RZ.
+    """
+    p, g = _decay(p, g, h, x)
+    m = _lerp(s["exp_avg"], g, x(1 - h.beta1))
+    v = x(h.beta2) * s["exp_avg_sq"] + x(1 - h.beta2) * g * g
+    s = {**s, "exp_avg": m, "exp_avg_sq": v}
+    if "max_exp_avg_sq" in s:
+        s["max_exp_avg_sq"] = v = torch.maximum(s["max_exp_avg_sq"], v)
+    denominator = root(v) / x(root(1 - h.beta2**t)) + x(h.eps)
+    return p - x(h.lr / (1 - h.beta1**t)) * m / denominator, s
+
+
+def rmsprop(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """v <- a v + (1 - a) g^2;  p <- p - lr g / (sqrt(v) + eps).
+
+    Centered: v - (mean of g)^2 under the root. Momentum: b <- mu b + g / (sqrt(v) + eps); p <- p - lr b.
+    Hinton, lecture 6 of "Neural networks for machine learning"; centered: arXiv 1308.0850.
+    """
+    p, g = _decay(p, g, h, x)
+    s = {**s, "square_avg": x(h.alpha) * s["square_avg"] + x(1 - h.alpha) * g * g}
+    v = s["square_avg"]
+    if "grad_avg" in s:
+        s["grad_avg"] = _lerp(s["grad_avg"], g, x(1 - h.alpha))
+        v = v - s["grad_avg"] * s["grad_avg"]
+    denominator = root(v) + x(h.eps)
+    if "momentum_buffer" not in s:
+        return p - x(h.lr) * g / denominator, s
+    s["momentum_buffer"] = x(h.momentum) * s["momentum_buffer"] + g / denominator
+    return p - x(h.lr) * s["momentum_buffer"], s
+
+
+def adagrad(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """v <- v + g^2;  p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(v) + eps).
+
+    Duchi et al. 2011, jmlr.org/papers/v12/duchi11a.html.
+    """
+    p, g = _decay(p, g, h, x)
+    v = s["sum"] + g * g
+    return p - x(h.lr / (1 + (t - 1) * h.lr_decay)) * g / (root(v) + x(h.eps)), {"sum": v}
+
+
+def nadam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """p <- p - lr [(1 - mu_t) g / (1 - P_t) + mu_{t+1} m / (1 - P_{t+1})] / (sqrt(v^) + eps).
+
+    m and v^ as in Adam, mu_t = b1 (1 - 0.96^(t psi) / 2) with psi the momentum decay, P_t = mu_1 ... mu_t.
+    P is float64 here; torch keeps it in the default dtype. Dozat 2016, openreview OM0jvwB8jIp57ZJjtNEZ.
+    """
+    p, g = _decay(p, g, h, x)
+    mu = h.beta1 * (1.0 - 0.5 * 0.96 ** (t * h.momentum_decay))
+    mu_next = h.beta1 * (1.0 - 0.5 * 0.96 ** ((t + 1) * h.momentum_decay))
+    product = s["mu_product"] * mu  # [1 or L]
+    m = _lerp(s["exp_avg"], g, x(1 - h.beta1))
+    v = x(h.beta2) * s["exp_avg_sq"] + x(1 - h.beta2) * g * g
+    denominator = root(v / x(1 - h.beta2**t)) + x(h.eps)
+    p = p - x(h.lr * (1.0 - mu) / (1.0 - product)) * g / denominator
+    p = p - x(h.lr * mu_next / (1.0 - product * mu_next)) * m / denominator
+    return p, {"exp_avg": m, "exp_avg_sq": v, "mu_product": product}
+
+
+def radam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """p <- p - lr m^ r_t sqrt(1 - b2^t) / (sqrt(v) + eps) where rho_t > 5, else p <- p - lr m^.
+
+    m^ and v as in Adam, rho_t = rho - 2 t b2^t / (1 - b2^t), rho = 2 / (1 - b2) - 1,
+    r_t = sqrt((rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)). arXiv 1908.03265.
+    """
+    p, g = _decay(p, g, h, x)
+    m = _lerp(s["exp_avg"], g, x(1 - h.beta1))
+    v = x(h.beta2) * s["exp_avg_sq"] + x(1 - h.beta2) * g * g
+    correction = 1 - h.beta2**t
+    rho = 2 / (1 - h.beta2) - 1
+    rho_t = rho - 2 * t * h.beta2**t / correction
+    rectified = rho_t > 5.0
+    rho, rho_t = _where(rectified, rho, 6.0), _where(rectified, rho_t, 6.0)  # keeps the unused root real
+    r = root((rho_t - 4) * (rho_t - 2) * rho / ((rho - 4) * (rho - 2) * rho_t))
+    scale = x(_where(rectified, r * root(correction), 0.0)) / (root(v) + x(h.eps))
+    update = m / x(1 - h.beta1**t) * x(h.lr) * (scale + x(_where(rectified, 0.0, 1.0)))
+    return p - update, {"exp_avg": m, "exp_avg_sq": v}
+
+
+def adamax(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """m <- b1 m + (1 - b1) g;  u <- max(b2 u, |g| + eps);  p <- p - lr / (1 - b1^t) m / u.
+
+    arXiv 1412.6980, section 7.1, with eps inside of the maximum as in torch.
+    """
+    p, g = _decay(p, g, h, x)
+    m = _lerp(s["exp_avg"], g, x(1 - h.beta1))
+    u = torch.maximum(x(h.beta2) * s["exp_inf"], g.abs() + x(h.eps))
+    return p - x(h.lr / (1 - h.beta1**t)) * m / u, {"exp_avg": m, "exp_inf": u}
+
+
+def adadelta(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """v <- rho v + (1 - rho) g^2;  d = sqrt(u + eps) / sqrt(v + eps) g;  p <- p - lr d.
+
+    Then u <- rho u + (1 - rho) d^2. arXiv 1212.5701 (there lr = 1).
+    """
+    p, g = _decay(p, g, h, x)
+    v = x(h.rho) * s["square_avg"] + x(1 - h.rho) * g * g
+    d = root(s["acc_delta"] + x(h.eps)) / root(v + x(h.eps)) * g
+    u = x(h.rho) * s["acc_delta"] + x(1 - h.rho) * d * d
+    return p - x(h.lr) * d, {"square_avg": v, "acc_delta": u}
+
+
+def rprop(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """eta <- clamp(eta * (eta+ | eta- | 1), min, max) as g g' is (> 0 | < 0 | 0);  p <- p - eta sign(g).
+
+    g' is the previous gradient; where g g' < 0, g is set to 0. eta starts at the learning rate of the first
+    step; later values of the learning rate have no effect, as in torch. Riedmiller and Braun 1993.
+    """
+    sign = g * s["prev"]
+    first = x(1.0 * (t == 1))
+    eta = first * x(h.lr) + (1 - first) * s["step_size"]
+    one = torch.ones_like(eta)
+    eta = eta * torch.where(sign > 0, x(h.etaplus), torch.where(sign < 0, x(h.etaminus), one))
+    eta = torch.where(eta < x(h.step_size_min), x(h.step_size_min), eta)
+    eta = torch.where(eta > x(h.step_size_max), x(h.step_size_max), eta)
+    g = torch.where(sign < 0, 0.0, g)
+    return p - g.sign() * eta, {"prev": g, "step_size": eta}
+
+
+def _undamped_first(slots: dict[str, list[Tensor]], numbers: dict[str, Any], t: int) -> None:
+    if t == 1:
+        numbers["dampening"] = 0.0  # then mu * 0 + g = g, torch's first buffer
+
+
+def _first_step_size(slots: dict[str, list[Tensor]], numbers: dict[str, Any], t: int) -> None:
+    if t == 1:
+        for eta in slots["step_size"]:
+            eta.fill_(numbers["lr"])
+
+
+_BETAS = {"betas": ("beta1", "beta2")}
+_RPROP = {"etas": ("etaminus", "etaplus"), "step_sizes": ("step_size_min", "step_size_max")}
+
+# The classes whose rule treats every element by itself, so that it is exact on stacked tensors. A subclass is
+# not its parent: it may have changed the rule.
+ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
+    torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first),
+    torch.optim.Adam: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, _BETAS),
+    torch.optim.AdamW: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, _BETAS),
+    torch.optim.RMSprop: Formula(("square_avg", "grad_avg", "momentum_buffer"), rmsprop),
+    torch.optim.Adagrad: Formula(("sum",), adagrad),
+    torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam, _BETAS),
+    torch.optim.RAdam: Formula(("exp_avg", "exp_avg_sq"), radam, _BETAS),
+    torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax, _BETAS),
+    torch.optim.Adadelta: Formula(("square_avg", "acc_delta"), adadelta),
+    torch.optim.Rprop: Formula(("prev", "step_size"), rprop, _RPROP, _first_step_size),
+}

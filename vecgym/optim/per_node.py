@@ -1,0 +1,198 @@
+"""Any torch optimizer on stacked tensors: one ordinary optimizer per node on views of the stacked storage.
+
+For rules that look at a whole tensor (its norm, its rank) and so are not elementwise, and for a user's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from vecgym.optim.elementwise import OptState, check_names, count_nodes
+from vecgym.optim.formulas import ELEMENTWISE
+from vecgym.tree import Tree, leaves, map_leaves
+
+if TYPE_CHECKING:
+    from vecgym.optim.spec import OptimSpec
+
+
+class PerNodeRule:
+    """K ordinary optimizers with explicit state: the interface of `ElementwiseRule`, without a pure body.
+
+    State: `{"step": [1 or L], "tensors": {slot: Tree}, "numbers": {slot: Tree}, "attributes": {...}}`: the
+    tensors and the Python numbers of the optimizers' `.state`, and (place -> key -> `[L]`) the numbers among
+    their attributes and parameter groups that are no longer a new optimizer's. What an optimizer keeps
+    anywhere else is lost from one step to the next.
+
+    One optimizer per node, not one for all: a rule may look across its parameters (LAMB-like, D-adaptation).
+
+    >>> from vecgym.optim import OptimSpec
+    >>> class SignSGD(torch.optim.SGD):
+    ...     def step(self):
+    ...         for p in self.param_groups[0]["params"]:
+    ...             p.data -= self.param_groups[0]["lr"] * p.grad.sign()
+    >>> rule = OptimSpec(SignSGD, lr=0.5).rule()
+    >>> params, grads = {"w": torch.ones(1, 2)}, {"w": torch.tensor([[1.0, 2.0], [-3.0, 4.0]])}
+    >>> rule.update(params, grads, rule.init(params))[0]["w"]
+    tensor([[0.5000, 0.5000],
+            [1.5000, 0.5000]])
+    """
+
+    def __init__(self, spec: OptimSpec):
+        closure = inspect.signature(spec.cls.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{spec.cls.__name__} evaluates the loss again inside of step(closure), and here gradients"
+                f" come before the optimizer: use one of {_names()}, or a class whose step() needs no closure"
+            )
+        self.spec = spec
+
+    def init(self, params: Tree) -> OptState:
+        """The state before the first step; most optimizers add to it at their first step."""
+        num_nodes = self._num_nodes(params, None)
+        params = _spread(params, num_nodes)
+        held: OptState = {"tensors": {}, "numbers": {}, "attributes": {}}
+        nodes = [_Node(self.spec, params, i) for i in range(num_nodes)]
+        return {"step": torch.zeros(1, dtype=torch.int64), **_collect(nodes, held)}
+
+    def update(
+        self,
+        params: Tree,
+        grads: Tree,
+        state: OptState,
+        lr: float | Tensor | None = None,
+        inplace: bool = True,
+    ) -> tuple[Tree, OptState]:
+        """One step, with the arguments of `ElementwiseRule.update`; `inplace=False` works on copies.
+
+        Errors: ValueError where the update would have to be differentiated.
+        """
+        check_names(params, grads)
+        settings = [lr, list(self.spec.kwargs.values())]
+        if any(_differentiated(x) for x in leaves(settings if inplace else [settings, params, grads, state])):
+            raise ValueError(
+                f"{self.spec.cls.__name__} has no pure body and cannot be differentiated: use one of"
+                f" {_names()}, or detach what requires grad"
+            )
+        if "tensors" not in state:
+            raise ValueError(
+                f"a state of {list(state)} is not of {self.spec!r}: start with rule.init(params)"
+            )
+        with torch.no_grad():
+            if not inplace:
+                params, grads, state = map_leaves(torch.clone, (params, grads, state))
+            num_nodes = self._num_nodes([params, grads, state], lr)
+            params, grads = _spread(params, num_nodes), _spread(grads, num_nodes)
+            held = _spread({kind: state[kind] for kind in ("tensors", "numbers", "attributes")}, num_nodes)
+            nodes = [_Node(self.spec, params, i) for i in range(num_nodes)]
+            for node in nodes:
+                node.load(held)
+                node.step(grads, lr)
+            return params, {"step": state["step"] + 1, **_collect(nodes, held)}
+
+    def _num_nodes(self, trees: Any, lr: float | Tensor | None) -> int:
+        settings = leaves([lr, list(self.spec.kwargs.values())])
+        return count_nodes([*[x.shape[0] for x in leaves(trees)], *[x.numel() for x in settings]])
+
+
+class _Node:
+    """Node i's optimizer: a new one, whose parameters are views of the stacked ones."""
+
+    def __init__(self, spec: OptimSpec, params: Tree, i: int):
+        self.i = i
+        self.views = {name: p.detach()[i] for name, p in params.items()}
+        self.params = {name: nn.Parameter(view) for name, view in self.views.items()}
+        self.optimizer = spec.build(self.params.items(), node=i)
+        self.fresh = {place: _numbers(there) for place, there in self.places().items()}
+        self.loaded: dict[tuple[str, str], Tensor] = {}  # (slot, name) -> view of the stacked state
+
+    def places(self) -> dict[str, dict[str, Any]]:
+        """Where an optimizer may keep numbers that are no parameter's."""
+        groups = {f"group{j}": group for j, group in enumerate(self.optimizer.param_groups)}
+        return {"optimizer": vars(self.optimizer), **groups}
+
+    def load(self, held: OptState) -> None:
+        """Put the explicit state into the optimizer: tensors as views."""
+        self.optimizer.state.clear()
+        for slot, tree in held["tensors"].items():
+            for name, x in tree.items():
+                self.loaded[slot, name] = self.optimizer.state[self.params[name]][slot] = x[self.i]
+        for slot, tree in held["numbers"].items():
+            for name, x in tree.items():
+                self.optimizer.state[self.params[name]][slot] = x[self.i].item()
+        places = self.places()
+        for place, values in held["attributes"].items():
+            places[place].update({key: x[self.i].item() for key, x in values.items()})
+
+    def step(self, grads: Tree, lr: float | Tensor | None) -> None:
+        """One step on the views. A group with a learning rate of its own keeps its ratio to the base's."""
+        if lr is not None:
+            lr = lr.reshape(-1)[self.i if lr.numel() > 1 else 0].item() if isinstance(lr, Tensor) else lr
+            base = self.optimizer.defaults["lr"]
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr if group["lr"] == base else lr * (group["lr"] / base)
+        for name, p in self.params.items():
+            p.grad = grads[name][self.i]
+        self.optimizer.step()
+        for name, p in self.params.items():
+            if p.data_ptr() != self.views[name].data_ptr():  # the optimizer has assigned p.data
+                self.views[name].copy_(p)
+
+
+def _collect(nodes: list[_Node], held: OptState) -> OptState:
+    """The optimizers' state, stacked; what is still a view of `held` is not copied."""
+    new: OptState = {"tensors": {}, "numbers": {}, "attributes": {}}
+    for name in nodes[0].params:
+        states = [node.optimizer.state.get(node.params[name], {}) for node in nodes]
+        for slot in states[0]:
+            values = [state[slot] for state in states]
+            if all(isinstance(value, Tensor) for value in values):
+                views = all(value is node.loaded.get((slot, name)) for value, node in zip(values, nodes))
+                stacked = held["tensors"][slot][name] if views else torch.stack(values).detach()
+                new["tensors"].setdefault(slot, {})[name] = stacked
+            elif all(isinstance(value, (bool, int, float)) for value in values):
+                new["numbers"].setdefault(slot, {})[name] = _stack_numbers(values)
+            else:
+                raise ValueError(
+                    f"{type(nodes[0].optimizer).__name__} keeps a {type(values[0]).__name__} in"
+                    f" state[{name!r}][{slot!r}]; allowed are tensors and numbers, which a checkpoint holds"
+                )
+    for place in nodes[0].fresh:
+        now = [_numbers(node.places()[place]) for node in nodes]
+        pairs = [(numbers, node.fresh[place]) for numbers, node in zip(now, nodes)]
+        changed = [key for key in now[0] if any(numbers[key] != fresh.get(key) for numbers, fresh in pairs)]
+        if changed:
+            new["attributes"][place] = {
+                key: _stack_numbers([numbers[key] for numbers in now]) for key in changed
+            }
+    return new
+
+
+def _numbers(there: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value for key, value in there.items() if key != "lr" and isinstance(value, (bool, int, float))
+    }
+
+
+def _stack_numbers(values: list[Any]) -> Tensor:
+    """`[L]`: bool, int64, or float64 for Python's numbers, so that they come back as they were."""
+    return torch.tensor(values, dtype=torch.float64 if any(isinstance(v, float) for v in values) else None)
+
+
+def _spread(tree: Any, num_nodes: int) -> Any:
+    """Every tensor with `num_nodes` nodes, in contiguous storage of its own."""
+    return map_leaves(lambda x: x.expand(num_nodes, *x.shape[1:]).contiguous(), tree)
+
+
+def _differentiated(x: Tensor) -> bool:
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
+
+
+def _names() -> str:
+    return ", ".join(cls.__name__ for cls in ELEMENTWISE)

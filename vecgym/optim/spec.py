@@ -1,0 +1,266 @@
+"""Which optimizer, with which hyperparameters: a description that holds no parameters and no state."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vecgym.optim.elementwise import ElementwiseRule
+from vecgym.optim.formulas import ELEMENTWISE
+from vecgym.optim.per_node import PerNodeRule
+from vecgym.tree import Tree
+
+ParamGroups = Callable[[str, Tensor], dict[str, Any]]
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.__name__.lower(): cls
+    for cls in [*ELEMENTWISE, getattr(torch.optim, "Adafactor", None), getattr(torch.optim, "Muon", None)]
+    if cls is not None
+}
+
+
+class OptimSpec:
+    """An optimizer class with its hyperparameters.
+
+    `optim`: a `torch.optim.Optimizer` class or one of the names `adam adamw sgd rmsprop adagrad nadam radam
+    adamax adadelta rprop` (`adafactor` and `muon` where torch has them).
+    `kwargs`: what the class takes; a number may be a tensor, `[]` or `[N]` (one per node), which may require
+    grad. `param_groups(name, p)`: the hyperparameters that parameter `p` (of one node: `p.dim()` is the
+    model's) does not share; a learning rate given there keeps its ratio to the spec's under a schedule.
+
+    Errors: ValueError for an unknown name or a value that the class refuses; TypeError for an unknown keyword
+    or a class that is no optimizer.
+
+    >>> OptimSpec("adamw", lr=3e-4)
+    OptimSpec(AdamW, lr=0.0003)
+    >>> OptimSpec(torch.optim.SGD, lr=0.1).replace(momentum=0.9)
+    OptimSpec(SGD, lr=0.1, momentum=0.9)
+    >>> spec = OptimSpec("adamw", param_groups=lambda name, p: {} if p.dim() >= 2 else {"weight_decay": 0.0})
+    >>> [group["weight_decay"] for group in spec.build(torch.nn.Linear(2, 2)).param_groups]
+    [0.01, 0.0]
+    """
+
+    def __init__(
+        self, optim: str | type[Optimizer], /, param_groups: ParamGroups | None = None, **kwargs: Any
+    ) -> None:
+        if param_groups is not None and not callable(param_groups):
+            raise TypeError(
+                f"param_groups={param_groups!r} must be a function of (name, tensor of one node), such as"
+                " lambda name, p: {} if p.dim() >= 2 else {'weight_decay': 0.0}"
+            )
+        self.cls: type[Optimizer] = _class(optim)
+        self.param_groups = param_groups
+        self.kwargs = {key: tuple(v) if isinstance(v, list) else v for key, v in kwargs.items()}
+        self._defaults = _validated(self.cls, self.kwargs)
+
+    @classmethod
+    def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
+        """The spec of a named optimizer, upper or lower case.
+
+        >>> OptimSpec.from_string("SGD", lr=0.1)
+        OptimSpec(SGD, lr=0.1)
+        """
+        return cls(name, **kwargs)
+
+    def __repr__(self) -> str:
+        options = [f"{key}={value!r}" for key, value in self.kwargs.items()]
+        if self.param_groups is not None:
+            options.append(f"param_groups={getattr(self.param_groups, '__name__', self.param_groups)}")
+        return f"OptimSpec({', '.join([self.cls.__name__, *options])})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OptimSpec):
+            return NotImplemented
+        same = self.cls is other.cls and self.param_groups is other.param_groups
+        return same and same_values(self.kwargs, other.kwargs)
+
+    __hash__ = None  # type: ignore[assignment]  # tensors compare by value
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """Every hyperparameter, the class's defaults included."""
+        return {**self._defaults, **self.kwargs}
+
+    @property
+    def lr(self) -> Any:
+        """The base learning rate: a number or a tensor `[]` or `[N]`."""
+        if "lr" not in self.hyper:
+            raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
+        return self.hyper["lr"]
+
+    def replace(self, **kwargs: Any) -> OptimSpec:
+        """The same optimizer with other hyperparameters (or `param_groups`)."""
+        return OptimSpec(self.cls, **{"param_groups": self.param_groups, **self.kwargs, **kwargs})
+
+    def build(self, model_or_params: nn.Module | Iterable[Any], node: int | None = None) -> Optimizer:
+        """The ordinary torch optimizer of one model, or of an iterable of tensors or (name, tensor) pairs.
+
+        `node`: whose value to take where a hyperparameter has one per node.
+
+        Errors: ValueError when a hyperparameter has one value per node and `node` is None, or when
+        `param_groups` is set and the parameters have no names.
+        """
+        pairs = list(
+            model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params
+        )
+        kwargs = {key: _number(key, value, node) for key, value in self.kwargs.items()}
+        if self.param_groups is None:
+            return self.cls([p[1] if isinstance(p, tuple) else p for p in pairs], **kwargs)
+        if not all(isinstance(p, tuple) for p in pairs):
+            raise ValueError("param_groups needs names: give the model, or model.named_parameters()")
+        grouped = _grouped(self.param_groups, pairs)
+        groups = [
+            {"params": [p for _, p in members], **{key: _number(key, v, node) for key, v in options.items()}}
+            for options, members in grouped
+        ]
+        return self.cls(groups, **kwargs)
+
+    def groups(self, params: Tree) -> Iterator[tuple[OptimSpec, list[str], Any]]:
+        """Groups of stacked parameters: (spec, names, this spec's lr if the group has its own)."""
+        if self.param_groups is None:
+            yield from [(self, list(params), None)] if params else []
+            return
+        for options, members in _grouped(self.param_groups, [(name, p[0]) for name, p in params.items()]):
+            spec = self.replace(param_groups=None, **options)
+            if "lr" in options and not isinstance(self.lr, Tensor) and self.lr == 0:
+                raise ValueError(
+                    f"param_groups gives lr={options['lr']!r}, and a schedule keeps its ratio to the spec's,"
+                    " which is 0: give the spec a positive lr"
+                )
+            yield spec, [name for name, _ in members], self.lr if "lr" in options else None
+
+    def rule(self) -> Rule:
+        """The update on stacked tensors: elementwise where exact, else one torch optimizer per node."""
+        return ElementwiseRule(self) if self.cls in ELEMENTWISE else PerNodeRule(self)
+
+
+Rule: TypeAlias = ElementwiseRule | PerNodeRule
+
+
+def ensure_optim_spec(
+    optim: str | OptimSpec | type[Optimizer] | None,
+    default: str | OptimSpec | type[Optimizer] | None = None,
+    **kwargs: Any,
+) -> OptimSpec:
+    """An `OptimSpec` from a name, a spec, a class or None (`default`), with `kwargs` (those not None) on top.
+
+    Errors: TypeError for anything else; ValueError when a spec and `kwargs` give two values of one setting.
+
+    >>> ensure_optim_spec("sgd", lr=0.1), ensure_optim_spec(None, default="adamw", lr=None)
+    (OptimSpec(SGD, lr=0.1), OptimSpec(AdamW))
+    """
+    chosen = default if optim is None else optim
+    given = {key: value for key, value in kwargs.items() if value is not None}
+    if not isinstance(chosen, OptimSpec):
+        return OptimSpec(chosen, **given)  # type: ignore[arg-type]
+    for key in given.keys() & chosen.kwargs.keys() if optim is not None else ():
+        if not same_values(chosen.kwargs[key], given[key]):
+            raise ValueError(
+                f"{key} is given twice: {chosen!r} and {key}={given[key]!r}; give it once,"
+                f" in the OptimSpec or as {key}=..."
+            )
+    return chosen.replace(**given)
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two settings are equal, tensors by value."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(same_values(x, y) for x, y in zip(a, b))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))
+    return bool(a == b)
+
+
+def _class(optim: object) -> type[Optimizer]:
+    if isinstance(optim, str):
+        if optim.lower() in OPTIMIZERS:
+            return OPTIMIZERS[optim.lower()]
+        close = difflib.get_close_matches(optim.lower(), OPTIMIZERS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"optimizer {optim!r} is not one of {', '.join(sorted(OPTIMIZERS))}{hint}")
+    if isinstance(optim, type) and issubclass(optim, Optimizer):
+        return optim
+    hint = ""
+    if isinstance(optim, Optimizer):
+        hint = f"; an optimizer object belongs to one model: give its class, {type(optim).__name__}"
+    raise TypeError(
+        f"optimizer {type(optim).__name__} is not one of the three forms: a name 'adamw', a class"
+        f" torch.optim.AdamW, or OptimSpec(torch.optim.AdamW, lr=3e-4){hint}"
+    )
+
+
+def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The class's defaults, once it took the smallest and the largest of every value with a dummy."""
+    parameters = list(inspect.signature(cls).parameters.values())[1:]  # the first is `params`
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    allowed = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for key in kwargs if not open_ended else ():
+        if key not in allowed:
+            close = difflib.get_close_matches(key, allowed, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{cls.__name__} has no keyword {key!r}; it has {', '.join(allowed)}{hint}")
+    for pick in (torch.min, torch.max):
+        values = {key: _extreme(key, value, pick) for key, value in kwargs.items()}
+        try:
+            # two dimensions: what Muon asks for, and nobody minds
+            defaults = cls([nn.Parameter(torch.zeros(1, 1))], **values).defaults
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
+    return dict(defaults)
+
+
+def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_extreme(key, v, pick) for v in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() > 1 or value.numel() == 0:
+        raise ValueError(
+            f"{key} has shape {list(value.shape)}; a number, [] or [N] (one per node) is allowed"
+        )
+    return pick(value.detach()).item()
+
+
+def _number(key: str, value: Any, node: int | None) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_number(key, v, node) for v in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1:
+        return value.item()
+    if node is None:
+        raise ValueError(
+            f"{key} has {value.numel()} values, one per node, and a torch optimizer takes one: say whose,"
+            " spec.build(model, node=0)"
+        )
+    return value[node].item()
+
+
+def _grouped(
+    param_groups: ParamGroups, pairs: Iterable[tuple[str, Tensor]]
+) -> list[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
+    """(options, its members) for every different answer of `param_groups`."""
+    groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
+    for name, p in pairs:
+        options = param_groups(name, p)
+        if not isinstance(options, dict):
+            raise TypeError(
+                f"param_groups({name!r}, p) gave {options!r}; a dict of hyperparameters is needed"
+            )
+        for known, members in groups:
+            if same_values(known, options):
+                members.append((name, p))
+                break
+        else:
+            groups.append((options, [(name, p)]))
+    return groups

@@ -1,0 +1,182 @@
+"""One training step of all nodes: `(state, batch) -> (state, metrics)`, readable from top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecgym import nodes, tree
+from vecgym.collectives import Collectives
+from vecgym.local import Engine
+from vecgym.strategy import Context, Strategy
+from vecgym.tree import Tree
+
+
+@dataclass(frozen=True)
+class State:
+    """All that evolves in a run. A node dimension of size 1 means "the same on every node".
+
+    Attributes:
+        step: optimizer steps done.
+        params: trainable parameters, `[1 or L, *]`.
+        buffers: `[1 or L, *]`.
+        optimizer: the inner optimizer's state.
+        strategy: the communication modules' states.
+    """
+
+    step: int
+    params: Tree
+    buffers: Tree
+    optimizer: dict[str, Any]
+    strategy: dict[str, Any]
+
+
+class Metrics(NamedTuple):
+    """What a step observed."""
+
+    losses: Tensor  # [L], before the update; nan where a node did not train
+    lr: float | Tensor
+
+
+class Simulation:
+    """The training of one model by `strategy` on the nodes of `comm`.
+
+    `step` is a pure function of the state and the batch when `differentiable`. Otherwise it takes the state over
+    ("donation"): it may overwrite the tensors in it, and the caller must use only the state that it gives back.
+
+    Example: three steps of four nodes.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> strategy = FedAvgStrategy("sgd", H=3, lr=0.1)
+    >>> simulation = Simulation(Line(), strategy, StackedCollectives(4), max_steps=3)
+    >>> state = simulation.init()
+    >>> for _ in range(3):
+    ...     state, metrics = simulation.step(state, torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
+    >>> metrics.losses
+    tensor([0.4096, 1.6384, 3.6864, 6.5536])
+    >>> state.params["w"]  # the nodes have just averaged: 2.5 (1 - 0.8^3) on each
+    tensor([1.2200, 1.2200, 1.2200, 1.2200])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: Strategy,
+        comm: Collectives,
+        *,
+        engine: Engine | None = None,
+        max_steps: int = 1,
+        seed: int = 42,
+        minibatch_size: int | None = None,
+    ) -> None:
+        self.engine = Engine(model) if engine is None else engine
+        self.strategy = strategy
+        self.comm = comm
+        self.max_steps = max_steps
+        self.seed = seed
+        self.minibatch_size = minibatch_size
+        self.num_local = len(comm.node_ids)  # L
+        self._node_ids = comm.node_ids.tolist()
+
+    def init(self, params: Tree | None = None) -> State:
+        """The state before the first step: the model's own parameters on every node, stored once.
+
+        Args:
+            params: other initial parameters, `[1 or L, *]`.
+        """
+        if params is None:
+            params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
+        buffers = {name: b[None].clone() for name, b in self.engine.buffers.items()}
+        optimizer, strategy = self.strategy.init(params, self._context(0, inplace=False))
+        return State(0, params, buffers, optimizer, strategy)
+
+    def step(self, state: State, batch: Any, *, differentiable: bool = False) -> tuple[State, Metrics]:
+        """One optimizer step of every node.
+
+        Args:
+            state: is given up, unless `differentiable`.
+            batch: leaves `[L, B, ...]`.
+        """
+        ctx = self._context(state.step, inplace=not differentiable)
+        self.comm.ledger.begin_step(state.step)
+        active = self.strategy.active_nodes(ctx)
+        if active is not None:
+            return self._partial_step(state, batch, active, ctx)
+
+        # 1. Gradients: each node by itself.
+        local = self._gradients(state.params, state.buffers, batch, self._node_ids, ctx)
+        # 2. What is exchanged of the gradients.
+        grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
+        # 3. The inner optimizer: each node by itself.
+        params, optimizer = self.strategy.optimize(state.params, grads, state.optimizer, ctx)
+        # 4. What is exchanged of the parameters.
+        shared, exchanged = self.strategy.exchange_parameters(params, exchanged, ctx)
+
+        params = _own_storage(shared, params) if ctx.inplace else shared
+        return State(state.step + 1, params, local.buffers, optimizer, exchanged), Metrics(
+            local.losses, self.strategy.lr(ctx)
+        )
+
+    def _partial_step(self, state: State, batch: Any, active: list[int], ctx: Context) -> tuple[State, Metrics]:
+        """The same step when only some nodes train: phases 1 and 3 on their rows, the others keep their state."""
+        rows = torch.tensor([i for i, node in enumerate(self._node_ids) if node in set(active)])
+        mine = [self._node_ids[i] for i in rows.tolist()]
+        everyone = (state.params, state.buffers, state.optimizer)
+        params, buffers, optimizer = (nodes.take_rows(x, rows) for x in everyone)
+        local = self._gradients(params, buffers, tree.map_leaves(lambda x: x[rows.to(x.device)], batch), mine, ctx)
+        params, optimizer = self.strategy.optimize(params, local.grads, optimizer, ctx)
+        params, buffers, optimizer = (
+            nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
+            for old, new in zip(everyone, (params, local.buffers, optimizer))
+        )
+        shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
+        params = _own_storage(shared, params) if ctx.inplace else shared
+        losses = local.losses.new_full((self.num_local,), torch.nan).index_copy(
+            0, rows.to(local.losses.device), local.losses
+        )
+        return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(losses, self.strategy.lr(ctx))
+
+    def _gradients(self, params: Tree, buffers: Tree, batch: Any, node_ids: list[int], ctx: Context):
+        mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
+        return self.engine.gradients(
+            params,
+            buffers,
+            batch,
+            seed=self.seed,
+            step=ctx.step,
+            node_ids=node_ids,
+            minibatch_size=self.minibatch_size,
+            mean=mean and ctx.inplace,
+            differentiable=not ctx.inplace,
+        )
+
+    def _context(self, step: int, inplace: bool) -> Context:
+        return Context(self.comm, step, self.max_steps, self.seed, inplace)
+
+
+def _own_storage(shared: Tree, params: Tree) -> Tree:
+    """What an exchange gave back, in the storage of the parameters that it was given.
+
+    An exchange may return a tensor that it also keeps in its state, such as outer parameters; the next step
+    overwrites the parameters, so they must not be that tensor. And memory that is in use costs less than new.
+    """
+
+    def settle(new: Tensor, own: Tensor) -> Tensor:
+        if new is own:
+            return own
+        if new.shape[0] > own.shape[0]:
+            return new.clone()
+        return own.copy_(new)
+
+    with torch.no_grad():
+        return tree.map(settle, shared, params)

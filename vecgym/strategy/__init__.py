@@ -1,0 +1,22 @@
+"""Training algorithms, one file each, and the parts they are made of."""
+
+from vecgym.optim import OptimSpec
+from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
+from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
+from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
+from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+
+__all__ = [
+    "AllReduceStrategy",
+    "AveragingCommunicator",
+    "CommunicateOptimizeStrategy",
+    "CommunicationModule",
+    "Context",
+    "DiLoCoCommunicator",
+    "DiLoCoStrategy",
+    "FedAvgStrategy",
+    "GradientAveraging",
+    "OptimSpec",
+    "SimpleReduceStrategy",
+    "Strategy",
+]

@@ -1,0 +1,67 @@
+"""AllReduce: what torch's DistributedDataParallel does (Li et al., arXiv 2006.15704)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vecgym.optim import OptimSpec
+from vecgym.schedule import Schedule
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
+from vecgym.tree import Tree
+
+
+class GradientAveraging(CommunicationModule):
+    """Average the gradients over all nodes: g <- 1/K sum_i g_i, `[L, *] -> [1, *]`.
+
+    Since parameters and optimizer state then stay the same on every node, they are stored once, and one
+    gradient of the mean loss is computed instead of K.
+    """
+
+    mean_gradient = True
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return ctx.comm.mean(grads), state
+
+
+class AllReduceStrategy(Strategy):
+    """Every step, every node takes the optimizer step of the mean gradient.
+
+    g = 1/K sum_i g_i; clip g to `max_norm`; theta <- optimizer(theta, g).
+
+    Equals training one model on the K batches together (without batch norm, whose statistics are each
+    node's own, as with DDP). Bytes sent per node and step: 2 (K - 1) / K * b * P.
+
+    Args:
+        inner_optim: the optimizer, AdamW when not given.
+        lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
+
+    >>> AllReduceStrategy("sgd", lr=0.1)
+    AllReduceStrategy(OptimSpec(SGD, lr=0.1), GradientAveraging())
+
+    Reference: Li et al., "PyTorch Distributed", arXiv 2006.15704. Deviation: buffers are never broadcast, each
+    node keeps its own batch-norm statistics; `fit` averages them at the end.
+    """
+
+    def __init__(
+        self,
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        *,
+        lr: float | Tensor | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: str | Schedule | None = None,
+        warmup_steps: int = 0,
+        cosine_anneal: bool = False,
+    ) -> None:
+        super().__init__(
+            inner_optim,
+            communication_modules=[GradientAveraging()],
+            lr=lr,
+            max_norm=max_norm,
+            lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+            cosine_anneal=cosine_anneal,
+        )
+
+
+SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it

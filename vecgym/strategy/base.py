@@ -1,0 +1,239 @@
+"""What a strategy is: an optimizer on every node, and what the nodes exchange before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym import rng
+from vecgym.collectives import Collectives
+from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
+from vecgym.schedule import Schedule, check_schedule, make_schedule
+from vecgym.tree import Tree
+
+State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a strategy may know at a step.
+
+    Attributes:
+        comm: the collectives, the only way to other nodes.
+        step: optimizer steps done before this one, so 0 in the first.
+        max_steps: the length of the run.
+        seed: the run's seed; random numbers come from `generator`.
+        inplace: the tensors given may be overwritten. False under differentiation, where every operation must
+            be pure.
+    """
+
+    comm: Collectives
+    step: int = 0
+    max_steps: int = 1
+    seed: int = 0
+    inplace: bool = False
+
+    def generator(self, purpose: str, *ids: int) -> torch.Generator:
+        """A generator keyed by (seed, purpose, ids): the same on every node and in every process."""
+        return rng.generator(self.seed, purpose, *ids)
+
+
+class CommunicationModule:
+    """One thing that nodes exchange. Override what you need; everything is `[L, *]` trees.
+
+    A module holds hyperparameters only. What evolves is its state, nested dicts of tensors, which `init` makes
+    and the exchanges take and give back. With `ctx.inplace` an exchange may overwrite what it was given; a
+    tensor that it was given and wants to keep in its state it must clone.
+
+    Example: every step, the nodes average a version of their parameters rounded to 8 bits.
+
+    >>> from vecgym import tree
+    >>> class RoundedAverage(CommunicationModule):
+    ...     def exchange_parameters(self, params, state, ctx):
+    ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
+    """
+
+    # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
+    mean_gradient = False
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if the module cannot work for this run."""
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        """The state before the first step. `params` are a copy that the module may keep."""
+        return {}
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        """The nodes that train in this step; None: all."""
+        return None
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Before the optimizer: `[L, *]` gradients -> those that the optimizer takes."""
+        return grads, state
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
+        return params, state
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class Strategy:
+    """How the nodes are trained: communication modules around one inner optimizer.
+
+    A step is: gradients; the modules' `exchange_gradients`, in order; clipping; the inner optimizer; the
+    modules' `exchange_parameters`, in order.
+
+    Args:
+        inner_optim: a name ("adamw", "sgd", ...), an `OptimSpec`, or a `torch.optim.Optimizer` class; AdamW
+            when not given.
+        communication_modules: `CommunicationModule`s; none: the nodes train independently.
+        lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
+        max_norm: clip each node's gradient to this 2-norm, after `exchange_gradients`.
+        lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
+            `vecgym.schedule`.
+        warmup_steps: steps of linear warm-up from 0.
+        cosine_anneal: after the warm-up, decay to 10 % along a cosine.
+
+    Raises:
+        TypeError, ValueError: at construction, saying what is allowed.
+    """
+
+    def __init__(
+        self,
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        *,
+        communication_modules: Sequence[CommunicationModule] = (),
+        lr: float | Tensor | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: str | Schedule | None = None,
+        warmup_steps: int = 0,
+        cosine_anneal: bool = False,
+    ) -> None:
+        self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), lr=lr)
+        self.communication_modules = _checked_modules(communication_modules)
+        if max_norm is not None:
+            check_max_norm(max_norm)
+        self.max_norm = max_norm
+        check_schedule(lr_scheduler, warmup_steps, cosine_anneal)
+        self.lr_scheduler = lr_scheduler
+        self.warmup_steps = warmup_steps
+        self.cosine_anneal = cosine_anneal
+        self._rule = self.inner_optim.rule()
+
+    @property
+    def mean_gradient(self) -> bool:
+        """Whether the mean of the nodes' gradients is all that is used of them."""
+        return bool(self.communication_modules) and self.communication_modules[0].mean_gradient
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if the strategy cannot work for this run."""
+        for module in self.communication_modules:
+            module.check(num_nodes, max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
+        """The states of optimizer and modules before the first step; `params` are `[1 or L, *]`."""
+        modules = {
+            str(i): module.init({name: p.clone() for name, p in params.items()}, ctx)
+            for i, module in enumerate(self.communication_modules)
+        }
+        return self._rule.init(params), modules
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        """The nodes that train in this step, ascending; None: all."""
+        chosen = [module.active_nodes(ctx) for module in self.communication_modules]
+        given = [set(nodes) for nodes in chosen if nodes is not None]
+        return sorted(set.intersection(*given)) if given else None
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """What is exchanged of the gradients: each module in turn."""
+        for i, module in enumerate(self.communication_modules):
+            grads, changed = module.exchange_gradients(grads, state[str(i)], ctx)
+            state = {**state, str(i): changed}
+        return grads, state
+
+    def lr(self, ctx: Context) -> float | Tensor:
+        """The inner learning rate of this step."""
+        schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
+        return self.inner_optim.lr * schedule(ctx.step)
+
+    def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Clip, then the inner optimizer's step."""
+        if self.max_norm is not None:
+            grads, _ = clip_grad_norm(grads, self.max_norm, inplace=ctx.inplace)
+        return self._rule.update(params, grads, state, lr=self.lr(ctx), inplace=ctx.inplace)
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """What is exchanged of the parameters: each module in turn."""
+        for i, module in enumerate(self.communication_modules):
+            params, changed = module.exchange_parameters(params, state[str(i)], ctx)
+            state = {**state, str(i): changed}
+        return params, state
+
+    def __repr__(self) -> str:
+        parts = [repr(self.inner_optim), *map(repr, self.communication_modules)]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+class CommunicateOptimizeStrategy(Strategy):
+    """Compose communication modules with an inner optimizer; each module acts in the order given.
+
+    >>> from vecgym.strategy import AveragingCommunicator
+    >>> CommunicateOptimizeStrategy([AveragingCommunicator(island_size=4)], inner_optim="adamw", lr=1e-3)
+    CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.001), \
+AveragingCommunicator(island_size=4, H=1, participation=1.0))
+    """
+
+    def __init__(
+        self,
+        communication_modules: Sequence[CommunicationModule],
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        *,
+        lr: float | Tensor | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: str | Schedule | None = None,
+        warmup_steps: int = 0,
+        cosine_anneal: bool = False,
+    ) -> None:
+        super().__init__(
+            inner_optim,
+            communication_modules=communication_modules,
+            lr=lr,
+            max_norm=max_norm,
+            lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+            cosine_anneal=cosine_anneal,
+        )
+
+
+def check_interval(name: str, value: Any) -> int:
+    """Return `value` if it is an integer >= 1, a number of optimizer steps.
+
+    >>> check_interval("H", 0)
+    Traceback (most recent call last):
+    ...
+    ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"{name}={value!r} must be an integer >= 1: the number of optimizer steps between two exchanges."
+        )
+    return value
+
+
+def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:
+    if isinstance(modules, CommunicationModule):
+        raise TypeError(f"communication_modules takes a list: [{modules!r}].")
+    for module in modules:
+        if not isinstance(module, CommunicationModule):
+            raise TypeError(
+                f"communication_modules has a {type(module).__name__}; each must be a CommunicationModule, "
+                "such as AveragingCommunicator(H=10)."
+            )
+    return tuple(modules)

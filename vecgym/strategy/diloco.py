@@ -1,0 +1,117 @@
+"""DiLoCo: many local steps, then one step of an outer optimizer (Douillard et al., arXiv 2311.08105)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vecgym import tree
+from vecgym.optim import OptimSpec, ensure_optim_spec
+from vecgym.schedule import Schedule
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
+from vecgym.strategy.fedavg import warn_if_never
+from vecgym.tree import Tree
+
+OUTER_DEFAULTS = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
+
+
+class DiLoCoCommunicator(CommunicationModule):
+    """Every H steps, the mean movement of the nodes is the gradient of an outer optimizer.
+
+    Delta = mean_i(theta_outer - theta_i);  theta_outer <- outer(theta_outer, Delta);  theta_i <- theta_outer.
+
+    State: `params` (theta_outer) and `optimizer` (the outer momentum), both `[1, *]`: stored once for all nodes.
+
+    Args:
+        outer_optim: "sgd" or `torch.optim.SGD` mean the paper's SGD(lr=0.7, momentum=0.9, nesterov=True); an
+            `OptimSpec` is taken as it is; so is any other optimizer.
+        H: inner steps between two outer steps.
+        outer_lr: the outer learning rate.
+    """
+
+    def __init__(
+        self,
+        outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        H: int = 100,
+        outer_lr: float | Tensor | None = None,
+    ) -> None:
+        self.outer_optim = _outer_spec(outer_optim, outer_lr)
+        self.H = check_interval("H", H)
+        self._rule = self.outer_optim.rule()
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        warn_if_never(self.H, max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return {"params": params, "optimizer": self._rule.init(params)}
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if (ctx.step + 1) % self.H != 0:
+            return params, state
+        mean = ctx.comm.mean(params)  # [1, *]
+        delta = tree.map(torch.sub, state["params"], mean)
+        outer, optimizer = self._rule.update(state["params"], delta, state["optimizer"], inplace=ctx.inplace)
+        return outer, {"params": outer, "optimizer": optimizer}
+
+
+class DiLoCoStrategy(Strategy):
+    """H local steps on every node, then one step of an outer optimizer on their mean movement.
+
+    theta_i <- inner(theta_i, g_i), H times; then Delta = mean_i(theta_outer - theta_i),
+    theta_outer <- outer(theta_outer, Delta), theta_i <- theta_outer.
+
+    With the paper's outer optimizer: m <- mu m + Delta; theta_outer <- theta_outer - eta (Delta + mu m). Inner
+    optimizer state stays on its node and is kept across rounds. Bytes sent per node and step:
+    2 (K - 1) / K * b * P / H.
+
+    Args:
+        inner_optim: the local optimizer, AdamW when not given.
+        outer_optim: SGD(lr=0.7, momentum=0.9, nesterov=True) when not given, or given as "sgd".
+        H: inner steps per round; the outer step follows every H-th optimizer step.
+        lr, inner_lr: two names for the inner learning rate.
+        outer_lr: the outer learning rate.
+        max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
+
+    >>> DiLoCoStrategy("adamw", "sgd", H=100, lr=3e-4)
+    DiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), \
+DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=100))
+
+    Reference: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv
+    2311.08105. No deviation.
+    """
+
+    def __init__(
+        self,
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        H: int = 100,
+        *,
+        lr: float | Tensor | None = None,
+        inner_lr: float | Tensor | None = None,
+        outer_lr: float | Tensor | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: str | Schedule | None = None,
+        warmup_steps: int = 0,
+        cosine_anneal: bool = False,
+    ) -> None:
+        if lr is not None and inner_lr is not None:
+            raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
+        super().__init__(
+            inner_optim,
+            communication_modules=[DiLoCoCommunicator(outer_optim, H, outer_lr)],
+            lr=inner_lr if lr is None else lr,
+            max_norm=max_norm,
+            lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+            cosine_anneal=cosine_anneal,
+        )
+
+
+def _outer_spec(
+    optim: str | OptimSpec | type[torch.optim.Optimizer] | None, outer_lr: float | Tensor | None
+) -> OptimSpec:
+    by_name = optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd")
+    if by_name:
+        lr = OUTER_DEFAULTS["lr"] if outer_lr is None else outer_lr
+        return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
+    return ensure_optim_spec(optim, lr=outer_lr)
