@@ -89,9 +89,7 @@ def rows(batch: Any, nodes: slice | list[int]) -> Any:
     return tree.map_leaves(lambda x: x[nodes], batch)
 
 
-def sampled(
-    dataset: Any, num_nodes: int, node: int, epoch: int, shuffle: bool, seed: int = 3
-) -> DistributedSampler:
+def sampled(dataset: Any, num_nodes: int, node: int, epoch: int, shuffle: bool, seed: int = 3) -> DistributedSampler:
     sampler: DistributedSampler = DistributedSampler(dataset, num_nodes, node, shuffle=shuffle, seed=seed)
     sampler.set_epoch(epoch)
     return sampler
@@ -449,9 +447,7 @@ def test_numbers_must_be_positive(wrong: int) -> None:
 
 
 def test_a_batch_larger_than_a_shard_is_refused() -> None:
-    with error(
-        ValueError, "batch_size=6.* 20 examples, 5 for each of 4 nodes.*Allowed: 1 to 5.*batch_size=5"
-    ):
+    with error(ValueError, "batch_size=6.* 20 examples, 5 for each of 4 nodes.*Allowed: 1 to 5.*batch_size=5"):
         Batches(torch.arange(20), 4, 6)
     with error(ValueError, "train_dataset of node 3 has 4 examples.*Allowed: 1 to 4"):
         Batches(lambda rank, num_nodes, train: numbers(7 - rank), 4, 5)
@@ -526,9 +522,7 @@ def test_whole_batches_of_the_wrong_length_are_refused() -> None:
 # ----------------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize(
-    "make", [numbers, Squares, lambda n: Whole(n, True), lambda n: Subset(numbers(n), range(n))]
-)
+@pytest.mark.parametrize("make", [numbers, Squares, lambda n: Whole(n, True), lambda n: Subset(numbers(n), range(n))])
 @pytest.mark.parametrize("val_size", [None, 1, 7, 8, 23, 1000])
 def test_evaluation_reads_a_fixed_part(make: Any, val_size: int | None) -> None:
     batches = EvalBatches(make(23), 4, val_size, seed=5)

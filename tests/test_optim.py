@@ -57,9 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("rprop", {}),
     ("rprop", {"lr": 0.03, "etas": (0.45, 1.3), "step_sizes": (1e-2, 5e-2), "maximize": True}),
 ]
-ONE_OF_EACH = [
-    next(case for case in reversed(CASES) if case[0] == cls.__name__.lower()) for cls in ELEMENTWISE
-]
+ONE_OF_EACH = [next(case for case in reversed(CASES) if case[0] == cls.__name__.lower()) for cls in ELEMENTWISE]
 # Hyperparameters that differ per node: nodes 0 and 1 are equal neighbours, so that a run holds two nodes.
 PER_NODE: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": (0.0, 0.0, 0.9), "dampening": (0.5, 0.5, 0.1), "weight_decay": (0.1, 0.1, 0.0)},
@@ -187,9 +185,7 @@ def test_scheduled_learning_rate(case, inplace):
 @pytest.mark.parametrize("name", PER_NODE)
 def test_hyperparameters_per_node(name, small_run, monkeypatch):
     monkeypatch.setattr(elementwise, "_SMALL_RUN", small_run)
-    spec = OptimSpec(
-        name, lr=torch.tensor([0.01, 0.01, 0.03]), **{k: tensors(v) for k, v in PER_NODE[name].items()}
-    )
+    spec = OptimSpec(name, lr=torch.tensor([0.01, 0.01, 0.03]), **{k: tensors(v) for k, v in PER_NODE[name].items()})
     lrs = [torch.tensor([0.01, 0.01, 0.03]) * (1 + step % 3) for step in range(STEPS)]
     for given in (None, lrs):
         reference = separate(spec, draw(0), lrs=given)
@@ -203,9 +199,7 @@ def test_hyperparameters_per_node_expand_one_stored_node(name):
     one = draw(0, num_nodes=1)
     everywhere = {n: p.expand(K, *p.shape[1:]).clone() for n, p in one.items()}
     same = lambda step: gradient(step, num_nodes=1)  # noqa: E731
-    reference = stacked(
-        spec, everywhere, grad=lambda s: {n: g.expand(K, *g.shape[1:]) for n, g in same(s).items()}
-    )
+    reference = stacked(spec, everywhere, grad=lambda s: {n: g.expand(K, *g.shape[1:]) for n, g in same(s).items()})
     for inplace in (True, False):
         assert_close(stacked(spec, one, grad=same, inplace=inplace)[0], reference[0])
 
@@ -225,9 +219,7 @@ def test_nodes_may_have_made_different_numbers_of_steps(case, small_run, monkeyp
         if slot != "step":
             spread = [{n: x.expand(K, *x.shape[1:]) for n, x in s[slot].items()} for _, s in parts]
             state[slot] = {n: torch.stack([s[n][i] for i, s in enumerate(spread)]) for n in SHAPES}
-    alone = [
-        stacked(spec, draw(0), steps=n + 6, grad=lambda s, n=n: gradient(s if s < n else s - n)) for n in made
-    ]
+    alone = [stacked(spec, draw(0), steps=n + 6, grad=lambda s, n=n: gradient(s if s < n else s - n)) for n in made]
     expected = {name: torch.stack([p[name][i] for i, (p, _) in enumerate(alone)]) for name in SHAPES}
     for inplace in (True, False):
         p, s = clone(params), clone(state)
@@ -363,9 +355,7 @@ def test_in_place_overwrites_and_pure_changes_nothing(case):
     params, state = rule.update(params, gradient(0), state)
     new, new_state = rule.update(params, gradient(1), state)
     assert all(new[n].data_ptr() == params[n].data_ptr() for n in params)
-    assert all(
-        new_state[s][n].data_ptr() == x.data_ptr() for s in state if s != "step" for n, x in state[s].items()
-    )
+    assert all(new_state[s][n].data_ptr() == x.data_ptr() for s in state if s != "step" for n, x in state[s].items())
     assert state["step"].tolist() == [1]
 
     params, grads, state = new, gradient(2), new_state
@@ -511,9 +501,7 @@ def test_derivatives_through_torch_func(name):
 def test_derivatives_are_finite_where_the_gradient_is_exactly_zero(name, extra):
     f, arguments = unrolled(name, extra=extra, zero=True)
     arguments = [a.requires_grad_() for a in arguments]
-    first = torch.autograd.grad(
-        f(*arguments).sin().sum(), arguments, create_graph=True, materialize_grads=True
-    )
+    first = torch.autograd.grad(f(*arguments).sin().sum(), arguments, create_graph=True, materialize_grads=True)
     assert all(torch.isfinite(g).all() for g in first)
     second = torch.autograd.grad(total(first), arguments, materialize_grads=True)
     assert all(torch.isfinite(g).all() for g in second)
@@ -663,12 +651,7 @@ class Lamb(torch.optim.Optimizer):
                 state["count"] += 1
                 state["decay"] *= 0.99
                 state["odd"] = not state["odd"]
-                scale = (
-                    p.norm()
-                    * state["decay"]
-                    * (2.0 if state["odd"] else 1.0)
-                    / (state["count"] + self.num_calls)
-                )
+                scale = p.norm() * state["decay"] * (2.0 if state["odd"] else 1.0) / (state["count"] + self.num_calls)
                 p.data = p.data * (1 - group["lr"] * group["weight_decay"])
                 p.data.add_(state["fresh"], alpha=-group["lr"] * float(scale))
 
@@ -731,9 +714,7 @@ def test_per_node_rule_overwrites_in_place_and_is_pure_otherwise():
     new, new_state = rule.update(params, gradient(1), state)
     assert all(new[n].data_ptr() == params[n].data_ptr() for n in params)
     slots = state["tensors"]
-    assert all(
-        new_state["tensors"][s][n].data_ptr() == x.data_ptr() for s in slots for n, x in slots[s].items()
-    )
+    assert all(new_state["tensors"][s][n].data_ptr() == x.data_ptr() for s in slots for n, x in slots[s].items())
     before = clone((new, new_state))
     grads = gradient(2)
     rule.update(new, grads, new_state, inplace=False)
@@ -811,9 +792,7 @@ def test_names(name):
 def test_unknown_name_keyword_and_value():
     with pytest.raises(ValueError, match=r"'adamv' is not one of adadelta.*did you mean 'adam"):
         OptimSpec("adamv")
-    with pytest.raises(
-        TypeError, match=r"SGD has no keyword 'momentun'; it has lr, momentum.*did you mean 'momentum'"
-    ):
+    with pytest.raises(TypeError, match=r"SGD has no keyword 'momentun'; it has lr, momentum.*did you mean 'momentum'"):
         OptimSpec("sgd", momentun=0.9)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         OptimSpec("adam", lr=-1.0)
@@ -851,9 +830,7 @@ def test_build():
     optimizer = OptimSpec("sgd", lr=torch.tensor(0.5), momentum=0.9).build(model)
     assert type(optimizer) is torch.optim.SGD
     assert optimizer.param_groups[0]["lr"] == 0.5
-    assert (
-        OptimSpec("sgd", lr=torch.tensor([0.1, 0.2])).build(model.parameters(), node=1).defaults["lr"] == 0.2
-    )
+    assert OptimSpec("sgd", lr=torch.tensor([0.1, 0.2])).build(model.parameters(), node=1).defaults["lr"] == 0.2
     with pytest.raises(ValueError, match=r"lr has 2 values.*node=0"):
         OptimSpec("sgd", lr=torch.tensor([0.1, 0.2])).build(model)
 
@@ -904,9 +881,7 @@ def test_mistakes_at_update():
 
 def test_no_parameters():
     for inplace in (True, False):
-        params, state = (
-            OptimSpec("adam").rule().update({}, {}, OptimSpec("adam").rule().init({}), inplace=inplace)
-        )
+        params, state = OptimSpec("adam").rule().update({}, {}, OptimSpec("adam").rule().init({}), inplace=inplace)
         assert params == {}
         assert state["step"].tolist() == [1]
 

@@ -225,9 +225,7 @@ def test_fedavg_with_one_local_step_is_ddp(name: str, inner: OptimizerSpec) -> N
     assert_same(fedavg(model, batches, K, H=1, inner=inner, schedule=warmup), expected)
 
 
-@pytest.mark.parametrize(
-    "inner", [SGD, MOMENTUM, ADAMW, RMSPROP], ids=["sgd", "momentum", "adamw", "rmsprop"]
-)
+@pytest.mark.parametrize("inner", [SGD, MOMENTUM, ADAMW, RMSPROP], ids=["sgd", "momentum", "adamw", "rmsprop"])
 @pytest.mark.parametrize("name", ["MLP", "CNN", "GPT", "LSTM", "WithFrozen"])
 def test_diloco_with_outer_sgd_1_is_fedavg(name: str, inner: OptimizerSpec) -> None:
     model, batches = setup(name)
@@ -326,9 +324,7 @@ def test_diloco_on_one_node_is_lookahead() -> None:
                     phi += eta * (theta - phi)
                     theta.copy_(phi)
     assert_close(vector(result.models[0]), vector(fast))
-    assert_close(
-        torch.cat([x.flatten() for x in result.outer.values()]), torch.cat([x.flatten() for x in slow])
-    )
+    assert_close(torch.cat([x.flatten() for x in result.outer.values()]), torch.cat([x.flatten() for x in slow]))
 
 
 def test_nodes_meet_exactly_after_every_h_steps() -> None:
@@ -516,9 +512,7 @@ def test_gossip_with_the_complete_graph_and_with_none() -> None:
     assert_same(gossip(model, batches, K, matrix=lambda step: complete(K), inner=ADAMW), every_step)
     independent = fedavg(model, batches, K, H=NEVER, inner=ADAMW)
     for mix in ("before", "after"):
-        assert_same(
-            gossip(model, batches, K, matrix=lambda step: torch.eye(K), mix=mix, inner=ADAMW), independent
-        )
+        assert_same(gossip(model, batches, K, matrix=lambda step: torch.eye(K), mix=mix, inner=ADAMW), independent)
 
 
 def test_gossip_of_islands_is_fedavg_with_these_islands() -> None:

@@ -117,6 +117,7 @@ class Batches:
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
         self._longest = agree(longest) if agree and not shared else longest
         self._check_batch_size(longest if shared else min(lengths), name)
+        self.epoch_length = self._longest  # examples of each node in an epoch, padding counted
         whole, rest = divmod(self._longest, self.batch_size)
         self.steps_per_epoch = whole if self._source.drop_last else whole + (rest > 0)
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
@@ -302,9 +303,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         self.context = _integer("context", context, 1)
         whole = (torch.uint8, torch.int16, torch.int32, torch.int64)
         if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in whole:
-            raise TypeError(
-                f"tokens is {_describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)"
-            )
+            raise TypeError(f"tokens is {_describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)")
         if len(tokens) <= self.context:
             raise ValueError(
                 f"tokens has {len(tokens)} tokens, too few for one window with context={context}. "
@@ -715,16 +714,12 @@ def _split_loader_kwargs(
     rest = dict(kwargs or {})
     for key in rest:
         if key in _OWNED_KEYS:
-            raise ValueError(
-                f"dataloader_kwargs has {key!r}, which vecgym sets itself. Fix: {_OWNED_KEYS[key]}"
-            )
+            raise ValueError(f"dataloader_kwargs has {key!r}, which vecgym sets itself. Fix: {_OWNED_KEYS[key]}")
         if key not in _LOADER_KEYS:
             raise TypeError(f"dataloader_kwargs has {key!r}. Allowed: {', '.join(_LOADER_KEYS)}")
     if not rest.get("num_workers"):
         if rest.get("timeout"):
-            raise ValueError(
-                f"timeout={rest['timeout']} needs workers. Fix: num_workers=1 or more, or no timeout"
-            )
+            raise ValueError(f"timeout={rest['timeout']} needs workers. Fix: num_workers=1 or more, or no timeout")
         if rest.get("worker_init_fn") is not None:
             warnings.warn("worker_init_fn has no effect with num_workers=0", VecgymWarning, stacklevel=4)
     return bool(rest.pop("drop_last", False)), rest.pop("collate_fn", None), rest

@@ -1,7 +1,26 @@
-"""The warning that vecgym gives."""
+"""The warning and the error that are vecgym's own; all others are `ValueError` and `TypeError`."""
 
 from __future__ import annotations
 
 
 class VecgymWarning(UserWarning):
     """A setting has no effect, or not the one that its name suggests."""
+
+
+class DivergenceError(ArithmeticError):
+    """A node's loss became NaN or infinite; the trainer's history and nodes are kept.
+
+    Attributes:
+        step: optimizer steps done when the loss was computed.
+        nodes: the ids of the nodes whose loss is not finite.
+    """
+
+    def __init__(self, step: int, nodes: list[int], loss: float) -> None:
+        self.step = step
+        self.nodes = nodes
+        which = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes[:8]))}"
+        more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+        super().__init__(
+            f"the loss of {which}{more} is {loss} at step {step}. trainer.history and trainer.nodes hold the run up "
+            'to there. Lower the learning rate, set max_norm=1.0, or go on with on_divergence="warn" or "ignore".'
+        )

@@ -71,27 +71,44 @@ class ModelFacts:
     unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
-    flop: int  # multiply-adds x 2 of one node's forward pass
+    flop: int  # floating-point operations of one node's forward and backward pass
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
 
 class _Skeleton(nn.Module):
-    """A structure-only copy of the model: `functional_call` gives it the tensors of one node, or of all.
+    """The model's structure: `functional_call` gives it the tensors of one node, or of all.
 
-    The buffers are returned as the call leaves them, whether it changed them in place or replaced them.
+    It shares the model's own tensors instead of copying them, and never uses them. The buffers are returned as
+    the call leaves them, whether it changed them in place or replaced them.
     """
 
     def __init__(self, model: nn.Module, training: bool) -> None:
         super().__init__()
-        self.model = copy.deepcopy(model).to("meta").train(training)
+        shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        self.model = copy.deepcopy(model, shared).train(training)
 
-    def forward(self, batch: Any) -> tuple[Tensor, Tree]:
-        return self.model(batch), dict(self.model.named_buffers())
+    def forward(self, batch: Any, wrt: Tree) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
+        loss = self.model(batch)
+        # Activation checkpointing runs the model again in the backward pass, which must find these tensors.
+        grads = _gradient_of_loss(loss, wrt) if wrt else ()
+        return loss, dict(self.model.named_buffers()), grads
 
     def call(self, params: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
+        """The loss, and the buffers after it."""
+        return self.call_with_gradient(params, buffers, batch, {})[:2]
+
+    def call_with_gradient(
+        self, params: Tree, buffers: Tree, batch: Any, wrt: Tree
+    ) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
+        """The loss, the buffers after it, and its gradient with respect to each of `wrt`; None: unused."""
         tensors = {f"model.{name}": x for values in (params, buffers) for name, x in values.items()}
-        return functional_call(self, tensors, (batch,))
+        return functional_call(self, tensors, (batch, wrt))
+
+
+def _gradient_of_loss(loss: Any, wrt: Tree) -> tuple[Tensor | None, ...]:
+    check_loss(loss)
+    return torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
 
 
 class Engine:
@@ -143,7 +160,11 @@ class Engine:
             plan = replace(plan, node_threads=min(node_threads, num_nodes))
             if node_threads > 1 and (self.facts.random or self.device.type != "cpu"):
                 why = "draws random numbers" if self.facts.random else f"runs on {self.device.type}"
-                warnings.warn(f"node_threads={node_threads} has no effect: the model {why}.", VecgymWarning, stacklevel=2)
+                warnings.warn(
+                    f"node_threads={node_threads} has no effect: the model {why}.",
+                    VecgymWarning,
+                    stacklevel=2,
+                )
                 plan = replace(plan, node_threads=1)
         if self.facts.vmap_error is not None and engine in ("auto", "fastest"):
             warnings.warn(
@@ -176,11 +197,11 @@ class Engine:
         with _seeded(0, self.device, active=True), _Counter() as counter:
             state = torch.get_rng_state(), _device_rng_state(self.device)
             with self._casting():
-                loss, after = self._train[0].call({**params, **self.frozen}, _clones(before), batch)
+                _, after, grads = self._train[0].call_with_gradient(
+                    {**params, **self.frozen}, _clones(before), batch, params
+                )
             random = not torch.equal(state[0], torch.get_rng_state())
             random |= not torch.equal(state[1], _device_rng_state(self.device))
-        check_loss(loss)
-        grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         facts = ModelFacts(
             unused=frozenset(name for name, g in zip(params, grads) if g is None),
             mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
@@ -289,7 +310,7 @@ class Engine:
         grads = {name: p.new_empty(num_nodes, *p.shape[1:]) for name, p in params.items()}
         losses = [torch.empty(0)] * len(chunks)
 
-        def run(index: int, thread: int = 0) -> None:
+        def run(index: int, thread: int) -> None:
             a, b = chunks[index]
             part = _rows(params, a, b), _rows(buffers, a, b), tree.map_leaves(lambda x: x[a:b], batch)
             if self.plan.engine == "vmap":
@@ -301,12 +322,17 @@ class Engine:
             else:
                 losses[index] = self._loop_chunk(thread, *part, grads, keys, a)
 
-        if self._pool is None or self.plan.node_threads == 1:
-            for index in range(len(chunks)):
-                run(index)
+        num_threads = self.plan.node_threads if self._pool is not None else 1
+        share = [range(t, len(chunks), num_threads) for t in range(num_threads)]
+
+        def run_share(thread: int) -> None:
+            for index in share[thread]:
+                run(index, thread)
+
+        if self._pool is None or num_threads == 1:
+            run_share(0)
         else:
-            share = [range(t, len(chunks), self.plan.node_threads) for t in range(self.plan.node_threads)]
-            list(self._pool.map(lambda t: [run(i, t) for i in share[t]], range(len(share))))
+            list(self._pool.map(run_share, range(len(share))))
         return Local(grads, torch.cat(losses), buffers)
 
     def _chunks(self, num_nodes: int, threads: int) -> list[tuple[int, int]]:
@@ -324,9 +350,7 @@ class Engine:
         grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
         return Local(dict(zip(leaves, grads)), losses.detach(), buffers)
 
-    def _mean_pass(
-        self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, chunks: list[tuple[int, int]]
-    ) -> Local:
+    def _mean_pass(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, chunks: list[tuple[int, int]]) -> Local:
         """The gradient of the mean loss at parameters stored once: the cost of one model on all batches."""
         num_nodes = len(keys.node_ids)
         if self.plan.engine == "loop":
@@ -339,20 +363,27 @@ class Engine:
                 if self.plan.engine == "vmap":
                     rows = tree.map_leaves(lambda x: x[a:b], batch)  # noqa: B023
                     losses, _ = self._vmapped(0, leaves, None, part, rows)
+                    grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+                    here = dict(zip(leaves, grads))
                 else:
-                    losses = self._one(0, leaves, part, tree.map_leaves(lambda x: x[a], batch))[None]  # noqa: B023
-            grads = torch.autograd.grad(losses.sum() / num_nodes, list(leaves.values()), materialize_grads=True)
-            here = dict(zip(leaves, grads))
+                    loss, here = self._one(0, leaves, part, tree.map_leaves(lambda x: x[a], batch))  # noqa: B023
+                    losses = loss[None]
             if result is None:
                 result = Local(here, losses.detach(), buffers)
             else:
                 total = tree.map(torch.Tensor.add_, result.grads, here)
                 result = Local(total, torch.cat([result.losses, losses.detach()]), buffers)
         assert result is not None
-        return result._replace(grads=tree.map(lambda g: g[None], result.grads))
+        return result._replace(grads=tree.map(lambda g: (g / num_nodes)[None], result.grads))
 
     def _vmapped(
-        self, thread: int, leaves: Tree, params_dim: int | None, buffers: Tree, batch: Any, training: bool = True
+        self,
+        thread: int,
+        leaves: Tree,
+        params_dim: int | None,
+        buffers: Tree,
+        batch: Any,
+        training: bool = True,
     ) -> tuple[Tensor, Tree]:
         skeleton = self._train[thread] if training else self._eval
         dims = {name: 0 if self._is_mutated(name) and training else None for name in buffers}
@@ -379,20 +410,23 @@ class Engine:
         for i in range(_sizes(batch)[0]):
             leaves = {name: _row(p, i).detach().requires_grad_() for name, p in params.items()}
             with _seeded(keys.of(first + i), self.device, self._random):
-                loss = self._one(thread, leaves, _rows(buffers, i, i + 1), tree.map_leaves(lambda x: x[i], batch))  # noqa: B023
-            for name, g in zip(leaves, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)):
+                rows = tree.map_leaves(lambda x: x[i], batch)  # noqa: B023
+                loss, gradient = self._one(thread, leaves, _rows(buffers, i, i + 1), rows)
+            for name, g in gradient.items():
                 grads[name][first + i].copy_(g)
-            losses.append(loss.detach())
+            losses.append(loss)
         return torch.stack(losses)
 
-    def _one(self, thread: int, leaves: Tree, buffers: Tree, batch: Any) -> Tensor:
-        """The loss of one node; its row of the buffers is overwritten."""
+    def _one(self, thread: int, leaves: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
+        """Loss and gradient of one node; its row of the buffers is overwritten."""
+        given = tree.map(lambda b: b[0], buffers)
         with self._casting():
-            loss, after = self._train[thread].call({**leaves, **self.frozen}, tree.map(lambda b: b[0], buffers), batch)
+            loss, after, grads = self._train[thread].call_with_gradient({**leaves, **self.frozen}, given, batch, leaves)
         for name, new in after.items():
             if self._is_mutated(name) and new.data_ptr() != buffers[name].data_ptr():
                 buffers[name][0].copy_(new.detach())
-        return loss
+        here = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}
+        return loss.detach(), here
 
     def _pure(self, params: Tree, buffers: Tree, batch: Any) -> Local:
         """The same as `_vmap_chunk`, through transforms that can themselves be differentiated."""
@@ -425,11 +459,14 @@ class Engine:
         for a, b in self._chunks(num_nodes, 1):
             part = _rows(params, a, b), _rows(buffers, a, b)
             here = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
-            if self.plan.engine == "vmap":
-                found.append(self._vmap_losses(*part, here, own_batches, b - a))
-            else:
-                found.append(self._loop_losses(*part, here, own_batches, b - a))
+            with _seeded(rng.key(0, "evaluation", a), self.device, self._random):
+                found.append(self._chunk_losses(*part, here, own_batches, b - a))
         return torch.cat(found)
+
+    def _chunk_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+        if self.plan.engine == "vmap":
+            return self._vmap_losses(params, buffers, batch, own_batches, size)
+        return self._loop_losses(params, buffers, batch, own_batches, size)
 
     def _vmap_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
         values = {**params, **buffers}
@@ -497,7 +534,7 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
         chosen, reason = "loop", f"vmap has no fast form of {', '.join(facts.vmap_slow)}"
     else:
         chosen, reason = "vmap", "all nodes in one call"
-    flop = 3 * facts.flop * num_nodes  # a backward pass costs about two forward passes
+    flop = facts.flop * num_nodes
     threads = min(num_threads, num_nodes)
     if device.type != "cpu" or facts.random or flop < MIN_FLOP_PER_THREAD * threads:
         threads = 1

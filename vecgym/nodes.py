@@ -64,9 +64,8 @@ def correlation(params: Tree, num_nodes: int) -> float:
     # The vectors are long and need not be joined: means and Gram matrix add up over the tensors.
     every = [x.expand(num_nodes, *x.shape[1:]).flatten(1).double() for x in params.values() if x.is_floating_point()]
     length = sum(x.shape[1] for x in every)
-    center = sum(x.sum(1) for x in every) / length  # [K]
-    gram = sum((x - center[:, None]) @ (x - center[:, None]).T for x in every)  # [K, K]
-    assert isinstance(gram, Tensor)
+    center = torch.stack([x.sum(1) for x in every]).sum(0, keepdim=True).T / length  # [K, 1]
+    gram = torch.stack([(x - center) @ (x - center).T for x in every]).sum(0)  # [K, K]
     scale = gram.diagonal().sqrt()
     corr = gram / (scale[:, None] * scale[None, :])
     return float((corr.sum() - corr.diagonal().sum()) / (num_nodes * (num_nodes - 1)))

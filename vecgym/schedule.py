@@ -56,8 +56,7 @@ def check_schedule(name: str | Schedule | None, warmup_steps: int = 0, cosine_an
             hint = f"; did you mean {close[0]!r}?" if close else "."
             allowed = ", ".join(map(repr, NAMES))
             raise ValueError(
-                f"lr_scheduler={name!r} is not known{hint} Allowed: {allowed}, "
-                "a function step -> factor, or None."
+                f"lr_scheduler={name!r} is not known{hint} Allowed: {allowed}, a function step -> factor, or None."
             )
     elif name is not None and not callable(name):
         raise TypeError(

@@ -39,6 +39,7 @@ class Metrics(NamedTuple):
 
     losses: Tensor  # [L], before the update; nan where a node did not train
     lr: float | Tensor
+    active: list[int] | None = None  # the nodes that trained; None: all
 
 
 class Simulation:
@@ -144,7 +145,9 @@ class Simulation:
         losses = local.losses.new_full((self.num_local,), torch.nan).index_copy(
             0, rows.to(local.losses.device), local.losses
         )
-        return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(losses, self.strategy.lr(ctx))
+        return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(
+            losses, self.strategy.lr(ctx), active
+        )
 
     def _gradients(self, params: Tree, buffers: Tree, batch: Any, node_ids: list[int], ctx: Context):
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())

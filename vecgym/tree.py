@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
 Tree = dict[str, Tensor]
 
 
-def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:  # noqa: A001 - the field's name for it
+def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:
     """Apply `fn` to the tensors of equal name of each tree.
 
+    >>> import torch
     >>> map(torch.add, {"w": torch.ones(1)}, {"w": torch.ones(1)})
     {'w': tensor([2.])}
     """
@@ -27,6 +27,7 @@ def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:  # noqa: A001 - the fi
 def leaves(tree: object) -> Iterable[Tensor]:
     """Every tensor of nested dicts, lists and tuples, in order.
 
+    >>> import torch
     >>> [int(x) for x in leaves({"a": torch.tensor(1), "b": [torch.tensor(2), {"c": torch.tensor(3)}]})]
     [1, 2, 3]
     """
@@ -43,6 +44,7 @@ def leaves(tree: object) -> Iterable[Tensor]:
 def map_leaves(fn: Callable[[Tensor], Tensor], tree):
     """Apply `fn` to every tensor of nested dicts, lists and (named) tuples; other leaves stay.
 
+    >>> import torch
     >>> map_leaves(lambda x: x + 1, {"a": torch.tensor(1), "b": (torch.tensor(2), "text")})
     {'a': tensor(2), 'b': (tensor(3), 'text')}
     """
@@ -61,6 +63,7 @@ def map_leaves(fn: Callable[[Tensor], Tensor], tree):
 def num_bytes(tree: object) -> int:
     """Bytes that the tensors of a tree hold, an expanded dimension counted once.
 
+    >>> import torch
     >>> num_bytes({"w": torch.ones(2, 3), "b": torch.ones(1).expand(100)})
     28
     """
@@ -77,6 +80,7 @@ def _stored(x: Tensor) -> int:
 def per_node(value: float | Tensor, like: Tensor) -> float | Tensor:
     """A number, or one number per node `[L]`, shaped to multiply a `[L, *]` tensor.
 
+    >>> import torch
     >>> per_node(torch.ones(3), torch.ones(3, 4, 5)).shape
     torch.Size([3, 1, 1])
     """

@@ -54,9 +54,7 @@ def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def gradient(param: nn.Parameter) -> Tensor:
     if param.grad is None:
-        raise ValueError(
-            "a trainable parameter took no part in the loss: freeze it with requires_grad_(False)"
-        )
+        raise ValueError("a trainable parameter took no part in the loss: freeze it with requires_grad_(False)")
     return param.grad
 
 

@@ -112,8 +112,7 @@ def demo(
     losses = common.empty_losses(model, len(batches), num_nodes)
     thetas = [common.parameters(model_i) for model_i in models]
     residuals = [
-        {name: torch.zeros(param.shape, dtype=param.dtype) for name, param in theta.items()}
-        for theta in thetas
+        {name: torch.zeros(param.shape, dtype=param.dtype) for name, param in theta.items()} for theta in thetas
     ]
 
     for step in range(len(batches)):

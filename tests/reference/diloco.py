@@ -39,9 +39,7 @@ def diloco(
     losses = common.empty_losses(model, len(batches), num_nodes)
 
     thetas = [common.parameters(model_i) for model_i in models]
-    theta_outer = {
-        name: theta.detach().clone() for name, theta in thetas[0].items()
-    }  # clone: a copy, no alias
+    theta_outer = {name: theta.detach().clone() for name, theta in thetas[0].items()}  # clone: a copy, no alias
     outer_optimizer = common.make_optimizer(list(theta_outer.values()), outer)
 
     for step in range(len(batches)):

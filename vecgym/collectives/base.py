@@ -133,8 +133,7 @@ def check_groups(groups: Groups, num_nodes: int) -> list[int]:
     members = [int(node) for group in groups for node in group]
     if len(set(members)) != len(members) or any(not 0 <= node < num_nodes for node in members):
         raise ValueError(
-            f"groups={[list(group) for group in groups]} must be disjoint lists of node ids, "
-            f"0 to {num_nodes - 1}."
+            f"groups={[list(group) for group in groups]} must be disjoint lists of node ids, 0 to {num_nodes - 1}."
         )
     return [len(group) for group in groups]
 

@@ -18,9 +18,7 @@ def check_max_norm(max_norm: float | Tensor) -> float | Tensor:
     1.0
     """
     if not bool(torch.all(torch.as_tensor(max_norm) > 0)):
-        raise ValueError(
-            f"max_norm={max_norm!r} must be > 0, such as 1.0; None, where it is allowed, does not clip"
-        )
+        raise ValueError(f"max_norm={max_norm!r} must be > 0, such as 1.0; None, where it is allowed, does not clip")
     return max_norm
 
 

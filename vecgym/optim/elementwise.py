@@ -68,9 +68,7 @@ class ElementwiseRule:
         state: OptState = {"step": torch.zeros(1, dtype=torch.int64)}
         for group in self._groups(params):
             for slot in group.slots:
-                state.setdefault(slot, {}).update(
-                    {name: group.start(slot, params[name]) for name in group.names}
-                )
+                state.setdefault(slot, {}).update({name: group.start(slot, params[name]) for name in group.names})
         return state
 
     def update(
@@ -105,15 +103,9 @@ class ElementwiseRule:
         return new_params, new_state
 
     def _groups(self, params: Tree) -> list[_Group]:
-        key = (
-            tuple((name, p.shape[1:]) for name, p in params.items())
-            if self.spec.param_groups
-            else tuple(params)
-        )
+        key = tuple((name, p.shape[1:]) for name, p in params.items()) if self.spec.param_groups else tuple(params)
         if key not in self._groups_of:
-            self._groups_of[key] = [
-                _Group(spec, names, base_lr) for spec, names, base_lr in self.spec.groups(params)
-            ]
+            self._groups_of[key] = [_Group(spec, names, base_lr) for spec, names, base_lr in self.spec.groups(params)]
         return self._groups_of[key]
 
 
@@ -187,16 +179,12 @@ class _Group:
         for name, (p, g, *held) in zip(self.names, self._rows(params, grads, state)):
             count_nodes([*counts, *[value.shape[0] for value in (p, g, *held)]])
             x = functools.partial(_shaped, like=p)
-            new[name], slots = self.formula.body(
-                p, -g if h.maximize else g, dict(zip(self.slots, held)), t, h, x
-            )
+            new[name], slots = self.formula.body(p, -g if h.maximize else g, dict(zip(self.slots, held)), t, h, x)
             for slot in self.slots:
                 new_slots[slot][name] = slots[slot]
         return new, new_slots
 
-    def step_in_place(
-        self, params: Tree, grads: Tree, state: OptState, lr: Any
-    ) -> tuple[Tree, dict[str, Tree]]:
+    def step_in_place(self, params: Tree, grads: Tree, state: OptState, lr: Any) -> tuple[Tree, dict[str, Tree]]:
         """One step of torch's kernel: one call, or one per run of equal nodes where nodes differ."""
         numbers, columns = self.numbers(lr)
         steps = state["step"].tolist()
@@ -253,9 +241,7 @@ class _Group:
         """(fused, foreach): as the spec says, else fused where torch has that kernel, else foreach."""
         fused, foreach = self.choice
         if fused is None:
-            fused = (
-                not foreach and self.takes_fused and _has_fused(self.kernel.__name__, p.device.type, p.dtype)
-            )
+            fused = not foreach and self.takes_fused and _has_fused(self.kernel.__name__, p.device.type, p.dtype)
         if foreach is None:
             foreach = not fused  # on the CPU as fast as torch's plain loop or faster
         return fused, foreach

@@ -79,9 +79,7 @@ class PerNodeRule:
                 f" {_names()}, or detach what requires grad"
             )
         if "tensors" not in state:
-            raise ValueError(
-                f"a state of {list(state)} is not of {self.spec!r}: start with rule.init(params)"
-            )
+            raise ValueError(f"a state of {list(state)} is not of {self.spec!r}: start with rule.init(params)")
         with torch.no_grad():
             if not inplace:
                 params, grads, state = map_leaves(torch.clone, (params, grads, state))
@@ -166,16 +164,12 @@ def _collect(nodes: list[_Node], held: OptState) -> OptState:
         pairs = [(numbers, node.fresh[place]) for numbers, node in zip(now, nodes)]
         changed = [key for key in now[0] if any(numbers[key] != fresh.get(key) for numbers, fresh in pairs)]
         if changed:
-            new["attributes"][place] = {
-                key: _stack_numbers([numbers[key] for numbers in now]) for key in changed
-            }
+            new["attributes"][place] = {key: _stack_numbers([numbers[key] for numbers in now]) for key in changed}
     return new
 
 
 def _numbers(there: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in there.items() if key != "lr" and isinstance(value, (bool, int, float))
-    }
+    return {key: value for key, value in there.items() if key != "lr" and isinstance(value, (bool, int, float))}
 
 
 def _stack_numbers(values: list[Any]) -> Tensor:

@@ -46,9 +46,7 @@ class OptimSpec:
     [0.01, 0.0]
     """
 
-    def __init__(
-        self, optim: str | type[Optimizer], /, param_groups: ParamGroups | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, optim: str | type[Optimizer], /, param_groups: ParamGroups | None = None, **kwargs: Any) -> None:
         if param_groups is not None and not callable(param_groups):
             raise TypeError(
                 f"param_groups={param_groups!r} must be a function of (name, tensor of one node), such as"
@@ -106,9 +104,7 @@ class OptimSpec:
         Errors: ValueError when a hyperparameter has one value per node and `node` is None, or when
         `param_groups` is set and the parameters have no names.
         """
-        pairs = list(
-            model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params
-        )
+        pairs = list(model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params)
         kwargs = {key: _number(key, value, node) for key, value in self.kwargs.items()}
         if self.param_groups is None:
             return self.cls([p[1] if isinstance(p, tuple) else p for p in pairs], **kwargs)
@@ -225,9 +221,7 @@ def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.dim() > 1 or value.numel() == 0:
-        raise ValueError(
-            f"{key} has shape {list(value.shape)}; a number, [] or [N] (one per node) is allowed"
-        )
+        raise ValueError(f"{key} has shape {list(value.shape)}; a number, [] or [N] (one per node) is allowed")
     return pick(value.detach()).item()
 
 
@@ -254,9 +248,7 @@ def _grouped(
     for name, p in pairs:
         options = param_groups(name, p)
         if not isinstance(options, dict):
-            raise TypeError(
-                f"param_groups({name!r}, p) gave {options!r}; a dict of hyperparameters is needed"
-            )
+            raise TypeError(f"param_groups({name!r}, p) gave {options!r}; a dict of hyperparameters is needed")
         for known, members in groups:
             if same_values(known, options):
                 members.append((name, p))

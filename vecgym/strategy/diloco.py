@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, 
 from vecgym.strategy.fedavg import warn_if_never
 from vecgym.tree import Tree
 
-OUTER_DEFAULTS = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
+OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
 
 
 class DiLoCoCommunicator(CommunicationModule):

@@ -37,8 +37,7 @@ class AveragingCommunicator(CommunicationModule):
             raise ValueError(f"island_size={island_size!r} must be an integer >= 1, or None for one island.")
         if isinstance(participation, bool) or not 0 < participation <= 1:
             raise ValueError(
-                f"participation={participation!r} must be in (0, 1]: the fraction of nodes that trains in a "
-                "round."
+                f"participation={participation!r} must be in (0, 1]: the fraction of nodes that trains in a round."
             )
         self.island_size = island_size
         self.H = check_interval("H", H)
@@ -123,7 +122,7 @@ class FedAvgStrategy(Strategy):
 
 def warn_if_never(H: int, max_steps: int) -> None:
     """Warn when a run is too short for a single exchange."""
-    if H > max_steps:
+    if max_steps < H:
         warnings.warn(
             f"H={H} is larger than the run's {max_steps} steps: the nodes never exchange anything.",
             VecgymWarning,

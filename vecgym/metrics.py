@@ -1,0 +1,108 @@
+"""What a run recorded: rows in the order of the steps, read as columns."""
+
+from __future__ import annotations
+
+import csv
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Columns with one number a row, and what they are. Loggers write these.
+SCALARS = {
+    "step": "optimizer steps done",
+    "epoch": "passes over the data done",
+    "examples": "examples seen by all nodes together",
+    "train_loss": "mean over the nodes of the loss on their batches, before the step's update",
+    "lr": "inner learning rate of the step",
+    "bytes": "bytes sent per node in the step",
+    "total_bytes": "bytes sent per node since the start",
+    "val_loss": "validation loss of the average of the nodes",
+    "val_loss_local": "mean over the nodes of each node's validation loss",
+    "consensus_distance": "root mean square distance of the nodes' parameters to their average",
+    "correlation": "mean correlation between the parameters of two nodes",
+    "seconds": "since the start of the first step",
+    "steps_per_s": "steps per second since the row before",
+}
+# Columns with one number a node, [K].
+PER_NODE = {
+    "train_losses": "each node's training loss; nan where it did not train",
+    "val_losses": "each node's validation loss",
+}
+
+
+class History:
+    """Rows recorded during a run, as columns. A column that a row does not have is None there.
+
+    Row 0 describes the start (validation only), row t the t-th step. `settings` holds what the run was given and
+    what was chosen for it, such as the engine's plan.
+
+    >>> history = History({"engine": "vmap"})
+    >>> history.append({"step": 0, "val_loss": 2.0}); history.append({"step": 1, "train_loss": 1.5})
+    >>> history["train_loss"], history.series("val_loss"), history.last("train_loss")
+    ([None, 1.5], ([0], [2.0]), 1.5)
+    """
+
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+        self.settings = dict(settings or {})
+        self.rows: list[dict[str, Any]] = []
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row."""
+        self.rows.append(row)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns that some row has."""
+        present = {name: None for row in self.rows for name in row}
+        known = [name for name in (*SCALARS, *PER_NODE) if name in present]
+        return known + [name for name in present if name not in known]
+
+    def __getitem__(self, column: str) -> list[Any]:
+        """One entry per row; None where the row does not have it."""
+        self._check(column)
+        return [row.get(column) for row in self.rows]
+
+    def series(self, column: str, x: str = "step") -> tuple[list[Any], list[Any]]:
+        """The entries of a column that are there, and their `x`: ready to plot."""
+        self._check(column)
+        there = [row for row in self.rows if row.get(column) is not None]
+        return [row[x] for row in there], [row[column] for row in there]
+
+    def last(self, column: str) -> Any:
+        """The last entry of a column; None if there is none."""
+        for row in reversed(self.rows):
+            if row.get(column) is not None:
+                return row[column]
+        return None
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the columns with one number a row; the file appears whole or not at all."""
+        names = [name for name in self.columns if name not in PER_NODE]
+        target = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, newline="", delete=False) as file:
+            writer = csv.DictWriter(file, names, extrasaction="ignore", restval="")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, target)
+
+    def node_array(self, column: str = "train_losses") -> np.ndarray:
+        """A per-node column as an array `[rows that have it, K]`."""
+        return np.stack(self.series(column)[1])
+
+    def _check(self, column: str) -> None:
+        if column not in SCALARS and column not in PER_NODE and column not in self.columns:
+            raise KeyError(f"{column!r} is not a column; there are {', '.join(self.columns)}.")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def __repr__(self) -> str:
+        return f"History({len(self.rows)} rows: {', '.join(self.columns)})"

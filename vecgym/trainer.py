@@ -1,0 +1,417 @@
+"""The trainer: when to step, evaluate, log and stop. It knows no algorithm."""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from vecgym import nodes
+from vecgym.collectives import StackedCollectives
+from vecgym.data import Batches, EvalBatches, num_steps
+from vecgym.errors import DivergenceError, VecgymWarning
+from vecgym.evaluate import evaluate
+from vecgym.ledger import Ledger
+from vecgym.local import Engine, check_settings
+from vecgym.logger import Logger
+from vecgym.metrics import History
+from vecgym.nodes import Nodes
+from vecgym.simulate import Metrics, Simulation, State
+from vecgym.strategy import Strategy
+
+ON_DIVERGENCE = ("raise", "warn", "ignore")
+
+
+class Trainer:
+    """Train one model on K simulated nodes.
+
+    Args:
+        model: its `forward(batch)` returns the mean loss over the batch, a scalar. It is never changed.
+        train_dataset: a map-style dataset, dealt to the nodes, or a factory
+            `(rank, num_nodes, train_dataset) -> Dataset`, called once per node; see `vecgym.data.Batches`.
+        val_dataset: likewise, the same for all nodes when it is a dataset; None: no validation.
+
+    Attributes, after (or during, or after an interrupted) `fit`:
+        history: what was recorded, as columns; see `vecgym.metrics`.
+        nodes: the stacked final state, `nodes.params[name]` is `[K, *shape]`, likewise `nodes.buffers`.
+        ledger: every collective with its bytes.
+        state: the state of the simulation itself, in which what is the same on every node is `[1, *]`.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> trainer = Trainer(Line(), torch.arange(8.0))
+    >>> strategy = DiLoCoStrategy("sgd", H=2, inner_lr=0.1, outer_lr=0.5)
+    >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, num_epochs=2, progress=False)
+    >>> averaged.w.shape, trainer.nodes.params["w"].shape, trainer.history["step"]
+    (torch.Size([]), torch.Size([2]), [1, 2, 3, 4])
+    """
+
+    def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__}; give an nn.Module whose forward(batch) returns a loss."
+            )
+        self.model = model
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
+        self.history = History()
+        self.ledger = Ledger()
+        self.state: State | None = None
+        self._nodes: Nodes | None = None
+
+    @property
+    def nodes(self) -> Nodes:
+        """The stacked state of all nodes at the end of the last `fit`."""
+        if self._nodes is None:
+            raise AttributeError("trainer.nodes is there once fit() has begun.")
+        return self._nodes
+
+    def fit(
+        self,
+        strategy: Strategy,
+        num_nodes: int,
+        *,
+        num_epochs: int = 1,
+        max_steps: int | None = None,
+        batch_size: int = 16,
+        minibatch_size: int | None = None,
+        shuffle: bool = True,
+        device: str | torch.device | None = None,
+        seed: int = 42,
+        val_size: int | None = None,
+        val_interval: int | None = 100,
+        correlation_interval: int | None = None,
+        autocast: bool = False,
+        engine: str = "auto",
+        chunk_size: int | None = None,
+        node_threads: int | None = None,
+        on_divergence: str = "raise",
+        logger: Logger | Sequence[Logger] | None = None,
+        log_interval: int = 1,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> nn.Module:
+        """Train, and return a model that holds the average of the nodes.
+
+        Args:
+            strategy: what the nodes do and exchange, e.g. `DiLoCoStrategy(H=100)`.
+            num_nodes: K.
+            num_epochs: passes over the data, unless `max_steps` is given.
+            max_steps: optimizer steps; the data repeats as needed.
+            batch_size: examples per node and step.
+            minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+            shuffle: a new order in each epoch.
+            device: "cpu", "cuda", "mps"; None: the best one present.
+            seed: of data order, dropout and everything else that is random.
+            val_size: validation examples; None: all; 0: never evaluate.
+            val_interval: steps between evaluations, besides one at the start and one at the end; None: only those.
+            correlation_interval: steps between measurements of the nodes' correlation; None: never.
+            autocast: mixed precision in the forward passes.
+            engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.local`. The choice is in `history.settings`.
+            chunk_size: the most nodes computed in one call, to bound memory.
+            node_threads: CPU threads over nodes; None: chosen by rule.
+            on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore".
+            logger: one or several `Logger`s.
+            log_interval: steps between the rows that loggers get; the history has every step.
+            dataloader_kwargs: for `torch.utils.data.DataLoader` (workers, collate_fn, drop_last ...).
+            progress: show a progress bar.
+
+        Returns:
+            A copy of the model with the mean over the nodes of parameters and floating buffers.
+
+        Raises:
+            ValueError, TypeError: for what cannot work, before training starts.
+            DivergenceError: see `on_divergence`.
+            KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
+        """
+        _check(strategy, num_nodes, batch_size, minibatch_size, on_divergence)
+        _check_counts(num_epochs=num_epochs, max_steps=max_steps, val_interval=val_interval, log_interval=log_interval)
+        _check_counts(correlation_interval=correlation_interval)
+        check_settings(engine, chunk_size, node_threads)
+        where = resolve_device(device)
+        train = Batches(
+            self.train_dataset, num_nodes, batch_size, seed=seed, shuffle=shuffle, device=where,
+            dataloader_kwargs=dataloader_kwargs,
+        )  # fmt: skip
+        val = self._val_batches(num_nodes, minibatch_size or batch_size, val_size, seed, where, dataloader_kwargs)
+        steps = num_steps(train, num_epochs, max_steps)
+        strategy.check(num_nodes, steps)
+
+        model = copy.deepcopy(self.model).to(where)
+        local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads, autocast=autocast)
+        plan = local.prepare(train.batch(0))
+        comm = StackedCollectives(num_nodes)
+        simulation = Simulation(
+            model, strategy, comm, engine=local, max_steps=steps, seed=seed, minibatch_size=minibatch_size
+        )
+        settings = {
+            "strategy": repr(strategy), "num_nodes": num_nodes, "max_steps": steps, "batch_size": batch_size,
+            "minibatch_size": minibatch_size, "shuffle": shuffle, "seed": seed, "device": str(where),
+            "autocast": autocast, "engine": plan.engine, "node_threads": plan.node_threads,
+            "chunk_size": plan.chunk_size, "engine_reason": plan.reason,
+        }  # fmt: skip
+        self.ledger = comm.ledger
+        self.history = History(settings)
+        recorder = _Recorder(self.history, comm.ledger, train, on_divergence, _Loggers(logger, log_interval))
+        self.state = simulation.init()
+        try:
+            with _interrupts() as interrupted, tqdm(total=steps, disable=not progress, unit="step") as bar:
+                recorder.start(settings, bar)
+                self._evaluate(recorder, local, val, num_nodes)
+                for batch in train.iterate(0, steps):
+                    self.state, metrics = simulation.step(self.state, batch)
+                    recorder.step(self.state, metrics)
+                    done = self.state.step
+                    if correlation_interval and done % correlation_interval == 0:
+                        recorder.add(correlation=nodes.correlation(self.state.params, num_nodes))
+                    if done == steps or (val_interval and done % val_interval == 0):
+                        self._evaluate(recorder, local, val, num_nodes)
+                    if interrupted:
+                        raise KeyboardInterrupt(f"interrupted after step {done} of {steps}")
+                recorder.flush()
+        finally:
+            recorder.finish()
+            local.close()
+            self._nodes = self._final_nodes(model, local, num_nodes)
+        return self.nodes.average()
+
+    def _val_batches(
+        self, num_nodes: int, size: int, val_size: int | None, seed: int, device: torch.device, kwargs: Any
+    ) -> EvalBatches | None:
+        if self.val_dataset is None or val_size == 0:
+            return None
+        return EvalBatches(
+            self.val_dataset, size, val_size, num_nodes, seed=seed, device=device, dataloader_kwargs=kwargs
+        )
+
+    def _evaluate(self, recorder: _Recorder, engine: Engine, val: EvalBatches | None, num_nodes: int) -> None:
+        assert self.state is not None
+        found: dict[str, Any] = {}
+        if val is not None:
+            result = evaluate(engine, self.state, val, num_nodes)
+            local = result.nodes.numpy()
+            found = {"val_loss": result.average, "val_loss_local": float(local.mean()), "val_losses": local}
+        if self.state.step > 0:
+            found["consensus_distance"] = float(nodes.consensus_distance(self.state.params))
+        if found:
+            recorder.add(**found)
+
+    def _final_nodes(self, model: nn.Module, engine: Engine, num_nodes: int) -> Nodes:
+        assert self.state is not None
+        trained = {**self.state.params, **{name: p[None] for name, p in engine.frozen.items()}}
+        params = {name: trained[name] for name, _ in model.named_parameters()}
+        return Nodes(model, num_nodes, nodes.expand(params, num_nodes), nodes.expand(self.state.buffers, num_nodes))
+
+
+LocalTrainer = Trainer  # EXO Gym's name for it
+
+
+class _Recorder:
+    """Turns steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
+
+    def __init__(self, history: History, ledger: Ledger, data: Batches, on_divergence: str, loggers: _Loggers) -> None:
+        self.history = history
+        self.ledger = ledger
+        self.data = data
+        self.on_divergence = on_divergence
+        self.loggers = loggers
+        self._row: dict[str, Any] | None = None
+        self._examples = 0
+        self._bar: tqdm | None = None
+
+    def start(self, settings: dict[str, Any], bar: tqdm) -> None:
+        self.loggers.start(settings)
+        self._bar = bar
+        self._start = self._last = time.perf_counter()
+
+    def step(self, state: State, metrics: Metrics) -> None:
+        self.flush()
+        losses = metrics.losses.cpu().numpy()
+        here = losses if metrics.active is None else losses[metrics.active]
+        now = time.perf_counter()
+        in_epoch = (state.step - 1) % self.data.steps_per_epoch
+        size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
+        self._examples += size * len(here)
+        mean = float(here.mean(dtype=np.float64))
+        self._row = {
+            "step": state.step,
+            "epoch": state.step / self.data.steps_per_epoch,
+            "examples": self._examples,
+            "train_loss": mean,
+            "train_losses": losses,
+            "lr": float(metrics.lr),
+            "bytes": self.ledger.step_bytes,
+            "total_bytes": self.ledger.total_bytes,
+            "seconds": now - self._start,
+            "steps_per_s": 1 / max(now - self._last, 1e-9),
+        }
+        self._last = now
+        self._show(mean)
+        if not math.isfinite(mean):
+            self._diverged(state.step - 1, losses, metrics.active)
+
+    def add(self, **values: Any) -> None:
+        """Add columns to the present row; before the first step, to a row of its own."""
+        if self._row is None:
+            self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
+        self._row.update(values)
+
+    def flush(self) -> None:
+        if self._row is not None:
+            row, self._row = self._row, None
+            self.history.append(row)
+            self.loggers.log(row)
+
+    def finish(self) -> None:
+        self.flush()
+        self.loggers.finish()
+
+    def _show(self, loss: float) -> None:
+        assert self._bar is not None
+        if self._bar.update():  # it has just redrawn itself, some times a second
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {_readable(self.ledger.total_bytes)} per node", refresh=False)
+
+    def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:
+        if self.on_divergence == "ignore":
+            return
+        ids = range(len(losses)) if active is None else active
+        bad = [i for i in ids if not math.isfinite(losses[i])]
+        error = DivergenceError(step, bad, float(losses[bad[0]]))
+        if self.on_divergence == "raise":
+            raise error
+        warnings.warn(f"{error} Further losses are not checked.", VecgymWarning, stacklevel=4)
+        self.on_divergence = "ignore"
+
+
+class _Loggers:
+    """The user's loggers; one that fails is reported once and left out from then on."""
+
+    def __init__(self, logger: Logger | Sequence[Logger] | None, interval: int) -> None:
+        given = [] if logger is None else [logger] if isinstance(logger, Logger) else list(logger)
+        for one in given:
+            if not isinstance(one, Logger):
+                raise TypeError(f"logger has a {type(one).__name__}; give a Logger such as CSVLogger(directory).")
+        self._alive = given
+        self._interval = interval
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self._each("start", settings)
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] % self._interval == 0 or "val_loss" in row:
+            self._each("log", row)
+
+    def finish(self) -> None:
+        self._each("finish")
+
+    def _each(self, method: str, *args: Any) -> None:
+        for one in list(self._alive):
+            try:
+                getattr(one, method)(*args)
+            except Exception as error:  # noqa: PERF203 - whatever a logger does, the training goes on
+                self._alive.remove(one)
+                warnings.warn(f"{type(one).__name__} failed and is left out: {error!r}", VecgymWarning, stacklevel=2)
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
+
+    Yields a list that is empty until the first Ctrl-C. Outside the main thread, where no handler can be set, it
+    stays empty.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def handler(signum: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    try:
+        before = signal.signal(signal.SIGINT, handler)
+    except ValueError:  # a sub-interpreter
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, if it is there; None: cuda, else mps, else cpu.
+
+    >>> resolve_device("cpu")
+    device(type='cpu')
+    """
+    present = ["cpu"]
+    if torch.backends.mps.is_available():
+        present.insert(0, "mps")
+    if torch.cuda.is_available():
+        present.insert(0, "cuda")
+    if device is None:
+        return torch.device(present[0])
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not a device; allowed here: {', '.join(present)}, or None.") from None
+    count = torch.cuda.device_count() if chosen.type == "cuda" else 1
+    if chosen.type not in present or (chosen.index or 0) >= count:
+        raise ValueError(f"device={str(device)!r} is not there; present: {', '.join(present)}. None takes the best.")
+    return chosen
+
+
+def _check(strategy: Any, num_nodes: Any, batch_size: Any, minibatch_size: int | None, on_divergence: str) -> None:
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy is a {type(strategy).__name__}; give a Strategy object such as DiLoCoStrategy('adamw', H=100)."
+        )
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise ValueError(f"num_nodes={num_nodes!r} must be an integer >= 1.")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r} must be an integer >= 1: the examples per node and step.")
+    if minibatch_size is not None:
+        _check_counts(minibatch_size=minibatch_size)
+        if minibatch_size > batch_size or batch_size % minibatch_size != 0:
+            divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+            raise ValueError(f"minibatch_size={minibatch_size} must divide batch_size={batch_size}: one of {divisors}.")
+    if on_divergence not in ON_DIVERGENCE:
+        raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {ON_DIVERGENCE}.")
+
+
+def _check_counts(**values: Any) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r} must be an integer >= 1.")
+
+
+def _readable(num_bytes: float) -> str:
+    """A number of bytes as a person reads it.
+
+    >>> _readable(1234567)
+    '1.23 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
