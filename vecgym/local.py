@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +156,7 @@ class Engine:
         for name in self.facts.unused:
             self.frozen[name] = self.params.pop(name).detach()
         if engine == "vmap" and self.facts.vmap_error is not None:
-            raise _explained(self.facts.vmap_error) from self.facts.vmap_error
+            raise self.facts.vmap_error
         plan = choose_plan(self.facts, num_nodes, self.device, torch.get_num_threads(), engine)
         if node_threads is not None:
             plan = replace(plan, node_threads=min(node_threads, num_nodes))
@@ -163,15 +165,15 @@ class Engine:
                 warnings.warn(
                     f"node_threads={node_threads} has no effect: the model {why}.",
                     VecgymWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
                 plan = replace(plan, node_threads=1)
         if self.facts.vmap_error is not None and engine in ("auto", "fastest"):
             warnings.warn(
-                f"vmap cannot run this model ({_first_line(self.facts.vmap_error)}); its nodes are computed one "
-                'after the other. engine="loop" chooses that without this warning.',
+                f"{str(self.facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
+                'engine="loop" chooses that without this warning.',
                 VecgymWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         self.plan = replace(plan, chunk_size=chunk_size)
         if engine == "fastest":
@@ -346,8 +348,9 @@ class Engine:
         """All nodes of a chunk in one vectorised call; buffers that change are written in place."""
         size = _sizes(batch)[0]
         leaves = {name: p.detach().expand(size, *p.shape[1:]).requires_grad_() for name, p in params.items()}
-        losses, buffers = self._vmapped(thread, leaves, 0, buffers, batch)
-        grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+        with _explaining():
+            losses, buffers = self._vmapped(thread, leaves, 0, buffers, batch)
+            grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
         return Local(dict(zip(leaves, grads)), losses.detach(), buffers)
 
     def _mean_pass(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, chunks: list[tuple[int, int]]) -> Local:
@@ -355,26 +358,28 @@ class Engine:
         num_nodes = len(keys.node_ids)
         if self.plan.engine == "loop":
             chunks = [(i, i + 1) for i in range(num_nodes)]
-        result: Local | None = None
+        total: Tree | None = None
+        losses = []
         for a, b in chunks:
             leaves = {name: p[0].detach().requires_grad_() for name, p in params.items()}
-            part = _rows(buffers, a, b)
+            part = _rows(buffers, a, b), tree.map_leaves(lambda x: x[a:b], batch)  # noqa: B023
             with _seeded(keys.of(a), self.device, self._random):
-                if self.plan.engine == "vmap":
-                    rows = tree.map_leaves(lambda x: x[a:b], batch)  # noqa: B023
-                    losses, _ = self._vmapped(0, leaves, None, part, rows)
-                    grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
-                    here = dict(zip(leaves, grads))
-                else:
-                    loss, here = self._one(0, leaves, part, tree.map_leaves(lambda x: x[a], batch))  # noqa: B023
-                    losses = loss[None]
-            if result is None:
-                result = Local(here, losses.detach(), buffers)
-            else:
-                total = tree.map(torch.Tensor.add_, result.grads, here)
-                result = Local(total, torch.cat([result.losses, losses.detach()]), buffers)
-        assert result is not None
-        return result._replace(grads=tree.map(lambda g: (g / num_nodes)[None], result.grads))
+                grads, loss = self._mean_chunk(leaves, *part, keys, a)
+            total = grads if total is None else tree.map(torch.add, total, grads)
+            losses.append(loss)
+        assert total is not None
+        return Local(tree.map(lambda g: (g / num_nodes)[None], total), torch.cat(losses), buffers)
+
+    def _mean_chunk(self, leaves: Tree, buffers: Tree, batch: Any, keys: _Keys, first: int) -> tuple[Tree, Tensor]:
+        """The gradient of the sum of the losses of a chunk, and the losses."""
+        if self.plan.engine == "loop":
+            with _naming(keys.node_ids[first], keys.step):
+                loss, grads = self._one(0, leaves, buffers, tree.map_leaves(lambda x: x[0], batch))
+            return grads, loss[None]
+        with _explaining():
+            losses, _ = self._vmapped(0, leaves, None, buffers, batch)
+            found = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, found)), losses.detach()
 
     def _vmapped(
         self,
@@ -411,7 +416,8 @@ class Engine:
             leaves = {name: _row(p, i).detach().requires_grad_() for name, p in params.items()}
             with _seeded(keys.of(first + i), self.device, self._random):
                 rows = tree.map_leaves(lambda x: x[i], batch)  # noqa: B023
-                loss, gradient = self._one(thread, leaves, _rows(buffers, i, i + 1), rows)
+                with _naming(keys.node_ids[first + i], keys.step):
+                    loss, gradient = self._one(thread, leaves, _rows(buffers, i, i + 1), rows)
             for name, g in gradient.items():
                 grads[name][first + i].copy_(g)
             losses.append(loss)
@@ -478,7 +484,7 @@ class Engine:
 
         if size == 1:
             return loss_of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)[None]
-        with _FoldAttention(), self._casting():
+        with _explaining(), _FoldAttention(), self._casting():
             return vmap(loss_of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
 
     def _loop_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
@@ -572,16 +578,36 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def _explained(error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"vmap cannot run this model: {_first_line(error)}\n"
-        'Use engine="loop" (node after node, any model), or engine="auto", which falls back to it.'
-    )
+@contextlib.contextmanager
+def _explaining() -> Iterator[None]:
+    """Rewrap, once, what comes out of vmap: with the cause, the place and the way out."""
+    try:
+        yield
+    except Exception as error:
+        if "memory" in str(error).lower():
+            way_out = "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
+        else:
+            way_out = 'Use engine="loop" (node after node, any model), or engine="auto", which falls back to it.'
+        raise RuntimeError(f"vmap cannot run this model: {_cause(error)}.\n{way_out}") from error
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+@contextlib.contextmanager
+def _naming(node: int, step: int) -> Iterator[None]:
+    """Say which node, and when, in an error of the loop."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"node {node}, step {step}: {type(error).__name__}: {error}") from error
+
+
+def _cause(error: Exception) -> str:
+    """What failed in one line, and the line of the model's code that did it."""
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = first_line.split(" (see ")[0].split(". ")[0][:200].rstrip(".")
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent / "local.py"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+    where = f', at {Path(frames[-1].filename).name}:{frames[-1].lineno}, "{frames[-1].line}"' if frames else ""
+    return f"{text}{where}"
 
 
 # ---------------------------------------------------------------------------------------------- attention
