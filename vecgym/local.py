@@ -74,6 +74,7 @@ class ModelFacts:
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
     flop: int  # floating-point operations of one node's forward and backward pass
+    attention: bool = False  # calls F.scaled_dot_product_attention
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
@@ -196,7 +197,7 @@ class Engine:
         """Run one node forward and backward: check what the model returns, and note what it does."""
         params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
         before = {name: b.clone() for name, b in self.buffers.items()}
-        with _seeded(0, self.device, active=True), _Counter() as counter:
+        with _seeded(0, self.device, active=True), _Counter() as counter, _FoldAttention(fold=False) as attention:
             state = torch.get_rng_state(), _device_rng_state(self.device)
             with self._casting():
                 _, after, grads = self._train[0].call_with_gradient(
@@ -209,6 +210,7 @@ class Engine:
             mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
             random=random,
             flop=counter.flop,
+            attention=attention.seen,
         )
         if not want_vmap:
             return facts
@@ -398,7 +400,7 @@ class Engine:
             loss, after = skeleton.call({**p, **self.frozen}, b, rows)
             return loss, {name: after[name] for name in after if dims.get(name) == 0}
 
-        with _FoldAttention(), self._casting():
+        with self._folding(), self._casting():
             losses, after = vmap(loss_of_one, in_dims=(params_dim, dims, 0), randomness="different")(
                 leaves, given, batch
             )
@@ -484,7 +486,7 @@ class Engine:
 
         if size == 1:
             return loss_of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)[None]
-        with _explaining(), _FoldAttention(), self._casting():
+        with _explaining(), self._folding(), self._casting():
             return vmap(loss_of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
 
     def _loop_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
@@ -515,6 +517,10 @@ class Engine:
             return wide if differentiable else wide.clone()
 
         return {name: own(name, b) for name, b in buffers.items()}
+
+    def _folding(self) -> contextlib.AbstractContextManager:
+        # Entered only where it matters: it costs a microsecond for each operation of the model.
+        return _FoldAttention() if self.facts is None or self.facts.attention else contextlib.nullcontext()
 
     def _casting(self) -> contextlib.AbstractContextManager:
         if not self.autocast:
@@ -650,12 +656,19 @@ def _fold(x: Tensor, dim: int | None, n: int) -> Tensor:
 
 
 class _FoldAttention(TorchFunctionMode):
-    """Send `F.scaled_dot_product_attention` on `[B, H, T, D]` under vmap to `_Attention`."""
+    """Send `F.scaled_dot_product_attention` on `[B, H, T, D]` under vmap to `_Attention`, and note that it was seen."""
+
+    def __init__(self, fold: bool = True) -> None:
+        super().__init__()
+        self.fold = fold
+        self.seen = False
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _folded_attention(*args, **kwargs)
+            self.seen = True
+            if self.fold:
+                return _folded_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
