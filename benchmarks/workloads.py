@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vecgym.models import GPT
-
 Batch = tuple[Tensor, Tensor]  # inputs and targets, [B, ...] or [L, B, ...]
 
 
@@ -43,6 +41,13 @@ class CNN(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         x, y = batch
         return F.cross_entropy(self.net(x), y)
+
+
+def gpt(context: int, num_layers: int, num_heads: int, width: int) -> nn.Module:
+    """A GPT of 65 characters; imported here, so that only those who use it import vecgym."""
+    from vecgym.models import GPT
+
+    return GPT(65, context, num_layers, num_heads, width)
 
 
 def _dense(inputs: tuple[int, ...], classes: int) -> Callable[[int, torch.Generator], Batch]:
@@ -92,8 +97,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload("tiny", lambda: MLP(16, 32, 2), _dense((16,), 2), batch_size=8, num_nodes=512),
         Workload("mlp", lambda: MLP(784, 128, 10), _dense((784,), 10), batch_size=32, num_nodes=64),
         Workload("cnn", CNN, _dense((1, 28, 28), 10), batch_size=32, num_nodes=16),
-        Workload("gpt", lambda: GPT(65, 64, 2, 4, 64, 0.0), _tokens(64, 65), batch_size=8, num_nodes=16),
-        Workload("gpt256", lambda: GPT(65, 128, 4, 8, 256, 0.0), _tokens(128, 65), batch_size=4, num_nodes=4),
+        Workload("gpt", lambda: gpt(64, 2, 4, 64), _tokens(64, 65), batch_size=8, num_nodes=16),
+        Workload("gpt256", lambda: gpt(128, 4, 8, 256), _tokens(128, 65), batch_size=4, num_nodes=4),
     ]
 }
 

@@ -31,10 +31,10 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, num_nodes: int)
     local_sum = torch.zeros(num_nodes, dtype=torch.float64)
     count = 0
     for batch, size in batches:
-        losses = engine.losses(*average, batch, own_batches=batches.per_node).double().cpu()
+        losses = engine.losses(*average, batch, own_batches=batches.per_node).cpu().double()
         global_sum += losses.mean() * size
         if not same:
-            losses = engine.losses(*values, batch, own_batches=batches.per_node).double().cpu()
+            losses = engine.losses(*values, batch, own_batches=batches.per_node).cpu().double()
         local_sum += losses * size
         count += size
     return Evaluation(float(global_sum / count), local_sum / count)

@@ -6,6 +6,7 @@ network, averaged over all nodes, with the usual algorithm of each operation amo
 | operation          | bytes sent per participant for a payload of b bytes |
 |--------------------|------------------------------------------------------|
 | `mean`, `sum`      | 2 (n - 1) / n * b (ring all-reduce)                   |
+| `server_mean`      | b (up to the server; each gets b back)                |
 | `all_gather`       | b (n > 1): each node contributes its payload once    |
 | `broadcast`        | b (n - 1) / n (the source sends, along a pipeline)    |
 | `permute`          | b (to one other node)                                |

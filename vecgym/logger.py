@@ -52,6 +52,8 @@ class CSVLogger(Logger):
         self.directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(settings, indent=2, default=str)
         (self.directory / "config.json").write_text(text + "\n")
+        for name in PER_NODE:
+            (self.directory / f"{name}.csv").unlink(missing_ok=True)
         self._write("history", list(SCALARS))
 
     def log(self, row: dict[str, Any]) -> None:

@@ -69,11 +69,13 @@ class History:
     def series(self, column: str, x: str = "step") -> tuple[list[Any], list[Any]]:
         """The entries of a column that are there, and their `x`: ready to plot."""
         self._check(column)
-        there = [row for row in self.rows if row.get(column) is not None]
+        self._check(x)
+        there = [row for row in self.rows if row.get(column) is not None and row.get(x) is not None]
         return [row[x] for row in there], [row[column] for row in there]
 
     def last(self, column: str) -> Any:
         """The last entry of a column; None if there is none."""
+        self._check(column)
         for row in reversed(self.rows):
             if row.get(column) is not None:
                 return row[column]
@@ -92,7 +94,10 @@ class History:
 
     def node_array(self, column: str = "train_losses") -> np.ndarray:
         """A per-node column as an array `[rows that have it, K]`."""
-        return np.stack(self.series(column)[1])
+        rows = self.series(column)[1]
+        if not rows:
+            raise KeyError(f"{column!r} was not recorded; val_losses need a val_dataset, others a step of training.")
+        return np.stack(rows)
 
     def _check(self, column: str) -> None:
         if column not in SCALARS and column not in PER_NODE and column not in self.columns:

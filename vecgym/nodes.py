@@ -29,7 +29,8 @@ def mean(values: Tree) -> Tree:
     """
 
     def average(x: Tensor) -> Tensor:
-        if x.shape[0] == 1 or not (x.is_floating_point() or x.is_complex()):
+        stored_once = x.shape[0] == 1 or x.stride(0) == 0  # nothing to average, and no rounding
+        if stored_once or not (x.is_floating_point() or x.is_complex()):
             return x[0]
         return x.mean(0)
 
@@ -42,11 +43,9 @@ def consensus_distance(params: Tree) -> Tensor:
     >>> consensus_distance({"w": torch.tensor([[1.0, 0.0], [-1.0, 0.0]])})
     tensor(1.)
     """
-    squares = [
-        (x - x.mean(0, keepdim=True)).square().sum() / x.shape[0]
-        for x in params.values()
-        if x.is_floating_point() and x.shape[0] > 1
-    ]
+    # Seen from node 0, equal nodes are at exactly 0, and so is the distance.
+    seen = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
+    squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in seen]
     if not squares:
         return torch.zeros(())
     return torch.stack(squares).sum().sqrt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vecgym import nodes, tree
 from vecgym.collectives import Collectives
-from vecgym.local import Engine
+from vecgym.local import Engine, Local
 from vecgym.strategy import Context, Strategy
 from vecgym.tree import Tree
 
@@ -79,6 +79,7 @@ class Simulation:
         max_steps: int = 1,
         seed: int = 42,
         minibatch_size: int | None = None,
+        num_examples: tuple[int, ...] | None = None,
     ) -> None:
         self.engine = Engine(model) if engine is None else engine
         self.strategy = strategy
@@ -86,6 +87,7 @@ class Simulation:
         self.max_steps = max_steps
         self.seed = seed
         self.minibatch_size = minibatch_size
+        self.num_examples = num_examples
         self.num_local = len(comm.node_ids)  # L
         self._node_ids = comm.node_ids.tolist()
 
@@ -115,7 +117,7 @@ class Simulation:
             return self._partial_step(state, batch, active, ctx)
 
         # 1. Gradients: each node by itself.
-        local = self._gradients(state.params, state.buffers, batch, self._node_ids, ctx)
+        local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
         # 2. What is exchanged of the gradients.
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
         # 3. The inner optimizer: each node by itself.
@@ -134,8 +136,11 @@ class Simulation:
         mine = [self._node_ids[i] for i in rows.tolist()]
         everyone = (state.params, state.buffers, state.optimizer)
         params, buffers, optimizer = (nodes.take_rows(x, rows) for x in everyone)
-        local = self._gradients(params, buffers, tree.map_leaves(lambda x: x[rows.to(x.device)], batch), mine, ctx)
-        params, optimizer = self.strategy.optimize(params, local.grads, optimizer, ctx)
+        modules = nodes.take_rows(state.strategy, rows)
+        batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
+        part = replace(ctx, rows=rows)
+        local = self._gradients(params, buffers, batch, mine, modules, part)
+        params, optimizer = self.strategy.optimize(params, local.grads, optimizer, part)
         params, buffers, optimizer = (
             nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
             for old, new in zip(everyone, (params, local.buffers, optimizer))
@@ -149,9 +154,12 @@ class Simulation:
             losses, self.strategy.lr(ctx), active
         )
 
-    def _gradients(self, params: Tree, buffers: Tree, batch: Any, node_ids: list[int], ctx: Context):
+    def _gradients(
+        self, params: Tree, buffers: Tree, batch: Any, node_ids: list[int], modules: dict[str, Any], ctx: Context
+    ) -> Local:
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
-        return self.engine.gradients(
+        mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
+        local = self.engine.gradients(
             params,
             buffers,
             batch,
@@ -162,9 +170,10 @@ class Simulation:
             mean=mean and ctx.inplace,
             differentiable=not ctx.inplace,
         )
+        return local._replace(grads=self.strategy.local_gradients(local.grads, params, modules, ctx))
 
     def _context(self, step: int, inplace: bool) -> Context:
-        return Context(self.comm, step, self.max_steps, self.seed, inplace)
+        return Context(self.comm, step, self.max_steps, self.seed, inplace, self.num_examples)
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:

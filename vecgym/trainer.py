@@ -64,9 +64,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"model is a {type(model).__name__}; give an nn.Module whose forward(batch) returns a loss."
-            )
+            raise TypeError(f"model is {_kind(model)}; give an nn.Module object whose forward(batch) returns a loss.")
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -140,10 +138,17 @@ class Trainer:
             DivergenceError: see `on_divergence`.
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
         """
-        _check(strategy, num_nodes, batch_size, minibatch_size, on_divergence)
-        _check_counts(num_epochs=num_epochs, max_steps=max_steps, val_interval=val_interval, log_interval=log_interval)
-        _check_counts(correlation_interval=correlation_interval)
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError(
+                f"the model, {_kind(self.model)}, has no trainable parameter: nothing can be trained. "
+                "Fix: model.requires_grad_(True), at least for a part of it."
+            )
+        _check(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
+        _check_counts(num_epochs=num_epochs, log_interval=log_interval)
+        optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
+        _check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)
+        loggers = _Loggers(logger, log_interval)
         where = resolve_device(device)
         train = Batches(
             self.train_dataset, num_nodes, batch_size, seed=seed, shuffle=shuffle, device=where,
@@ -155,11 +160,13 @@ class Trainer:
 
         model = copy.deepcopy(self.model).to(where)
         local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads, autocast=autocast)
-        plan = local.prepare(train.batch(0))
+        with torch.enable_grad():
+            plan = local.prepare(train.batch(0))
         comm = StackedCollectives(num_nodes)
         simulation = Simulation(
-            model, strategy, comm, engine=local, max_steps=steps, seed=seed, minibatch_size=minibatch_size
-        )
+            model, strategy, comm, engine=local, max_steps=steps, seed=seed, minibatch_size=minibatch_size,
+            num_examples=tuple(train.shard_sizes),
+        )  # fmt: skip
         settings = {
             "strategy": repr(strategy), "num_nodes": num_nodes, "max_steps": steps, "batch_size": batch_size,
             "minibatch_size": minibatch_size, "shuffle": shuffle, "seed": seed, "device": str(where),
@@ -168,10 +175,14 @@ class Trainer:
         }  # fmt: skip
         self.ledger = comm.ledger
         self.history = History(settings)
-        recorder = _Recorder(self.history, comm.ledger, train, on_divergence, _Loggers(logger, log_interval))
+        recorder = _Recorder(self.history, comm.ledger, train, on_divergence, loggers)
         self.state = simulation.init()
         try:
-            with _interrupts() as interrupted, tqdm(total=steps, disable=not progress, unit="step") as bar:
+            with (
+                torch.enable_grad(),
+                _interrupts() as interrupted,
+                tqdm(total=steps, disable=not progress, unit="step") as bar,
+            ):
                 recorder.start(settings, bar)
                 self._evaluate(recorder, local, val, num_nodes)
                 for batch in train.iterate(0, steps):
@@ -183,12 +194,14 @@ class Trainer:
                     if done == steps or (val_interval and done % val_interval == 0):
                         self._evaluate(recorder, local, val, num_nodes)
                     if interrupted:
-                        raise KeyboardInterrupt(f"interrupted after step {done} of {steps}")
+                        break
                 recorder.flush()
+                if interrupted:
+                    raise KeyboardInterrupt(f"interrupted after step {self.state.step} of {steps}")
         finally:
-            recorder.finish()
-            local.close()
             self._nodes = self._final_nodes(model, local, num_nodes)
+            local.close()
+            recorder.finish()
         return self.nodes.average()
 
     def _val_batches(
@@ -242,7 +255,8 @@ class _Recorder:
 
     def step(self, state: State, metrics: Metrics) -> None:
         self.flush()
-        losses = metrics.losses.cpu().numpy()
+        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
+        losses = metrics.losses.to("cpu", precision).numpy()
         here = losses if metrics.active is None else losses[metrics.active]
         now = time.perf_counter()
         in_epoch = (state.step - 1) % self.data.steps_per_epoch
@@ -303,10 +317,12 @@ class _Loggers:
     """The user's loggers; one that fails is reported once and left out from then on."""
 
     def __init__(self, logger: Logger | Sequence[Logger] | None, interval: int) -> None:
-        given = [] if logger is None else [logger] if isinstance(logger, Logger) else list(logger)
+        given: list[Any] = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
         for one in given:
             if not isinstance(one, Logger):
-                raise TypeError(f"logger has a {type(one).__name__}; give a Logger such as CSVLogger(directory).")
+                raise TypeError(
+                    f"logger is {_kind(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+                )
         self._alive = given
         self._interval = interval
 
@@ -380,28 +396,41 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _check(strategy: Any, num_nodes: Any, batch_size: Any, minibatch_size: int | None, on_divergence: str) -> None:
+def _check(
+    strategy: Any, num_nodes: Any, batch_size: Any, minibatch_size: Any, val_size: Any, on_divergence: Any
+) -> None:
     if not isinstance(strategy, Strategy):
         raise TypeError(
-            f"strategy is a {type(strategy).__name__}; give a Strategy object such as DiLoCoStrategy('adamw', H=100)."
+            f"strategy is {_kind(strategy)}; give a Strategy object such as DiLoCoStrategy('adamw', H=100)."
         )
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise ValueError(f"num_nodes={num_nodes!r} must be an integer >= 1.")
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r} must be an integer >= 1: the examples per node and step.")
-    if minibatch_size is not None:
-        _check_counts(minibatch_size=minibatch_size)
-        if minibatch_size > batch_size or batch_size % minibatch_size != 0:
-            divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-            raise ValueError(f"minibatch_size={minibatch_size} must divide batch_size={batch_size}: one of {divisors}.")
+    _check_counts(num_nodes=num_nodes, batch_size=batch_size)
+    _check_counts(or_none=True, minibatch_size=minibatch_size)
+    if minibatch_size is not None and batch_size % minibatch_size != 0:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ValueError(f"minibatch_size={minibatch_size} must divide batch_size={batch_size}: one of {divisors}.")
+    if val_size is not None and (isinstance(val_size, bool) or not isinstance(val_size, int) or val_size < 0):
+        raise ValueError(
+            f"val_size={val_size!r} must be an integer >= 0 (0: never evaluate), or None for all examples."
+        )
     if on_divergence not in ON_DIVERGENCE:
-        raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {ON_DIVERGENCE}.")
+        allowed = ", ".join(map(repr, ON_DIVERGENCE))
+        raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {allowed}.")
 
 
-def _check_counts(**values: Any) -> None:
+def _check_counts(or_none: bool = False, **values: Any) -> None:
     for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} must be an integer >= 1.")
+        if or_none and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be an integer >= 1{', or None' if or_none else ''}.")
+
+
+def _kind(value: Any) -> str:
+    """
+    >>> _kind(3), _kind(Trainer)
+    ('of type int', 'the class Trainer')
+    """
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def _readable(num_bytes: float) -> str:

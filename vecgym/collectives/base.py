@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from vecgym import tree
 from vecgym.ledger import Ledger
-from vecgym.topology import Groups
+from vecgym.topology import Groups, Mixing
 from vecgym.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
@@ -51,15 +52,39 @@ class Collectives(ABC):
     @abstractmethod
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor: ...
 
+    def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
+        """`_mix` where `x` may be overwritten; override it where that is faster."""
+        return self._mix(x, mixing.weights)
+
     # What strategies call.
 
-    def mean(self, x: T, groups: Groups | None = None) -> T:
+    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
         """Average over all nodes, `[L, *] -> [1, *]`; over each group of node ids, `[L, *] -> [L, *]`.
 
-        Groups are disjoint; a node in no group keeps its own value and sends nothing.
+        Groups are disjoint; a node in no group keeps its own value and sends nothing. With `weights`, one number
+        >= 0 for each of the K nodes: sum_i w_i x_i / sum_i w_i, over all nodes or over each group.
         """
         self._record_reduction("mean", x, groups)
+        if weights is not None:
+            x = self._scaled(x, _shares(weights, groups, self.num_nodes))
         return _map(x, lambda y: self._sum(y, groups, average=True))
+
+    def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
+        """A server's (weighted) average of what the participants send it, on every node: `[L, *] -> [1, *]`.
+
+        Each participant sends its value up once, and gets the average back.
+        """
+        check_groups([participants], self.num_nodes)
+        payload = payload_bytes(x)
+        sent = payload * len(participants) / self.num_nodes
+        self.ledger.record("server_mean", payload, sent, len(participants))
+        if weights is None and len(participants) == self.num_nodes:
+            return _map(x, lambda y: self._sum(y, None, average=True))
+        chosen = set(participants)
+        given = [1.0] * self.num_nodes if weights is None else weights
+        used = [float(w) if i in chosen else 0.0 for i, w in enumerate(given)]
+        x = self._scaled(x, _shares(used, None, self.num_nodes))
+        return _map(x, lambda y: self._sum(y, None, average=True))
 
     def sum(self, x: T, groups: Groups | None = None) -> T:
         """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
@@ -95,20 +120,31 @@ class Collectives(ABC):
         self.ledger.record("permute", payload, payload * senders / self.num_nodes, senders)
         return _map(x, lambda y: self._permute(y, order))
 
-    def mix(self, x: T, weights: Tensor) -> T:
+    def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
         """x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
 
-        Node j sends to each i != j with W_ij != 0.
+        Node j sends to each i != j with W_ij != 0. A `Mixing` is a matrix looked at beforehand, for many exchanges.
+        With `inplace`, `x` may be overwritten, and no derivatives are taken.
         """
-        if weights.shape != (self.num_nodes, self.num_nodes):
+        mixing = weights if isinstance(weights, Mixing) else None
+        matrix = weights if isinstance(weights, Tensor) else weights.weights
+        if matrix.shape != (self.num_nodes, self.num_nodes):
             raise ValueError(
-                f"weights has shape {list(weights.shape)}; mixing {self.num_nodes} nodes takes "
+                f"weights has shape {list(matrix.shape)}; mixing {self.num_nodes} nodes takes "
                 f"[{self.num_nodes}, {self.num_nodes}]."
             )
-        links = int((weights.detach() != 0).sum() - (weights.detach().diagonal() != 0).sum())
+        mixing = Mixing.of(matrix) if mixing is None else mixing
         payload = payload_bytes(x)
-        self.ledger.record("mix", payload, payload * links / self.num_nodes, self.num_nodes)
-        return _map(x, lambda y: self._mix(y, weights))
+        self.ledger.record("mix", payload, payload * mixing.num_links / self.num_nodes, self.num_nodes)
+        if not inplace:
+            return _map(x, lambda y: self._mix(y, matrix))
+        with torch.no_grad():
+            return _map(x, lambda y: self._mix_inplace(y, mixing))
+
+    def _scaled(self, x: T, factors: Tensor) -> T:
+        """Multiply each node's value by its factor `[K]`."""
+        mine = factors[self.node_ids]
+        return _map(x, lambda y: y * tree.per_node(mine.to(y.device), y))
 
     def _record_reduction(self, operation: str, x: Tensor | Tree, groups: Groups | None) -> None:
         payload = payload_bytes(x)
@@ -136,6 +172,21 @@ def check_groups(groups: Groups, num_nodes: int) -> list[int]:
             f"groups={[list(group) for group in groups]} must be disjoint lists of node ids, 0 to {num_nodes - 1}."
         )
     return [len(group) for group in groups]
+
+
+def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> Tensor:
+    """Factors `[K]`, float64, that turn an average over a group into the weighted average."""
+    given = torch.as_tensor(weights, dtype=torch.float64)
+    if given.shape != (num_nodes,) or bool((given < 0).any()):
+        raise ValueError(f"weights={given.tolist()} must be {num_nodes} numbers >= 0, one for each node.")
+    factors = torch.ones(num_nodes, dtype=torch.float64)
+    for group in [list(range(num_nodes))] if groups is None else groups:
+        members = list(group)
+        total = given[members].sum()
+        if total <= 0:
+            raise ValueError(f"the weights of nodes {members} are all 0: nothing to average.")
+        factors[members] = given[members] * len(members) / total
+    return factors
 
 
 def _map(x: T, fn) -> T:

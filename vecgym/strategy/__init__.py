@@ -4,7 +4,8 @@ from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
-from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
+from vecgym.strategy.fedopt import ServerOptimizer
 
 __all__ = [
     "AllReduceStrategy",
@@ -17,6 +18,9 @@ __all__ = [
     "FedAvgStrategy",
     "GradientAveraging",
     "OptimSpec",
+    "ProximalTerm",
+    "ServerCommunicator",
+    "ServerOptimizer",
     "SimpleReduceStrategy",
     "Strategy",
 ]

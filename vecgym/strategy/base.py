@@ -13,7 +13,7 @@ from vecgym import rng
 from vecgym.collectives import Collectives
 from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.schedule import Schedule, check_schedule, make_schedule
-from vecgym.tree import Tree
+from vecgym.tree import Tree, leaves, map_leaves
 
 State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
 
@@ -27,8 +27,10 @@ class Context:
         step: optimizer steps done before this one, so 0 in the first.
         max_steps: the length of the run.
         seed: the run's seed; random numbers come from `generator`.
+        num_examples: of each node's shard, [K]; None where not known.
         inplace: the tensors given may be overwritten. False under differentiation, where every operation must
             be pure.
+        rows: where only some nodes train, the rows of these; see `own`.
     """
 
     comm: Collectives
@@ -36,6 +38,13 @@ class Context:
     max_steps: int = 1
     seed: int = 0
     inplace: bool = False
+    num_examples: tuple[int, ...] | None = None
+    rows: Tensor | None = None
+
+    def own(self, value: Any) -> Any:
+        """A hyperparameter of the nodes that train: of `[L]` their rows; what all nodes share as it is."""
+        per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
+        return value[self.rows.to(value.device)] if per_node and self.rows is not None else value
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
         """A generator keyed by (seed, purpose, ids): the same on every node and in every process."""
@@ -70,6 +79,10 @@ class CommunicationModule:
     def active_nodes(self, ctx: Context) -> list[int] | None:
         """The nodes that train in this step; None: all."""
         return None
+
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        """What the module adds to each node's own gradient, before anything is exchanged."""
+        return grads
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Before the optimizer: `[L, *]` gradients -> those that the optimizer takes."""
@@ -151,6 +164,12 @@ class Strategy:
         given = [set(nodes) for nodes in chosen if nodes is not None]
         return sorted(set.intersection(*given)) if given else None
 
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        """Each node's gradient of its loss, and what the modules add to it."""
+        for i, module in enumerate(self.communication_modules):
+            grads = module.local_gradients(grads, params, state[str(i)], ctx)
+        return grads
+
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """What is exchanged of the gradients: each module in turn."""
         for i, module in enumerate(self.communication_modules):
@@ -166,8 +185,11 @@ class Strategy:
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Clip, then the inner optimizer's step."""
         if self.max_norm is not None:
-            grads, _ = clip_grad_norm(grads, self.max_norm, inplace=ctx.inplace)
-        return self._rule.update(params, grads, state, lr=self.lr(ctx), inplace=ctx.inplace)
+            grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
+        rule = self._rule
+        if ctx.rows is not None and any(x.numel() > 1 for x in leaves(self.inner_optim.kwargs)):
+            rule = self.inner_optim.replace(**map_leaves(ctx.own, self.inner_optim.kwargs)).rule()
+        return rule.update(params, grads, state, lr=ctx.own(self.lr(ctx)), inplace=ctx.inplace)
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """What is exchanged of the parameters: each module in turn."""
@@ -178,6 +200,13 @@ class Strategy:
 
     def __repr__(self) -> str:
         parts = [repr(self.inner_optim), *map(repr, self.communication_modules)]
+        defaults = {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
+        settings = {name: getattr(self, name) for name in defaults}
+        parts += [
+            f"{name}={getattr(value, '__name__', repr(value))}"
+            for name, value in settings.items()
+            if repr(value) != repr(defaults[name])
+        ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
@@ -187,7 +216,7 @@ class CommunicateOptimizeStrategy(Strategy):
     >>> from vecgym.strategy import AveragingCommunicator
     >>> CommunicateOptimizeStrategy([AveragingCommunicator(island_size=4)], inner_optim="adamw", lr=1e-3)
     CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.001), \
-AveragingCommunicator(island_size=4, H=1, participation=1.0))
+AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
     """
 
     def __init__(

@@ -50,8 +50,7 @@ class DiLoCoCommunicator(CommunicationModule):
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if (ctx.step + 1) % self.H != 0:
             return params, state
-        mean = ctx.comm.mean(params)  # [1, *]
-        delta = tree.map(torch.sub, state["params"], mean)
+        delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params))  # [1, *]
         outer, optimizer = self._rule.update(state["params"], delta, state["optimizer"], inplace=ctx.inplace)
         return outer, {"params": outer, "optimizer": optimizer}
 

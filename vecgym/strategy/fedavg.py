@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vecgym import tree
 from vecgym.errors import VecgymWarning
 from vecgym.optim import OptimSpec
 from vecgym.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
+from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.topology import random_islands, sample_nodes
 from vecgym.tree import Tree
 
 
 class AveragingCommunicator(CommunicationModule):
-    """Every H steps: theta_i <- mean of theta over the nodes, or over the island, that i is in.
+    """Every H steps: theta_i <- sum_k w_k theta_k / sum_k w_k over the nodes, or over the island, that i is in.
 
     Args:
         island_size: nodes per island; None: all in one. At each exchange the nodes are shuffled (seeded) into
@@ -24,31 +27,31 @@ class AveragingCommunicator(CommunicationModule):
         H: optimizer steps between two exchanges.
         participation: the fraction of the nodes, drawn anew for each round of H steps (at least one), that
             trains and averages in it; the others keep parameters and optimizer state.
+        weighting: "equal", or "examples": w_k is the number of examples of node k.
 
     Raises:
         ValueError: for H or island_size < 1, participation outside (0, 1]; at `fit` for an island larger than
             the number of nodes that take part.
     """
 
-    def __init__(self, island_size: int | None = None, H: int = 1, participation: float = 1.0) -> None:
+    def __init__(
+        self,
+        island_size: int | None = None,
+        H: int = 1,
+        participation: float = 1.0,
+        weighting: str = "equal",
+    ) -> None:
         if island_size is not None and (
             isinstance(island_size, bool) or not isinstance(island_size, int) or island_size < 1
         ):
             raise ValueError(f"island_size={island_size!r} must be an integer >= 1, or None for one island.")
-        if isinstance(participation, bool) or not 0 < participation <= 1:
-            raise ValueError(
-                f"participation={participation!r} must be in (0, 1]: the fraction of nodes that trains in a round."
-            )
         self.island_size = island_size
         self.H = check_interval("H", H)
-        self.participation = participation
-
-    def num_participants(self, num_nodes: int) -> int:
-        """Nodes that train in a round."""
-        return max(1, round(self.participation * num_nodes))
+        self.participation = check_participation(participation)
+        self.weighting = check_weighting(weighting)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        count = self.num_participants(num_nodes)
+        count = num_participants(self.participation, num_nodes)
         if self.island_size is not None and self.island_size > count:
             raise ValueError(
                 f"island_size={self.island_size} is larger than the {count} nodes that take part in a round: "
@@ -56,44 +59,118 @@ class AveragingCommunicator(CommunicationModule):
             )
         warn_if_never(self.H, max_steps)
 
-    def participants(self, ctx: Context) -> list[int]:
-        """The nodes of the present round, ascending."""
-        count = self.num_participants(ctx.comm.num_nodes)
-        return sample_nodes(ctx.comm.num_nodes, count, ctx.generator("participants", ctx.step // self.H))
-
     def active_nodes(self, ctx: Context) -> list[int] | None:
-        return self.participants(ctx) if self.participation < 1 else None
+        return participants(self.participation, self.H, ctx) if self.participation < 1 else None
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if (ctx.step + 1) % self.H != 0:
             return params, state
+        weights = node_weights(self.weighting, ctx)
         if self.island_size is None and self.participation == 1:
-            return ctx.comm.mean(params), state
-        nodes = self.participants(ctx) if self.participation < 1 else range(ctx.comm.num_nodes)
+            return ctx.comm.mean(params, weights=weights), state
+        nodes = participants(self.participation, self.H, ctx)
         islands = random_islands(nodes, self.island_size or len(nodes), ctx.generator("islands", ctx.step))
-        return ctx.comm.mean(params, groups=islands), state
+        return ctx.comm.mean(params, groups=islands, weights=weights), state
+
+
+class ServerCommunicator(CommunicationModule):
+    """Every H steps, a server moves theta by the mean movement of the nodes that took part.
+
+    Delta = sum_{k in S} w_k (theta_k - theta) / sum_{k in S} w_k;  theta <- server(theta, Delta);  theta_i <- theta.
+
+    State: `params` (theta) and the server optimizer's slots, `[1, *]`: stored once for all nodes. Bytes sent per
+    participant and round: b * P up (and as many down from the server).
+
+    Args:
+        server: the server's optimizer.
+        H, participation, weighting: as in `AveragingCommunicator`. All nodes, those that sat out too, begin the
+            next round from theta.
+    """
+
+    def __init__(
+        self,
+        server: ServerOptimizer,
+        H: int = 1,
+        participation: float = 1.0,
+        weighting: str = "equal",
+    ) -> None:
+        self.server = server
+        self.H = check_interval("H", H)
+        self.participation = check_participation(participation)
+        self.weighting = check_weighting(weighting)
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        warn_if_never(self.H, max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return {"params": params, "slots": self.server.init(params)}
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        return participants(self.participation, self.H, ctx) if self.participation < 1 else None
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if (ctx.step + 1) % self.H != 0:
+            return params, state
+        chosen = participants(self.participation, self.H, ctx)
+        movement = tree.map(torch.sub, params, state["params"])
+        delta = ctx.comm.server_mean(movement, chosen, node_weights(self.weighting, ctx))  # [1, *]
+        theta, slots = self.server.update(state["params"], delta, state["slots"])
+        return theta, {"params": theta, "slots": slots}
+
+
+class ProximalTerm(CommunicationModule):
+    """FedProx: each node's loss gets mu / 2 |theta_i - theta_i(start of the round)|^2, so g_i += mu (theta_i - start).
+
+    Put it after the module that averages, with the same H. State: the start of the round, `[1 or L, *]`.
+
+    Reference: Li et al., "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127. Deviation: the
+    number of local steps is fixed.
+    """
+
+    def __init__(self, mu: float | Tensor, H: int = 1) -> None:
+        if not isinstance(mu, Tensor) and not mu >= 0:
+            raise ValueError(f"proximal_mu={mu!r} must be >= 0; 0 is no proximal term.")
+        self.mu = mu
+        self.H = check_interval("H", H)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return {"start": params}
+
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        mu = ctx.own(self.mu)
+        return tree.map(lambda g, p, start: g + tree.per_node(mu, p) * (p - start), grads, params, state["start"])
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if (ctx.step + 1) % self.H != 0:
+            return params, state
+        return params, {"start": tree.map(torch.clone, params)}  # the next step overwrites params
 
 
 class FedAvgStrategy(Strategy):
     """H local steps on every node, then the average of the parameters.
 
-    theta_i <- inner(theta_i, g_i), H times; then theta_i <- 1/n sum_{k in island(i)} theta_k.
+    theta_i <- inner(theta_i, g_i), H times; then theta_i <- sum_{k in island(i)} w_k theta_k / sum w_k.
 
-    Inner optimizer state stays on its node. Bytes sent per node and round: 2 (n - 1) / n * b * P with islands
-    of n nodes.
+    With `server_optim` the average goes through a server's optimizer instead: see `ServerOptimizer`. Inner
+    optimizer state stays on its node. Bytes sent per node and round: 2 (n - 1) / n * b * P with islands of n
+    nodes; with a server, b * P up for each participant.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         H: local steps per round.
-        island_size, participation: see `AveragingCommunicator`.
+        island_size, participation, weighting: see `AveragingCommunicator`.
+        proximal_mu: FedProx's mu; 0: none.
+        server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
+        server_lr, server_betas, server_tau: of the server's optimizer.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
     >>> FedAvgStrategy("sgd", H=5, island_size=4, lr=0.01)
-    FedAvgStrategy(OptimSpec(SGD, lr=0.01), AveragingCommunicator(island_size=4, H=5, participation=1.0))
+    FedAvgStrategy(OptimSpec(SGD, lr=0.01), \
+AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
 
     Reference: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    arXiv 1602.05629. Deviations: nodes exchange among themselves without a server; every node counts alike
-    (equal shards); nodes that do not take part in a round keep their own parameters.
+    arXiv 1602.05629. Deviations: without `server_optim`, nodes exchange among themselves, and one that does not
+    take part in a round keeps its own parameters; nodes count alike unless `weighting="examples"`.
     """
 
     def __init__(
@@ -103,21 +180,81 @@ class FedAvgStrategy(Strategy):
         island_size: int | None = None,
         participation: float = 1.0,
         *,
+        weighting: str = "equal",
+        proximal_mu: float | Tensor = 0.0,
+        server_optim: str | None = None,
+        server_lr: float | Tensor | None = None,
+        server_betas: tuple[float, float] | None = None,
+        server_tau: float | None = None,
         lr: float | Tensor | None = None,
         max_norm: float | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
+        modules: list[CommunicationModule]
+        given = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if server_optim is None:
+            if options:
+                names = ", ".join(f"server_{name}" for name in options)
+                raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
+            modules = [AveragingCommunicator(island_size, H, participation, weighting)]
+        else:
+            if island_size is not None:
+                raise ValueError(
+                    f"island_size={island_size} and server_optim={server_optim!r}: a server has no islands."
+                )
+            modules = [ServerCommunicator(ServerOptimizer(server_optim, **options), H, participation, weighting)]
+        if isinstance(proximal_mu, Tensor) or proximal_mu != 0:
+            modules.append(ProximalTerm(proximal_mu, H))
         super().__init__(
             inner_optim,
-            communication_modules=[AveragingCommunicator(island_size, H, participation)],
+            communication_modules=modules,
             lr=lr,
             max_norm=max_norm,
             lr_scheduler=lr_scheduler,
             warmup_steps=warmup_steps,
             cosine_anneal=cosine_anneal,
         )
+
+
+def num_participants(participation: float, num_nodes: int) -> int:
+    """Nodes that train in a round: at least one."""
+    return max(1, round(participation * num_nodes))
+
+
+def participants(participation: float, H: int, ctx: Context) -> list[int]:
+    """The nodes of the present round of H steps, ascending: all, or a sample drawn for the round."""
+    count = num_participants(participation, ctx.comm.num_nodes)
+    if participation == 1:
+        return list(range(count))
+    return sample_nodes(ctx.comm.num_nodes, count, ctx.generator("participants", ctx.step // H))
+
+
+def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
+    """The weight of each node in an average; None: all alike."""
+    if weighting == "equal":
+        return None
+    if ctx.num_examples is None:
+        raise ValueError(
+            'weighting="examples" needs the number of examples of each node: Simulation(num_examples=...).'
+        )
+    return tuple(float(n) for n in ctx.num_examples)
+
+
+def check_participation(participation: float) -> float:
+    if isinstance(participation, bool) or not 0 < participation <= 1:
+        raise ValueError(
+            f"participation={participation!r} must be in (0, 1]: the fraction of nodes that trains in a round."
+        )
+    return participation
+
+
+def check_weighting(weighting: str) -> str:
+    if weighting not in ("equal", "examples"):
+        raise ValueError(f'weighting={weighting!r} is not known; allowed: "equal", "examples".')
+    return weighting
 
 
 def warn_if_never(H: int, max_steps: int) -> None:

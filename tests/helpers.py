@@ -1,0 +1,204 @@
+"""Shared by the tests: run a `Simulation` on the batches that the naive twins take, and compare trees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vecgym import nodes, tree
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.base import T
+from vecgym.local import Engine
+from vecgym.simulate import Simulation, State
+from vecgym.strategy import Strategy
+from vecgym.topology import Groups
+from vecgym.tree import Tree
+
+NEEDS_LOOP = ("Checkpointed", "DataDependent", "LSTM")  # the models that vmap cannot run
+
+
+# --------------------------------------------------------------------------------------------- batches
+
+
+def stack(batches: Sequence[Any]) -> Any:
+    """K batches, trees of `[B, ...]`, as one tree of `[K, B, ...]`."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(batches))
+    if isinstance(first, dict):
+        return {key: stack([batch[key] for batch in batches]) for key in first}
+    return type(first)(stack(parts) for parts in zip(*batches))
+
+
+def stacked(batches: Sequence[Sequence[Any]]) -> list[Any]:
+    """The twins' `batches[step][node]` as one tree `[K, B, ...]` for each step."""
+    return [stack(of_nodes) for of_nodes in batches]
+
+
+def joined(batches: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The batches of all nodes as one batch `[K * B, ...]` of a single node: `joined[step][0]`."""
+    return [[tree.map_leaves(lambda x: x.flatten(0, 1), batch)] for batch in stacked(batches)]
+
+
+# -------------------------------------------------------------------------------------------- running
+
+
+class Recording(StackedCollectives):
+    """Collectives that remember over which groups they averaged."""
+
+    def __init__(self, num_nodes: int, num_configs: int = 1) -> None:
+        super().__init__(num_nodes, num_configs)
+        self.drawn: list[Groups] = []
+
+    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+        if groups is not None:
+            self.drawn.append(groups)
+        return super().mean(x, groups, weights)
+
+
+@dataclass
+class Run:
+    """What a run of `Simulation` leaves behind, for each of its K nodes."""
+
+    losses: Tensor  # [steps, K]
+    state: State
+    params: Tree  # [K, *]
+    buffers: Tree  # [K, *]
+    comm: StackedCollectives
+    active: list[tuple[int, ...] | None]  # per step: the nodes that trained; None: all
+    groups: list[tuple[tuple[int, ...], ...] | None]  # per step: the islands that averaged
+
+
+def simulation(
+    model: nn.Module,
+    strategy: Strategy,
+    batches: Sequence[Any],
+    *,
+    engine: str = "vmap",
+    chunk_size: int | None = None,
+    node_threads: int | None = 1,
+    comm: StackedCollectives | None = None,
+    max_steps: int | None = None,
+    seed: int = 42,
+    minibatch_size: int | None = None,
+    num_examples: tuple[int, ...] | None = None,
+) -> Simulation:
+    """A simulation, ready to step, of as many nodes as `batches[step]`, `[K, B, ...]`, has."""
+    local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads)
+    local.prepare(batches[0])
+    return Simulation(
+        model,
+        strategy,
+        comm or Recording(next(iter(tree.leaves(batches[0]))).shape[0]),
+        engine=local,
+        max_steps=max_steps or len(batches),
+        seed=seed,
+        minibatch_size=minibatch_size,
+        num_examples=num_examples,
+    )
+
+
+def run(
+    model: nn.Module,
+    strategy: Strategy,
+    batches: Sequence[Any],
+    *,
+    state: State | None = None,
+    differentiable: bool = False,
+    **settings: Any,
+) -> Run:
+    """Train on `batches`, `[K, B, ...]` each, from `state` or from the beginning; see `simulation`."""
+    sim = simulation(model, strategy, batches, **settings)
+    try:
+        return advance(sim, sim.init() if state is None else state, batches, differentiable=differentiable)
+    finally:
+        sim.engine.close()
+
+
+def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differentiable: bool = False) -> Run:
+    """Step through `batches`; `state` is given up unless `differentiable`."""
+    assert isinstance(sim.comm, StackedCollectives)
+    drawn = sim.comm.drawn if isinstance(sim.comm, Recording) else []
+    losses, active, groups = [], [], []
+    for batch in batches:
+        drawn.clear()
+        state, metrics = sim.step(state, batch, differentiable=differentiable)
+        losses.append(metrics.losses)
+        active.append(None if metrics.active is None else tuple(metrics.active))
+        groups.append(tuple(tuple(island) for island in drawn[-1]) if drawn else None)
+    params, buffers = nodes.expand(state.params, sim.num_local), nodes.expand(state.buffers, sim.num_local)
+    return Run(torch.stack(losses), state, params, buffers, sim.comm, active, groups)
+
+
+# ------------------------------------------------------------------------------------------ comparing
+
+
+def flat(values: Any, path: str = "") -> dict[str, Tensor]:
+    """Every tensor of nested dicts under its path, "optimizer.exp_avg.weight"."""
+    if isinstance(values, Tensor):
+        return {path: values}
+    if isinstance(values, State):
+        values = {name: getattr(values, name) for name in ("params", "buffers", "optimizer", "strategy")}
+    assert isinstance(values, Mapping), f"{path} is a {type(values).__name__}"
+    found: dict[str, Tensor] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{path}.{key}" if path else key)
+    return found
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest difference between two trees, `[1, *]` tensors broadcast; nan equals nan. Inf if names differ."""
+    x, y = flat(a), flat(b)
+    if x.keys() != y.keys():
+        return torch.inf
+    gaps = [_gap(x[name], y[name]) for name in x]
+    return max(gaps, default=0.0)
+
+
+def _gap(x: Tensor, y: Tensor) -> float:
+    x, y = torch.broadcast_tensors(x.detach().double(), y.detach().double())
+    gap = torch.where(x.isnan() & y.isnan(), 0.0, (x - y).abs())
+    return float(gap.nan_to_num(nan=torch.inf).max()) if gap.numel() else 0.0
+
+
+def assert_close(a: Any, b: Any, tolerance: float, what: str = "") -> None:
+    """Every tensor of `a` equals that of `b` up to `tolerance`, absolutely and relatively."""
+    x, y = flat(a), flat(b)
+    assert x.keys() == y.keys(), f"{what}: only one side has {sorted(x.keys() ^ y.keys())}"
+    for name in x:
+        left, right = torch.broadcast_tensors(x[name].detach(), y[name].detach())
+        label = f"{what} {name}"
+        torch.testing.assert_close(
+            left, right, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text, at=label: f"{at}: {text}"
+        )
+
+
+def assert_same_bits(a: Any, b: Any, what: str = "") -> None:
+    """Every tensor of `a` equals that of `b`, shape and all bits."""
+    x, y = flat(a), flat(b)
+    assert x.keys() == y.keys(), f"{what}: only one side has {sorted(x.keys() ^ y.keys())}"
+    for name in x:
+        same = x[name].shape == y[name].shape and torch.equal(
+            x[name].nan_to_num(nan=7e77), y[name].nan_to_num(nan=7e77)
+        )
+        assert same, f"{what} {name} differs by {_gap(x[name], y[name]) if x[name].shape == y[name].shape else 'shape'}"
+
+
+def rows(values: Tree, order: Sequence[int]) -> Tree:
+    """Those nodes of a `[K, *]` tree, in this order."""
+    return {name: x[list(order)] for name, x in values.items()}
+
+
+def reordered(batches: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    """The batches of those nodes: node i gets what node `order[i]` had."""
+    return [tree.map_leaves(lambda x: x[list(order)], batch) for batch in batches]
+
+
+def saved(state: State) -> State:
+    """A copy that shares nothing with the run that goes on."""
+    return copy.deepcopy(state)

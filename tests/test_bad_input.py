@@ -1,0 +1,478 @@
+"""What cannot work is refused before training starts, by a message that says what was given, what is allowed, and
+the fix; what goes wrong in training says where, and keeps what there is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tests.fitting import STRATEGIES, alone, dataset, fit, params
+from tests.models import MLP, make_model
+from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning
+from vecgym.strategy import (
+    AllReduceStrategy,
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+)
+
+
+def refusal(error: type[Exception], call: Callable[[], Any]) -> str:
+    """The message of the error that `call` raises."""
+    with pytest.raises(error) as raised:
+        call()
+    message = str(raised.value)
+    assert len(message) < 900, "a message is read, not studied"
+    return message
+
+
+class Untrained(Logger):
+    """Fails the test when training starts."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        pytest.fail("training had started")
+
+
+# ------------------------------------------------------------------------------------------- arguments of fit
+
+BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
+    # what is given, the error, and what its message must contain
+    ({"num_nodes": 0}, ValueError, ["num_nodes=0", "integer >= 1"]),
+    ({"num_nodes": -3}, ValueError, ["num_nodes=-3", "integer >= 1"]),
+    ({"num_nodes": 2.0}, ValueError, ["num_nodes=2.0", "integer >= 1"]),
+    ({"num_nodes": "4"}, ValueError, ["num_nodes='4'", "integer >= 1"]),
+    ({"num_nodes": True}, ValueError, ["num_nodes=True", "integer >= 1"]),
+    ({"num_nodes": None}, ValueError, ["num_nodes=None", "integer >= 1"]),
+    ({"batch_size": 0}, ValueError, ["batch_size=0", "integer >= 1"]),
+    ({"batch_size": 2.5}, ValueError, ["batch_size=2.5", "integer >= 1"]),
+    ({"batch_size": 9}, ValueError, ["batch_size=9", "24 examples", "8", "3 nodes", "batch_size=8"]),
+    ({"num_nodes": 25, "batch_size": 2}, ValueError, ["batch_size=2", "24 examples", "25 nodes", "fewer nodes"]),
+    ({"minibatch_size": 3}, ValueError, ["minibatch_size=3", "divide", "batch_size=4", "[1, 2, 4]"]),
+    ({"minibatch_size": 8}, ValueError, ["minibatch_size=8", "divide", "batch_size=4", "[1, 2, 4]"]),
+    ({"minibatch_size": 0}, ValueError, ["minibatch_size=0", "integer >= 1", "None"]),
+    ({"num_epochs": 0}, ValueError, ["num_epochs=0", "integer >= 1"]),
+    ({"num_epochs": None}, ValueError, ["num_epochs=None", "integer >= 1"]),
+    ({"max_steps": 0}, ValueError, ["max_steps=0", "integer >= 1", "None"]),
+    ({"max_steps": 1e3}, ValueError, ["max_steps=1000.0", "integer >= 1", "None"]),
+    ({"val_interval": 0}, ValueError, ["val_interval=0", "integer >= 1", "None"]),
+    ({"correlation_interval": -1}, ValueError, ["correlation_interval=-1", "integer >= 1", "None"]),
+    ({"log_interval": 0}, ValueError, ["log_interval=0", "integer >= 1"]),
+    ({"log_interval": None}, ValueError, ["log_interval=None", "integer >= 1"]),
+    ({"val_size": -1}, ValueError, ["val_size=-1", "integer >= 0", "None"]),
+    ({"val_size": 0.5}, ValueError, ["val_size=0.5", "integer >= 0", "None"]),
+    ({"seed": "abc"}, TypeError, ["seed='abc'", "integer"]),
+    ({"seed": 1.5}, TypeError, ["seed=1.5", "integer"]),
+    ({"device": "banana"}, ValueError, ["'banana'", "cpu", "None"]),
+    ({"device": 3.5}, ValueError, ["3.5", "cpu", "None"]),
+    ({"device": "cuda:77"}, ValueError, ["cuda:77", "cpu", "None"]),
+    ({"device": "meta"}, ValueError, ["'meta'", "cpu", "None"]),
+    ({"engine": "vamp"}, ValueError, ["engine='vamp'", "'vmap'", "'loop'", "'auto'", "'fastest'"]),
+    ({"engine": None}, ValueError, ["engine=None", "'auto'"]),
+    ({"chunk_size": 0}, ValueError, ["chunk_size=0", "integer >= 1", "None"]),
+    ({"node_threads": -1}, ValueError, ["node_threads=-1", "integer >= 1", "None"]),
+    ({"on_divergence": "explode"}, ValueError, ["on_divergence='explode'", "'raise'", "'warn'", "'ignore'"]),
+    ({"on_divergence": None}, ValueError, ["on_divergence=None", "'raise'"]),
+    ({"logger": "out"}, TypeError, ["str", "CSVLogger"]),
+    ({"logger": print}, TypeError, ["builtin_function", "CSVLogger"]),
+    ({"logger": CSVLogger}, TypeError, ["the class CSVLogger", "object"]),
+    ({"logger": [Logger(), 3]}, TypeError, ["int", "CSVLogger"]),
+    ({"dataloader_kwargs": {"batch_size": 4}}, ValueError, ["'batch_size'", "argument batch_size"]),
+    ({"dataloader_kwargs": {"shuffle": True}}, ValueError, ["'shuffle'", "argument shuffle"]),
+    ({"dataloader_kwargs": {"nun_workers": 4}}, TypeError, ["'nun_workers'", "num_workers"]),
+    ({"strategy": None}, TypeError, ["NoneType", "Strategy object", "DiLoCoStrategy("]),
+    ({"strategy": "diloco"}, TypeError, ["str", "Strategy object", "DiLoCoStrategy("]),
+    ({"strategy": DiLoCoStrategy}, TypeError, ["the class DiLoCoStrategy", "object"]),
+    ({"strategy": AveragingCommunicator()}, TypeError, ["AveragingCommunicator", "Strategy object"]),
+    ({"strategy": FedAvgStrategy(island_size=5)}, ValueError, ["island_size=5", "3 nodes", "island_size <= 3", "None"]),
+    (
+        {"strategy": FedAvgStrategy(island_size=3, participation=0.5)},
+        ValueError,
+        ["island_size=3", "2 nodes", "island_size <= 2"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "error", "parts"), BAD_SETTINGS, ids=lambda x: str(x)[:70])
+def test_bad_settings(settings: dict[str, Any], error: type[Exception], parts: list[str]) -> None:
+    given: dict[str, Any] = {"strategy": alone(), "num_nodes": 3, "logger": Untrained(), **settings}
+    message = refusal(error, lambda: fit("MLP", **given))
+    for part in parts:
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_a_device_that_is_not_there(device: Any) -> None:
+    message = refusal(ValueError, lambda: fit("MLP", alone(), device=device))
+    assert "cuda" in message
+    assert "cpu" in message
+    assert "None" in message
+
+
+def test_misspelt_keywords_of_fit_and_trainer() -> None:
+    trainer = Trainer(make_model("MLP"), dataset("MLP"))
+    for keyword in ("batchsize", "epochs", "gradient_accumulation", "max_memory_usage"):
+        unknown: dict[str, Any] = {keyword: 1}
+        assert keyword in refusal(TypeError, lambda: trainer.fit(alone(), 2, **unknown))  # noqa: B023
+    assert "test_dataset" in refusal(
+        TypeError, lambda: Trainer(make_model("MLP"), dataset("MLP"), test_dataset=1)  # type: ignore[call-arg]
+    )  # fmt: skip
+
+
+def test_settings_are_keywords() -> None:
+    """A number in the wrong place is no silent setting."""
+    trainer = Trainer(make_model("MLP"), dataset("MLP"))
+    refusal(TypeError, lambda: trainer.fit(alone(), 2, 10))  # type: ignore[call-arg]
+
+
+# ----------------------------------------------------------------------------------------------------- the data
+
+BAD_DATA: list[tuple[Any, type[Exception], list[str]]] = [
+    (None, TypeError, ["train_dataset", "NoneType", "__getitem__", "factory"]),
+    ([], ValueError, ["train_dataset", "empty"]),
+    (torch.zeros(0, 5), ValueError, ["train_dataset", "empty"]),
+    ({"train": [1, 2]}, TypeError, ["train_dataset", "dict", 'splits["train"]']),
+    ("mnist", TypeError, ["train_dataset", "str"]),
+    (42, TypeError, ["train_dataset", "int", "TensorDataset"]),
+    (
+        torch.utils.data.DataLoader(TensorDataset(torch.zeros(3))),
+        TypeError,
+        ["train_dataset", "DataLoader", "loader.dataset"],
+    ),
+    ((x for x in range(3)), TypeError, ["train_dataset", "generator"]),
+    (lambda rank, num_nodes, train: [], ValueError, ["train_dataset", "node 0", "empty"]),
+    (lambda rank, num_nodes, train: None, TypeError, ["train_dataset", "node 0", "NoneType"]),
+]
+
+
+@pytest.mark.parametrize(("data", "error", "parts"), BAD_DATA, ids=lambda x: str(x)[:40])
+def test_bad_data(data: Any, error: type[Exception], parts: list[str]) -> None:
+    def train() -> None:
+        Trainer(make_model("Quadratic"), data).fit(alone(), 2, batch_size=1, progress=False, device="cpu")
+
+    message = refusal(error, train)
+    for part in parts:
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+@pytest.mark.parametrize(("val", "error"), [([], ValueError), (42, TypeError)])
+def test_bad_validation_data(val: Any, error: type[Exception]) -> None:
+    assert "val_dataset" in refusal(error, lambda: fit("MLP", alone(), val=val, logger=Untrained()))
+
+
+def test_examples_of_different_shapes() -> None:
+    data = [(torch.zeros(16), 0), (torch.zeros(15), 0)] * 4
+    message = refusal(ValueError, lambda: fit(make_model("MLP"), alone(), data=data, num_nodes=1, batch_size=4))
+    assert "16" in message
+    assert "15" in message
+
+
+def test_a_factory_that_makes_a_shard_too_small() -> None:
+    def factory(rank: int, num_nodes: int, train: bool) -> Any:
+        return dataset("MLP", 8 if rank < 2 else 3)
+
+    message = refusal(ValueError, lambda: fit(make_model("MLP"), alone(), data=factory, batch_size=4))
+    for part in ("batch_size=4", "node 2", "3 examples", "batch_size=3"):
+        assert part in message
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+class Returns(MLP):
+    """An MLP whose forward returns what `make(logits, y)` makes."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Any:
+        x, y = batch
+        return self.make(self.second(self.first(x).relu()), y)
+
+
+BAD_FORWARD: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
+    "logits": (lambda logits, y: logits, ["shape [4, 10]", "not a scalar", "F.cross_entropy"]),
+    "loss per example": (lambda logits, y: F.cross_entropy(logits, y, reduction="none"), ["shape [4]", "mean loss"]),
+    "one element": (lambda logits, y: F.cross_entropy(logits, y)[None], ["shape [1]", "not a scalar"]),
+    "logits and loss": (lambda logits, y: (logits, F.cross_entropy(logits, y)), ["tuple", "scalar", "wrap"]),
+    "a dict": (lambda logits, y: {"loss": F.cross_entropy(logits, y)}, ["dict", "scalar", "wrap"]),
+    "nothing": (lambda logits, y: None, ["NoneType", "scalar"]),
+    "a number": (lambda logits, y: F.cross_entropy(logits, y).item(), ["float", "scalar"]),
+    "accuracy": (lambda logits, y: (logits.argmax(1) == y).sum(), ["int64", "floating-point"]),
+    "no gradient": (lambda logits, y: F.cross_entropy(logits, y).detach(), ["trainable parameter", ".detach()"]),
+    "complex": (lambda logits, y: F.cross_entropy(logits, y) + 0j, ["complex", "floating-point"]),
+}
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+@pytest.mark.parametrize("name", BAD_FORWARD)
+def test_what_the_model_must_return(name: str, engine: str) -> None:
+    make, parts = BAD_FORWARD[name]
+
+    def train() -> None:
+        fit(Returns(make), alone(), data=dataset("MLP"), engine=engine, logger=Untrained())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        message = refusal((ValueError, TypeError), train)  # type: ignore[arg-type]
+    for part in [*parts, "the model"]:
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    for module in (make_model("MLP").requires_grad_(False), nn.Identity()):
+        for engine in ("auto", "loop"):
+            message = refusal(ValueError, lambda: fit(module, alone(), data=dataset("MLP"), engine=engine))  # noqa: B023
+            assert "trainable" in message
+            assert "requires_grad" in message
+
+
+@pytest.mark.parametrize("model", [MLP, make_model, None, "gpt"])
+def test_a_model_that_is_none(model: Any) -> None:
+    message = refusal(TypeError, lambda: Trainer(model, dataset("MLP")))
+    assert "nn.Module" in message
+    if isinstance(model, type):
+        assert "the class MLP" in message
+
+
+def test_a_forward_that_takes_two_arguments() -> None:
+    class TwoArguments(MLP):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward((x, y))
+
+    for engine in ("auto", "loop"):
+        message = refusal(TypeError, lambda e=engine: fit(TwoArguments(), alone(), data=dataset("MLP"), engine=e))  # type: ignore[misc]
+        assert "'y'" in message
+
+
+# -------------------------------------------------------------------------------------------------- the strategies
+
+STRATEGY_CLASSES = [AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy]
+
+
+@pytest.mark.parametrize("cls", STRATEGY_CLASSES)
+@pytest.mark.parametrize("keyword", ["learning_rate", "optimizer", "max_nrom", "warmup", "h", "island"])
+def test_misspelt_keywords_of_strategies(cls: type, keyword: str) -> None:
+    assert keyword in refusal(TypeError, lambda: cls(**{keyword: 1}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CommunicateOptimizeStrategy([], "sgd", learning_rate=0.1),  # type: ignore[call-arg]
+        lambda: AveragingCommunicator(islandsize=2),  # type: ignore[call-arg]
+        lambda: DiLoCoCommunicator(h=2),  # type: ignore[call-arg]
+        lambda: AllReduceStrategy(H=2),  # type: ignore[call-arg]
+        lambda: AllReduceStrategy("sgd", 0.1),  # type: ignore[call-arg]
+        lambda: CommunicateOptimizeStrategy(),  # type: ignore[call-arg]
+    ],
+)
+def test_misspelt_keywords_of_the_parts(make: Callable[[], Any]) -> None:
+    refusal(TypeError, make)
+
+
+BAD_STRATEGIES: list[tuple[Callable[[type], Any], type[Exception], list[str]]] = [
+    (lambda cls: cls("adamm"), ValueError, ["'adamm'", "adamw", "did you mean"]),
+    (lambda cls: cls("sdg"), ValueError, ["'sdg'", "did you mean 'sgd'"]),
+    (lambda cls: cls("xyz"), ValueError, ["'xyz'", "adamw", "sgd"]),
+    (lambda cls: cls(3), TypeError, ["int", "'adamw'", "OptimSpec"]),
+    (lambda cls: cls(nn.Linear), TypeError, ["OptimSpec", "torch.optim.AdamW"]),
+    (lambda cls: cls(torch.optim.SGD([torch.zeros(1)])), TypeError, ["SGD", "class"]),
+    (lambda cls: cls("sgd", lr=-0.1), ValueError, ["-0.1", "SGD"]),
+    (lambda cls: cls("adamw", lr=-1e-3), ValueError, ["-0.001", "AdamW"]),
+    (lambda cls: cls("sgd", lr="fast"), (TypeError, ValueError), ["'fast'"]),  # type: ignore[list-item]
+    (lambda cls: cls(OptimSpec("sgd", lr=0.1), lr=0.2), ValueError, ["lr", "twice", "0.1", "0.2"]),
+    (lambda cls: cls("sgd", max_norm=0.0), ValueError, ["max_norm=0.0"]),
+    (lambda cls: cls("sgd", max_norm=-1), ValueError, ["max_norm=-1"]),
+    (lambda cls: cls("sgd", warmup_steps=-1), ValueError, ["warmup_steps=-1", "integer >= 0"]),
+    (lambda cls: cls("sgd", warmup_steps=0.1), ValueError, ["warmup_steps=0.1", "integer >= 0"]),
+    (lambda cls: cls("sgd", lr_scheduler="cosin"), ValueError, ["'cosin'", "did you mean 'cosine'", "'constant'"]),
+    (lambda cls: cls("sgd", lr_scheduler="linear"), ValueError, ["'linear'", "'cosine'", "'constant'", "function"]),
+    (lambda cls: cls("sgd", lr_scheduler=0.1), TypeError, ["0.1", "cosine", "lambda"]),
+    (lambda cls: cls("sgd", lr_scheduler=lambda t: 1.0, warmup_steps=5), ValueError, ["warmup_steps", "function"]),
+]
+
+
+@pytest.mark.parametrize("cls", STRATEGY_CLASSES)
+@pytest.mark.parametrize(("make", "error", "parts"), BAD_STRATEGIES, ids=[str(row[2][0]) for row in BAD_STRATEGIES])
+def test_bad_strategies(cls: type, make: Callable[[type], Any], error: type[Exception], parts: list[str]) -> None:
+    message = refusal(error, lambda: make(cls))
+    for part in parts:
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "parts"),
+    [
+        (lambda: FedAvgStrategy(H=0), ValueError, ["H=0", "integer >= 1", "steps"]),
+        (lambda: DiLoCoStrategy(H=0), ValueError, ["H=0", "integer >= 1", "steps"]),
+        (lambda: DiLoCoStrategy(H=-5), ValueError, ["H=-5", "integer >= 1"]),
+        (lambda: DiLoCoStrategy(H=2.5), ValueError, ["H=2.5", "integer >= 1"]),  # type: ignore[arg-type]
+        (lambda: DiLoCoStrategy(H=True), ValueError, ["H=True", "integer >= 1"]),
+        (lambda: DiLoCoStrategy(H=None), ValueError, ["H=None", "integer >= 1"]),  # type: ignore[arg-type]
+        (lambda: DiLoCoStrategy(lr=0.1, inner_lr=0.2), ValueError, ["lr", "inner_lr", "one of them"]),
+        (lambda: DiLoCoStrategy(outer_optim="sdg"), ValueError, ["'sdg'", "did you mean 'sgd'"]),
+        (lambda: DiLoCoStrategy(outer_lr=-1.0), ValueError, ["-1.0"]),
+        (lambda: FedAvgStrategy(island_size=0), ValueError, ["island_size=0", "integer >= 1", "None"]),
+        (lambda: FedAvgStrategy(island_size=2.0), ValueError, ["island_size=2.0", "integer >= 1"]),  # type: ignore[arg-type]
+        (lambda: FedAvgStrategy(participation=0), ValueError, ["participation=0", "(0, 1]"]),
+        (lambda: FedAvgStrategy(participation=1.5), ValueError, ["participation=1.5", "(0, 1]"]),
+        (lambda: FedAvgStrategy(participation=-0.1), ValueError, ["participation=-0.1", "(0, 1]"]),
+        (lambda: FedAvgStrategy(participation=float("nan")), ValueError, ["participation=nan", "(0, 1]"]),
+        (lambda: FedAvgStrategy(participation=True), ValueError, ["participation=True", "(0, 1]"]),
+        (lambda: FedAvgStrategy(participation="half"), (ValueError, TypeError), ["participation='half'", "(0, 1]"]),  # type: ignore[arg-type]
+        (
+            lambda: CommunicateOptimizeStrategy(AveragingCommunicator()),  # type: ignore[arg-type]
+            TypeError,
+            ["communication_modules", "list", "[AveragingCommunicator("],
+        ),
+        (lambda: CommunicateOptimizeStrategy([AveragingCommunicator]), TypeError, ["communication_modules"]),  # type: ignore[list-item]
+        (lambda: CommunicateOptimizeStrategy([FedAvgStrategy()]), TypeError, ["FedAvgStrategy", "CommunicationModule"]),  # type: ignore[list-item]
+        (lambda: CommunicateOptimizeStrategy("sgd"), TypeError, ["communication_modules"]),  # type: ignore[arg-type]
+        (lambda: OptimSpec("sgd", learning_rate=0.1), TypeError, ["'learning_rate'", "SGD", "lr"]),
+        (lambda: OptimSpec("sgd", momentun=0.9), TypeError, ["'momentun'", "did you mean 'momentum'"]),
+        (lambda: OptimSpec("adamw", momentum=0.9), TypeError, ["'momentum'", "AdamW", "betas"]),
+        (lambda: OptimSpec("sgd", nesterov=True), ValueError, ["SGD", "Nesterov"]),
+        (lambda: OptimSpec("adamm"), ValueError, ["'adamm'", "did you mean 'adam"]),
+    ],
+)  # fmt: skip
+def test_bad_arguments(make: Callable[[], Any], error: type[Exception], parts: list[str]) -> None:
+    message = refusal(error, make)
+    for part in parts:
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+@pytest.mark.parametrize("strategy", [FedAvgStrategy("sgd", H=9), DiLoCoStrategy("sgd", H=9)])
+def test_an_interval_longer_than_the_run_warns(strategy: Any) -> None:
+    with pytest.warns(VecgymWarning, match=r"H=9.*8 steps.*never") as caught:
+        fit("MLP", strategy, max_steps=8)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit("MLP", strategy, max_steps=9)
+
+
+@pytest.mark.parametrize(("num_nodes", "sizes"), [(3, [1, 2]), (5, [1, 2, 2]), (7, [1, 2, 2, 2])])
+def test_islands_with_a_remainder(num_nodes: int, sizes: list[int]) -> None:
+    """The last island is smaller; members of an island are equal, islands differ."""
+    trainer, _ = fit("MLP", FedAvgStrategy("sgd", H=1, island_size=2, lr=0.1), num_nodes=num_nodes, max_steps=1,
+                     data=dataset("MLP", 28))  # fmt: skip
+    _, counts = np.unique(params(trainer).numpy(), axis=0, return_counts=True)
+    assert sorted(counts.tolist()) == sizes
+    assert list(trainer.ledger)[-1].participants == 2 * (num_nodes // 2)
+
+
+# ------------------------------------------------------------------------------------------------------ divergence
+
+
+class Diverging(nn.Module):
+    """Its loss is not finite where an example says so; otherwise (w - x)^2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w - x).square().mean()
+
+
+def poisoned(bad: float = float("nan")) -> Tensor:
+    """12 examples, not shuffled: with 3 nodes and batches of 1, node 1 meets `bad` in the third step."""
+    data = torch.arange(12.0)
+    data[7] = bad
+    return data
+
+
+def diverge(engine: str = "auto", bad: float = float("nan"), **settings: Any) -> Trainer:
+    trainer = Trainer(Diverging(), poisoned(bad))
+    trainer.fit(
+        alone(), 3, batch_size=1, shuffle=False, max_steps=4, engine=engine, progress=False, device="cpu", **settings
+    )  # fmt: skip
+    return trainer
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_divergence_names_node_and_step_and_keeps_the_run(engine: str, bad: float) -> None:
+    trainer = Trainer(Diverging(), poisoned(bad))
+    with pytest.raises(DivergenceError) as raised:
+        trainer.fit(
+            alone(), 3, batch_size=1, shuffle=False, max_steps=4, engine=engine, progress=False, device="cpu"
+        )  # fmt: skip
+    assert (raised.value.step, raised.value.nodes) == (2, [1])
+    message = str(raised.value)
+    for part in ("node 1", str(bad), "step 2", "learning rate", 'on_divergence="warn"', "trainer.history"):
+        assert part in message, f"{part!r} is not in {message!r}"
+    assert trainer.history["step"] == [1, 2, 3]
+    assert np.isfinite(trainer.history.node_array()).sum(1).tolist() == [3, 3, 2]
+    assert np.isfinite(trainer.history["train_loss"][:2]).all()
+    assert torch.isfinite(trainer.nodes.params["w"]).tolist()[::2] == [True, True]  # the others are fine
+    assert trainer.nodes.module(0)(torch.zeros(2)).isfinite()
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_divergence_warns_once_and_goes_on(engine: str) -> None:
+    with pytest.warns(VecgymWarning, match="node 1 is nan at step 2") as caught:
+        trainer = diverge(engine, on_divergence="warn")
+    assert len(caught) == 1
+    assert trainer.history["step"] == [1, 2, 3, 4]
+    assert np.isfinite(trainer.history.node_array()).sum(1).tolist() == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_divergence_can_be_ignored(engine: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = diverge(engine, on_divergence="ignore")
+    assert trainer.history["step"] == [1, 2, 3, 4]
+
+
+def test_divergence_of_all_nodes_is_short() -> None:
+    trainer = Trainer(Diverging(), torch.full((40,), float("nan")))
+    with pytest.raises(DivergenceError, match=r"nodes 0, 1, 2, 3, 4, 5, 6, 7 and 12 more") as raised:
+        trainer.fit(AllReduceStrategy("sgd", lr=0.1), 20, batch_size=1, progress=False, device="cpu")
+    assert raised.value.nodes == list(range(20))
+
+
+def test_nodes_that_do_not_take_part_are_no_divergence() -> None:
+    trainer, _ = fit("MLP", FedAvgStrategy("sgd", lr=0.1, participation=0.3), max_steps=4)
+    assert np.isnan(trainer.history.node_array()).any()
+    assert np.isfinite(trainer.history["train_loss"]).all()
+
+
+def test_divergence_of_a_node_among_those_that_take_part() -> None:
+    data = torch.full((12,), float("nan"))
+    trainer = Trainer(Diverging(), data)
+    with pytest.raises(DivergenceError) as raised:
+        trainer.fit(
+            FedAvgStrategy("sgd", participation=0.5, H=2), 4, batch_size=1, max_steps=2, progress=False, device="cpu"
+        )  # fmt: skip
+    assert len(raised.value.nodes) == 2
+
+
+def test_after_a_refusal_the_trainer_still_works() -> None:
+    trainer = Trainer(make_model("MLP"), dataset("MLP"))
+    with pytest.raises(ValueError, match="num_nodes"):
+        trainer.fit(alone(), 0)
+    trainer.fit(alone(), 2, batch_size=4, max_steps=2, progress=False, device="cpu")
+    assert len(trainer.history) == 2
+    history = trainer.history
+    with pytest.raises(ValueError, match="batch_size"):
+        trainer.fit(alone(), 2, batch_size=400)
+    assert trainer.history is history  # the run before is not lost
+
+
+def test_every_strategy_survives_its_own_repr() -> None:
+    for name, make in STRATEGIES.items():
+        assert type(make()).__name__ in repr(make()), name

@@ -1,0 +1,84 @@
+"""The benchmarks run, and their tables and files have the shape that readers expect. No figure is judged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> str:
+    """What a benchmark prints, with one thread: other tests are running."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_quick(script: str, folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """The table and the file of a short run."""
+    file = folder / "result.json"
+    table = run(script, "--quick", "--threads", "1", "--json", str(file), *arguments)
+    assert table.startswith("date ")
+    assert "torch" in table.splitlines()[0]
+    result = json.loads(file.read_text())
+    assert result["machine"]["threads"] == "1"
+    return table, result
+
+
+def test_step_time(tmp_path: Path) -> None:
+    table, result = run_quick("step_time.py", tmp_path, "--workloads", "tiny")
+    assert "| ratio | target | measured | met |" in table
+    assert 'Plans of engine="auto"' in table
+    tiny = result["workloads"]["tiny"]
+    assert set(tiny["ratios"]) == {"vecgym / loop", "allreduce / big", "fit / bare"}
+    names = {"loop", "vecgym", "big", "allreduce", "vecgym vmap x1", "vecgym loop x1", "bare"}
+    assert all(tiny["ms"][name] > 0 for name in names)
+    # Two moments of AdamW and the parameters, 16 * 32 + 32 + 32 * 2 + 2 = 610 floats each, and the step (int64).
+    assert tiny["state_bytes"]["allreduce K"] == tiny["state_bytes"]["allreduce 2K"] == 3 * 4 * 610 + 8
+
+
+def test_scaling(tmp_path: Path) -> None:
+    table, result = run_quick("scaling.py", tmp_path, "--workloads", "tiny")
+    assert "| K | ms / step | us / node | peak MB | MB / node |" in table
+    assert "from the start of python to the end" in table
+    rows = result["scaling"]["tiny, diloco"]
+    assert [row["num_nodes"] for row in rows] == [4]
+    assert all(row["seconds"] > 0 and row["peak_bytes"] >= 0 for row in rows)
+    assert len(result["whole_s"]) == 1
+
+
+def test_processes(tmp_path: Path) -> None:
+    table, result = run_quick("processes.py", tmp_path)
+    assert "first step" in table
+    [row] = result["runs"]
+    assert (row["workload"], row["num_nodes"]) == ("tiny", 2)
+    for side in ("processes", "vecgym"):
+        assert set(row[side]) == {"first_step_s", "diloco_s", "allreduce_s"}
+        assert all(seconds > 0 for seconds in row[side].values())
+
+
+def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vecgym is compared with computes what vecgym computes, outer steps included."""
+    monkeypatch.syspath_prepend(FOLDER)
+    step_time, workloads = importlib.import_module("step_time"), importlib.import_module("workloads")
+    tiny = workloads.WORKLOADS["tiny"]
+    batches = [tiny.batch(3, seed) for seed in range(5)]
+    loop = step_time.Loop(tiny, num_nodes=3, H=2)
+    bare = step_time.Bare(tiny, 3, step_time.DiLoCoStrategy("adamw", H=2, lr=step_time.LR))
+    for batch in batches:
+        loop(batch)
+        bare(batch)
+    for i, model in enumerate(loop.models):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(bare.state.params[name][i], p.detach(), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,412 @@
+"""The command `vecgym`, and the text that it trains on."""
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import vecgym.cli as cli
+import vecgym.corpus as corpus
+from vecgym import Trainer
+from vecgym.cli import allreduce_bytes, comparison_table, main
+from vecgym.corpus import read_text, split_text, standard_library_text
+from vecgym.local import ENGINES
+from vecgym.models import GPT
+
+# Twelve steps of a model of a few hundred parameters.
+TINY = "--num-nodes 4 --steps 12 --batch-size 2 --context 8 --width 8 --layers 1 --heads 2 --H 4 --no-progress".split()
+TINY += ["--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return path
+
+
+def tiny(text_file: Path, output: Path, *more: str) -> list[str]:
+    return ["compare", "--text", str(text_file), "--output", str(output), *TINY, *more]
+
+
+def table_of(printed: str) -> dict[str, list[str]]:
+    """The printed table: strategy -> its other cells."""
+    lines = printed.split("\n\n")
+    table = next(part for part in lines if part.startswith("strategy"))
+    return {row[0]: row[1:] for row in (line.replace(" B", "B").split() for line in table.splitlines()[1:])}
+
+
+def read_history(output: Path, name: str) -> list[dict[str, str]]:
+    with (output / name / "history.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# -------------------------------------------------------------------------------------------------- compare
+
+
+@pytest.fixture(scope="module")
+def compared(text_file, tmp_path_factory):
+    """One comparison of all strategies: its output directory and its standard output."""
+    output = tmp_path_factory.mktemp("runs") / "made" / "by" / "vecgym"
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
+        code = main(tiny(text_file, output))
+    assert code == 0
+    return output, "\n".join(lines)
+
+
+def test_table_says_what_the_histories_say(compared):
+    output, printed = compared
+    table = table_of(printed)
+    assert list(table) == ["allreduce", "fedavg", "diloco"]
+    for name, (val_loss, val_loss_of_nodes, *_) in table.items():
+        last = read_history(output, name)[-1]
+        assert last["step"] == "12"
+        assert float(val_loss) == pytest.approx(float(last["val_loss"]), abs=1e-4)
+        assert float(val_loss_of_nodes) == pytest.approx(float(last["val_loss_local"]), abs=1e-4)
+
+
+def test_fedavg_and_diloco_send_H_times_less(compared):
+    output, printed = compared
+    sent = {name: float(read_history(output, name)[-1]["total_bytes"]) for name in cli.STRATEGIES}
+    assert sent["allreduce"] == pytest.approx(4 * sent["fedavg"])
+    assert sent["fedavg"] == sent["diloco"] > 0
+    assert [row[3] for row in table_of(printed).values()] == ["1x", "4x", "4x"]
+
+
+def test_closed_form_of_the_bytes_is_what_allreduce_sent(compared, text_file):
+    output, _ = compared
+    vocab_size = len(set(text_file.read_text()))
+    num_params = sum(p.numel() for p in GPT(vocab_size, context=8, num_layers=1, num_heads=2, width=8).parameters())
+    sent = float(read_history(output, "allreduce")[-1]["total_bytes"])
+    assert allreduce_bytes(num_nodes=4, num_params=num_params, steps=12) == pytest.approx(sent)
+
+
+def test_all_start_alike_and_learn(compared):
+    output, _ = compared
+    first = {read_history(output, name)[0]["val_loss"] for name in cli.STRATEGIES}
+    assert len(first) == 1
+    for name in cli.STRATEGIES:
+        assert float(read_history(output, name)[-1]["val_loss"]) < float(first.copy().pop())
+
+
+def test_figure_and_histories_are_where_it_says(compared):
+    output, printed = compared
+    assert f"Figure: {output / 'comparison.png'}" in printed
+    assert (output / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    for name in cli.STRATEGIES:
+        assert str(output / name / "history.csv") in printed
+
+
+def test_without_allreduce_the_reduction_is_against_its_closed_form(text_file, tmp_path, capsys):
+    assert main(tiny(text_file, tmp_path, "--strategies", "diloco", "--H", "6")) == 0
+    table = table_of(capsys.readouterr().out)
+    assert list(table) == ["diloco"]
+    assert table["diloco"][3] == "6x"
+
+
+def test_one_node_sends_nothing(text_file, tmp_path, capsys):
+    assert main(tiny(text_file, tmp_path, "--strategies", "fedavg", "fedavg", "--num-nodes", "1")) == 0
+    table = table_of(capsys.readouterr().out)
+    assert table["fedavg"][2:4] == ["0.0B", "-"]
+
+
+def test_same_seed_same_numbers(compared, text_file, tmp_path, capsys):
+    output, _ = compared
+    main(tiny(text_file, tmp_path / "same", "--strategies", "diloco"))
+    main(tiny(text_file, tmp_path / "other", "--strategies", "diloco", "--seed", "1"))
+    losses = [[row["val_loss"] for row in read_history(at, "diloco")] for at in
+              (output, tmp_path / "same", tmp_path / "other")]  # fmt: skip
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_global_random_state_is_left_alone(text_file, tmp_path):
+    state = torch.get_rng_state()
+    main(tiny(text_file, tmp_path, "--strategies", "allreduce"))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_options_reach_the_run(text_file, tmp_path):
+    main(tiny(text_file, tmp_path, "--strategies", "fedavg", "--engine", "loop", "--lr", "0.125", "--seed", "7"))
+    config = (tmp_path / "fedavg" / "config.json").read_text()
+    for part in [
+        '"engine": "loop"',
+        "lr=0.125",
+        "H=4",
+        '"seed": 7',
+        '"num_nodes": 4',
+        '"max_steps": 12',
+        '"batch_size": 2',
+    ]:
+        assert part in config
+
+
+def test_progress_bar_unless_told_otherwise(text_file, tmp_path, capsys):
+    options = tiny(text_file, tmp_path, "--strategies", "allreduce")
+    main(options)
+    assert "12/12" not in capsys.readouterr().err
+    main([option for option in options if option != "--no-progress"])
+    assert "12/12" in capsys.readouterr().err
+
+
+def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
+    seen: list[argparse.Namespace] = []
+
+    def stop(args):
+        seen.append(args)
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr(cli, "_data", stop)
+    for argv in (["compare"], ["compare", "--quick"], ["compare", "--quick", "--steps", "77"]):
+        assert main(argv) == 1
+    full, quick, mixed = map(vars, seen)
+    assert {name: full[name] for name in cli.DEFAULTS} == cli.DEFAULTS
+    assert {name: quick[name] for name in cli.QUICK} == cli.QUICK
+    assert {name: mixed[name] for name in cli.QUICK} == {**cli.QUICK, "steps": 77}
+    for settings in (cli.DEFAULTS, cli.QUICK):
+        assert settings["steps"] % settings["H"] == 0  # so that the last step ends with an exchange
+        assert settings["width"] % settings["heads"] == 0
+
+
+def test_all_strategies_have_the_same_inner_optimizer():
+    args = argparse.Namespace(lr=0.01, steps=100, H=5)
+    made = [cli.make_strategy(name, args) for name in cli.STRATEGIES]
+    assert len({repr(strategy.inner_optim) for strategy in made}) == 1
+    assert {(s.warmup_steps, s.cosine_anneal, s.max_norm) for s in made} == {(5, True, 1.0)}
+    with pytest.raises(ValueError, match="'sgd' is not known; allowed: allreduce"):
+        cli.make_strategy("sgd", args)
+
+
+# ----------------------------------------------------------------------------------------- interrupts, errors
+
+
+def test_interrupt_reports_what_has_finished(text_file, tmp_path, monkeypatch, capsys):
+    fit = Trainer.fit
+
+    def interrupted(self, strategy, *args, **kwargs):
+        if "DiLoCo" in repr(strategy):
+            raise KeyboardInterrupt
+        return fit(self, strategy, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "fit", interrupted)
+    assert main(tiny(text_file, tmp_path)) == 130
+    printed = capsys.readouterr()
+    assert list(table_of(printed.out)) == ["allreduce", "fedavg"]
+    assert (tmp_path / "comparison.png").exists()
+    assert f"Interrupted. What was recorded of diloco is in {tmp_path / 'diloco'}" in printed.err
+
+
+def test_interrupt_before_anything_has_finished(text_file, tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "fit", interrupted)
+    assert main(tiny(text_file, tmp_path)) == 130
+    assert "recorded of allreduce" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_data", interrupted)
+    assert main(tiny(text_file, tmp_path)) == 130
+    assert "Interrupted." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--heads", "3"], "num_heads=3 must divide width=8: one of [1, 2, 4, 8]."),
+        (["--device", "abacus"], "device='abacus' is not a device; allowed here: "),
+        (["--text", "no-such-file"], "text file no-such-file cannot be read: No such file or directory."),
+        (["--context", "3000"], "too few for one window with context=3000"),
+        (["--batch-size", "5000"], "batch_size=5000 is larger than a node's shard"),
+        (["--lr", "1e30"], "Lower the learning rate"),
+    ],
+)
+def test_mistakes_are_one_line(text_file, tmp_path, capsys, more, message):
+    assert main(tiny(text_file, tmp_path, *more)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("vecgym compare: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_output_that_is_a_file(text_file, capsys):
+    assert main(tiny(text_file, text_file)) == 1
+    assert str(text_file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["compare", "--strategies", "fedprox"], "'fedprox' (choose from "),
+        (["compare", "--strategies", "fedprox"], "diloco"),
+        (["compare", "--strategies"], "--strategies: expected at least one argument"),
+        (["compare", "--engine", "steam"], "fastest"),
+        (["compare", "--steps", "0"], "--steps: '0' is not a whole number >= 1"),
+        (["compare", "--num-nodes", "2.5"], "--num-nodes: '2.5' is not a whole number >= 1"),
+        (["compare", "--lr", "-1"], "--lr: '-1' is not a number > 0"),
+        (["compare", "--lr", "nan"], "--lr: 'nan' is not a number > 0"),
+        (["compare", "--lr", "fast"], "--lr: 'fast' is not a number > 0"),
+        (["compare", "--seed", "x"], "--seed: invalid int value: 'x'"),
+        (["compare", "--widht", "3"], "there is no option --widht 3; see vecgym compare --help"),
+        (["compare", "--step", "3"], "there is no option --step 3"),
+        (["compare", "--widht", "3"], "[--width N]"),
+        (["comparison"], "'comparison' (choose from "),
+    ],
+)
+def test_usage_errors_exit_with_2(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------- info, help, start
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    facts = [torch.__version__, sys.version.split()[0], "cpu", f"{torch.get_num_threads()} of torch", *ENGINES]
+    for part in facts:
+        assert part in printed
+
+
+def test_names_that_are_written_twice_agree():
+    """The command line names the engines itself, because their home imports torch."""
+    assert cli.ENGINES == ENGINES
+
+
+def test_no_command_shows_the_help(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert "compare" in shown
+    assert "example: vecgym compare" in shown
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["compare", "--help"], ["info", "--help"], ["--version"]])
+def test_help_exits_with_0(capsys, argv):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 0
+    assert "vecgym" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy():
+    """In a package that itself imports nothing."""
+    code = f"""if True:
+        import sys, types
+        package = types.ModuleType("vecgym")
+        package.__path__, package.__version__ = [{str(Path(cli.__file__).parent)!r}], "0"
+        sys.modules["vecgym"] = package
+        from vecgym.cli import main
+        try:
+            main(["compare", "--help"])
+        except SystemExit:
+            pass
+        found = [name for name in ("torch", "numpy", "matplotlib", "tqdm") if name in sys.modules]
+        assert not found, found
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_as_a_program(text_file, tmp_path):
+    """`python -m vecgym` in a directory of its own, with the default output directory."""
+    options = tiny(text_file, tmp_path, "--strategies", "diloco")
+    at = options.index("--output")
+    del options[at : at + 2]
+    command = [sys.executable, "-m", "vecgym", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": ""}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert list(table_of(done.stdout)) == ["diloco"]
+    assert (tmp_path / "vecgym-runs" / "compare" / "comparison.png").exists()
+    assert (tmp_path / "vecgym-runs" / "compare" / "diloco" / "history.csv").exists()
+
+
+# --------------------------------------------------------------------------------------------------- the table
+
+
+def test_table_is_aligned():
+    from vecgym import History
+
+    history = History()
+    history.append({"val_loss": 1.23456, "val_loss_local": 1.5, "total_bytes": 2.5e9})
+    lines = comparison_table({"a": cli.Run(history, 123.45), "longer": cli.Run(history, 1)}, 1e10).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].split() == ["a", "1.2346", "1.5000", "2.5", "GB", "4x", "123.5"]
+
+
+# ---------------------------------------------------------------------------------------------------- the text
+
+
+def test_standard_library_is_a_million_characters_of_ascii():
+    text = standard_library_text()
+    assert text.isascii()
+    assert 900_000 < len(text) <= 1_000_000
+    assert text == standard_library_text()
+    assert standard_library_text(500) == text[:500]
+    assert list(corpus.MODULES) == sorted(corpus.MODULES)
+    assert not [name for name in corpus.MODULES if not corpus._source(name)]
+
+
+def test_missing_modules_are_left_out(monkeypatch):
+    monkeypatch.setattr(corpus, "MODULES", ("no_such_module", "bisect", "sys", "marshal"))
+    import bisect
+
+    assert bisect.__doc__ is not None
+    assert bisect.__doc__ in standard_library_text()
+    monkeypatch.setattr(corpus, "MODULES", ("no_such_module", "sys"))
+    with pytest.raises(ValueError, match="vecgym compare --text FILE"):
+        standard_library_text()
+
+
+def test_text_comes_through_the_loader_as_in_a_zip(tmp_path, monkeypatch):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "library.zip", "w") as archive:
+        archive.writestr("zipped_module.py", "# naïve prose\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "library.zip"))
+    monkeypatch.setattr(corpus, "MODULES", ("zipped_module",))
+    assert standard_library_text() == "# nave prose\n"
+    assert "zipped_module" not in sys.modules
+
+
+def test_a_broken_module_is_left_out(monkeypatch):
+    broken = types.ModuleType("broken")
+    broken.__spec__ = None
+    monkeypatch.setitem(sys.modules, "broken", broken)
+    assert corpus._source("broken") == ""
+
+
+def test_read_text(tmp_path):
+    file = tmp_path / "text"
+    file.write_text("äöü€" * 300, encoding="utf-8")
+    assert read_text(file) == "äöü€" * 300
+    for content, message in [
+        (b"", "is empty"),
+        (b" \n" * 2000, "is empty"),
+        (b"abc" * 2000 + b"\xff", "is not UTF-8 text: byte 6000"),
+        (b"abc\0" * 2000, "it has null characters"),
+        (b"abc", "has 3 characters; at least 1000 are needed"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_text(file)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_text(tmp_path)
+
+
+@pytest.mark.parametrize("length", [100, 101, 1234, 10_000])
+def test_split_is_a_partition_in_order(length):
+    text = "".join(map(chr, range(length)))
+    train, val = split_text(text)
+    assert sorted(train + val) == list(text)
+    assert list(train) == sorted(train)
+    assert list(val) == sorted(val)
+    assert len(val) / length == pytest.approx(0.1, abs=0.06)

@@ -1,0 +1,285 @@
+"""`StackedCollectives` against naive loops over nodes: values, derivatives, bytes and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.base import check_groups
+from vecgym.ledger import Entry
+
+K = 5
+SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (2, 1, 3)]  # of one node: [L] to 4-D tensors
+GROUPS: dict[str, list[list[int]]] = {
+    "uneven": [[3, 0], [1, 4, 2]],
+    "some in none": [[4, 1]],
+    "singletons": [[0], [2], [1, 3, 4]],
+    "everyone": [[0, 1, 2, 3, 4]],
+    "nobody": [],
+}
+SOURCE = [2, 0, 1, 3, 4]  # nodes 3 and 4 keep their own
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+WEIGHTS = draw(K, K, seed=1) * (torch.arange(K) != 2)  # nobody hears node 2
+
+
+# ----------------------------------------------------------------------------- naive: a list of K tensors
+
+
+def naive_mean(x: list[Tensor], groups: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
+    out = list(x)
+    for group in [range(len(x))] if groups is None else groups:
+        for i in group:
+            total = torch.zeros_like(x[i])
+            for j in group:
+                total = total + x[j]
+            out[i] = total / len(group)
+    return out
+
+
+def naive_sum(x: list[Tensor], groups: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
+    size = {i: 1 for i in range(len(x))}
+    for group in [range(len(x))] if groups is None else groups:
+        size |= {i: len(group) for i in group}
+    return [mean * size[i] for i, mean in enumerate(naive_mean(x, groups))]
+
+
+def naive_mix(x: list[Tensor], weights: Tensor) -> list[Tensor]:
+    out = []
+    for i in range(len(x)):
+        total = torch.zeros_like(x[i])
+        for j in range(len(x)):
+            total = total + weights[i, j] * x[j]
+        out.append(total)
+    return out
+
+
+Operation = Callable[[StackedCollectives, Any], Any]
+Naive = Callable[[list[Tensor]], list[Tensor]]
+
+OPERATIONS: dict[str, tuple[Operation, Naive]] = {
+    "mean": (lambda comm, x: comm.mean(x), naive_mean),
+    "sum": (lambda comm, x: comm.sum(x), naive_sum),
+    "all_gather": (lambda comm, x: comm.all_gather(x), lambda x: [torch.stack(x)] * len(x)),
+    "broadcast": (lambda comm, x: comm.broadcast(x, 3), lambda x: [x[3]] * len(x)),
+    "permute": (lambda comm, x: comm.permute(x, SOURCE), lambda x: [x[j] for j in SOURCE]),
+    "mix": (lambda comm, x: comm.mix(x, WEIGHTS), lambda x: naive_mix(x, WEIGHTS)),
+}
+for _name, _groups in GROUPS.items():
+    OPERATIONS[f"mean {_name}"] = (
+        lambda comm, x, g=_groups: comm.mean(x, groups=g),  # type: ignore[misc]
+        lambda x, g=_groups: naive_mean(x, g),  # type: ignore[misc]
+    )
+    OPERATIONS[f"sum {_name}"] = (
+        lambda comm, x, g=_groups: comm.sum(x, groups=g),  # type: ignore[misc]
+        lambda x, g=_groups: naive_sum(x, g),  # type: ignore[misc]
+    )
+SAME_EVERYWHERE = ("mean", "sum", "all_gather", "broadcast")  # [L, *] -> [1, *]
+
+
+def close(x: Tensor, y: Tensor) -> None:
+    torch.testing.assert_close(x, y, rtol=1e-14, atol=1e-14)
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_equals_the_naive_loop(operation: str, shape: tuple[int, ...]) -> None:
+    ours, naive = OPERATIONS[operation]
+    x = draw(K, *shape)
+    before = x.clone()
+    result = ours(StackedCollectives(K), x)
+    expected = torch.stack(naive(list(x)))
+    assert result.shape[0] == (1 if operation in SAME_EVERYWHERE else K)
+    close(result.expand_as(expected), expected)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_value_stored_once_acts_like_its_copies(operation: str, shape: tuple[int, ...]) -> None:
+    ours, naive = OPERATIONS[operation]
+    x = draw(1, *shape)
+    expected = torch.stack(naive([x[0]] * K))
+    result = ours(StackedCollectives(K), x)
+    assert result.shape[0] in (1, K)
+    close(result.expand_as(expected), expected)
+    same = operation in SAME_EVERYWHERE or operation.startswith("mean") or operation == "permute"
+    assert result.shape[0] == 1 or not same  # stays stored once
+
+
+@pytest.mark.parametrize("num_configs", [2, 3])
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_configurations_keep_to_themselves(operation: str, shape: tuple[int, ...], num_configs: int) -> None:
+    ours, _ = OPERATIONS[operation]
+    x = draw(num_configs * K, *shape)
+    comm = StackedCollectives(K, num_configs)
+    result = ours(comm, x)
+    assert result.shape[0] == num_configs * K
+    assert comm.node_ids.tolist() == list(range(K)) * num_configs
+    for c in range(num_configs):
+        alone = ours(StackedCollectives(K), x[c * K : (c + 1) * K])
+        here = result[c * K : (c + 1) * K]
+        close(here, alone.expand_as(here))
+    once = ours(StackedCollectives(K, num_configs), x[:1])
+    alone = ours(StackedCollectives(K), x[:1])
+    wide = torch.cat([alone.expand(K, *alone.shape[1:])] * num_configs)
+    close(once.expand_as(wide), wide)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_tree_is_its_tensors_one_by_one(operation: str) -> None:
+    ours, _ = OPERATIONS[operation]
+    tree = {"w": draw(K, 2, 3), "once": draw(1, 2), "scale": draw(K)}
+    together = ours(StackedCollectives(K), tree)
+    assert list(together) == list(tree)
+    for name, x in tree.items():
+        assert torch.equal(together[name], ours(StackedCollectives(K), x))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_dtype_stays(operation: str) -> None:
+    ours, _ = OPERATIONS[operation]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert ours(StackedCollectives(K), draw(K, 3).to(dtype)).dtype == dtype
+        assert ours(StackedCollectives(K), draw(1, 3).to(dtype)).dtype == dtype
+
+
+def test_one_node_keeps_its_value() -> None:
+    comm = StackedCollectives(1)
+    x = draw(1, 3)
+    for result in (comm.mean(x), comm.sum(x), comm.sum(x, [[0]]), comm.broadcast(x, 0), comm.permute(x, [0])):
+        assert torch.equal(result, x)
+    assert torch.equal(comm.all_gather(x), x[None])
+    assert torch.equal(comm.mix(x, torch.ones(1, 1)), x)
+    assert comm.ledger.total_bytes == 0
+
+
+def test_collectives_compose_to_known_identities() -> None:
+    comm = StackedCollectives(K)
+    x = draw(K, 4)
+    close(comm.mix(x, torch.full((K, K), 1 / K, dtype=torch.float64)), comm.mean(x).expand_as(x))
+    close(comm.mix(x, torch.eye(K)[SOURCE]), comm.permute(x, SOURCE))
+    close(comm.all_gather(x).sum(1), comm.sum(x))
+    inverse = torch.tensor(SOURCE).argsort()
+    assert torch.equal(comm.permute(comm.permute(x, SOURCE), inverse), x)
+
+
+# --------------------------------------------------------------------------------------- derivatives
+
+
+@pytest.mark.parametrize("num_configs", [1, 2])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_derivatives(operation: str, num_configs: int) -> None:
+    ours, _ = OPERATIONS[operation]
+    for rows in (1, num_configs * K):
+        x = draw(rows, 2).requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: ours(StackedCollectives(K, num_configs), x), x, check_forward_ad=True)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)], ids=str)
+def test_derivatives_by_the_mixing_matrix(shape: tuple[int, ...]) -> None:
+    x, weights = draw(K, *shape).requires_grad_(), draw(K, K, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: StackedCollectives(K).mix(x, w), (x, weights), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x, w: StackedCollectives(K).mix(x, w), (x, weights))
+
+
+# ---------------------------------------------------------------------------------------------- bytes
+
+PAYLOAD = 4 * (6 + 2) + 8  # {"w": float32 [2, 3], "b": float32 [2], "scale": float64 []} of one node
+
+# operation -> bytes that a node sends, averaged over the nodes, in payloads; and who takes part
+BYTES: dict[str, tuple[float, int]] = {
+    "mean": (2 * 4 / 5, 5),
+    "sum": (2 * 4 / 5, 5),
+    "all_gather": (1, 5),
+    "broadcast": (4 / 5, 5),
+    "permute": (3 / 5, 3),
+    "mix": ((5 - 1) * 4 / 5, 5),  # of 20 links, the 4 from node 2 are unused
+    # a ring of n: each of its members sends 2 (n - 1) / n
+    "mean uneven": ((2 * (2 * 1 / 2) + 3 * (2 * 2 / 3)) / 5, 5),
+    "mean some in none": (2 * (2 * 1 / 2) / 5, 2),
+    "mean singletons": (3 * (2 * 2 / 3) / 5, 3),
+    "mean everyone": (2 * 4 / 5, 5),
+    "mean nobody": (0, 0),
+    "sum uneven": ((2 * (2 * 1 / 2) + 3 * (2 * 2 / 3)) / 5, 5),
+    "sum some in none": (2 * (2 * 1 / 2) / 5, 2),
+    "sum singletons": (3 * (2 * 2 / 3) / 5, 3),
+    "sum everyone": (2 * 4 / 5, 5),
+    "sum nobody": (0, 0),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_bytes_equal_the_closed_form(operation: str) -> None:
+    """Whatever the values, stored once or K times, in one configuration or several."""
+    sent, participants = BYTES[operation]
+    for rows, num_configs, factor in ((K, 1, 1.0), (1, 1, 1.0), (2 * K, 2, 1.0), (K, 1, 0.0)):
+        comm = StackedCollectives(K, num_configs)
+        comm.ledger.begin_step(7)
+        tree = {"w": factor * draw(rows, 2, 3).float(), "b": draw(rows, 2).float(), "scale": draw(rows)}
+        OPERATIONS[operation][0](comm, tree)
+        (entry,) = comm.ledger
+        assert entry == Entry(7, operation.split()[0], PAYLOAD, pytest.approx(sent * PAYLOAD), participants)
+        assert comm.ledger.step_bytes == comm.ledger.total_bytes == entry.sent_bytes
+
+
+def test_the_ledger_counts_every_call() -> None:
+    comm = StackedCollectives(K)
+    for step in range(3):
+        comm.ledger.begin_step(step)
+        assert comm.ledger.step_bytes == 0
+        for _ in range(2):
+            comm.mean(draw(K, 10))
+        comm.permute(draw(K, 1), SOURCE)
+    assert [entry.step for entry in comm.ledger] == [0] * 3 + [1] * 3 + [2] * 3
+    assert comm.ledger.summary() == {"mean": (6, pytest.approx(6 * 128)), "permute": (3, pytest.approx(3 * 4.8))}
+    assert comm.ledger.total_bytes == pytest.approx(6 * 128 + 3 * 4.8)
+
+
+# --------------------------------------------------------------------------------------------- errors
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no node": (lambda: StackedCollectives(0), "num_nodes=0"),
+    "no configuration": (lambda: StackedCollectives(2, 0), "num_configs=0"),
+    "overlapping groups": (lambda: StackedCollectives(K).mean(draw(K), [[0, 1], [1, 2]]), "disjoint"),
+    "a node twice": (lambda: StackedCollectives(K).sum(draw(K), [[0, 0]]), "disjoint"),
+    "a node too many": (lambda: StackedCollectives(K).mean(draw(K), [[0, 5]]), "0 to 4"),
+    "a negative node": (lambda: StackedCollectives(K).mean(draw(1), [[-1, 0]]), "0 to 4"),
+    "source too large": (lambda: StackedCollectives(K).broadcast(draw(K), 5), "src=5"),
+    "source negative": (lambda: StackedCollectives(K).broadcast(draw(K), -1), "src=-1"),
+    "no permutation": (lambda: StackedCollectives(K).permute(draw(K), [0, 0, 1, 2, 3]), "permutation"),
+    "permutation too short": (lambda: StackedCollectives(K).permute(draw(K), [1, 0]), "permutation"),
+    "weights too small": (lambda: StackedCollectives(K).mix(draw(K), torch.eye(4)), r"\[4, 4\]"),
+    "weights a vector": (lambda: StackedCollectives(K).mix(draw(K), torch.ones(K)), r"\[5\]"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error: str) -> None:
+    call, message = ERRORS[error]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_an_error_leaves_no_entry() -> None:
+    comm = StackedCollectives(K)
+    with pytest.raises(ValueError, match="disjoint"):
+        comm.mean(draw(K), [[0, 1], [1, 2]])
+    assert len(comm.ledger) == 0
+
+
+def test_group_sizes() -> None:
+    assert check_groups([[3, 0], [1]], 4) == [2, 1]

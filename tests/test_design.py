@@ -1,0 +1,332 @@
+"""What the design promises beyond training: derivatives through a run, configurations in one run, own modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.helpers import Recording, Run, advance, assert_close, assert_same_bits, difference, run, stack, stacked
+from tests.models import make_batches, make_model
+from vecgym import tree
+from vecgym.collectives import StackedCollectives
+from vecgym.local import Engine
+from vecgym.optim import OptimSpec
+from vecgym.simulate import Simulation
+from vecgym.strategy import (
+    AllReduceStrategy,
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Context,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    Strategy,
+)
+from vecgym.strategy.base import State
+from vecgym.tree import Tree
+
+K = 3
+STEPS = 8
+H = 4
+
+# ------------------------------------------------------------------------------- (a) derivatives of a run
+
+NAMES = ["inner lr", "outer lr", "momentum"]
+INNER: dict[str, tuple[type[Optimizer], float]] = {"sgd": (SGD, 0.1), "adamw": (AdamW, 0.005)}
+
+
+class Unroll:
+    """The final loss of the averaged model as a function of (inner lr, outer lr, momentum)."""
+
+    def __init__(self, model: str, inner: str) -> None:
+        self.optimizer, lr = INNER[inner]
+        self.values = (lr, 0.7, 0.9)
+        self.model = make_model(model, dtype=torch.float64)
+        self.batches = stacked(make_batches(model, STEPS, K, dtype=torch.float64))
+        (((self.held_out,),)) = make_batches(model, 1, 1, batch_size=16, seed=1, dtype=torch.float64)
+        self.engine = Engine(self.model, engine="vmap")
+        self.engine.prepare(self.batches[0])
+
+    def strategy(self, lr: Any, outer_lr: Any, momentum: Any) -> Strategy:
+        outer = OptimSpec(SGD, lr=outer_lr, momentum=momentum, nesterov=True)
+        return DiLoCoStrategy(OptimSpec(self.optimizer, lr=lr), outer, H=H)
+
+    def __call__(self, *hyper: Any, differentiable: bool = True) -> Tensor:
+        comm = StackedCollectives(K)
+        sim = Simulation(self.model, self.strategy(*hyper), comm, engine=self.engine, max_steps=STEPS)
+        state = sim.init()
+        for batch in self.batches:
+            state, _ = sim.step(state, batch, differentiable=differentiable)
+        average = {name: p.mean(0) for name, p in state.params.items()}
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(self.model, average, (self.held_out,))
+
+    def tensors(self) -> list[Tensor]:
+        return [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in self.values]
+
+    def slopes(self) -> list[float]:
+        """Central differences of the donating step, whose code is another than that of the pure one."""
+        found = []
+        for i, value in enumerate(self.values):
+            step = 1e-5 * value
+            up, down = ([v + (s * step if j == i else 0) for j, v in enumerate(self.values)] for s in (1, -1))
+            rise = self(*up, differentiable=False) - self(*down, differentiable=False)
+            found.append(float(rise) / (2 * step))
+        return found
+
+
+unroll = functools.cache(Unroll)
+EACH = pytest.mark.parametrize(("model", "inner"), [(m, i) for m in ("MLP", "GPT") for i in INNER])
+
+
+@EACH
+def test_reverse_mode_equals_finite_differences(model: str, inner: str) -> None:
+    f = unroll(model, inner)
+    hyper = f.tensors()
+    loss = f(*hyper)
+    assert_close(loss, f(*f.values, differentiable=False), 1e-12)
+    for name, found, expected in zip(NAMES, torch.autograd.grad(loss, hyper), f.slopes()):
+        assert found.item() == pytest.approx(expected, rel=1e-6), name
+        assert abs(expected) > 1e-4, f"{name} has too little effect to be tested"
+
+
+@EACH
+def test_forward_mode_equals_reverse_mode(model: str, inner: str) -> None:
+    """The engine is prepared outside: looking at the model takes a backward pass of its own."""
+    f = unroll(model, inner)
+    hyper = f.tensors()
+    expected = torch.autograd.grad(f(*hyper), hyper)
+    points = tuple(x.detach() for x in hyper)
+    for i in range(len(points)):
+        tangents = tuple(torch.ones_like(x) if j == i else torch.zeros_like(x) for j, x in enumerate(points))
+        _, slope = jvp(f, points, tangents)
+        assert_close(slope, expected[i], 1e-10, NAMES[i])
+
+
+@EACH
+def test_second_derivatives_equal_differences_of_first(model: str, inner: str) -> None:
+    f = unroll(model, inner)
+
+    def gradient(values: list[float]) -> Tensor:
+        hyper = [torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in values]
+        return torch.stack(torch.autograd.grad(f(*hyper), hyper))
+
+    hyper = f.tensors()
+    first = torch.autograd.grad(f(*hyper), hyper, create_graph=True)
+    hessian = torch.stack([torch.stack(torch.autograd.grad(g, hyper, retain_graph=True)) for g in first])
+    assert_close(hessian, hessian.T, 1e-9, "symmetry")
+    for i, value in enumerate(f.values):
+        step = 1e-4 * value
+        up, down = ([v + (s * step if j == i else 0) for j, v in enumerate(f.values)] for s in (1, -1))
+        expected = (gradient(up) - gradient(down)) / (2 * step)
+        torch.testing.assert_close(hessian[i], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_derivatives_by_the_initial_parameters() -> None:
+    """State is explicit: a run can be differentiated in where it starts from, too."""
+    f = unroll("MLP", "adamw")
+    sim = Simulation(f.model, f.strategy(*f.values), StackedCollectives(K), engine=f.engine, max_steps=STEPS)
+    initial = {name: p.detach()[None].clone().requires_grad_() for name, p in f.model.named_parameters()}
+
+    def final(params: Tree) -> Tensor:
+        state = sim.init(params)
+        for batch in f.batches:
+            state, metrics = sim.step(state, batch, differentiable=True)
+        return metrics.losses.sum()
+
+    gradient = torch.autograd.grad(final(initial), list(initial.values()))
+    towards = {
+        n: torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(0)) for n, p in initial.items()
+    }
+    expected = sum(float((g * towards[name]).sum()) for g, name in zip(gradient, initial))
+    with torch.no_grad():
+        up, down = (final({n: p + s * 1e-6 * towards[n] for n, p in initial.items()}) for s in (1, -1))
+    assert float(up - down) / 2e-6 == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_donating_step_refuses_what_it_cannot_differentiate() -> None:
+    f = unroll("MLP", "sgd")
+    with pytest.raises(ValueError, match="requires grad"):
+        f(*f.tensors(), differentiable=False)
+
+
+# -------------------------------------------------------------- (b) configurations folded into one run
+
+
+def folded(values: tuple[float, float]) -> Tensor:
+    """One number for each configuration as one for each of its nodes, `[2 K]`."""
+    return torch.tensor(values, dtype=torch.float64).repeat_interleave(K)
+
+
+Configured = Callable[[Any, Any], Strategy]  # (inner lr, outer lr): numbers, or `[2 K]`
+
+FOLDED: dict[str, Configured] = {
+    "allreduce": lambda optim, outer: AllReduceStrategy(optim, max_norm=0.5),
+    "fedavg": lambda optim, outer: FedAvgStrategy(optim, H=3),
+    "fedavg-islands": lambda optim, outer: FedAvgStrategy(optim, H=2, island_size=2, warmup_steps=3),
+    "fedavg-participation": lambda optim, outer: FedAvgStrategy(optim, H=2, participation=0.7, cosine_anneal=True),
+    "diloco": lambda optim, outer: DiLoCoStrategy(optim, OptimSpec(SGD, lr=outer, momentum=0.9, nesterov=True), H=3),
+    "diloco-outer-adam": lambda optim, outer: DiLoCoStrategy(optim, OptimSpec("adam", lr=outer), H=3),
+    "islands-and-diloco": lambda optim, outer: CommunicateOptimizeStrategy(
+        [AveragingCommunicator(island_size=2), DiLoCoCommunicator(OptimSpec(SGD, lr=outer), H=3)], optim
+    ),
+}
+RATES: dict[str, tuple[float, float]] = {"sgd": (0.1, 0.3), "adamw": (0.003, 0.02)}
+OUTER_RATES = (0.7, 0.4)
+
+
+def fold(
+    make: Callable[[Any, Any], Strategy],
+    model: nn.Module,
+    own: list[list[Any]],
+    rates: tuple[float, float],
+    **settings: Any,
+) -> tuple[Run, list[Run]]:
+    """Both configurations in one run, and each by itself; `own[c]` are the batches of configuration c."""
+    both = [tree.map_leaves(lambda x: x.flatten(0, 1), stack(pair)) for pair in zip(*own)]  # [2 K, B, ...]
+    together = run(model, make(folded(rates), folded(OUTER_RATES)), both, comm=Recording(K, num_configs=2), **settings)
+    alone = [run(model, make(rates[c], OUTER_RATES[c]), own[c], **settings) for c in range(2)]
+    return together, alone
+
+
+def check_fold(together: Run, alone: list[Run]) -> None:
+    for c in range(2):
+        mine = slice(c * K, (c + 1) * K)
+        assert_close(together.losses[:, mine], alone[c].losses, 1e-12, f"losses of {c}")
+        assert_close({n: p[mine] for n, p in together.params.items()}, alone[c].params, 1e-12, f"params of {c}")
+        assert_close({n: p[mine] for n, p in together.buffers.items()}, alone[c].buffers, 1e-12, f"buffers of {c}")
+        assert list(together.comm.ledger) == list(alone[c].comm.ledger)  # bytes of one node of one configuration
+    assert difference(alone[0].params, alone[1].params) > 1e-3
+
+
+@pytest.mark.parametrize("data", ["same batches", "own batches"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", FOLDED)
+def test_two_configurations_in_one_run_equal_two_runs(name: str, optimizer: str, data: str) -> None:
+    own = [stacked(make_batches("CNN", 7, K, seed=s, dtype=torch.float64)) for s in (0, 0 if data[0] == "s" else 1)]
+    model = make_model("CNN", dtype=torch.float64)
+    make: Configured = lambda lr, outer: FOLDED[name](OptimSpec(optimizer, lr=lr), outer)  # noqa: E731
+    check_fold(*fold(make, model, own, RATES[optimizer]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"engine": "loop"}, {"chunk_size": 2, "node_threads": 2}, {"differentiable": True}]
+)
+@pytest.mark.parametrize("name", ["allreduce", "fedavg-participation", "diloco"])
+def test_configurations_fold_in_every_engine(name: str, settings: dict[str, Any]) -> None:
+    own = [stacked(make_batches("MLP", 5, K, seed=s, dtype=torch.float64)) for s in (0, 1)]
+    make: Configured = lambda lr, outer: FOLDED[name](OptimSpec("adamw", lr=lr), outer)  # noqa: E731
+    check_fold(*fold(make, make_model("MLP", dtype=torch.float64), own, RATES["adamw"], **settings))
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_a_configuration_has_its_own_derivative(name: str) -> None:
+    """d(sum of final losses)/d(learning rates `[2]`): each entry that of its configuration's own run."""
+    own = [stacked(make_batches("MLP", 5, K, seed=s, dtype=torch.float64)) for s in (0, 1)]
+    model = make_model("MLP", dtype=torch.float64)
+    make: Configured = lambda lr, outer: FOLDED[name](OptimSpec(SGD, lr=lr), outer)  # noqa: E731
+    rates = torch.tensor(RATES["sgd"], dtype=torch.float64, requires_grad=True)
+    both = [tree.map_leaves(lambda x: x.flatten(0, 1), stack(pair)) for pair in zip(*own)]
+    strategy = make(rates.repeat_interleave(K), folded(OUTER_RATES))
+    result = run(model, strategy, both, comm=Recording(K, num_configs=2), differentiable=True)
+    (found,) = torch.autograd.grad(result.losses[-1].nansum(), rates)
+    for c in range(2):
+        rate = rates[c].detach().requires_grad_()
+        alone = run(model, make(rate, OUTER_RATES[c]), own[c], differentiable=True)
+        (expected,) = torch.autograd.grad(alone.losses[-1].nansum(), rate)
+        assert_close(found[c], expected, 1e-10, f"configuration {c}")
+
+
+# --------------------------------------------------------------------------- (c) a user's own module
+
+
+class QuantisedAverage(CommunicationModule):
+    """Every H steps the nodes average what they have moved since, rounded to multiples of `step`.
+
+    theta <- theta_0 + mean_i Q(theta_i - theta_0), with the rounding passed over by derivatives.
+    """
+
+    def __init__(self, step: float, H: int) -> None:
+        self.step = step
+        self.H = H
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return {"last": params}
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if (ctx.step + 1) % self.H != 0:
+            return params, state
+        moved = tree.map(torch.sub, params, state["last"])
+        rounded = tree.map(lambda x: x + ((x / self.step).round() * self.step - x).detach(), moved)
+        params = tree.map(torch.add, state["last"], ctx.comm.mean(rounded))
+        return params, {"last": params}
+
+
+def quantised(lr: Any, outer: Any = None) -> Strategy:
+    return CommunicateOptimizeStrategy([QuantisedAverage(0.01, H=2)], OptimSpec(SGD, lr=lr, momentum=0.9))
+
+
+@pytest.mark.parametrize("settings", [{}, {"engine": "loop"}, {"chunk_size": 1}, {"differentiable": True}])
+def test_an_own_module_runs_stacked(settings: dict[str, Any]) -> None:
+    """... and gives what the loop over modules gives that a user would write to check it."""
+    model = make_model("MLP", dtype=torch.float64)
+    batches = make_batches("MLP", 5, K, dtype=torch.float64)
+    result = run(model, quantised(0.1), stacked(batches), **settings)
+    nodes = [make_model("MLP", dtype=torch.float64) for _ in range(K)]
+    optimizers = [SGD(node.parameters(), lr=0.1, momentum=0.9) for node in nodes]
+    last = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step, of_nodes in enumerate(batches):
+        for node, optimizer, batch in zip(nodes, optimizers, of_nodes):
+            optimizer.zero_grad()
+            node(batch).backward()
+            optimizer.step()
+        if (step + 1) % 2 == 0:
+            with torch.no_grad():
+                for name in last:
+                    moves = [((node.get_parameter(name) - last[name]) / 0.01).round() * 0.01 for node in nodes]
+                    last[name] = last[name] + sum(moves) / K
+                    for node in nodes:
+                        node.get_parameter(name).copy_(last[name])
+    assert_close(result.params, {n: torch.stack([node.get_parameter(n) for node in nodes]) for n in last}, 1e-12)
+    assert {entry.step for entry in result.comm.ledger} == {1, 3}
+
+
+def test_an_own_module_is_differentiable() -> None:
+    model = make_model("MLP", dtype=torch.float64)
+    batches = stacked(make_batches("MLP", 5, K, dtype=torch.float64))
+
+    def final(lr: Any, differentiable: bool = True) -> Tensor:
+        return run(model, fine(lr), batches, differentiable=differentiable).losses[-1].sum()
+
+    def fine(lr: Any) -> Strategy:  # so fine a grid that the rounding passed over does not matter
+        return CommunicateOptimizeStrategy([QuantisedAverage(1e-13, H=2)], OptimSpec(SGD, lr=lr, momentum=0.9))
+
+    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(final(lr), lr)
+    expected = float(final(0.1 + 1e-5, False) - final(0.1 - 1e-5, False)) / 2e-5
+    assert found.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_own_module_folds_configurations() -> None:
+    own = [stacked(make_batches("MLP", 7, K, seed=s, dtype=torch.float64)) for s in (0, 1)]
+    check_fold(*fold(quantised, make_model("MLP", dtype=torch.float64), own, (0.02, 0.1)))
+
+
+def test_an_own_module_continues_from_a_saved_state() -> None:
+    model = make_model("MLP", dtype=torch.float64)
+    batches = stacked(make_batches("MLP", 7, K, dtype=torch.float64))
+    whole = run(model, quantised(0.1), batches)
+    first = run(model, quantised(0.1), batches[:3], max_steps=7)
+    engine = Engine(model)
+    engine.prepare(batches[0])
+    sim = Simulation(model, quantised(0.1), StackedCollectives(K), engine=engine, max_steps=7)
+    assert_same_bits(advance(sim, first.state, batches[3:]).state, whole.state)

@@ -1,0 +1,193 @@
+"""A module imports only from the floors below its own; some things are done in one place only, or never."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "vecgym"
+
+# Every module, or package, of vecgym and its floor; a new one has to be put here.
+FLOORS = [
+    ["tree", "rng", "schedule", "topology", "errors", "compress"],
+    ["nodes", "ledger", "data", "corpus", "models"],
+    ["collectives", "local", "optim"],
+    ["strategy"],
+    ["simulate"],
+    ["evaluate", "metrics", "logger", "checkpoint", "sweep", "rollout"],
+    ["trainer", "plot"],
+    ["cli", "__main__", "launch", "verify", "compat"],
+]
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FACADE = "vecgym"  # vecgym/__init__.py shows what is there up to the trainer: for the commands above it
+FLOOR[FACADE] = FLOOR["trainer"]
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def unit(path: Path) -> str:
+    """The module, or the package, directly in vecgym that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(source: str) -> Iterator[tuple[str, str]]:
+    """(`a.b.c`, name) for each `from vecgym.a.b.c import name`, wherever it stands; (`a`, "") for `import vecgym.a`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((a.name.removeprefix("vecgym."), "") for a in node.names if a.name.split(".")[0] == "vecgym")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            if module == "vecgym":  # from vecgym import tree: a module; from vecgym import Trainer: the facade
+                yield from ((a.name if a.name in FLOOR else FACADE, a.name) for a in node.names)
+            elif module.startswith("vecgym."):
+                yield from ((module.removeprefix("vecgym."), a.name) for a in node.names)
+
+
+def wrong_imports(name: str, source: str) -> list[str]:
+    """The units that `source`, a file of the unit `name`, must not import."""
+    units = {module.split(".")[0] for module, _ in imported(source)} - {name}
+    return sorted(u for u in units if FLOOR.get(u, 99) > FLOOR[name] or (u == FACADE and FLOOR[name] <= FLOOR[u]))
+
+
+def graph() -> dict[str, set[str]]:
+    """Unit -> the units that it imports."""
+    edges: dict[str, set[str]] = {}
+    for path in FILES:
+        found = {module.split(".")[0] for module, _ in imported(path.read_text())}
+        edges.setdefault(unit(path), set()).update(found - {unit(path), FACADE})
+    return edges
+
+
+def test_every_module_has_a_floor() -> None:
+    missing = {unit(path) for path in FILES} - set(FLOOR)
+    assert not missing, f"put {sorted(missing)} on a floor in {Path(__file__).name}"
+    assert len(FLOOR) == sum(map(len, FLOORS)) + 1, "a module is on two floors"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_below(path: Path) -> None:
+    name = unit(path)
+    wrong = wrong_imports(name, path.read_text())
+    assert not wrong, f"vecgym.{name} is on floor {FLOOR[name]} and imports {', '.join(wrong)}"
+
+
+def test_imports_within_a_floor_make_no_circle() -> None:
+    list(graphlib.TopologicalSorter(graph()).static_order())  # raises a CycleError that names the circle
+
+
+def test_the_check_can_fail() -> None:
+    assert wrong_imports("tree", "from vecgym.trainer import Trainer") == ["trainer"]
+    assert wrong_imports("tree", "def f():\n    from vecgym import nodes") == ["nodes"]
+    assert wrong_imports("tree", "import vecgym.data") == ["data"]
+    assert wrong_imports("trainer", "from vecgym import Logger") == ["vecgym"]
+    assert wrong_imports("cli", "from vecgym import Logger") == []
+    assert wrong_imports("trainer", "from vecgym.unheard_of import x") == ["unheard_of"]
+    assert wrong_imports("strategy", "from vecgym.strategy.base import Strategy\nfrom vecgym import tree") == []
+
+
+# ------------------------------------------------------------------------------------------ what is done nowhere else
+
+
+def calls(source: str) -> Iterator[tuple[str, ast.Call]]:
+    """The dotted name of everything that is called, `torch.load` say, and the call."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+            yield ast.unparse(node.func), node
+
+
+def mentions(source: str) -> set[str]:
+    """Every name and attribute, and every imported module and name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(alias.name.split(".")[0] for alias in node.names)
+            found.update((getattr(node, "module", "") or "").split("."))
+    return found
+
+
+def unsafe_loads(source: str) -> list[str]:
+    return [
+        ast.unparse(call)
+        for name, call in calls(source)
+        if name in ("torch.load", "load")
+        and not any(
+            k.arg == "weights_only" and isinstance(k.value, ast.Constant) and k.value.value is True
+            for k in call.keywords
+        )
+        and "json" not in name
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_no_module_does(path: Path) -> None:
+    source = path.read_text()
+    assert not unsafe_loads(source), "torch.load without weights_only=True runs what is in the file"
+    assert not mentions(source) & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal"}
+    called = {name for name, _ in calls(source)}
+    assert not called & {"eval", "exec", "os.system"}
+    if unit(path) != "local" and FLOOR[unit(path)] < FLOOR["cli"]:
+        assert not called & {"torch.manual_seed", "torch.cuda.manual_seed_all"}, "use vecgym.rng"
+
+
+def test_only_local_calls_vmap() -> None:
+    found = {unit(path) for path in FILES if "vmap" in mentions(path.read_text())}
+    assert found <= {"local"}, f"{found - {'local'}} call vmap: per-node work belongs into vecgym.local"
+    assert "local" in found
+
+
+def test_these_checks_can_fail() -> None:
+    assert unsafe_loads("torch.load(path)") == ["torch.load(path)"]
+    assert unsafe_loads("torch.load(path, weights_only=False)")
+    assert not unsafe_loads("torch.load(path, weights_only=True)")
+    assert "vmap" in mentions("from torch.func import vmap")
+    assert "vmap" in mentions("torch.func.vmap(f)")
+    assert "pickle" in mentions("import pickle")
+    assert "pickle" in mentions("from pickle import loads")
+
+
+# -------------------------------------------------------------------------------------------------------- strategies
+
+
+def private_names(source: str) -> list[str]:
+    """What is imported from another file of the strategies although it begins with an underscore."""
+    modules = [f"{module}.{name}" for module, name in imported(source) if module.startswith("strategy")]
+    names = [name for name in modules if any(part.startswith("_") for part in name.split("."))]
+    aliases = {module.split(".")[-1] for module, _ in imported(source) if module.startswith("strategy")}
+    aliases |= {name for module, name in imported(source) if module == "strategy" and name}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            names += [f"{node.value.id}.{node.attr}"] if node.attr.startswith("_") else []
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "strategy").glob("*.py")), ids=lambda path: path.name)
+def test_strategies_do_not_use_one_anothers_internals(path: Path) -> None:
+    assert not private_names(path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "strategy").glob("*.py")), ids=lambda path: path.name)
+def test_strategies_know_no_device_process_or_engine(path: Path) -> None:
+    below = {module.split(".")[0] for module, _ in imported(path.read_text())}
+    assert "local" not in below
+    assert not mentions(path.read_text()) & {"distributed", "get_rank", "get_world_size", "cuda", "functional_call"}
+
+
+def test_the_check_of_internals_can_fail() -> None:
+    assert private_names("from vecgym.strategy.diloco import _outer_spec") == ["strategy.diloco._outer_spec"]
+    assert private_names("from vecgym.strategy import diloco\ndiloco._outer_spec()") == ["diloco._outer_spec"]
+    assert private_names("from vecgym.strategy.base import Strategy\nself._rule.update()") == []
+
+
+def test_the_reference_implementations_import_nothing_from_vecgym() -> None:
+    for path in sorted((ROOT / "tests" / "reference").glob("*.py")):
+        assert not list(imported(path.read_text())), path.name

@@ -1,0 +1,193 @@
+"""Figures: what is drawn is what was recorded."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from vecgym import History
+from vecgym.plot import COLOURS, plot_comparison, plot_history, smooth
+
+STEPS = 40
+
+
+def make_history(
+    every: int = 1, bytes_per_exchange: float = 100.0, shift: float = 0.0, validate: bool = True
+) -> History:
+    """A run of 4 nodes that exchanges every so many steps and is evaluated every 10."""
+    history = History()
+    noise = np.random.default_rng(0).normal(size=(STEPS + 1, 4)) * 0.1
+    if validate:
+        history.append({"step": 0, "total_bytes": 0.0, "val_loss": 4.0 + shift, "val_losses": np.full(4, 4.0 + shift)})
+    for step in range(1, STEPS + 1):
+        losses = 4 / (1 + 0.1 * step) + shift + noise[step]
+        row: dict[str, Any] = {
+            "step": step,
+            "train_loss": losses.mean(),
+            "train_losses": losses,
+            "total_bytes": bytes_per_exchange * (step // every),
+        }
+        if validate and step % 10 == 0:
+            row.update(val_loss=float(losses.mean()), val_losses=losses)
+        history.append(row)
+    return history
+
+
+def line_of(axes: Axes, colour: str, marker: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The curve in a colour: validation losses have markers, training losses have not."""
+    for line in axes.lines:
+        if to_hex(line.get_color()).upper() == colour and (line.get_marker() not in ("None", "", None)) == marker:
+            return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+    raise AssertionError(f"no line in {colour}")
+
+
+# ----------------------------------------------------------------------------------------------- comparison
+
+
+def test_both_panels_show_what_was_recorded():
+    runs = {"allreduce": make_history(), "fedavg": make_history(every=20, shift=0.5)}
+    figure = plot_comparison(runs, loss_label="loss (nats)", title="two runs", window=1)
+    by_step, by_bytes = figure.axes
+    for colour, history in zip(COLOURS, runs.values()):
+        for marker, column in [(False, "train_loss"), (True, "val_loss")]:
+            x, y = line_of(by_step, colour, marker)
+            np.testing.assert_allclose((x, y), history.series(column))
+    # 40 exchanges of allreduce, two of fedavg; nothing at 0 bytes.
+    x, y = line_of(by_bytes, COLOURS[0], marker=False)
+    np.testing.assert_allclose((x, y), runs["allreduce"].series("train_loss", "total_bytes"))
+    x, y = line_of(by_bytes, COLOURS[1], marker=True)
+    assert x.tolist() == [100.0, 200.0]
+    losses = dict(zip(*runs["fedavg"].series("val_loss")))
+    np.testing.assert_allclose(y, [losses[30], losses[40]])  # the last evaluation with that many bytes sent
+    assert by_bytes.get_xscale() == "log"
+    assert by_step.get_xscale() == "linear"
+
+
+def test_words_and_units():
+    figure = plot_comparison({"allreduce": make_history()}, loss_label="loss (nats)", title="one run")
+    by_step, by_bytes = figure.axes
+    assert (by_step.get_xlabel(), by_step.get_ylabel()) == ("optimizer steps", "loss (nats)")
+    assert by_bytes.get_xlabel() == "bytes sent per node"
+    assert by_bytes.xaxis.get_major_formatter()(2.5e6) == "2.5 MB"
+    assert figure.get_suptitle() == "one run"
+    legend = by_step.get_legend()
+    assert legend is not None
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["allreduce", "validation, averaged model", "training (smoothed)"]
+
+
+def test_runs_differ_in_colour_and_marker():
+    figure = plot_comparison({str(i): make_history(shift=0.1 * i) for i in range(9)})
+    handles = figure.axes[0].get_legend().legend_handles[:9]  # type: ignore[union-attr]
+    looks = {(handle.get_color(), handle.get_marker()) for handle in handles}  # type: ignore[union-attr]
+    assert len(looks) >= 7
+
+
+def test_a_run_that_sends_nothing_is_a_horizontal_line():
+    silent = make_history(bytes_per_exchange=0.0)
+    by_bytes = plot_comparison({"allreduce": make_history(), "alone": silent}).axes[1]
+    x, y = line_of(by_bytes, COLOURS[1], marker=False)
+    assert len(x) == 0
+    assert len(y) == 0
+    level = [line.get_ydata() for line in by_bytes.lines if line.get_linestyle() == ":"]
+    np.testing.assert_allclose(level, [[silent.last("val_loss")] * 2])
+    assert [text.get_text() for text in by_bytes.texts] == ["alone: sends nothing"]
+
+
+def test_when_nobody_sends_anything(tmp_path, recwarn):
+    runs = {"one": make_history(bytes_per_exchange=0.0), "two": make_history(bytes_per_exchange=0.0, validate=False)}
+    figure = plot_comparison(runs, tmp_path / "silent.png")
+    assert figure.axes[1].get_xscale() == "linear"
+    assert not recwarn.list
+
+
+def test_a_diverged_run_has_gaps_only_where_it_diverged(tmp_path, recwarn):
+    history = make_history()
+    for row in history.rows[30:]:
+        row.update(train_loss=float("nan"), train_losses=np.full(4, np.inf))
+    _, y = line_of(plot_comparison({"run": history}, tmp_path / "x.png", window=1).axes[0], COLOURS[0], marker=False)
+    assert np.isfinite(y).tolist() == [True] * 29 + [False] * 11
+    plot_history(history, tmp_path / "y.png")
+    assert not recwarn.list
+
+
+# ---------------------------------------------------------------------------------------------- one history
+
+
+def test_history_shows_the_spread_of_the_nodes():
+    history = make_history()
+    axes = plot_history(history, window=1).axes[0]
+    each = history.node_array("train_losses")
+    band, bars = axes.collections
+    corners = band.get_paths()[0].vertices
+    for step, low, high in zip(range(1, STEPS + 1), each.min(1), each.max(1)):
+        here = [y for x, y in corners if x == step]  # type: ignore[misc, union-attr]
+        assert min(here) == pytest.approx(low)
+        assert max(here) == pytest.approx(high)
+    ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]  # type: ignore[attr-defined]
+    val = history.node_array("val_losses")
+    np.testing.assert_allclose(ends, np.stack([val.min(1), val.max(1)], axis=1))
+    np.testing.assert_allclose(line_of(axes, COLOURS[0], marker=False), history.series("train_loss"))
+    np.testing.assert_allclose(line_of(axes, COLOURS[1], marker=True), history.series("val_loss"))
+
+
+def test_history_leaves_out_nodes_that_did_not_train():
+    history = make_history(validate=False)
+    for row in history.rows:
+        row["train_losses"][0] = np.nan
+    band = plot_history(history, window=1).axes[0].collections[0]
+    each = history.node_array("train_losses")[:, 1:]
+    assert band.get_paths()[0].vertices[:, 1].min() == pytest.approx(each.min())  # type: ignore[call-overload, index, union-attr]
+
+
+# ------------------------------------------------------------------------------------------------- smoothing
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 50])
+def test_smooth_is_the_mean_of_the_neighbours(window):
+    x = np.random.default_rng(0).normal(size=(12, 2))
+    before, after = (window - 1) // 2, window // 2
+    expected = [x[max(0, i - before) : i + after + 1].mean(0) for i in range(12)]
+    np.testing.assert_allclose(smooth(x, window), expected)
+
+
+def test_smooth_leaves_out_what_is_not_finite():
+    np.testing.assert_allclose(smooth([np.nan, np.nan, np.nan, 1.0, np.inf, 3.0], 3), [np.nan, np.nan, 1, 1, 2, 3])
+
+
+# ------------------------------------------------------------------------------------------ files, notebooks
+
+
+def test_files_are_written_and_directories_made(tmp_path):
+    figure = plot_comparison({"run": make_history()}, tmp_path / "new" / "figure.png")
+    assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert isinstance(figure, Figure)
+    plot_history(make_history(), tmp_path / "figure.pdf")
+    assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+
+
+def test_pyplot_is_never_imported():
+    code = "import sys, vecgym.plot; sys.exit('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------- errors
+
+
+def test_refuses_what_cannot_be_drawn(tmp_path):
+    with pytest.raises(ValueError, match="there is no history to plot"):
+        plot_comparison({})
+    with pytest.raises(TypeError, match="'run' is a dict; give a History"):
+        plot_comparison({"run": {}})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="the history of 'run' has no step"):
+        plot_comparison({"run": History()})
+    with pytest.raises(ValueError, match="has no step"):
+        plot_history(History())
+    with pytest.raises(ValueError, match="Format 'gibberish' is not supported"):
+        plot_history(make_history(), tmp_path / "figure.gibberish")

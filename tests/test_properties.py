@@ -1,0 +1,633 @@
+"""What is true of every strategy: one table of strategies x properties. A new strategy joins by adding rows.
+
+STRATEGIES: name -> how to make a small one and what its paper says of it.
+ARGUMENTS: class -> a value for each constructor argument that must change a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import vecgym.strategy
+from tests.helpers import (
+    NEEDS_LOOP,
+    Run,
+    advance,
+    assert_close,
+    assert_same_bits,
+    difference,
+    flat,
+    reordered,
+    rows,
+    run,
+    saved,
+    simulation,
+    stacked,
+)
+from tests.models import MODELS, make_batches, make_model
+from tests.reference import common
+from vecgym import Trainer, tree
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.base import T
+from vecgym.optim import OptimSpec
+from vecgym.strategy import (
+    AllReduceStrategy,
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Context,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GradientAveraging,
+    Strategy,
+)
+from vecgym.topology import Groups
+
+K = 5
+STEPS = 7  # not a multiple of H: the run ends in the middle of a round
+H = 3
+MOMENTUM = OptimSpec(SGD, lr=0.1, momentum=0.9)
+
+# ------------------------------------------------------------------------------------------- the table
+
+Outer = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None]
+
+
+def stay(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    """Averaging with oneself changes nothing."""
+
+
+def lookahead(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    """Zhang et al., arXiv 1907.08610: phi <- phi + alpha (theta - phi); theta <- phi."""
+    for name in slow:
+        slow[name] = slow[name] + 0.6 * (fast[name] - slow[name])
+        fast[name].copy_(slow[name])
+
+
+def nesterov(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    """m <- mu m + Delta; phi <- phi - eta (Delta + mu m); theta <- phi."""
+    for name in slow:
+        delta = slow[name] - fast[name]
+        memory[name] = 0.9 * memory.get(name, 0.0) + delta
+        slow[name] = slow[name] - 0.7 * (delta + 0.9 * memory[name])
+        fast[name].copy_(slow[name])
+
+
+def ring(*sizes: int) -> float:
+    """Payloads that a node sends in one exchange, averaged over K, when rings of these sizes reduce."""
+    return sum(n * 2 * (n - 1) / n for n in sizes) / K
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy, and what is known of it.
+
+    Attributes:
+        make: takes the arguments that all strategies share on top of its own.
+        payloads: what a node sends in STEPS steps, averaged over K nodes, in units of b * P.
+        outer: what happens to a single node after every H steps.
+        averages: nodes with identical shards stay identical, and do what one node alone does.
+    """
+
+    make: Callable[..., Strategy]
+    payloads: float
+    outer: Outer = stay
+    averages: bool = True
+
+
+def averaging_then_diloco(**settings: Any) -> Strategy:
+    modules = [AveragingCommunicator(H=2, island_size=2), DiLoCoCommunicator(OptimSpec(SGD, lr=0.6), H=H)]
+    return CommunicateOptimizeStrategy(modules, **settings)
+
+
+ROUNDS = STEPS // H
+STRATEGIES: dict[str, Row] = {
+    "independent": Row(Strategy, 0.0),
+    "allreduce": Row(AllReduceStrategy, STEPS * ring(K)),
+    "fedavg": Row(lambda **kw: FedAvgStrategy(H=H, **kw), ROUNDS * ring(K)),
+    "fedavg-islands": Row(lambda **kw: FedAvgStrategy(H=H, island_size=2, **kw), ROUNDS * ring(2, 2, 1)),
+    "fedavg-participation": Row(
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, **kw), ROUNDS * ring(3), averages=False
+    ),
+    "fedavg-participants-in-islands": Row(
+        lambda **kw: FedAvgStrategy(H=H, participation=0.8, island_size=2, **kw), ROUNDS * ring(2, 2), averages=False
+    ),
+    "diloco": Row(lambda **kw: DiLoCoStrategy(H=H, **kw), ROUNDS * ring(K), outer=nesterov),
+    "diloco-lookahead": Row(
+        lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
+    ),
+    "averaging-then-diloco": Row(averaging_then_diloco, STEPS // 2 * ring(2, 2, 1) + ROUNDS * ring(K), outer=lookahead),
+}
+NAMES = list(STRATEGIES)
+
+
+def make(name: str, **settings: Any) -> Strategy:
+    return STRATEGIES[name].make(**{"inner_optim": MOMENTUM, **settings})
+
+
+def setup(model: str = "MLP", num_nodes: int = K, steps: int = STEPS, seed: int = 0) -> tuple[nn.Module, list[Any]]:
+    return make_model(model, dtype=torch.float64), stacked(
+        make_batches(model, steps, num_nodes, seed=seed, dtype=torch.float64)
+    )
+
+
+def test_every_strategy_has_a_row() -> None:
+    public = [getattr(vecgym.strategy, name) for name in vecgym.strategy.__all__]
+    strategies = {cls for cls in public if isinstance(cls, type) and issubclass(cls, Strategy)}
+    missing = strategies - {type(make(name)) for name in NAMES}
+    assert not missing, f"add {missing} to STRATEGIES"
+    modules = {cls for cls in public if isinstance(cls, type) and issubclass(cls, CommunicationModule)}
+    missing = (strategies | modules) - {CommunicationModule} - ARGUMENTS.keys()
+    assert not missing, f"add {missing} to ARGUMENTS"
+
+
+# --------------------------------------------------------------------------------- one node, equal nodes
+
+
+def train_alone(
+    model: nn.Module, batches: list[Any], outer: Outer, **settings: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One ordinary module with one ordinary optimizer, and `outer` after every H steps."""
+    (model,) = common.copy_model(model, 1)
+    fast = common.parameters(model)
+    slow = {name: p.detach().clone() for name, p in fast.items()}
+    memory: dict[str, Tensor] = {}
+    optimizer = settings["optimizer"](list(fast.values()))
+    losses = []
+    for step, batch in enumerate(batches):
+        losses.append(common.backward(model, tree.map_leaves(lambda x: x[0], batch)))
+        common.clip(model, settings.get("max_norm"))
+        optimizer.param_groups[0]["lr"] = 0.1 * settings.get("schedule", lambda step: 1.0)(step)
+        optimizer.step()
+        if (step + 1) % H == 0:
+            with torch.no_grad():
+                outer(slow, {name: p.detach() for name, p in fast.items()}, memory)
+    return torch.stack(losses), {name: p.detach() for name, p in fast.items()}
+
+
+def for_one_node(strategy: Strategy) -> Strategy:
+    """The same strategy with islands that one node can fill."""
+    for module in strategy.communication_modules:
+        if isinstance(module, AveragingCommunicator) and module.island_size is not None:
+            module.island_size = 1
+    return strategy
+
+
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+@pytest.mark.parametrize("inner", ["momentum", "adamw, clipped and warmed up"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_single_node_is_plain_training(name: str, inner: str, model: str) -> None:
+    """With DiLoCo's outer SGD: Lookahead."""
+    ours: dict[str, Any] = {"inner_optim": MOMENTUM}
+    plain: dict[str, Any] = {"optimizer": lambda p: SGD(p, lr=0.1, momentum=0.9)}
+    if inner != "momentum":
+        ours = {"inner_optim": OptimSpec(AdamW, lr=0.1), "max_norm": 0.5, "warmup_steps": 4}
+        plain = {"optimizer": AdamW, "max_norm": 0.5, "schedule": lambda step: min(1.0, step / 4)}
+    start, batches = setup(model, 1)
+    result = run(start, for_one_node(STRATEGIES[name].make(**ours)), batches)
+    losses, params = train_alone(start, batches, STRATEGIES[name].outer, **plain)
+    assert_close(result.losses[:, 0], losses, 1e-12, "losses")
+    assert_close(rows(result.params, [0]), {n: p[None] for n, p in params.items()}, 1e-12, "params")
+    assert result.comm.ledger.total_bytes == 0
+
+
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+@pytest.mark.parametrize("name", [name for name in NAMES if STRATEGIES[name].averages])
+def test_identical_shards_keep_nodes_identical(name: str, model: str) -> None:
+    """... and equal to one node alone."""
+    start, batches = setup(model)
+    batches = reordered(batches, [0] * K)
+    result = run(start, make(name), batches)
+    alone = run(start, for_one_node(make(name)), reordered(batches, [0]))
+    for values in (result.params, result.buffers):
+        assert_close(values, rows(values, [0] * K), 1e-13, "nodes")
+    assert_close(result.losses, alone.losses.expand(STEPS, K), 1e-12, "losses")
+    assert_close(result.params, alone.params, 1e-12, "params")
+    assert_close(result.buffers, alone.buffers, 1e-12, "buffers")
+
+
+# ------------------------------------------------------------------------------------------ permutation
+
+
+class Relabelled(StackedCollectives):
+    """Collectives in which node `order[i]` bears the name i: groups that were drawn mean other rows."""
+
+    def __init__(self, num_nodes: int, order: list[int]) -> None:
+        super().__init__(num_nodes)
+        self.order = order
+
+    def mean(self, x: T, groups: Groups | None = None) -> T:
+        if groups is not None:
+            groups = [sorted(self.order[i] for i in group) for group in groups]
+        return super().mean(x, groups)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn at random (islands, participants) is permuted along: its law does not know the nodes' names."""
+    order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(num_nodes)).tolist()
+    where = [order.index(i) for i in range(num_nodes)]  # node i of the first run is row where[i] of the second
+    start, batches = setup("CNN", num_nodes)
+    first = run(start, make(name), batches)
+    strategy = make(name)
+    draw = strategy.active_nodes
+
+    def active_nodes(ctx: Context) -> list[int] | None:
+        drawn = draw(ctx)
+        return None if drawn is None else sorted(where[i] for i in drawn)
+
+    monkeypatch.setattr(strategy, "active_nodes", active_nodes)
+    second = run(start, strategy, reordered(batches, order), comm=Relabelled(num_nodes, where))
+    assert_close(second.losses, first.losses[:, order], 1e-12, "losses")
+    assert_close(second.params, rows(first.params, order), 1e-12, "params")
+    assert_close(second.buffers, rows(first.buffers, order), 1e-12, "buffers")
+    assert num_nodes == 2 or difference(second.buffers, first.buffers) > 1e-6  # the order was not the identity
+
+
+@pytest.mark.parametrize("name", ["fedavg-islands", "fedavg-participation"])
+def test_draws_favour_no_node(name: str) -> None:
+    """Every pair of nodes shares an island equally often, and every node takes part equally often."""
+    (module,) = make(name).communication_modules
+    assert isinstance(module, AveragingCommunicator)
+    together, present = torch.zeros(K, K), torch.zeros(K)
+    rounds = 1000
+    comm = Recorded(K)
+    for i in range(rounds):
+        ctx = Context(comm, i * H + H - 1)
+        active = module.active_nodes(ctx)
+        present[range(K) if active is None else active] += 1
+        module.exchange_parameters({"x": torch.zeros(K)}, {}, ctx)
+        for island in comm.groups:
+            together[torch.tensor(island)[:, None], torch.tensor(island)] += 1
+    share = present.mean() / rounds
+    pairs = together[~torch.eye(K, dtype=torch.bool)] / rounds
+    expected = 2 * 2 / (K * (K - 1)) if name == "fedavg-islands" else 3 * 2 / (K * (K - 1))
+    deviation = (expected * (1 - expected) / rounds) ** 0.5
+    assert float((pairs - expected).abs().max()) < 4 * deviation
+    assert float((present / rounds - share).abs().max()) < 4 * (0.25 / rounds) ** 0.5
+    assert float(share) == pytest.approx(1.0 if name == "fedavg-islands" else 0.6)
+
+
+class Recorded(StackedCollectives):
+    groups: Groups = ()
+
+    def mean(self, x: T, groups: Groups | None = None) -> T:
+        self.groups = groups or ()
+        return super().mean(x, groups)
+
+
+# ------------------------------------------------------------------------------ repeating and continuing
+
+
+@pytest.mark.parametrize(("model", "engine"), [("Dropout", "vmap"), ("Dropout", "loop"), ("CNN", "vmap")])
+@pytest.mark.parametrize("name", NAMES)
+def test_running_twice_gives_the_same_bits(name: str, model: str, engine: str) -> None:
+    start, batches = setup(model)
+    first = run(start, make(name), batches, engine=engine)
+    torch.rand(3)  # whatever else the program draws
+    second = run(start, make(name), batches, engine=engine)
+    assert torch.equal(first.losses.nan_to_num(), second.losses.nan_to_num())
+    assert_same_bits(first.state, second.state)
+    assert list(first.comm.ledger) == list(second.comm.ledger)
+    if model == "Dropout":
+        other = run(start, make(name), batches, engine=engine, seed=43)
+        assert difference(first.params, other.params) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "cut"),
+    [("Dropout", "vmap", H - 1), ("Dropout", "loop", H + 1), ("CNN", "vmap", H), ("MLP", "vmap", H)],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_state_continues_as_if_nothing_had_happened(name: str, model: str, engine: str, cut: int) -> None:
+    """Bit for bit, in a new simulation, before, at and after an exchange; the run it was saved from goes on too."""
+    start, batches = setup(model)
+    settings: dict[str, Any] = {"warmup_steps": 2, "cosine_anneal": True, "max_norm": 0.5}
+    whole = run(start, make(name, **settings), batches, engine=engine)
+    sim = simulation(start, make(name, **settings), batches, engine=engine)
+    first = advance(sim, sim.init(), batches[:cut])
+    kept = saved(first.state)
+    rest = advance(sim, first.state, batches[cut:])
+    torch.rand(3)
+    resumed = run(start, make(name, **settings), batches[cut:], engine=engine, state=kept, max_steps=STEPS)
+    for again in (rest, resumed):
+        assert torch.equal(again.losses.nan_to_num(), whole.losses[cut:].nan_to_num())
+        assert_same_bits(again.state, whole.state)
+        assert again.state.step == whole.state.step == STEPS
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_leaves_what_is_not_its_own(name: str, differentiable: bool, engine: str) -> None:
+    """The global random states, the model, the batch and grad mode."""
+    start, batches = setup("Dropout")
+    weights, data = clones(start.state_dict()), [clones(parts(batch)) for batch in batches]
+    torch.manual_seed(1)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index, union-attr]  # noqa: NPY002
+    run(start, make(name), batches, engine=engine, differentiable=differentiable)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert np.array_equal(states[2], np.random.get_state()[1])  # type: ignore[index, arg-type]  # noqa: NPY002
+    assert_same_bits(dict(start.state_dict()), weights, "model")
+    assert all(p.grad is None for p in start.parameters())
+    for batch, before in zip(batches, data):
+        assert_same_bits(parts(batch), before, "batch")
+    assert start.training
+    assert torch.is_grad_enabled()
+
+
+def parts(batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return {str(i): x for i, x in enumerate(batch)}
+
+
+def clones(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in values.items()}
+
+
+def test_init_shares_nothing_with_the_model() -> None:
+    start, batches = setup("CNN")
+    own = {x.data_ptr() for x in (*start.parameters(), *start.buffers())}
+    state = simulation(start, make("diloco"), batches).init()
+    pointers = [x.data_ptr() for x in flat(state).values()]
+    assert not own & set(pointers)
+    assert len(set(pointers)) == len(pointers)  # the outer parameters are not the inner ones
+
+
+# --------------------------------------------------------------------------------- pure against donating
+
+
+@pytest.mark.parametrize("model", ["MLP", "CNN", "GPT", "Dropout", "WithFrozen"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_pure_step_equals_the_donating_one(name: str, model: str) -> None:
+    """... to rounding, and leaves the state that it was given as it was."""
+    start, batches = setup(model, steps=5)
+    settings: dict[str, Any] = {"inner_optim": OptimSpec(AdamW, lr=0.01), "max_norm": 0.5, "warmup_steps": 2}
+    donating = run(start, make(name, **settings), batches)
+    sim = simulation(start, make(name, **settings), batches)
+    state = sim.init()
+    for batch in batches:
+        before, given = saved(state), state
+        state, _ = sim.step(given, batch, differentiable=True)
+        assert given.step == before.step
+        assert_same_bits(given, before, "given state")
+    assert_close(state, donating.state, 1e-12)
+    assert list(sim.comm.ledger) == list(donating.comm.ledger)
+
+
+# -------------------------------------------------------------------------------------------- engines
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_engines_agree(name: str) -> None:
+    start, batches = setup("CNN", steps=H + 1)
+    settings: list[dict[str, Any]] = [
+        {"engine": "loop"},
+        {"engine": "loop", "node_threads": 2},
+        {"engine": "vmap", "chunk_size": 1},
+        {"engine": "vmap", "chunk_size": 2, "node_threads": 2},
+        {"engine": "auto", "node_threads": None},
+    ]
+    expected = run(start, make(name), batches)
+    for how in settings:
+        result = run(start, make(name), batches, **how)
+        assert_close(result.losses, expected.losses, 1e-12, f"{how} losses")
+        assert_close(result.state, expected.state, 1e-12, f"{how}")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", ["fedavg-participation", "diloco"])
+def test_every_model_trains_with_the_chosen_engine(name: str, model: str) -> None:
+    start, batches = setup(model, steps=H + 1)
+    engine = "loop" if model in NEEDS_LOOP else "auto"
+    result = run(start, make(name), batches, engine=engine)
+    assert all(bool(p.isfinite().all()) for p in result.params.values())
+    initial = common.parameters(start)
+    assert result.params.keys() == initial.keys()
+    assert all(difference(result.params[n], p.detach()[None]) > 0 for n, p in initial.items())
+
+
+# ---------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_equal_the_closed_form(name: str) -> None:
+    for model, dtype in (("CNN", torch.float64), ("WithFrozen", torch.float32)):
+        start = make_model(model, dtype=dtype)
+        result = run(start, make(name), stacked(make_batches(model, STEPS, K, dtype=dtype)))
+        payload = sum(p.numel() * p.element_size() for p in common.parameters(start).values())
+        assert result.comm.ledger.total_bytes == pytest.approx(STRATEGIES[name].payloads * payload, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_do_not_depend_on_the_values(name: str) -> None:
+    start, batches = setup()
+    expected = list(run(start, make(name), batches).comm.ledger)
+    _, other_batches = setup(seed=1)
+    with torch.no_grad():
+        start.get_parameter("first.weight").zero_()
+    for settings in ({"lr": 0.1, "inner_optim": "sgd"}, {"inner_optim": "adamw"}, {"max_norm": 1e-3}):
+        assert list(run(start, make(name, **settings), other_batches).comm.ledger) == expected
+        assert list(run(start, make(name, **settings), batches, engine="loop").comm.ledger) == expected
+        assert list(run(start, make(name, **settings), batches, differentiable=True).comm.ledger) == expected
+
+
+# ------------------------------------------------------------------------- unused and frozen parameters
+
+
+class Partly(nn.Module):
+    """One layer is frozen, one is trained, and a parameter is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 8).requires_grad_(False)
+        self.used = nn.Linear(8, 10)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.used(self.frozen(x)), y)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("name", NAMES)
+def test_unused_and_frozen_parameters_stay(name: str, engine: str) -> None:
+    """Even with weight decay, and nothing is sent for them."""
+    torch.manual_seed(0)
+    model = Partly().double()
+    _, batches = setup()
+    strategy = make(name, inner_optim=OptimSpec(AdamW, lr=0.1, weight_decay=0.5))
+    result = run(model, strategy, batches, engine=engine)
+    used = {n for n, _ in model.used.named_parameters("used")}
+    assert set(result.state.params) == used
+    payload = sum(model.get_parameter(n).numel() * 8 for n in used)
+    assert result.comm.ledger.total_bytes == pytest.approx(STRATEGIES[name].payloads * payload, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unused_and_frozen_parameters_come_back_from_the_trainer(name: str) -> None:
+    torch.manual_seed(0)
+    model = Partly().double()
+    x, y = torch.randn(40, 16, dtype=torch.float64), torch.randint(10, (40,))
+    trainer = Trainer(model, torch.utils.data.TensorDataset(x, y))
+    strategy = make(name, inner_optim=OptimSpec(AdamW, lr=0.1, weight_decay=0.5))
+    averaged = trainer.fit(strategy, K, batch_size=2, max_steps=STEPS, device="cpu", progress=False)
+    for key in ("unused", "frozen.weight", "frozen.bias"):
+        before = model.get_parameter(key)
+        assert torch.equal(averaged.get_parameter(key), before)
+        assert torch.equal(trainer.nodes.params[key], before.expand(K, *before.shape))
+        assert averaged.get_parameter(key).requires_grad == before.requires_grad
+    assert not torch.equal(averaged.get_parameter("used.bias"), model.get_parameter("used.bias"))
+
+
+# -------------------------------------------------------------------------------- constructor arguments
+
+# What differs from the base when this argument, and it alone, gets this value.
+COMMON: dict[str, Any] = {
+    "inner_optim": "adamw",
+    "lr": 0.3,
+    "max_norm": 0.05,
+    "lr_scheduler": "cosine",
+    "warmup_steps": 3,
+    "cosine_anneal": True,
+}
+MODULES = [AveragingCommunicator(H=2)]
+
+
+def with_module(cls: Callable[..., CommunicationModule]) -> Callable[..., Strategy]:
+    return lambda **kw: CommunicateOptimizeStrategy([cls(**kw)], inner_optim="sgd", lr=0.1)
+
+
+# class -> how to make a strategy of it, the arguments of the base, and for each argument the value to try
+ARGUMENTS: dict[type, tuple[Callable[..., Strategy], dict[str, Any], dict[str, Any]]] = {
+    Strategy: (Strategy, {"inner_optim": "sgd"}, {**COMMON, "communication_modules": MODULES}),
+    CommunicateOptimizeStrategy: (
+        CommunicateOptimizeStrategy,
+        {"communication_modules": [], "inner_optim": "sgd"},
+        {**COMMON, "communication_modules": MODULES},
+    ),
+    AllReduceStrategy: (AllReduceStrategy, {"inner_optim": "sgd"}, COMMON),
+    FedAvgStrategy: (
+        FedAvgStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {**COMMON, "H": 3, "island_size": 2, "participation": 0.6},
+    ),
+    DiLoCoStrategy: (
+        DiLoCoStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
+    ),
+    GradientAveraging: (with_module(GradientAveraging), {}, {}),
+    AveragingCommunicator: (
+        with_module(AveragingCommunicator),
+        {"H": 2},
+        {"H": 3, "island_size": 2, "participation": 0.6},
+    ),
+    DiLoCoCommunicator: (
+        with_module(DiLoCoCommunicator),
+        {"H": 2},
+        {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3},
+    ),
+}
+SETTINGS = [(cls, name) for cls in ARGUMENTS for name in inspect.signature(cls).parameters]
+
+
+@pytest.mark.parametrize(("cls", "argument"), SETTINGS, ids=[f"{cls.__name__}-{name}" for cls, name in SETTINGS])
+def test_every_constructor_argument_changes_something(cls: type, argument: str) -> None:
+    build, base, changes = ARGUMENTS[cls]
+    assert argument in changes, f"add a value of {argument} to ARGUMENTS[{cls.__name__}]"
+    start, batches = setup()
+    before = run(start, build(**base), batches)
+    after = run(start, build(**{**base, argument: changes[argument]}), batches)
+    assert difference(before.params, after.params) > 1e-8
+    assert repr(build(**base)) != repr(build(**{**base, argument: changes[argument]}))  # what a log keeps of a run
+
+
+def test_no_change_is_listed_that_the_class_does_not_have() -> None:
+    for cls, (_, base, changes) in ARGUMENTS.items():
+        assert {*base, *changes} <= inspect.signature(cls).parameters.keys()
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "two inner learning rates": (lambda: DiLoCoStrategy(lr=0.1, inner_lr=0.1), ValueError, "two names"),
+    "lr twice": (lambda: FedAvgStrategy(OptimSpec(SGD, lr=0.1), lr=0.2), ValueError, "given twice"),
+    "outer lr twice": (lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=0.1), outer_lr=0.2), ValueError, "given twice"),
+    "warm-up of a function": (lambda: Strategy(lr_scheduler=lambda t: 1.0, warmup_steps=2), ValueError, "no effect"),
+    "cosine of a function": (lambda: Strategy(lr_scheduler=lambda t: 1.0, cosine_anneal=True), ValueError, "no effect"),
+    "unknown keyword": (lambda: FedAvgStrategy(inner_optimizer="sgd"), TypeError, "inner_optimizer"),  # type: ignore[call-arg]
+    "unknown schedule": (lambda: AllReduceStrategy(lr_scheduler="cosin"), ValueError, "did you mean 'cosine'"),
+    "schedule of a wrong type": (lambda: AllReduceStrategy(lr_scheduler=3), TypeError, "int"),  # type: ignore[arg-type]
+    "negative warm-up": (lambda: AllReduceStrategy(warmup_steps=-1), ValueError, "warmup_steps=-1"),
+    "max_norm": (lambda: DiLoCoStrategy(max_norm=0.0), ValueError, "max_norm=0.0"),
+    "H": (lambda: FedAvgStrategy(H=0), ValueError, "H=0"),
+    "H of a wrong type": (lambda: DiLoCoStrategy(H=2.0), ValueError, "H=2.0"),  # type: ignore[arg-type]
+    "island_size": (lambda: FedAvgStrategy(island_size=0), ValueError, "island_size=0"),
+    "participation": (lambda: FedAvgStrategy(participation=0.0), ValueError, "participation=0.0"),
+    "participation above 1": (lambda: FedAvgStrategy(participation=1.5), ValueError, "participation=1.5"),
+    "too large an island": (lambda: FedAvgStrategy(island_size=6).check(5, 10), ValueError, "island_size=6"),
+    "island of absent nodes": (
+        lambda: FedAvgStrategy(island_size=4, participation=0.6).check(5, 10),
+        ValueError,
+        "3 nodes that take part",
+    ),
+    "a module that is no list": (lambda: Strategy(communication_modules=GradientAveraging()), TypeError, "list"),  # type: ignore[arg-type]
+    "a class as a module": (lambda: CommunicateOptimizeStrategy([GradientAveraging]), TypeError, "CommunicationModule"),  # type: ignore[list-item]
+    "unknown optimizer": (lambda: AllReduceStrategy("adamv"), ValueError, "did you mean"),
+    "never an exchange": (lambda: FedAvgStrategy(H=11).check(5, 10), vecgym.VecgymWarning, "never exchange"),
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_cannot_work_is_refused(setting: str) -> None:
+    call, error, message = REFUSED[setting]
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ------------------------------------------------------------------------------------ the storage itself
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_the_same_on_every_node_is_stored_once(name: str) -> None:
+    start, batches = setup()
+    state = run(start, make(name), batches).state
+    once = [x for x in flat(state.strategy).values() if x.numel() > 1]
+    assert all(x.shape[0] == 1 for x in once)
+    expected = 1 if name == "allreduce" else K
+    for values in (state.params, state.optimizer["momentum_buffer"]):
+        assert {x.shape[0] for x in values.values()} == {expected}
+
+
+def test_the_first_state_is_the_models() -> None:
+    """Also when other initial parameters are given, `[1, *]` or `[K, *]`."""
+    start, batches = setup()
+    sim = simulation(start, make("fedavg"), batches)
+    own = {name: p.detach()[None] for name, p in start.named_parameters()}
+    assert_same_bits(sim.init().params, own)
+    other = {name: torch.randn(K, *p.shape, dtype=p.dtype) for name, p in start.named_parameters()}
+    before = {name: p.clone() for name, p in other.items()}
+    result: Run = advance(sim, sim.init(other), batches[:H])
+    assert difference(result.params, rows(result.params, [0] * K)) == 0
+    separate = [
+        run(filled(start, before, i), make("independent"), reordered(batches[:H], [i])).params for i in range(K)
+    ]
+    mean = {name: torch.stack([x[name] for x in separate]).mean(0) for name in own}
+    assert_close(result.params, mean, 1e-12)
+
+
+def filled(model: nn.Module, params: dict[str, Tensor], node: int) -> nn.Module:
+    (copy,) = common.copy_model(model, 1)
+    copy.load_state_dict({name: x[node] for name, x in params.items()})
+    return copy

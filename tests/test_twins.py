@@ -1,0 +1,236 @@
+"""Every strategy against its naive twin (`tests/reference`): 50 steps in float64, to 1e-10.
+
+What agrees: the loss of every node at every step, every node's parameters, buffers and inner optimizer state, and
+what the strategy itself keeps. Nothing is drawn twice: the twin gets the islands and participants that vecgym drew.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from tests.helpers import NEEDS_LOOP, Run, assert_close, run, stacked
+from tests.models import make_batches, make_model
+from tests.reference import common
+from tests.reference.allreduce import allreduce
+from tests.reference.common import Result
+from tests.reference.diloco import diloco
+from tests.reference.fedavg import fedavg
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec, Strategy
+
+TOLERANCE = 1e-10
+STEPS = 50
+K = 5
+BATCH_SIZE = 3
+WARMUP = 8
+
+
+def warm_cosine(step: int) -> float:
+    """Linear from 0 over WARMUP steps, then a cosine down to 10 % at step STEPS."""
+    if step < WARMUP:
+        return step / WARMUP
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+
+
+def warm(step: int) -> float:
+    return min(1.0, step / WARMUP)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], Strategy]
+    twin: Callable[..., Result]  # (model, batches, num_nodes, **who takes part)
+
+
+CASES: dict[str, Case] = {
+    "allreduce-adamw": Case(
+        lambda: AllReduceStrategy("adamw", lr=0.01),
+        functools.partial(allreduce, inner=(AdamW, {"lr": 0.01})),
+    ),
+    "allreduce-momentum-clipped-cosine": Case(
+        lambda: AllReduceStrategy(
+            OptimSpec(SGD, lr=0.1, momentum=0.9), max_norm=0.3, warmup_steps=WARMUP, cosine_anneal=True
+        ),
+        functools.partial(allreduce, inner=(SGD, {"lr": 0.1, "momentum": 0.9}), max_norm=0.3, schedule=warm_cosine),
+    ),
+    "fedavg-adamw-warm": Case(
+        lambda: FedAvgStrategy("adamw", H=4, lr=0.01, warmup_steps=WARMUP),
+        functools.partial(fedavg, H=4, inner=(AdamW, {"lr": 0.01}), schedule=warm),
+    ),
+    "fedavg-islands-momentum-clipped": Case(
+        lambda: FedAvgStrategy(OptimSpec(SGD, lr=0.1, momentum=0.9), H=3, island_size=2, max_norm=0.3),
+        functools.partial(fedavg, H=3, inner=(SGD, {"lr": 0.1, "momentum": 0.9}), max_norm=0.3),
+    ),
+    "fedavg-participation-adamw-cosine": Case(
+        lambda: FedAvgStrategy("adamw", H=4, participation=0.6, lr=0.01, warmup_steps=WARMUP, lr_scheduler="cosine"),
+        functools.partial(fedavg, H=4, inner=(AdamW, {"lr": 0.01}), schedule=warm_cosine),
+    ),
+    "fedavg-islands-of-participants-rmsprop": Case(
+        lambda: FedAvgStrategy("rmsprop", H=2, island_size=2, participation=0.8, lr=0.003, max_norm=0.3),
+        functools.partial(fedavg, H=2, inner=(RMSprop, {"lr": 0.003}), max_norm=0.3),
+    ),
+    "diloco-adamw-clipped-cosine": Case(
+        lambda: DiLoCoStrategy("adamw", H=5, lr=0.01, max_norm=0.3, warmup_steps=WARMUP, cosine_anneal=True),
+        functools.partial(diloco, H=5, inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm_cosine),
+    ),
+    "diloco-momentum-outer-adam": Case(
+        lambda: DiLoCoStrategy(OptimSpec(SGD, lr=0.05, momentum=0.9), OptimSpec(Adam, lr=0.02), H=4),
+        functools.partial(diloco, H=4, inner=(SGD, {"lr": 0.05, "momentum": 0.9}), outer=(Adam, {"lr": 0.02})),
+    ),
+    "diloco-rmsprop-outer-sgd": Case(
+        lambda: DiLoCoStrategy("rmsprop", OptimSpec(SGD, lr=0.8), H=7, lr=0.003),
+        functools.partial(diloco, H=7, inner=(RMSprop, {"lr": 0.003}), outer=(SGD, {"lr": 0.8})),
+    ),
+}
+ONE_OF_EACH = [
+    "allreduce-momentum-clipped-cosine",
+    "fedavg-islands-of-participants-rmsprop",
+    "diloco-adamw-clipped-cosine",
+]
+LIGHT = ["MLP", "CNN", "WithFrozen", "DictBatch", "Checkpointed", "DataDependent"]
+HEAVY = ["GPT", "LSTM"]  # their twins take a second
+ENGINES = ["vmap", "loop"]
+
+
+def runnable(models: list[str]) -> list[tuple[str, str]]:
+    """(model, engine) for each engine that can run the model."""
+    return [(model, engine) for model in models for engine in ENGINES if engine == "loop" or model not in NEEDS_LOOP]
+
+
+@functools.cache
+def data(model: str, num_nodes: int) -> list[list[Any]]:
+    return make_batches(model, STEPS, num_nodes, BATCH_SIZE, dtype=torch.float64)
+
+
+@functools.cache
+def twin(case: str, model: str, num_nodes: int, groups: Any, active: Any) -> Result:
+    """The naive run, once for all engines."""
+    who: dict[str, Any] = {}
+    if any(groups):
+        who["islands"] = lambda step: [list(island) for island in groups[step]]
+    if any(active):
+        who["participants"] = lambda step: list(active[step])
+    start = make_model(model, dtype=torch.float64)
+    return CASES[case].twin(start, data(model, num_nodes), num_nodes, **who)
+
+
+def check(case: str, model: str, num_nodes: int, **settings: Any) -> Run:
+    """Run vecgym and the twin, and compare all that they hold."""
+    start = make_model(model, dtype=torch.float64)
+    ours = run(start, CASES[case].make(), stacked(data(model, num_nodes)), **settings)
+    theirs = twin(case, model, num_nodes, tuple(ours.groups), tuple(ours.active))
+    assert_close(ours.losses, theirs.losses, TOLERANCE, "losses")
+    params = [common.parameters(m) for m in theirs.models]
+    assert_close(ours.params, {name: torch.stack([p[name] for p in params]) for name in params[0]}, TOLERANCE, "params")
+    buffers = [dict(m.named_buffers()) for m in theirs.models]
+    assert_close(ours.buffers, {name: torch.stack([b[name] for b in buffers]) for name in buffers[0]}, TOLERANCE)
+    for i, (p, optimizer) in enumerate(zip(params, theirs.optimizers)):
+        held = {slot: {name: node(x, i) for name, x in values.items()} for slot, values in slots(ours.state.optimizer)}
+        expected = {slot: {name: optimizer.state[p[name]][slot] for name in p} for slot in held}
+        assert_close(held, expected, TOLERANCE, f"inner optimizer of node {i}")
+    if theirs.outer:
+        assert theirs.outer_optimizer is not None
+        outer = ours.state.strategy["0"]
+        assert_close({name: x[0] for name, x in outer["params"].items()}, theirs.outer, TOLERANCE, "outer parameters")
+        held = {slot: {name: x[0] for name, x in values.items()} for slot, values in slots(outer["optimizer"])}
+        state = theirs.outer_optimizer.state
+        expected = {slot: {name: state[p][slot] for name, p in theirs.outer.items()} for slot in held}
+        assert_close(held, expected, TOLERANCE, "outer optimizer")
+    return ours
+
+
+def slots(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(slot, values) for slot, values in state.items() if slot != "step"]
+
+
+def node(x: Tensor, i: int) -> Tensor:
+    return x[i if x.shape[0] > 1 else 0]
+
+
+@pytest.mark.parametrize(("model", "engine"), runnable(LIGHT))
+@pytest.mark.parametrize("case", CASES)
+def test_every_strategy_equals_its_twin(case: str, model: str, engine: str) -> None:
+    check(case, model, K, engine=engine)
+
+
+@pytest.mark.parametrize(("model", "engine"), runnable(HEAVY))
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_strategies_on_larger_models_equal_their_twins(case: str, model: str, engine: str) -> None:
+    check(case, model, K, engine=engine)
+
+
+@pytest.mark.parametrize("model", NEEDS_LOOP)
+def test_what_vmap_cannot_run_is_refused_with_the_way_out(model: str) -> None:
+    with pytest.raises(RuntimeError, match='engine="loop"'):
+        check("allreduce-adamw", model, 2, engine="vmap")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("case", ONE_OF_EACH)
+def test_few_nodes_equal_their_twins(case: str, num_nodes: int, model: str, engine: str) -> None:
+    check(case, model, num_nodes, engine=engine)
+
+
+@pytest.mark.parametrize("node_threads", [1, 2])
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("case", "model"), zip(ONE_OF_EACH, ["MLP", "CNN", "MLP"]))
+def test_chunks_and_threads_equal_the_twin(
+    case: str, model: str, engine: str, chunk_size: int | None, node_threads: int
+) -> None:
+    check(case, model, K, engine=engine, chunk_size=chunk_size, node_threads=node_threads)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_chunks_and_threads_on_attention_equal_the_twin(engine: str) -> None:
+    check(ONE_OF_EACH[2], "GPT", K, engine=engine, chunk_size=2, node_threads=2)
+
+
+@pytest.mark.parametrize("case", ["fedavg-islands-momentum-clipped", "fedavg-islands-of-participants-rmsprop"])
+def test_what_was_drawn_is_what_was_asked_for(case: str) -> None:
+    """Islands of two partition those who take part, who stay the same for a round; each round draws anew."""
+    ours = check(case, "MLP", K)
+    H = 3 if "momentum" in case else 2
+    for step in range(STEPS):
+        present = ours.active[step] or tuple(range(K))
+        assert len(present) == (K if "momentum" in case else 4)
+        assert present == (ours.active[step - step % H] or present)
+        islands = ours.groups[step]
+        assert (islands is not None) == ((step + 1) % H == 0)
+        if islands is not None:
+            assert sorted(sum(islands, ())) == list(present)
+            assert sorted(len(island) for island in islands) == ([1, 2, 2] if len(present) == 5 else [2, 2])
+    assert len(set(ours.groups)) > 5
+    assert "participants" not in case or len(set(ours.active)) > 3
+
+
+# ------------------------------------------------------------------------------- gradient accumulation
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "minibatch_size"),
+    [(*pair, size) for pair in runnable(["MLP", "DictBatch"]) for size in (1, 2, 3)]
+    + [(*pair, 3) for pair in runnable(HEAVY)],  # 3 leaves a part of 1, which weighs less
+)
+@pytest.mark.parametrize(
+    "case", ["allreduce-adamw", "fedavg-participation-adamw-cosine", "diloco-adamw-clipped-cosine"]
+)
+def test_accumulated_gradients_equal_those_of_the_whole_batch(
+    case: str, model: str, engine: str, minibatch_size: int
+) -> None:
+    start = make_model(model, dtype=torch.float64)
+    batches = stacked(make_batches(model, 8, 3, 4, dtype=torch.float64))
+    whole = run(start, CASES[case].make(), batches, engine=engine)
+    parts = run(start, CASES[case].make(), batches, engine=engine, minibatch_size=minibatch_size)
+    assert_close(parts.losses, whole.losses, TOLERANCE, "losses")
+    assert_close(parts.state, whole.state, TOLERANCE, "state")

@@ -1,0 +1,29 @@
+"""What is sent instead of a whole tensor, and its bytes."""
+
+from vecgym.compress.dct import (
+    Grid,
+    basis,
+    chunk_size,
+    dct,
+    from_chunks,
+    grid,
+    inverse_dct,
+    mean_of_senders,
+    strongest,
+    to_chunks,
+    topk_bytes,
+)
+
+__all__ = [
+    "Grid",
+    "basis",
+    "chunk_size",
+    "dct",
+    "from_chunks",
+    "grid",
+    "inverse_dct",
+    "mean_of_senders",
+    "strongest",
+    "to_chunks",
+    "topk_bytes",
+]

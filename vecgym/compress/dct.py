@@ -1,0 +1,169 @@
+"""The cosine transform of chunks of tensors, for all nodes at once, and its strongest coefficients.
+
+A `[L, *shape]` tensor is cut into chunks, `[L, chunks, height, width]`; each chunk is transformed by two matrix
+products; of its coefficients the k largest are kept, as (index, value) pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+INDEX_BYTES = 8  # torch indexes with int64
+
+
+class Grid(NamedTuple):
+    """How the tensor of one node is cut: `rows` x `columns` chunks of `height` x `width` elements."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks."""
+        return self.rows * self.columns
+
+    @property
+    def area(self) -> int:
+        """The elements of a chunk."""
+        return self.height * self.width
+
+
+def chunk_size(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit`.
+
+    >>> [chunk_size(n, 64) for n in (1, 64, 67, 96, 784)]
+    [1, 64, 1, 48, 56]
+    """
+    return max(d for d in range(1, min(max(n, 1), limit) + 1) if n % d == 0)
+
+
+@functools.cache
+def grid(shape: tuple[int, ...], limit: int) -> Grid:
+    """The chunks of a tensor of one node, no side longer than `limit`.
+
+    A matrix has chunks of two dimensions. A vector is one row, a scalar a row of one; in a tensor of more
+    dimensions all but the first are folded into one.
+
+    >>> grid((128, 784), limit=64)
+    Grid(rows=2, columns=14, height=64, width=56)
+    >>> grid((10,), limit=64), grid((8, 4, 3, 3), limit=64)
+    (Grid(rows=1, columns=1, height=1, width=10), Grid(rows=1, columns=1, height=8, width=36))
+    """
+    rows, columns = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+    height, width = chunk_size(rows, limit), chunk_size(columns, limit)
+    return Grid(rows // height, columns // width, height, width)
+
+
+def to_chunks(x: Tensor, cut: Grid) -> Tensor:
+    """`[L, *shape]` -> `[L, chunks, height, width]`, the chunks in row-major order."""
+    matrix = x.reshape(x.shape[0], cut.rows * cut.height, cut.columns * cut.width)
+    return rearrange(matrix, "l (r h) (c w) -> l (r c) h w", h=cut.height, w=cut.width)
+
+
+def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
+    """`[L, chunks, height, width]` -> `[L, *shape]`, the inverse of `to_chunks`."""
+    matrix = rearrange(chunks, "l (r c) h w -> l (r h) (c w)", r=cut.rows)
+    return matrix.reshape(chunks.shape[0], *shape)
+
+
+@functools.cache
+def basis(n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
+    """The orthonormal cosine basis, one vector per row, `[n, n]`.
+
+    C_kj = s_k cos(pi (j + 1/2) k / n) with s_0 = sqrt(1/n), s_k = sqrt(2/n) for k > 0.
+
+    >>> basis(2)
+    tensor([[ 0.7071,  0.7071],
+            [ 0.7071, -0.7071]], dtype=torch.float64)
+    """
+    with torch.inference_mode(False):  # it outlives the call, and may be needed in a backward pass
+        k = torch.arange(n, dtype=torch.float64)[:, None]
+        C = math.sqrt(2 / n) * torch.cos(math.pi / n * (k.T + 0.5) * k)
+        C[0] = math.sqrt(1 / n)
+        return C.to(dtype).to(device)
+
+
+def dct(x: Tensor) -> Tensor:
+    """The orthonormal DCT-II of each chunk `[..., height, width]`: X = C_height x C_width^T.
+
+    >>> dct(torch.ones(1, 2, 2))
+    tensor([[[2.0000, 0.0000],
+             [0.0000, 0.0000]]])
+    """
+    height, width = _bases(x)
+    return height @ x @ width.T
+
+
+def inverse_dct(X: Tensor) -> Tensor:
+    """The chunks `[..., height, width]` of these coefficients: x = C_height^T X C_width."""
+    height, width = _bases(X)
+    return height.T @ X @ width
+
+
+def _bases(x: Tensor) -> tuple[Tensor, Tensor]:
+    return basis(x.shape[-2], x.dtype, x.device), basis(x.shape[-1], x.dtype, x.device)
+
+
+def strongest(x: Tensor, k: int) -> Tensor:
+    """The indices of the k largest magnitudes along the last dimension, `[..., n] -> [..., min(k, n)]`.
+
+    Of equal magnitudes the first are taken, on every device. The order among the indices is not specified.
+
+    >>> strongest(torch.tensor([1.0, -3.0, 2.0, 2.0]), 2)
+    tensor([1, 2])
+    """
+    n = x.shape[-1]
+    if k >= n:
+        return torch.arange(n, device=x.device).expand(*x.shape[:-1], n)
+    magnitude = x.detach().abs()
+    # One more than needed: only where the last one in equals the first one out does topk have a choice.
+    values, indices = magnitude.topk(k + 1)
+    indices, last = indices[..., :k], values[..., k - 1]
+    tied = last == values[..., k]
+    if tied.any():
+        indices[tied] = _first_strongest(magnitude[tied], last[tied], k)
+    return indices
+
+
+def _first_strongest(magnitude: Tensor, last: Tensor, k: int) -> Tensor:
+    """The indices of all above `last` and the first ones equal to it: `[rows, n]`, `[rows]` -> `[rows, k]`."""
+    n = magnitude.shape[-1]
+    above, equal = ~(magnitude <= last[:, None]), magnitude == last[:, None]  # nan is above
+    rank = 2 * n * above + n * equal - torch.arange(n, device=magnitude.device)  # no two alike
+    return rank.topk(k).indices
+
+
+def mean_of_senders(indices: Tensor, values: Tensor, n: int) -> Tensor:
+    """Each coefficient's mean over the nodes that sent it, 0 where none did: `[1, K, chunks, k] -> [1, chunks, n]`.
+
+    A 0 that was sent counts like any other value.
+
+    >>> indices, values = torch.tensor([[[[0, 1]], [[0, 2]]]]), torch.tensor([[[[4.0, 1.0]], [[2.0, 5.0]]]])
+    >>> mean_of_senders(indices, values, 4)
+    tensor([[[3., 1., 5., 0.]]])
+    """
+    at = rearrange(indices, "l node chunk k -> l chunk (node k)")
+    sent = rearrange(values, "l node chunk k -> l chunk (node k)")
+    total = sent.new_zeros(*at.shape[:-1], n).scatter_add(-1, at, sent)
+    # Counted as integers: bfloat16 cannot count beyond 256.
+    senders = at.new_zeros(total.shape, dtype=torch.int32).scatter_add_(-1, at, torch.ones_like(at, dtype=torch.int32))
+    return total / senders.clamp_(min=1)
+
+
+def topk_bytes(shape: Sequence[int], k: int, limit: int, value_bytes: int) -> int:
+    """Bytes of the k strongest coefficients of every chunk of one tensor: chunks * min(k, area) * (8 + b).
+
+    >>> topk_bytes((287_296 * 64, 64), k=32, limit=64, value_bytes=4)  # 1,176,764,416 parameters
+    110321664
+    """
+    cut = grid(tuple(shape), limit)
+    return cut.chunks * min(k, cut.area) * (INDEX_BYTES + value_bytes)

@@ -1,0 +1,180 @@
+"""A small GPT, the model of `vecgym compare`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer as nanoGPT's: pre-norm blocks, GELU, learned positions, no biases.
+
+    `model((tokens, targets))`, both int64 `[B, T]` with T <= `context`, is the mean cross-entropy in nats.
+
+    Parameters, with V = `vocab_size`, C = `width`: the embedding V C, which is also the head; positions
+    `context` C; per layer 12 C^2 of matrices (4 C^2 attention, 8 C^2 MLP) and 2 C of norms; the last norm C.
+
+    Args:
+        vocab_size: V, the number of different tokens.
+        context: the most tokens that the model sees at once.
+        num_layers: blocks of attention and MLP.
+        num_heads: attention heads; must divide `width`.
+        width: C, the size of a token's vector.
+        dropout: the probability to drop an entry, in [0, 1).
+
+    Raises:
+        ValueError: for sizes < 1, a width that the heads do not divide, a dropout outside [0, 1), and in a call
+            for more tokens than `context`.
+
+    >>> model = GPT(vocab_size=65, context=32, num_layers=2, num_heads=4, width=64)
+    >>> 65 * 64 + 32 * 64 + 2 * (12 * 64**2 + 2 * 64) + 64, sum(p.numel() for p in model.parameters())
+    (104832, 104832)
+    >>> tokens = torch.zeros(8, 32, dtype=torch.long)
+    >>> model.logits(tokens).shape, model((tokens, tokens)).shape
+    (torch.Size([8, 32, 65]), torch.Size([]))
+
+    Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019;
+    https://github.com/karpathy/nanoGPT.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context: int = 64,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        width: int = 64,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_sizes(vocab_size=vocab_size, context=context, num_layers=num_layers, num_heads=num_heads, width=width)
+        if width % num_heads != 0:
+            fits = [n for n in range(1, width + 1) if width % n == 0]
+            raise ValueError(f"num_heads={num_heads} must divide width={width}: one of {fits}.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout!r} must be in [0, 1): the probability to drop an entry.")
+        self.vocab_size = vocab_size
+        self.context = context
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList([_Block(width, num_heads, dropout) for _ in range(num_layers)])
+        self.norm = nn.LayerNorm(width, bias=False)
+        self._initialize(num_layers, width)
+
+    def _initialize(self, num_layers: int, width: int) -> None:
+        """N(0, 0.02) at GPT-2's width of 768, and as much larger as this model is narrower: x W then has the same size.
+
+        The matrices whose outputs add up along the residual stream start smaller, so that the sum does not grow.
+        """
+        std = 0.02 * math.sqrt(768 / width)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                adds_up = name.endswith(("project.weight", "down.weight"))
+                nn.init.normal_(p, std=std / math.sqrt(2 * num_layers) if adds_up else std)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The mean cross-entropy of the targets, in nats; batch = (tokens `[B, T]`, targets `[B, T]`)."""
+        tokens, targets = batch
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The unnormalised log-probabilities of each next token: `[B, T]` -> `[B, T, V]`."""
+        length = tokens.shape[1]
+        if length > self.context:
+            raise ValueError(f"tokens has {length} positions, more than context={self.context}.")
+        x = self.dropout(self.tokens(tokens) + self.positions.weight[:length])  # [B, T, C]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        num_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue each row of tokens by `num_tokens` samples, without dropout: `[B, T]` -> `[B, T + num_tokens]`.
+
+        Args:
+            tokens: int64 `[B, T]`, T >= 1; only the last `context` of them are looked at.
+            num_tokens: how many to add to each row.
+            temperature: divides the logits; 0: always the most likely token.
+            top_k: sample among the k most likely tokens only; None: among all.
+            generator: of the random numbers; None: torch's global one.
+
+        >>> model = GPT(vocab_size=5, context=4, num_heads=1, width=8)
+        >>> model.generate(torch.tensor([[1, 2]]), num_tokens=6).shape
+        torch.Size([1, 8])
+        """
+        if tokens.dim() != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [B, T] with T >= 1.")
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature!r} must be >= 0; 0 takes the most likely token.")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k={top_k!r} must be >= 1, or None for all tokens.")
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(num_tokens):
+                logits = self.logits(tokens[:, -self.context :])[:, -1]  # [B, V]
+                tokens = torch.cat([tokens, _sample(logits, temperature, top_k, generator)], dim=1)
+        finally:
+            self.train(was_training)
+        return tokens
+
+
+class _Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.attention = _Attention(width, num_heads, dropout)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class _Attention(nn.Module):
+    """Causal self-attention, `[B, T, C]` -> `[B, T, C]`."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, heads, T, C / heads]
+        rate = self.dropout.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        return self.dropout(self.project(y.transpose(1, 2).flatten(2)))
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token per row: `[B, V]` -> `[B, 1]`."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be an integer >= 1.")

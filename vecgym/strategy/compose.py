@@ -1,0 +1,183 @@
+"""Combinators: a communication module that acts more rarely, or whose effect comes later."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from vecgym.errors import VecgymWarning
+from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
+from vecgym.tree import Tree
+
+
+def every(n: int, module: CommunicationModule) -> CommunicationModule:
+    """`module`, exchanging only at every n-th step: at steps n - 1, 2n - 1, ...
+
+    Inside, time counts in exchanges: the module sees `ctx.step` = the exchanges done before this one and
+    `ctx.max_steps` = those of the whole run. So its own intervals, delays and random numbers work as they do
+    without `every`: `every(5, DiLoCoCommunicator(H=10))` takes an outer step every 50 steps. What the module does
+    to gradients it also does at these steps only; the nodes that it lets train stay the same for n steps.
+
+    State: the module's. Bytes: the module's, at every n-th step. `every(1, module)` is the module itself.
+
+    Args:
+        n: optimizer steps per exchange.
+        module: any communication module.
+
+    Raises:
+        ValueError: for n < 1.
+
+    >>> from vecgym.strategy import AveragingCommunicator
+    >>> every(5, AveragingCommunicator(island_size=4))
+    every(5, AveragingCommunicator(island_size=4, H=1, participation=1.0))
+    """
+    check_interval("n", n)
+    _check_module("every(n, module)", module)
+    return module if n == 1 else _Every(n, module)
+
+
+def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
+    """`module`, with the change that it makes to the parameters applied d steps later.
+
+    At step t the module is given theta_t and returns theta'_t; then theta_{t+d} <- theta_{t+d} + (theta'_t - theta_t).
+    It is the *change* that is late, not the values: what the nodes learn in the d steps between is kept, and where
+    the module preserves the mean of the nodes, so does its late change. (`SparseCommunicator(delay=d)` is the other
+    kind, which writes late values over what the nodes hold, as SPARTA does.) Within a step the module acts first,
+    on parameters without the change that is due; then that change is added. What is still under way when the run
+    ends is lost.
+
+    The module's own state (outer parameters, momentum) is not late, nor is what it does to gradients.
+
+    State: `module`, the module's; `queue`, due step -> changes `[L, *]`: up to d copies of the parameters if the
+    module acts at every step. Bytes: the module's. `delayed(module, 0)` is the module itself.
+
+    Args:
+        module: a communication module that exchanges parameters.
+        d: optimizer steps; inside `every`, exchanges.
+
+    Raises:
+        ValueError: for d < 0, and for a module that never changes parameters.
+
+    Reference: the delayed average of Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed
+    Training Using Delayed Averaging", arXiv 2006.00441, for any module.
+
+    >>> from vecgym.strategy import AveragingCommunicator
+    >>> delayed(AveragingCommunicator(H=10), 2)
+    delayed(AveragingCommunicator(island_size=None, H=10, participation=1.0), 2)
+    """
+    check_delay("d", d)
+    _check_module("delayed(module, d)", module)
+    if type(module).exchange_parameters is CommunicationModule.exchange_parameters:
+        raise ValueError(
+            f"delayed({module!r}, {d}): this module never changes parameters, and only that can be delayed. "
+            "Delay a module such as AveragingCommunicator(H=10)."
+        )
+    return module if d == 0 else _Delayed(module, d)
+
+
+def check_delay(name: str, value: Any) -> int:
+    """Return `value` if it is an integer >= 0, a number of optimizer steps.
+
+    >>> check_delay("delay", -1)
+    Traceback (most recent call last):
+    ...
+    ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"{name}={value!r} must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once."
+        )
+    return value
+
+
+class _Every(CommunicationModule):
+    """See `every`. `mean_gradient` stays False: between exchanges each node uses its own gradient."""
+
+    def __init__(self, n: int, module: CommunicationModule) -> None:
+        self.n = n
+        self.module = module
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        if max_steps < self.n:
+            warnings.warn(
+                f"n={self.n} in {self!r} is larger than the run's {max_steps} steps: it never exchanges anything.",
+                VecgymWarning,
+                stacklevel=2,
+            )
+        self.module.check(num_nodes, max(1, max_steps // self.n))
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return self.module.init(params, self._inner(ctx))
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        return self.module.active_nodes(self._inner(ctx))
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if (ctx.step + 1) % self.n != 0:
+            return grads, state
+        return self.module.exchange_gradients(grads, state, self._inner(ctx))
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if (ctx.step + 1) % self.n != 0:
+            return params, state
+        return self.module.exchange_parameters(params, state, self._inner(ctx))
+
+    def _inner(self, ctx: Context) -> Context:
+        return replace(ctx, step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n))
+
+    def __repr__(self) -> str:
+        return f"every({self.n}, {self.module!r})"
+
+
+class _Delayed(CommunicationModule):
+    """See `delayed`."""
+
+    def __init__(self, module: CommunicationModule, d: int) -> None:
+        self.module = module
+        self.d = d
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        warn_if_too_late(self, "d", self.d, max_steps)
+        self.module.check(num_nodes, max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return {"module": self.module.init(params, ctx), "queue": {}}
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        return self.module.active_nodes(ctx)
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        grads, changed = self.module.exchange_gradients(grads, state["module"], ctx)
+        return grads, {**state, "module": changed}
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        # Not in place: the parameters from before the exchange are needed after it.
+        new, changed = self.module.exchange_parameters(params, state["module"], replace(ctx, inplace=False))
+        change = {name: x - params[name] for name, x in new.items() if x is not params[name]}
+        queue = {**state["queue"], str(ctx.step + self.d): change} if change else dict(state["queue"])
+        due = queue.pop(str(ctx.step), {})
+        params = {name: p + due[name] if name in due else p for name, p in params.items()}
+        return params, {"module": changed, "queue": queue}
+
+    def __repr__(self) -> str:
+        return f"delayed({self.module!r}, {self.d})"
+
+
+def warn_if_too_late(module: CommunicationModule, name: str, delay: int, max_steps: int) -> None:
+    """Warn when nothing that `module` exchanges takes effect before the run ends."""
+    if delay >= max_steps:
+        warnings.warn(
+            f"{name}={delay} in {module!r} is not smaller than the run's {max_steps} steps: nothing that it exchanges "
+            "takes effect.",
+            VecgymWarning,
+            stacklevel=3,
+        )
+
+
+def _check_module(what: str, module: Any) -> None:
+    if not isinstance(module, CommunicationModule):
+        raise TypeError(
+            f"{what} takes a CommunicationModule, such as AveragingCommunicator(), not the {type(module).__name__} "
+            f"{module!r}."
+        )
