@@ -12,6 +12,7 @@ from vecgym import nodes, tree
 from vecgym.collectives import Collectives
 from vecgym.local import Engine, Local
 from vecgym.strategy import Context, Strategy
+from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
 from vecgym.tree import Tree
 
 
@@ -82,7 +83,7 @@ class Simulation:
         num_examples: tuple[int, ...] | None = None,
     ) -> None:
         self.engine = Engine(model) if engine is None else engine
-        self.strategy = strategy
+        self.strategy = PerRankStrategy(strategy, model) if is_per_rank(strategy) else strategy
         self.comm = comm
         self.max_steps = max_steps
         self.seed = seed

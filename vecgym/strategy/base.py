@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vecgym import rng
 from vecgym.collectives import Collectives
@@ -197,6 +197,32 @@ class Strategy:
             params, changed = module.exchange_parameters(params, state[str(i)], ctx)
             state = {**state, str(i): changed}
         return params, state
+
+    # What a strategy written for one rank builds on; see `vecgym.strategy.per_rank`. Overriding `step` makes one.
+
+    model: nn.Module
+    rank: int
+    num_nodes: int
+    max_steps: int
+    local_step: int
+    optim: torch.optim.Optimizer
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        """Per rank: called once, with the node's own model. Builds `self.optim`."""
+        self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
+        self.optim = self.inner_optim.build([p for p in model.parameters() if p.requires_grad])
+        self._set_lr()
+
+    def step(self) -> None:
+        """Per rank: what a node does with its gradients, `p.grad`; call it last, it advances the schedule."""
+        self.local_step += 1
+        self._set_lr()
+
+    def _set_lr(self) -> None:
+        schedule = make_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.cosine_anneal)
+        for group in self.optim.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * schedule(self.local_step)
 
     def __repr__(self) -> str:
         parts = [repr(self.inner_optim), *map(repr, self.communication_modules)]

@@ -1,0 +1,177 @@
+"""Strategies written for one rank, with `step` and `_init_node`, as in EXO Gym's documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import stack
+from tests.models import make_batches, make_model
+from vecgym import OptimSpec, Trainer
+from vecgym.collectives import StackedCollectives
+from vecgym.local import Engine
+from vecgym.simulate import Simulation
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
+from vecgym.strategy.per_rank import all_gather, all_reduce, broadcast
+
+STEPS = 12
+
+
+class MyDDP(Strategy):
+    """The form of EXO Gym's SimpleReduceStrategy."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            if p.grad is not None:
+                all_reduce(p.grad)
+                p.grad /= self.num_nodes
+        self.optim.step()
+        super().step()
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.seen_rank = rank
+
+
+class MyDiLoCo(Strategy):
+    """DiLoCo with a master model on each rank."""
+
+    def __init__(self, H: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.H = H
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.master = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        self.outer = torch.optim.SGD(self.master, lr=0.7, momentum=0.9, nesterov=True)
+
+    def step(self) -> None:
+        self.optim.step()
+        super().step()
+        if self.local_step % self.H == 0:
+            for master, p in zip(self.master, self.model.parameters()):
+                master.grad = all_reduce(master.detach() - p.detach(), op="mean")
+            self.outer.step()
+            for master, p in zip(self.master, self.model.parameters()):
+                p.data = master.detach().clone()  # replaced, not written into
+
+
+def run(strategy: Strategy, num_nodes: int, name: str = "MLP") -> tuple[dict[str, Tensor], StackedCollectives, Any]:
+    model, batches = make_model(name, dtype=torch.float64), make_batches(name, STEPS, num_nodes, dtype=torch.float64)
+    comm = StackedCollectives(num_nodes)
+    simulation = Simulation(model, strategy, comm, engine=Engine(model), max_steps=STEPS)
+    simulation.engine.prepare(stack(batches[0]))
+    state, rates = simulation.init(), []
+    for batch in batches:
+        state, metrics = simulation.step(state, stack(batch))
+        rates.append(float(metrics.lr))
+    return {n: p.expand(num_nodes, *p.shape[1:]) for n, p in state.params.items()}, comm, rates
+
+
+PAIRS = {
+    "ddp": (
+        lambda: MyDDP(inner_optim="adamw", lr=1e-2),
+        lambda: AllReduceStrategy("adamw", lr=1e-2),
+    ),
+    "ddp with a schedule": (
+        lambda: MyDDP(inner_optim="adamw", lr=1e-2, lr_scheduler="cosine", warmup_steps=3),
+        lambda: AllReduceStrategy("adamw", lr=1e-2, lr_scheduler="cosine", warmup_steps=3),
+    ),
+    "diloco": (
+        lambda: MyDiLoCo(4, inner_optim=OptimSpec(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        lambda: DiLoCoStrategy(OptimSpec(torch.optim.SGD, lr=0.1, momentum=0.9), H=4),
+    ),
+}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5])
+@pytest.mark.parametrize("name", PAIRS)
+def test_per_rank_code_equals_the_stacked_strategy(name: str, num_nodes: int) -> None:
+    mine, native = PAIRS[name]
+    params, comm, _ = run(mine(), num_nodes)
+    expected, native_comm, _ = run(native(), num_nodes)
+    for key, value in expected.items():
+        torch.testing.assert_close(params[key], value, rtol=1e-10, atol=1e-12)
+    assert comm.ledger.total_bytes == pytest.approx(native_comm.ledger.total_bytes, rel=1e-12)
+
+
+def test_the_learning_rate_shown_is_the_one_used() -> None:
+    mine, native = PAIRS["ddp with a schedule"]
+    shown = run(mine(), 2)[2]
+    assert shown[:4] == pytest.approx([0.0, 0.01 / 3, 0.02 / 3, 0.01])
+    assert shown == pytest.approx(run(native(), 2)[2])
+
+
+def test_broadcast_and_all_gather() -> None:
+    seen: dict[int, tuple[float, list[float]]] = {}
+
+    class Talk(Strategy):
+        def step(self) -> None:
+            own = torch.tensor([float(self.rank)])
+            gathered = all_gather(own)
+            broadcast(own, src=2)
+            seen[self.rank] = (float(own), gathered.flatten().tolist())
+
+    run(Talk(), 4)
+    assert seen == {node: (2.0, [0.0, 1.0, 2.0, 3.0]) for node in range(4)}
+
+
+def test_trainer_runs_it_and_leaves_the_users_object_alone() -> None:
+    strategy = MyDDP(inner_optim="sgd", lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(10, (64,)))
+    trainer = Trainer(make_model("MLP"), data)
+    trainer.fit(strategy, 4, max_steps=5, batch_size=4, progress=False)
+    assert not hasattr(strategy, "seen_rank")
+    assert trainer.history["lr"] == pytest.approx([0.1] * 5)
+
+
+class Uneven(Strategy):
+    """Node 0 leaves the others alone in a collective."""
+
+    def step(self) -> None:
+        if self.rank != 0:
+            all_reduce(torch.zeros(1))
+
+
+class Mixed(Strategy):
+    def step(self) -> None:
+        all_reduce(torch.zeros(1 + self.rank))
+
+
+class Failing(Strategy):
+    def step(self) -> None:
+        if self.rank == 2:
+            raise KeyError("oops")
+        all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Uneven(), "node 0 in the end of step"),
+        (Mixed(), r"all_reduce sum of shape \[1\]"),
+        (Failing(), "node 2: KeyError: 'oops'"),
+    ],
+    ids=["uneven", "mixed", "failing"],
+)
+def test_a_mistake_is_an_error_and_never_a_hang(strategy: Strategy, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run(strategy, 3)
+
+
+def test_collectives_of_a_rank_need_a_step() -> None:
+    with pytest.raises(RuntimeError, match=r"inside Strategy\.step"):
+        all_reduce(torch.zeros(1))
+
+
+def test_it_cannot_be_differentiated() -> None:
+    model, batches = make_model("MLP"), make_batches("MLP", 1, 2)
+    simulation = Simulation(model, MyDDP(), StackedCollectives(2))
+    with pytest.raises(ValueError, match="CommunicationModule"):
+        simulation.step(simulation.init(), stack(batches[0]), differentiable=True)
