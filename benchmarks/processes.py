@@ -200,6 +200,8 @@ def report(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=["mlp", "cnn", "gpt"], choices=["mlp", "cnn", "gpt"],
+                        metavar="NAME", help="any of mlp, cnn, gpt; default: all")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="vecgym's threads (default 2); a process has one")
     parser.add_argument("--repeats", type=int, default=5, help="blocks of 20 steps (default 5)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one measurement (default 300)")
@@ -216,7 +218,7 @@ def main() -> None:
     print(header(), flush=True)
     blocks = 1 if args.quick else args.repeats
     results = []
-    for name, num_nodes in [("tiny", 2)] if args.quick else RUNS:
+    for name, num_nodes in [("tiny", 2)] if args.quick else [run for run in RUNS if run[0] in args.workloads]:
         ours = measure_vecgym(name, num_nodes, blocks, args.threads, args.timeout)
         theirs = measure_processes(name, num_nodes, blocks, args.timeout)
         results.append({"workload": name, "num_nodes": num_nodes, "processes": theirs, "vecgym": ours})

@@ -143,7 +143,7 @@ def interleave(alternatives: dict[str, Block], repeats: int) -> dict[str, list[f
     return seconds
 
 
-def measure(workload: Workload, num_nodes: int, H: int, repeats: int) -> dict[str, Any]:
+def measure(workload: Workload, num_nodes: int, H: int, repeats: int, fit_s: float) -> dict[str, Any]:
     """Every alternative on one workload: milliseconds per step, ratios, plan, bytes."""
 
     def diloco() -> Strategy:
@@ -168,8 +168,8 @@ def measure(workload: Workload, num_nodes: int, H: int, repeats: int) -> dict[st
     alternatives: dict[str, Block] = {name: block(step, batches, H) for name, step in steps.items()}
     seconds = interleave(alternatives, repeats)
 
-    # A fit long enough to be told from the cost of its start, which varies: about half a second.
-    n = H * max(1, round(0.5 / statistics.median(seconds["vecgym"])))
+    # The fits are long enough, `fit_s` seconds, to be told from the cost of their start, which varies.
+    n = H * max(1, round(fit_s / statistics.median(seconds["vecgym"])))
     data = workload.data(num_nodes * workload.batch_size * 20)
     fits = {
         "fit n": fit(workload, num_nodes, diloco(), data, n),
@@ -255,9 +255,9 @@ def main() -> None:
     for name in args.workloads:
         workload = WORKLOADS[name]
         if args.quick:
-            results[name] = measure(workload, min(workload.num_nodes, 4), H=2, repeats=1)
+            results[name] = measure(workload, min(workload.num_nodes, 4), H=2, repeats=1, fit_s=0.05)
         else:
-            results[name] = measure(workload, workload.num_nodes, H=20, repeats=args.repeats)
+            results[name] = measure(workload, workload.num_nodes, H=20, repeats=args.repeats, fit_s=0.5)
     print("\n" + report(results))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "workloads": results}, indent=1))

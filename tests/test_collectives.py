@@ -12,6 +12,7 @@ from torch import Tensor
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import check_groups
 from vecgym.ledger import Entry
+from vecgym.topology import Mixing
 
 K = 5
 SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (2, 1, 3)]  # of one node: [L] to 4-D tensors
@@ -23,6 +24,7 @@ GROUPS: dict[str, list[list[int]]] = {
     "nobody": [],
 }
 SOURCE = [2, 0, 1, 3, 4]  # nodes 3 and 4 keep their own
+SHARES = (3.0, 1.0, 4.0, 1.5, 0.0)  # of each node in a weighted mean
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -47,10 +49,21 @@ def naive_mean(x: list[Tensor], groups: Sequence[Sequence[int]] | None = None) -
 
 
 def naive_sum(x: list[Tensor], groups: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
-    size = {i: 1 for i in range(len(x))}
+    size = dict.fromkeys(range(len(x)), 1)
     for group in [range(len(x))] if groups is None else groups:
         size |= {i: len(group) for i in group}
     return [mean * size[i] for i, mean in enumerate(naive_mean(x, groups))]
+
+
+def naive_weighted(x: list[Tensor], groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    out = list(x)
+    for group in groups:
+        for i in group:
+            total = torch.zeros_like(x[i])
+            for j in group:
+                total = total + SHARES[j] * x[j]
+            out[i] = total / sum(SHARES[j] for j in group)
+    return out
 
 
 def naive_mix(x: list[Tensor], weights: Tensor) -> list[Tensor]:
@@ -74,6 +87,19 @@ OPERATIONS: dict[str, tuple[Operation, Naive]] = {
     "permute": (lambda comm, x: comm.permute(x, SOURCE), lambda x: [x[j] for j in SOURCE]),
     "mix": (lambda comm, x: comm.mix(x, WEIGHTS), lambda x: naive_mix(x, WEIGHTS)),
 }
+OPERATIONS |= {
+    "mean weighted": (lambda comm, x: comm.mean(x, weights=SHARES), lambda x: naive_weighted(x, [range(K)])),
+    "mean weighted uneven": (
+        lambda comm, x: comm.mean(x, GROUPS["uneven"], SHARES),
+        lambda x: naive_weighted(x, GROUPS["uneven"]),
+    ),
+    "server_mean": (lambda comm, x: comm.server_mean(x, range(K)), naive_mean),
+    "server_mean of some": (lambda comm, x: comm.server_mean(x, [4, 1]), lambda x: [(x[1] + x[4]) / 2] * K),
+    "server_mean weighted": (
+        lambda comm, x: comm.server_mean(x, [4, 1], SHARES),
+        lambda x: [(x[1] * SHARES[1] + x[4] * SHARES[4]) / (SHARES[1] + SHARES[4])] * K,
+    ),
+}
 for _name, _groups in GROUPS.items():
     OPERATIONS[f"mean {_name}"] = (
         lambda comm, x, g=_groups: comm.mean(x, groups=g),  # type: ignore[misc]
@@ -83,7 +109,10 @@ for _name, _groups in GROUPS.items():
         lambda comm, x, g=_groups: comm.sum(x, groups=g),  # type: ignore[misc]
         lambda x, g=_groups: naive_sum(x, g),  # type: ignore[misc]
     )
-SAME_EVERYWHERE = ("mean", "sum", "all_gather", "broadcast")  # [L, *] -> [1, *]
+SAME_EVERYWHERE = (  # [L, *] -> [1, *]
+    "mean", "sum", "all_gather", "broadcast", "mean weighted", "server_mean", "server_mean of some",
+    "server_mean weighted",
+)  # fmt: skip
 
 
 def close(x: Tensor, y: Tensor) -> None:
@@ -115,7 +144,7 @@ def test_a_value_stored_once_acts_like_its_copies(operation: str, shape: tuple[i
     result = ours(StackedCollectives(K), x)
     assert result.shape[0] in (1, K)
     close(result.expand_as(expected), expected)
-    same = operation in SAME_EVERYWHERE or operation.startswith("mean") or operation == "permute"
+    same = operation in (*SAME_EVERYWHERE, "permute") or operation in [f"mean {name}" for name in GROUPS]
     assert result.shape[0] == 1 or not same  # stays stored once
 
 
@@ -177,6 +206,21 @@ def test_collectives_compose_to_known_identities() -> None:
     assert torch.equal(comm.permute(comm.permute(x, SOURCE), inverse), x)
 
 
+@pytest.mark.parametrize("num_configs", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_mixing_in_place_and_with_a_prepared_matrix(shape: tuple[int, ...], num_configs: int) -> None:
+    """Dense and sparse matrices, contiguous and transposed tensors, stored K times and once."""
+    comm = StackedCollectives(K, num_configs)
+    for weights in (WEIGHTS, torch.eye(K, dtype=torch.float64)[SOURCE], draw(K, K, seed=2)):
+        for prepared in (weights, Mixing.of(weights)):
+            for x in (draw(num_configs * K, *shape), draw(1, *shape), draw(*shape, num_configs * K).movedim(-1, 0)):
+                expected = comm.mix(x, weights)
+                close(comm.mix(x, prepared), expected)
+                close(comm.mix(x.clone(), prepared, inplace=True), expected)
+                close(comm.mix({"x": x.clone()}, prepared, inplace=True)["x"], expected)
+    assert len({entry.sent_bytes for entry in comm.ledger}) == 3  # one for each matrix
+
+
 # --------------------------------------------------------------------------------------- derivatives
 
 
@@ -208,6 +252,11 @@ BYTES: dict[str, tuple[float, int]] = {
     "broadcast": (4 / 5, 5),
     "permute": (3 / 5, 3),
     "mix": ((5 - 1) * 4 / 5, 5),  # of 20 links, the 4 from node 2 are unused
+    "mean weighted": (2 * 4 / 5, 5),
+    "mean weighted uneven": ((2 * (2 * 1 / 2) + 3 * (2 * 2 / 3)) / 5, 5),
+    "server_mean": (1, 5),  # up to the server
+    "server_mean of some": (2 / 5, 2),
+    "server_mean weighted": (2 / 5, 2),
     # a ring of n: each of its members sends 2 (n - 1) / n
     "mean uneven": ((2 * (2 * 1 / 2) + 3 * (2 * 2 / 3)) / 5, 5),
     "mean some in none": (2 * (2 * 1 / 2) / 5, 2),
@@ -263,6 +312,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "no permutation": (lambda: StackedCollectives(K).permute(draw(K), [0, 0, 1, 2, 3]), "permutation"),
     "permutation too short": (lambda: StackedCollectives(K).permute(draw(K), [1, 0]), "permutation"),
     "weights too small": (lambda: StackedCollectives(K).mix(draw(K), torch.eye(4)), r"\[4, 4\]"),
+    "a share too few": (lambda: StackedCollectives(K).mean(draw(K), weights=[1.0] * 4), "5 numbers"),
+    "a negative share": (lambda: StackedCollectives(K).mean(draw(K), weights=[1.0] * 4 + [-1.0]), "5 numbers"),
+    "no share in a group": (lambda: StackedCollectives(K).mean(draw(K), [[4]], SHARES), "all 0"),
+    "a participant too many": (lambda: StackedCollectives(K).server_mean(draw(K), [5]), "0 to 4"),
     "weights a vector": (lambda: StackedCollectives(K).mix(draw(K), torch.ones(K)), r"\[5\]"),
 }
 

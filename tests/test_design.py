@@ -85,7 +85,10 @@ class Unroll:
 
 
 unroll = functools.cache(Unroll)
-EACH = pytest.mark.parametrize(("model", "inner"), [(m, i) for m in ("MLP", "GPT") for i in INNER])
+# GPT and CNN: torch's own layer_norm and batch_norm have wrong derivatives of a gradient taken under vmap (with
+# respect to their weights; the third derivatives are wrong without vmap, too). These tests fail for as long as
+# `Engine._pure` lets models use them.
+EACH = pytest.mark.parametrize(("model", "inner"), [(m, i) for m in ("MLP", "GPT", "CNN") for i in INNER])
 
 
 @EACH
@@ -174,6 +177,10 @@ FOLDED: dict[str, Configured] = {
     "fedavg": lambda optim, outer: FedAvgStrategy(optim, H=3),
     "fedavg-islands": lambda optim, outer: FedAvgStrategy(optim, H=2, island_size=2, warmup_steps=3),
     "fedavg-participation": lambda optim, outer: FedAvgStrategy(optim, H=2, participation=0.7, cosine_anneal=True),
+    "fedprox-participation": lambda optim, outer: FedAvgStrategy(optim, H=2, participation=0.7, proximal_mu=outer),
+    "fedavg-server": lambda optim, outer: FedAvgStrategy(
+        optim, H=2, participation=0.7, server_optim="adam", server_lr=outer
+    ),
     "diloco": lambda optim, outer: DiLoCoStrategy(optim, OptimSpec(SGD, lr=outer, momentum=0.9, nesterov=True), H=3),
     "diloco-outer-adam": lambda optim, outer: DiLoCoStrategy(optim, OptimSpec("adam", lr=outer), H=3),
     "islands-and-diloco": lambda optim, outer: CommunicateOptimizeStrategy(

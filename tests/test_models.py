@@ -1,6 +1,7 @@
 """The GPT of `vecgym compare`."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_order_of_tokens_matters():
 
 
 def test_attention_is_the_textbook_formula():
-    block = make_gpt().blocks[0].attention
+    block: Any = make_gpt().blocks[0].attention
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     q, k, v = (part.view(2, 5, 2, 4) for part in block.qkv(x).chunk(3, dim=-1))
     scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(4)
@@ -69,13 +70,13 @@ def test_attention_is_the_textbook_formula():
 def test_initial_size_of_the_weights():
     """0.02 at width 768, so 0.04 at 192; residual projections smaller by the square root of twice the layers."""
     model = make_gpt(width=192, num_layers=2)
-    block = model.blocks[0]
+    block: Any = model.blocks[0]
     for layer in (block.up, block.attention.qkv):
         assert layer.weight.std().item() == pytest.approx(0.04, rel=0.02)
     for layer in (block.down, block.attention.project):
         assert layer.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert model.positions.weight.std().item() == pytest.approx(0.04, rel=0.1)
-    assert model((random_tokens(4, 6), random_tokens(4, 6, seed=2))).item() == pytest.approx(math.log(11), abs=0.3)
+    assert model.logits(random_tokens(4, 6)).std().item() < 1  # so the first loss is close to log(vocab_size)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import vecgym.strategy
+from tests import helpers
 from tests.helpers import (
     NEEDS_LOOP,
     Run,
@@ -29,9 +30,7 @@ from tests.helpers import (
     flat,
     reordered,
     rows,
-    run,
     saved,
-    simulation,
     stacked,
 )
 from tests.models import MODELS, make_batches, make_model
@@ -40,6 +39,7 @@ from vecgym import Trainer, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
 from vecgym.optim import OptimSpec
+from vecgym.simulate import Simulation
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -50,6 +50,9 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
     GradientAveraging,
+    ProximalTerm,
+    ServerCommunicator,
+    ServerOptimizer,
     Strategy,
 )
 from vecgym.topology import Groups
@@ -58,6 +61,7 @@ K = 5
 STEPS = 7  # not a multiple of H: the run ends in the middle of a round
 H = 3
 MOMENTUM = OptimSpec(SGD, lr=0.1, momentum=0.9)
+EXAMPLES = (3, 1, 4, 1, 5, 9, 2, 6)  # what each node's shard is said to hold
 
 # ------------------------------------------------------------------------------------------- the table
 
@@ -66,6 +70,8 @@ Outer = Callable[[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]], None
 
 def stay(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
     """Averaging with oneself changes nothing."""
+    for name in slow:
+        slow[name] = fast[name].clone()
 
 
 def lookahead(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
@@ -84,6 +90,24 @@ def nesterov(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str,
         fast[name].copy_(slow[name])
 
 
+def server_momentum(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    """FedAvgM: m <- beta m + Delta; phi <- phi + m; theta <- phi."""
+    for name in slow:
+        memory[name] = 0.9 * memory.get(name, 0.0) + (fast[name] - slow[name])
+        slow[name] = slow[name] + memory[name]
+        fast[name].copy_(slow[name])
+
+
+def server_adam(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    """FedAdam: m <- .8 m + .2 Delta; v <- .9 v + .1 Delta^2 from tau^2; phi <- phi + eta m / (sqrt v + tau)."""
+    for name in slow:
+        delta = fast[name] - slow[name]
+        m = memory[f"m {name}"] = 0.8 * memory.get(f"m {name}", 0.0) + 0.2 * delta
+        v = memory[f"v {name}"] = 0.9 * memory.get(f"v {name}", torch.full_like(delta, 1e-4)) + 0.1 * delta**2
+        slow[name] = slow[name] + 0.05 * m / (v**0.5 + 0.01)
+        fast[name].copy_(slow[name])
+
+
 def ring(*sizes: int) -> float:
     """Payloads that a node sends in one exchange, averaged over K, when rings of these sizes reduce."""
     return sum(n * 2 * (n - 1) / n for n in sizes) / K
@@ -98,12 +122,16 @@ class Row:
         payloads: what a node sends in STEPS steps, averaged over K nodes, in units of b * P.
         outer: what happens to a single node after every H steps.
         averages: nodes with identical shards stay identical, and do what one node alone does.
+        proximal_mu: FedProx's.
+        server: each participant sends to a server, even if there is only one.
     """
 
     make: Callable[..., Strategy]
     payloads: float
     outer: Outer = stay
     averages: bool = True
+    proximal_mu: float = 0.0
+    server: bool = False
 
 
 def averaging_then_diloco(**settings: Any) -> Strategy:
@@ -123,6 +151,23 @@ STRATEGIES: dict[str, Row] = {
     "fedavg-participants-in-islands": Row(
         lambda **kw: FedAvgStrategy(H=H, participation=0.8, island_size=2, **kw), ROUNDS * ring(2, 2), averages=False
     ),
+    "fedavg-weighted": Row(lambda **kw: FedAvgStrategy(H=H, weighting="examples", **kw), ROUNDS * ring(K)),
+    "fedprox": Row(lambda **kw: FedAvgStrategy(H=H, proximal_mu=0.5, **kw), ROUNDS * ring(K), proximal_mu=0.5),
+    "fedavg-server-adam": Row(
+        lambda **kw: FedAvgStrategy(
+            H=H, server_optim="adam", server_lr=0.05, server_betas=(0.8, 0.9), server_tau=0.01, **kw
+        ),
+        ROUNDS * 1.0,
+        outer=server_adam,
+        server=True,
+    ),
+    "fedavg-server-participation": Row(
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, server_optim="avgm", weighting="examples", **kw),
+        ROUNDS * 3 / K,
+        outer=server_momentum,
+        averages=False,
+        server=True,
+    ),
     "diloco": Row(lambda **kw: DiLoCoStrategy(H=H, **kw), ROUNDS * ring(K), outer=nesterov),
     "diloco-lookahead": Row(
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
@@ -140,6 +185,16 @@ def setup(model: str = "MLP", num_nodes: int = K, steps: int = STEPS, seed: int 
     return make_model(model, dtype=torch.float64), stacked(
         make_batches(model, steps, num_nodes, seed=seed, dtype=torch.float64)
     )
+
+
+def simulation(model: nn.Module, strategy: Strategy, batches: list[Any], **settings: Any) -> Simulation:
+    num_nodes = next(iter(tree.leaves(batches[0]))).shape[0]
+    return helpers.simulation(model, strategy, batches, **{"num_examples": EXAMPLES[:num_nodes], **settings})
+
+
+def run(model: nn.Module, strategy: Strategy, batches: list[Any], **settings: Any) -> Run:
+    num_nodes = next(iter(tree.leaves(batches[0]))).shape[0]
+    return helpers.run(model, strategy, batches, **{"num_examples": EXAMPLES[:num_nodes], **settings})
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -167,6 +222,8 @@ def train_alone(
     losses = []
     for step, batch in enumerate(batches):
         losses.append(common.backward(model, tree.map_leaves(lambda x: x[0], batch)))
+        for name, p in fast.items():
+            common.gradient(p).add_(settings.get("proximal_mu", 0.0) * (p.detach() - slow[name]))
         common.clip(model, settings.get("max_norm"))
         optimizer.param_groups[0]["lr"] = 0.1 * settings.get("schedule", lambda step: 1.0)(step)
         optimizer.step()
@@ -196,10 +253,11 @@ def test_a_single_node_is_plain_training(name: str, inner: str, model: str) -> N
         plain = {"optimizer": AdamW, "max_norm": 0.5, "schedule": lambda step: min(1.0, step / 4)}
     start, batches = setup(model, 1)
     result = run(start, for_one_node(STRATEGIES[name].make(**ours)), batches)
-    losses, params = train_alone(start, batches, STRATEGIES[name].outer, **plain)
+    row = STRATEGIES[name]
+    losses, params = train_alone(start, batches, row.outer, proximal_mu=row.proximal_mu, **plain)
     assert_close(result.losses[:, 0], losses, 1e-12, "losses")
     assert_close(rows(result.params, [0]), {n: p[None] for n, p in params.items()}, 1e-12, "params")
-    assert result.comm.ledger.total_bytes == 0
+    assert (result.comm.ledger.total_bytes > 0) == row.server
 
 
 @pytest.mark.parametrize("model", ["MLP", "CNN"])
@@ -227,10 +285,13 @@ class Relabelled(StackedCollectives):
         super().__init__(num_nodes)
         self.order = order
 
-    def mean(self, x: T, groups: Groups | None = None) -> T:
+    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
         if groups is not None:
             groups = [sorted(self.order[i] for i in group) for group in groups]
-        return super().mean(x, groups)
+        return super().mean(x, groups, weights)
+
+    def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
+        return super().server_mean(x, sorted(self.order[i] for i in participants), weights)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 5, 8])
@@ -249,7 +310,9 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
         return None if drawn is None else sorted(where[i] for i in drawn)
 
     monkeypatch.setattr(strategy, "active_nodes", active_nodes)
-    second = run(start, strategy, reordered(batches, order), comm=Relabelled(num_nodes, where))
+    examples = tuple(EXAMPLES[i] for i in order)
+    relabelled = Relabelled(num_nodes, where)
+    second = run(start, strategy, reordered(batches, order), comm=relabelled, num_examples=examples)
     assert_close(second.losses, first.losses[:, order], 1e-12, "losses")
     assert_close(second.params, rows(first.params, order), 1e-12, "params")
     assert_close(second.buffers, rows(first.buffers, order), 1e-12, "buffers")
@@ -283,9 +346,9 @@ def test_draws_favour_no_node(name: str) -> None:
 class Recorded(StackedCollectives):
     groups: Groups = ()
 
-    def mean(self, x: T, groups: Groups | None = None) -> T:
+    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
         self.groups = groups or ()
-        return super().mean(x, groups)
+        return super().mean(x, groups, weights)
 
 
 # ------------------------------------------------------------------------------ repeating and continuing
@@ -506,36 +569,68 @@ COMMON: dict[str, Any] = {
 MODULES = [AveragingCommunicator(H=2)]
 
 
-def with_module(cls: Callable[..., CommunicationModule]) -> Callable[..., Strategy]:
-    return lambda **kw: CommunicateOptimizeStrategy([cls(**kw)], inner_optim="sgd", lr=0.1)
+def with_module(cls: Callable[..., CommunicationModule], *before: CommunicationModule) -> Callable[..., Strategy]:
+    return lambda **kw: CommunicateOptimizeStrategy([*before, cls(**kw)], inner_optim="sgd", lr=0.1)
 
 
-# class -> how to make a strategy of it, the arguments of the base, and for each argument the value to try
-ARGUMENTS: dict[type, tuple[Callable[..., Strategy], dict[str, Any], dict[str, Any]]] = {
-    Strategy: (Strategy, {"inner_optim": "sgd"}, {**COMMON, "communication_modules": MODULES}),
-    CommunicateOptimizeStrategy: (
+@dataclass(frozen=True)
+class Changes:
+    """How to make a strategy of a class, the arguments of the base, and for each argument the value to try.
+
+    `also`: what else the base needs for an argument to have a meaning.
+    """
+
+    build: Callable[..., Strategy]
+    base: dict[str, Any]
+    values: dict[str, Any]
+    also: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+ARGUMENTS: dict[type, Changes] = {
+    Strategy: Changes(Strategy, {"inner_optim": "sgd"}, {**COMMON, "communication_modules": MODULES}),
+    CommunicateOptimizeStrategy: Changes(
         CommunicateOptimizeStrategy,
         {"communication_modules": [], "inner_optim": "sgd"},
         {**COMMON, "communication_modules": MODULES},
     ),
-    AllReduceStrategy: (AllReduceStrategy, {"inner_optim": "sgd"}, COMMON),
-    FedAvgStrategy: (
+    AllReduceStrategy: Changes(AllReduceStrategy, {"inner_optim": "sgd"}, COMMON),
+    FedAvgStrategy: Changes(
         FedAvgStrategy,
         {"inner_optim": "sgd", "H": 2},
-        {**COMMON, "H": 3, "island_size": 2, "participation": 0.6},
+        {
+            **COMMON,
+            "H": 3,
+            "island_size": 2,
+            "participation": 0.6,
+            "weighting": "examples",
+            "proximal_mu": 0.5,
+            "server_optim": "avgm",
+            "server_lr": 0.5,
+            "server_betas": (0.1, 0.2),
+            "server_tau": 0.1,
+        },
+        also={name: {"server_optim": "yogi"} for name in ("server_lr", "server_betas", "server_tau")},
     ),
-    DiLoCoStrategy: (
+    DiLoCoStrategy: Changes(
         DiLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
         {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
     ),
-    GradientAveraging: (with_module(GradientAveraging), {}, {}),
-    AveragingCommunicator: (
+    GradientAveraging: Changes(with_module(GradientAveraging), {}, {}),
+    AveragingCommunicator: Changes(
         with_module(AveragingCommunicator),
         {"H": 2},
-        {"H": 3, "island_size": 2, "participation": 0.6},
+        {"H": 3, "island_size": 2, "participation": 0.6, "weighting": "examples"},
     ),
-    DiLoCoCommunicator: (
+    ServerCommunicator: Changes(
+        with_module(ServerCommunicator),
+        {"server": ServerOptimizer("avgm"), "H": 2},
+        {"server": ServerOptimizer("avg"), "H": 3, "participation": 0.6, "weighting": "examples"},
+    ),
+    ProximalTerm: Changes(
+        with_module(ProximalTerm, AveragingCommunicator(H=6)), {"mu": 0.5, "H": 2}, {"mu": 2.0, "H": 3}
+    ),
+    DiLoCoCommunicator: Changes(
         with_module(DiLoCoCommunicator),
         {"H": 2},
         {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3},
@@ -546,18 +641,18 @@ SETTINGS = [(cls, name) for cls in ARGUMENTS for name in inspect.signature(cls).
 
 @pytest.mark.parametrize(("cls", "argument"), SETTINGS, ids=[f"{cls.__name__}-{name}" for cls, name in SETTINGS])
 def test_every_constructor_argument_changes_something(cls: type, argument: str) -> None:
-    build, base, changes = ARGUMENTS[cls]
-    assert argument in changes, f"add a value of {argument} to ARGUMENTS[{cls.__name__}]"
+    changes = ARGUMENTS[cls]
+    assert argument in changes.values, f"add a value of {argument} to ARGUMENTS[{cls.__name__}]"
     start, batches = setup()
-    before = run(start, build(**base), batches)
-    after = run(start, build(**{**base, argument: changes[argument]}), batches)
-    assert difference(before.params, after.params) > 1e-8
-    assert repr(build(**base)) != repr(build(**{**base, argument: changes[argument]}))  # what a log keeps of a run
+    base = {**changes.base, **changes.also.get(argument, {})}
+    first, second = changes.build(**base), changes.build(**{**base, argument: changes.values[argument]})
+    assert difference(run(start, first, batches).params, run(start, second, batches).params) > 1e-8
+    assert repr(first) != repr(second)  # what a log keeps of a run
 
 
 def test_no_change_is_listed_that_the_class_does_not_have() -> None:
-    for cls, (_, base, changes) in ARGUMENTS.items():
-        assert {*base, *changes} <= inspect.signature(cls).parameters.keys()
+    for cls, changes in ARGUMENTS.items():
+        assert {*changes.base, *changes.values} <= inspect.signature(cls).parameters.keys()
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

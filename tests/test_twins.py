@@ -31,6 +31,7 @@ STEPS = 50
 K = 5
 BATCH_SIZE = 3
 WARMUP = 8
+EXAMPLES = (7, 1, 4, 2, 6)  # what each node's shard is said to hold
 
 
 def warm_cosine(step: int) -> float:
@@ -76,6 +77,10 @@ CASES: dict[str, Case] = {
     "fedavg-islands-of-participants-rmsprop": Case(
         lambda: FedAvgStrategy("rmsprop", H=2, island_size=2, participation=0.8, lr=0.003, max_norm=0.3),
         functools.partial(fedavg, H=2, inner=(RMSprop, {"lr": 0.003}), max_norm=0.3),
+    ),
+    "fedavg-weighted-momentum": Case(
+        lambda: FedAvgStrategy(OptimSpec(SGD, lr=0.1, momentum=0.9), H=4, weighting="examples"),
+        functools.partial(fedavg, H=4, inner=(SGD, {"lr": 0.1, "momentum": 0.9}), weights=EXAMPLES),
     ),
     "diloco-adamw-clipped-cosine": Case(
         lambda: DiLoCoStrategy("adamw", H=5, lr=0.01, max_norm=0.3, warmup_steps=WARMUP, cosine_anneal=True),
@@ -125,7 +130,8 @@ def twin(case: str, model: str, num_nodes: int, groups: Any, active: Any) -> Res
 def check(case: str, model: str, num_nodes: int, **settings: Any) -> Run:
     """Run vecgym and the twin, and compare all that they hold."""
     start = make_model(model, dtype=torch.float64)
-    ours = run(start, CASES[case].make(), stacked(data(model, num_nodes)), **settings)
+    batches = stacked(data(model, num_nodes))
+    ours = run(start, CASES[case].make(), batches, num_examples=EXAMPLES[:num_nodes], **settings)
     theirs = twin(case, model, num_nodes, tuple(ours.groups), tuple(ours.active))
     assert_close(ours.losses, theirs.losses, TOLERANCE, "losses")
     params = [common.parameters(m) for m in theirs.models]

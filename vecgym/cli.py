@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vecgym import __version__
+from vecgym.errors import DivergenceError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +32,8 @@ ENGINES = ("auto", "vmap", "loop", "fastest")  # those of vecgym.local, which wo
 
 # What `vecgym compare` takes for the options that are not given, and what it takes with --quick.
 DEFAULTS: dict[str, Any] = {
-    "steps": 1000, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 1e-2,
+    "steps": 1200, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 6e-3,
+    "outer_lr": 0.7, "outer_momentum": 0.6,
 }  # fmt: skip
 QUICK: dict[str, Any] = {**DEFAULTS, "steps": 200, "context": 32, "width": 32, "H": 10}
 
@@ -46,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     does, a command line that makes no sense raises `SystemExit(2)`, and one that asks for help `SystemExit(0)`.
 
     >>> main(["info"])  # doctest: +ELLIPSIS
-    vecgym      0.1...
+    vecgym      0.1.0
+    ...
+    0
     """
     parser = _parser()
     args, unknown = parser.parse_known_args(argv)
@@ -58,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
+        print("Interrupted.", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, ArithmeticError, OSError) as error:
+    except (ValueError, TypeError, OSError, DivergenceError) as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
         return 1
 
@@ -113,6 +117,8 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
     add("--heads", _count, "attention heads; must divide the width")
     add("--H", _count, "steps between two exchanges of fedavg and diloco")
     add("--lr", _positive, "largest learning rate of AdamW, after a warm-up and before a cosine")
+    add("--outer-lr", _positive, "learning rate of diloco's outer optimizer, SGD with Nesterov momentum")
+    add("--outer-momentum", _positive, "its momentum; the paper's 0.9 is for longer runs")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initialisation and data order (0)")
     parser.add_argument("--device", help="cpu, cuda or mps (the best one present)")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="how the nodes are computed (auto)")
@@ -149,35 +155,37 @@ def _compare(args: argparse.Namespace) -> int:
         f"GPT of {num_params:,} parameters on {args.text or 'the source text of Python itself'}."
     )
     runs: dict[str, Run] = {}
-    interrupted = None
+    stopped: KeyboardInterrupt | DivergenceError | None = None
     for name, strategy in strategies.items():
         print(f"\n{strategy}", flush=True)
         try:
             runs[name] = _train(strategy, model, train, val, args.output / name, args)
-        except KeyboardInterrupt:
-            interrupted = name
+        except (KeyboardInterrupt, DivergenceError) as reason:
+            stopped = reason
             break
     if runs:
         _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
-    if interrupted:
-        print(f"\nInterrupted. What was recorded of {interrupted} is in {args.output / interrupted}.", file=sys.stderr)
-        return 130
+    if stopped is not None:
+        print(f"\n{name} stopped early; what was recorded of it is in {args.output / name}", file=sys.stderr)
+        raise stopped
     return 0
 
 
 def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
     """One of `STRATEGIES`, all with the same inner optimizer: AdamW, a warm-up, then a cosine down to a tenth."""
-    from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
+    import torch
 
-    inner: dict[str, Any] = {
-        "lr": args.lr, "warmup_steps": args.steps // 20, "cosine_anneal": True, "max_norm": 1.0,
-    }  # fmt: skip
+    from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
+
+    adamw = OptimSpec(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.99))  # a short memory for a short run
+    inner: dict[str, Any] = {"warmup_steps": args.steps // 20, "cosine_anneal": True, "max_norm": 1.0}
     if name == "allreduce":
-        return AllReduceStrategy("adamw", **inner)
+        return AllReduceStrategy(adamw, **inner)
     if name == "fedavg":
-        return FedAvgStrategy("adamw", H=args.H, **inner)
+        return FedAvgStrategy(adamw, H=args.H, **inner)
     if name == "diloco":
-        return DiLoCoStrategy("adamw", "sgd", H=args.H, **inner)
+        outer = OptimSpec(torch.optim.SGD, lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True)
+        return DiLoCoStrategy(adamw, outer, H=args.H, **inner)
     raise ValueError(f"strategy {name!r} is not known; allowed: {', '.join(STRATEGIES)}.")
 
 
@@ -249,7 +257,7 @@ def comparison_table(runs: dict[str, Run], reference_bytes: float) -> str:
     >>> history = History()
     >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "total_bytes": 5e6})
     >>> print(comparison_table({"fedavg": Run(history, seconds=3.0)}, reference_bytes=1e8))
-    strategy  val loss  val loss of nodes  sent    less  seconds
+    strategy  val loss  val loss of nodes    sent  less  seconds
     fedavg      2.0000             2.1000  5.0 MB   20x      3.0
     """
     from matplotlib.ticker import EngFormatter

@@ -2,6 +2,7 @@
 
 from vecgym.compress.dct import (
     Grid,
+    accumulate_dct_,
     basis,
     chunk_size,
     dct,
@@ -16,6 +17,7 @@ from vecgym.compress.dct import (
 
 __all__ = [
     "Grid",
+    "accumulate_dct_",
     "basis",
     "chunk_size",
     "dct",

@@ -103,6 +103,21 @@ def dct(x: Tensor) -> Tensor:
     return height @ x @ width.T
 
 
+def accumulate_dct_(X: Tensor, x: Tensor, cut: Grid, decay: float) -> Tensor:
+    """X <- decay X + dct(to_chunks(x, cut)) in place, with fewer passes: `[S, chunks, area]` and `[S, *shape]`.
+
+    >>> X, x, cut = torch.ones(1, 2, 4), torch.ones(1, 2, 4), grid((2, 4), limit=2)
+    >>> accumulate_dct_(X, x, cut, decay=0.5)
+    tensor([[[2.5000, 0.5000, 0.5000, 0.5000],
+             [2.5000, 0.5000, 0.5000, 0.5000]]])
+    """
+    strips = x.reshape(x.shape[0] * cut.rows, cut.height, cut.columns * cut.width)
+    height, width = basis(cut.height, x.dtype, x.device), basis(cut.width, x.dtype, x.device)
+    half = torch.bmm(height.expand(len(strips), -1, -1), strips)
+    X.view(-1, cut.width).addmm_(rearrange(half, "s h (c w) -> (s c h) w", w=cut.width), width.T, beta=decay)
+    return X
+
+
 def inverse_dct(X: Tensor) -> Tensor:
     """The chunks `[..., height, width]` of these coefficients: x = C_height^T X C_width."""
     height, width = _bases(X)
@@ -125,13 +140,26 @@ def strongest(x: Tensor, k: int) -> Tensor:
     if k >= n:
         return torch.arange(n, device=x.device).expand(*x.shape[:-1], n)
     magnitude = x.detach().abs()
-    # One more than needed: only where the last one in equals the first one out does topk have a choice.
-    values, indices = magnitude.topk(k + 1)
+    # One more than needed: only where the last one in equals the first one out is there a choice.
+    values, indices = _largest(magnitude, k + 1)
     indices, last = indices[..., :k], values[..., k - 1]
     tied = last == values[..., k]
     if tied.any():
         indices[tied] = _first_strongest(magnitude[tied], last[tied], k)
     return indices
+
+
+def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`x.topk(k)`, for rows long against k twice as fast: the k largest are in the k groups of largest maximum."""
+    n = x.shape[-1]
+    size = chunk_size(n, 8)
+    if size == 1 or n < 2 * size * k:
+        return x.topk(k)
+    members = torch.arange(n, device=x.device).view(size, -1)  # group j: j, j + n / size, j + 2 n / size, ...
+    groups = x.unflatten(-1, members.shape).amax(-2).topk(k, sorted=False).indices
+    candidates = members.T[groups].flatten(-2)
+    values, chosen = x.gather(-1, candidates).topk(k)
+    return values, candidates.gather(-1, chosen)
 
 
 def _first_strongest(magnitude: Tensor, last: Tensor, k: int) -> Tensor:

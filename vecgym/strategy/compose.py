@@ -28,9 +28,9 @@ def every(n: int, module: CommunicationModule) -> CommunicationModule:
     Raises:
         ValueError: for n < 1.
 
-    >>> from vecgym.strategy import AveragingCommunicator
-    >>> every(5, AveragingCommunicator(island_size=4))
-    every(5, AveragingCommunicator(island_size=4, H=1, participation=1.0))
+    >>> from vecgym.strategy import GradientAveraging
+    >>> every(5, GradientAveraging())
+    every(5, GradientAveraging())
     """
     check_interval("n", n)
     _check_module("every(n, module)", module)
@@ -62,9 +62,19 @@ def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
     Reference: the delayed average of Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed
     Training Using Delayed Averaging", arXiv 2006.00441, for any module.
 
-    >>> from vecgym.strategy import AveragingCommunicator
-    >>> delayed(AveragingCommunicator(H=10), 2)
-    delayed(AveragingCommunicator(island_size=None, H=10, participation=1.0), 2)
+    >>> import torch
+    >>> from vecgym.collectives import StackedCollectives
+    >>> class Halve(CommunicationModule):
+    ...     def exchange_parameters(self, params, state, ctx):
+    ...         return {name: x / 2 for name, x in params.items()}, state
+    >>> module, params, comm = delayed(Halve(), 2), {"w": torch.tensor([8.0])}, StackedCollectives(1)
+    >>> state = module.init(params, Context(comm))
+    >>> for step in range(3):
+    ...     params, state = module.exchange_parameters(params, state, Context(comm, step))
+    ...     print(params["w"])
+    tensor([8.])
+    tensor([8.])
+    tensor([4.])
     """
     check_delay("d", d)
     _check_module("delayed(module, d)", module)

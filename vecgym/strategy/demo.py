@@ -8,6 +8,7 @@ from torch import Tensor
 from vecgym import tree
 from vecgym.compress import (
     Grid,
+    accumulate_dct_,
     dct,
     from_chunks,
     grid,
@@ -109,7 +110,7 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         length = max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
         sent: list[tuple[Tensor, Tensor]] = []
         for momentum, block in zip(momenta.split(length), strips.split(length)):
-            momentum.mul_(self.compression_decay).add_(dct(to_chunks(block, strip)).flatten(2))
+            accumulate_dct_(momentum, block, strip, self.compression_decay)
             indices = strongest(momentum, self.compression_topk)
             sent.append((indices, momentum.gather(-1, indices)))
             momentum.scatter_(-1, indices, 0.0)
@@ -206,7 +207,7 @@ def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
 
 def _block_bytes(x: Tensor) -> int:
     """The size of temporaries: on a CPU they stay in its cache, other devices want few large operations."""
-    return 2**22 if x.device.type == "cpu" else 2**28
+    return 2**23 if x.device.type == "cpu" else 2**28
 
 
 def _check_count(name: str, value: int, what: str) -> int:
