@@ -283,6 +283,7 @@ def sequences(num_examples: int = 40, seed: int = 0) -> Any:
 
 
 TRIANGLE = torch.ones(6, 6, dtype=torch.bool).tril()
+PLACES = torch.stack([TRIANGLE, TRIANGLE.T, torch.eye(6, dtype=torch.bool)])[:, None]  # [3, 1, T, T]
 sdpa = F.scaled_dot_product_attention
 
 
@@ -305,7 +306,7 @@ ATTENTION: dict[str, Callable[..., Tensor]] = {
     "float [B,H,T,T]": lambda q, k, v, x: sdpa(q, k, v, x[:, None, :, :6].expand(-1, 2, -1, -1)),
     "float [B,1,T,T]": lambda q, k, v, x: sdpa(q, k, v, x[:, None, :, :6] - 1.0),
     "float of parameters [H,T,T]": lambda q, k, v, x: sdpa(q, k, v, (q[0] @ k[0].transpose(-2, -1))),
-    "same mask for all examples [B,1,T,T]": lambda q, k, v, x: sdpa(q, k, v, TRIANGLE.expand(len(x), 1, 6, 6)),
+    "one mask for each place in the batch": lambda q, k, v, x: sdpa(q, k, v, PLACES[: len(x)]),
     "three dimensions": lambda q, k, v, x: sdpa(q[:, 0], k[:, 0], v[:, 0])[:, None].expand(-1, 2, -1, -1),
     "folded heads": lambda q, k, v, x: sdpa(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)).view(q.shape),
     "shorter query": lambda q, k, v, x: sdpa(q[:, :, :1], k, v).expand(-1, -1, 6, -1),

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    ["tree", "rng", "schedule", "topology", "errors", "compress"],
+    ["tree", "rng", "schedule", "topology", "errors", "folding", "compress"],
     ["nodes", "ledger", "data", "corpus", "models"],
     ["collectives", "local", "optim"],
     ["strategy"],

@@ -294,7 +294,7 @@ class Relabelled(StackedCollectives):
         return super().server_mean(x, sorted(self.order[i] for i in participants), weights)
 
 
-@pytest.mark.parametrize("num_nodes", [2, 3, 5, 8])
+@pytest.mark.parametrize("num_nodes", [2, 5, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn at random (islands, participants) is permuted along: its law does not know the nodes' names."""
@@ -371,7 +371,7 @@ def test_running_twice_gives_the_same_bits(name: str, model: str, engine: str) -
 
 @pytest.mark.parametrize(
     ("model", "engine", "cut"),
-    [("Dropout", "vmap", H - 1), ("Dropout", "loop", H + 1), ("CNN", "vmap", H), ("MLP", "vmap", H)],
+    [("Dropout", "vmap", H - 1), ("Dropout", "loop", H + 1), ("CNN", "vmap", H)],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_a_saved_state_continues_as_if_nothing_had_happened(name: str, model: str, engine: str, cut: int) -> None:
@@ -432,7 +432,7 @@ def test_init_shares_nothing_with_the_model() -> None:
 # --------------------------------------------------------------------------------- pure against donating
 
 
-@pytest.mark.parametrize("model", ["MLP", "CNN", "GPT", "Dropout", "WithFrozen"])
+@pytest.mark.parametrize("model", ["MLP", "CNN", "Dropout"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_pure_step_equals_the_donating_one(name: str, model: str) -> None:
     """... to rounding, and leaves the state that it was given as it was."""

@@ -144,6 +144,19 @@ def test_fit_twice_starts_anew() -> None:
     assert len(trainer.history) == 3
 
 
+def test_every_module_is_a_copy_of_its_own() -> None:
+    trainer, result = fit("MLP", alone(), max_steps=2)
+    modules = [result, trainer.nodes.average(), trainer.nodes.module(0), trainer.nodes.module(1)]
+    kept = [copy.deepcopy(module.state_dict()) for module in modules]
+    stacked = {name: p.clone() for name, p in trainer.nodes.params.items()}
+    with torch.no_grad():
+        for p in modules[1].parameters():
+            p.zero_()
+    assert all(same(module.state_dict(), kept[i]) for i, module in enumerate(modules) if i != 1)
+    assert same(trainer.nodes.params, stacked)
+    assert not same(kept[2], kept[3])
+
+
 def test_nodes_before_fit() -> None:
     with pytest.raises(AttributeError, match="fit"):
         _ = Trainer(make_model("MLP"), dataset("MLP")).nodes
@@ -337,6 +350,7 @@ def global_state() -> tuple[bytes, bytes, Any]:
 @pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg participation"])
 def test_the_global_random_states_are_neither_read_nor_changed(strategy: str, engine: str) -> None:
     settings: dict[str, Any] = {"max_steps": 3, "val_interval": 1, "engine": engine}
+    torch.manual_seed(987), np.random.seed(987), random.seed(987)  # noqa: NPY002
     before = global_state()
     a, _ = fit(make_model("Dropout"), strategy, data=Noisy(), val=Noisy(), **settings)
     assert global_state() == before

@@ -17,23 +17,20 @@ import copy
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from vecgym import rng, tree
 from vecgym.errors import VecgymWarning
+from vecgym.folding import Folding, Observer
 from vecgym.tree import Tree
 
 ENGINES = ("auto", "vmap", "loop", "fastest")
@@ -74,7 +71,7 @@ class ModelFacts:
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
     flop: int  # floating-point operations of one node's forward and backward pass
-    attention: bool = False  # calls F.scaled_dot_product_attention
+    folds: bool = False  # has operations that `Folding` does better
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
@@ -197,7 +194,7 @@ class Engine:
         """Run one node forward and backward: check what the model returns, and note what it does."""
         params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
         before = {name: b.clone() for name, b in self.buffers.items()}
-        with _seeded(0, self.device, active=True), _Counter() as counter, _FoldAttention(fold=False) as attention:
+        with _seeded(0, self.device, active=True), Observer() as observer:
             state = torch.get_rng_state(), _device_rng_state(self.device)
             with self._casting():
                 _, after, grads = self._train[0].call_with_gradient(
@@ -209,8 +206,8 @@ class Engine:
             unused=frozenset(name for name, g in zip(params, grads) if g is None),
             mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
             random=random,
-            flop=counter.flop,
-            attention=attention.seen,
+            flop=3 * observer.flop,  # a backward pass costs about two forward passes
+            folds=observer.folds,
         )
         if not want_vmap:
             return facts
@@ -520,7 +517,7 @@ class Engine:
 
     def _folding(self) -> contextlib.AbstractContextManager:
         # Entered only where it matters: it costs a microsecond for each operation of the model.
-        return _FoldAttention() if self.facts is None or self.facts.attention else contextlib.nullcontext()
+        return Folding() if self.facts is None or self.facts.folds else contextlib.nullcontext()
 
     def _casting(self) -> contextlib.AbstractContextManager:
         if not self.autocast:
@@ -616,78 +613,6 @@ def _cause(error: Exception) -> str:
     return f"{text}{where}"
 
 
-# ---------------------------------------------------------------------------------------------- attention
-
-
-class _Attention(torch.autograd.Function):
-    """Scaled dot-product attention has no weights, so the node dimension folds into the batch.
-
-    Without this, vmap would run it node by node on CPU. Only `vmap` is ever used: what it calls is
-    differentiated as usual.
-    """
-
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask, **options)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict) -> Any:
-        n = info.batch_size
-        q, k, v = (_fold(x, dim, n) for x, dim in zip((q, k, v), in_dims))
-        if mask is not None and in_dims[3] is not None:
-            mask = mask.movedim(in_dims[3], 0)
-            size = q.shape[0] // n
-            shape = [1] * (5 - mask.dim()) + list(mask.shape[1:])  # a node's mask broadcasts to [B, H, T, S]
-            mask = mask.reshape(n, *shape).expand(n, size, *shape[1:]).flatten(0, 1)
-        elif mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
-            mask = mask.repeat(n, 1, 1, 1)
-        out = F.scaled_dot_product_attention(q, k, v, mask, **options)
-        return out.unflatten(0, (n, -1)), 0
-
-
-def _fold(x: Tensor, dim: int | None, n: int) -> Tensor:
-    return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-
-
-class _FoldAttention(TorchFunctionMode):
-    """Send `F.scaled_dot_product_attention` on `[B, H, T, D]` under vmap to `_Attention`, and note that it was seen."""
-
-    def __init__(self, fold: bool = True) -> None:
-        super().__init__()
-        self.fold = fold
-        self.seen = False
-
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            self.seen = True
-            if self.fold:
-                return _folded_attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _folded_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    options.update(dropout_p=dropout_p, is_causal=is_causal)
-    same_batch = query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
-    if not same_batch:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, **options)
-    return _Attention.apply(query, key, value, attn_mask, options)
-
-
 # ------------------------------------------------------------------------------------------- small helpers
 
 
@@ -720,21 +645,6 @@ def _seeded(seed: int, device: torch.device, active: bool) -> Iterator[None]:
 
 def _device_rng_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
-
-
-class _Counter(TorchDispatchMode):
-    """Counts the floating-point operations of the matrix products and convolutions that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flop = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flop += count(*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 def _sizes(batch: Any) -> tuple[int, int]:

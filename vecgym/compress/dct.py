@@ -71,7 +71,7 @@ def to_chunks(x: Tensor, cut: Grid) -> Tensor:
 
 def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
     """`[L, chunks, height, width]` -> `[L, *shape]`, the inverse of `to_chunks`."""
-    matrix = rearrange(chunks, "l (r c) h w -> l (r h) (c w)", r=cut.rows)
+    matrix = rearrange(chunks, "l (r c) h w -> l (r h) (c w)", r=cut.rows, c=cut.columns)
     return matrix.reshape(chunks.shape[0], *shape)
 
 

@@ -207,12 +207,23 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
         values = {key: _extreme(key, value, pick) for key, value in kwargs.items()}
         try:
             # two dimensions: what Muon asks for, and nobody minds
-            defaults = cls([nn.Parameter(torch.zeros(1, 1))], **values).defaults
+            defaults = _dummy(cls)([nn.Parameter(torch.zeros(1, 1))], **values).defaults
         except TypeError as error:
             raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
     return dict(defaults)
+
+
+def _dummy(cls: type[Optimizer]) -> type[Optimizer]:
+    """The class, but adding a parameter group does not make torch import its compiler, which takes a second."""
+    if cls.add_param_group is not Optimizer.add_param_group:
+        return cls
+
+    def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
+        self.param_groups.append({**self.defaults, **group})
+
+    return type(cls.__name__, (cls,), {"add_param_group": add_param_group})
 
 
 def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:

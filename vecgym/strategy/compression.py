@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,6 +37,12 @@ from vecgym.topology import Groups
 from vecgym.tree import Tree
 
 PHASES = {"gradients": "exchange_gradients", "parameters": "exchange_parameters"}
+
+NO_ISLANDS = (
+    "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
+    "on all: average over all nodes (island_size=None, participation=1), or send the parameters as they are "
+    "(reference=False), which only methods that keep every value do reasonably: int8, say."
+)
 
 
 def compressed(
@@ -179,17 +185,17 @@ class TopKSparseCommunicator(CommunicationModule):
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         last = state["last"]
         indices = {name: self._moved_most(p.detach(), last[name]) for name, p in params.items()}
-        values = {name: _flat(p).gather(1, indices[name].expand(len(p), -1)) for name, p in params.items()}
+        values = {name: _flat(params[name]).expand(len(at), -1).gather(1, at) for name, at in indices.items()}
         received = self._gather(values, ctx)  # [1, K, k]
-        sent = ctx.comm.all_gather({name: at.to(index_dtype(_flat(params[name]).shape[1])) for name, at in indices.items()})
+        sent = ctx.comm.all_gather({name: at.to(index_dtype(_size(params[name]))) for name, at in indices.items()})
         new, kept = {}, {}
         for name, p in params.items():
-            at, n = sent[name].long(), _flat(p).shape[1]
+            at, n = sent[name].long(), _size(p)
             mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(-1, *p.shape[1:])
             touched = torch.zeros(len(at), n, dtype=torch.bool, device=p.device).scatter_(1, at.flatten(1), True)
             touched = touched.view(-1, *p.shape[1:])  # [1, *]
             new[name] = torch.where(touched, mean, p)
-            kept[name] = torch.where(touched, mean.detach(), last[name])
+            kept[name] = torch.where(touched, mean, last[name]).detach()
         return new, {"last": kept}
 
     def _moved_most(self, p: Tensor, last: Tensor) -> Tensor:
@@ -233,10 +239,9 @@ class _Compressed(CommunicationModule):
 
     def _check_islands(self) -> None:
         """Early, for modules that say so; all others are found out at their first exchange."""
-        settings = {"island_size": None, "participation": 1}
-        given = [f"{key}={getattr(self.module, key)!r}" for key, all in settings.items() if getattr(self.module, key, all) != all]
-        if given:
-            raise ValueError(f"{self.module!r} has {given[0]}. {_NO_ISLANDS}")
+        for name, everyone in {"island_size": None, "participation": 1}.items():
+            if getattr(self.module, name, everyone) != everyone:
+                raise ValueError(f"{self.module!r} has {name}={getattr(self.module, name)!r}. {NO_ISLANDS}")
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.module.check(num_nodes, max_steps)
@@ -248,8 +253,8 @@ class _Compressed(CommunicationModule):
             state[phase] = {}
             if self.error_feedback:
                 state[phase]["residual"] = tree.map(lambda p: torch.zeros_like(p[:1]), params)
-            if phase == "parameters" and (self.reference or (self.reference is None and not compares)):
-                state[phase]["reference"] = _shared(params, ctx)
+            if phase == "parameters" and (not compares if self.reference is None else self.reference):
+                state[phase]["reference"] = _same_on_all(params, ctx)
             if isinstance(self.codec, PowerSGD):
                 state[phase]["codec"] = self.codec.init(params)
         return state
@@ -274,7 +279,7 @@ class _Compressed(CommunicationModule):
 
         def mean(x: Tree, groups: Groups | None, weights: Sequence[float] | None) -> Tree:
             nonlocal after
-            self._check(x, given, state[phase], groups)
+            self._check(x, given, state[phase], phase, groups)
             average, after = self._mean(x, after, phase, ctx, groups, weights)
             return average
 
@@ -326,14 +331,14 @@ class _Compressed(CommunicationModule):
         average, sent = _gathered_mean(p, self.codec, ctx, draws, shares, own=self.error_feedback)
         return average, sent, state
 
-    def _check(self, x: Any, given: Tree, state: State, groups: Groups | None) -> None:
+    def _check(self, x: Any, given: Tree, state: State, phase: str, groups: Groups | None) -> None:
         """Raise a ValueError for an average that has no compressed form."""
         if not isinstance(x, dict):
             raise ValueError(f"{self!r}: the module averages a tensor; compressed(...) takes trees, {{name: tensor}}.")
         if groups is not None and "reference" in state:
-            raise ValueError(f"{self!r} averages within groups of nodes. {_NO_ISLANDS}")
+            raise ValueError(f"{self!r} averages within groups of nodes. {NO_ISLANDS}")
         if groups is not None and isinstance(self.codec, PowerSGD):
-            raise ValueError(f'{self!r}: "powersgd" goes on from the average before, which groups of nodes do not share.')
+            raise ValueError(f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share.")
         for kind in ("residual", "reference"):
             other = [name for name, y in x.items() if kind in state and y.shape[1:] != _shape(state[kind].get(name))]
             if other:
@@ -342,10 +347,154 @@ class _Compressed(CommunicationModule):
                     f"{self!r}: the module averages {other[0]} of shape {list(x[other[0]].shape[1:])}, which is no "
                     f"parameter as a whole, and there is a {kind} for those only: give {option}=False."
                 )
-        itself = self.reference is None and "reference" not in state and any(x.get(n) is y for n, y in given.items())
-        if itself and x is not given and not _phases_of_gradients(state):
-            return
+        itself = phase == "parameters" and any(x.get(name) is y for name, y in given.items())
+        if itself and self.reference is None and "reference" not in state:
+            raise ValueError(
+                f"{self!r}: the module keeps a state, yet it averages the parameters themselves: give reference=True "
+                "to send their difference to the last average, or reference=False to send them as they are."
+            )
 
     def __repr__(self) -> str:
         chosen = "" if self.reference is None else f", reference={self.reference}"
         return f"compressed({self.module!r}, {self.codec!r}, error_feedback={self.error_feedback}{chosen})"
+
+
+class _OnlyOneMean(Collectives):
+    """Collectives of which nothing is left but `mean`, once."""
+
+    def __init__(
+        self, comm: Collectives, mean: Callable[[Any, Groups | None, Sequence[float] | None], Any], who: str
+    ) -> None:
+        self.num_nodes, self.node_ids, self.ledger = comm.num_nodes, comm.node_ids, comm.ledger
+        self._compressed, self._who, self._used = mean, who, False
+
+    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+        if self._used:
+            self._refuse("ctx.comm.mean a second time in one exchange")
+        self._used = True
+        return self._compressed(x, groups, weights)
+
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+        self._refuse("ctx.comm.server_mean" if average else "ctx.comm.sum")
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        self._refuse("ctx.comm.all_gather")
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        self._refuse("ctx.comm.broadcast")
+
+    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
+        self._refuse("ctx.comm.permute")
+
+    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        self._refuse("ctx.comm.mix")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"{self._who}: the module calls {what}. Only an exchange that consists of one ctx.comm.mean can be "
+            "compressed: that of GradientAveraging, AveragingCommunicator or DiLoCoCommunicator, say."
+        )
+
+
+# ------------------------------------------------------------------------------------------- averages of codes
+
+
+def _gathered_mean(
+    values: Tree, codec: Codec, ctx: Context, draws: Callable[[str], Draw], shares: Tensor | None, own: bool
+) -> tuple[Tree, Tree]:
+    """The average of all nodes' codes, `[1 or L, *]`; and, if asked for, what each node's own stands for, `[L, *]`."""
+    codes = {name: codec.encode(x, draws(name)) for name, x in values.items()}
+    received = _all_gather(codes, codec, ctx.comm)
+    average = {name: codec.average(received[name], x, shares) for name, x in values.items()}
+    return average, {name: codec.decode(codes[name], x) for name, x in values.items()} if own else {}
+
+
+def _all_gather(codes: dict[str, Tree], codec: Codec, comm: Collectives) -> dict[str, Tree]:
+    """Every node's codes on every node, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
+    sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
+    received = comm.all_gather(sent)
+    return {
+        name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
+        for name, code in codes.items()
+    }
+
+
+def _decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
+    """`[1, K, ...]` -> `[1, K, *]`."""
+    rows, num_senders = code["values"].shape[:2]
+    decoded = codec.decode({part: y.flatten(0, 1) for part, y in code.items()}, like)
+    return decoded.unflatten(0, (rows, num_senders))
+
+
+def _shares(groups: Groups | None, weights: Sequence[float] | None, comm: Collectives) -> Tensor | None:
+    """W `[1 or L, K]`: a node's average is sum_k W_ik x_k. None: the plain mean.
+
+    It is what the average makes of the unit vectors, on paper: no communication.
+    """
+    if groups is None and weights is None:
+        return None
+    W = StackedCollectives(comm.num_nodes).mean(torch.eye(comm.num_nodes, dtype=torch.float64), groups, weights)
+    return W[comm.node_ids] if len(W) > 1 else W
+
+
+def _takes_part(groups: Groups, comm: Collectives) -> Tensor:
+    """Which of the nodes held here are in a group, `[L]`."""
+    return torch.isin(comm.node_ids, torch.tensor([node for group in groups for node in group], dtype=torch.long))
+
+
+def _where(chosen: Tensor, new: Tree, old: Tree) -> Tree:
+    """The rows of `new` that are `chosen`, `[L]`; the other rows of `old`."""
+    return {
+        name: torch.where(chosen.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, old[name]) for name, x in new.items()
+    }
+
+
+def _straight_through(values: Tree, smooth: Tree) -> Tree:
+    """`values`, with the derivatives of `smooth`."""
+    return {name: x + (smooth[name] - smooth[name].detach()) for name, x in values.items()}
+
+
+def _unrecorded(comm: Collectives) -> Collectives:
+    """The same collectives with another ledger: for derivatives, which nobody sends."""
+    twin = copy.copy(comm)
+    twin.ledger = Ledger()
+    return twin
+
+
+def _draws(purpose: str, ctx: Context) -> Callable[[str], Draw]:
+    """The random numbers of each tensor, by its name, in this step."""
+    return lambda name: Draw(lambda *ids: ctx.generator(f"{purpose} {name}", ctx.step, *ids), ctx.comm.node_ids)
+
+
+def _same_on_all(params: Tree, ctx: Context) -> Tree:
+    """The parameters, `[1, *]`, or those of node 0 where the nodes begin differently."""
+    if any(len(p) > 1 for p in params.values()):
+        params = ctx.comm.broadcast(params, src=0)
+    return tree.map(lambda p: p.detach().clone(), params)
+
+
+def _phases(module: CommunicationModule) -> list[str]:
+    """The phases of a step in which the module does something."""
+    return [
+        phase for phase, name in PHASES.items() if getattr(type(module), name) is not getattr(CommunicationModule, name)
+    ]
+
+
+def _plus(a: Tensor, b: Tensor, inplace: bool) -> Tensor:
+    """a + b, in the storage of a where that is allowed and possible."""
+    fits = inplace and a.shape == torch.broadcast_shapes(a.shape, b.shape)
+    return a.add_(b) if fits else a + b
+
+
+def _shape(x: Tensor | None) -> torch.Size | None:
+    return None if x is None else x.shape[1:]
+
+
+def _size(x: Tensor) -> int:
+    """Values of one node."""
+    return x[0].numel()
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[L, *shape] -> [L, numel]`."""
+    return x.reshape(len(x), _size(x))

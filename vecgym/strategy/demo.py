@@ -56,7 +56,8 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
     def __init__(
         self, compression_decay: float = 0.999, compression_topk: int = 32, compression_chunk: int = 64
     ) -> None:
-        if isinstance(compression_decay, bool) or not 0 <= compression_decay < 1:
+        number = isinstance(compression_decay, (int, float)) and not isinstance(compression_decay, bool)
+        if not number or not 0 <= compression_decay < 1:
             raise ValueError(
                 f"compression_decay={compression_decay!r} must be in [0, 1): what is kept of the momentum at each "
                 "step, such as 0.999."

@@ -1,0 +1,89 @@
+"""Operations done on the whole stack equal those done node by node, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vmap
+
+from vecgym.folding import LARGE_WEIGHT, Folding, Observer
+
+L, N, IN, OUT = 3, 5, 256, 128
+assert IN * OUT >= LARGE_WEIGHT
+
+
+def both(fn: Callable[..., Tensor], given: list[Tensor], in_dims: tuple[int | None, ...]) -> None:
+    """Compare values and gradients of a folded call with those of a loop over the nodes."""
+    results = []
+    for folded in (True, False):
+        leaves = [x.clone().requires_grad_() for x in given]
+        if folded:
+            with Folding():
+                out = vmap(fn, in_dims)(*leaves)
+        else:
+            rows = [[x if d is None else x.select(d, i) for x, d in zip(leaves, in_dims)] for i in range(L)]
+            out = torch.stack([fn(*row) for row in rows])
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    for mine, expected in zip(*results):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+def draw(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("middle", [(), (N,), (2, N)])
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, 0), (0, None, None), (0, 0, None), (0, None, 0), (1, 2, 1)])
+def test_linear(in_dims: tuple[int | None, ...], middle: tuple[int, ...]) -> None:
+    if in_dims[0] == 1 and not middle:
+        in_dims = (0, 2, 1)
+
+    def stacked(dim: int | None, *shape: int) -> Tensor:
+        return draw(*shape) if dim is None else draw(L, *shape).movedim(0, dim).contiguous()
+
+    given = [stacked(in_dims[0], *middle, IN), stacked(in_dims[1], OUT, IN), stacked(in_dims[2], OUT)]
+    both(F.linear, given, in_dims)
+
+
+def test_linear_without_bias_and_its_contiguous_gradient() -> None:
+    x, weight = draw(L, N, IN), draw(L, OUT, IN).requires_grad_()
+    with Folding():
+        out = vmap(F.linear)(x, weight)
+    (grad,) = torch.autograd.grad(out.square().sum(), weight)
+    assert grad.is_contiguous()
+    torch.testing.assert_close(grad, 2 * (x @ weight.mT).mT @ x, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fn", [F.linear, F.scaled_dot_product_attention], ids=["linear", "attention"])
+def test_a_call_on_nothing_but_shared_tensors(fn: Callable[..., Tensor]) -> None:
+    given = [draw(N, IN), draw(OUT, IN), draw(OUT)]
+    if fn is F.scaled_dot_product_attention:
+        given = [draw(2, 2, 4, 8), draw(2, 2, 6, 8) + 1, draw(2, 2, 6, 8)]
+    both(lambda scale, *tensors: scale * fn(*tensors), [draw(L), *given], (0, None, None, None))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (None, 0, 0), (0, None, None)])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}])
+def test_attention(options: dict, in_dims: tuple[int | None, ...]) -> None:
+    given = [draw(L, 2, 2, 4, 8) if d == 0 else draw(2, 2, 4, 8) for d in in_dims]
+    both(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), given, in_dims)
+
+
+def test_observer_counts_arithmetic() -> None:
+    with Observer() as observer:
+        F.linear(draw(N, 3), draw(4, 3))
+    assert (observer.flop, observer.folds) == (2 * N * 3 * 4, False)
+    with Observer() as observer:
+        draw(N, 3) @ draw(3, 4)
+        torch.addmm(draw(4), draw(N, 3), draw(3, 4))
+        F.conv2d(draw(2, 3, 8, 8), draw(4, 3, 3, 3))
+    assert observer.flop == 2 * (2 * N * 3 * 4) + 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3)
+    with Observer() as observer:
+        F.scaled_dot_product_attention(draw(2, 2, 4, 8), draw(2, 2, 6, 8), draw(2, 2, 6, 8))
+    assert (observer.flop, observer.folds) == (2 * (2 * 2 * 2 * 4 * 6 * 8), True)
