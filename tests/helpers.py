@@ -172,10 +172,10 @@ def assert_close(a: Any, b: Any, tolerance: float, what: str = "") -> None:
     assert x.keys() == y.keys(), f"{what}: only one side has {sorted(x.keys() ^ y.keys())}"
     for name in x:
         left, right = torch.broadcast_tensors(x[name].detach(), y[name].detach())
-        label = f"{what} {name}"
-        torch.testing.assert_close(
-            left, right, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text, at=label: f"{at}: {text}"
-        )
+        try:
+            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, equal_nan=True)
+        except AssertionError as error:
+            raise AssertionError(f"{what} {name}: {error}") from None
 
 
 def assert_same_bits(a: Any, b: Any, what: str = "") -> None:

@@ -76,11 +76,11 @@ def test_the_dct_is_the_twins(n: int) -> None:
     close(inverse_dct(x), twin.inverse_dct(x))
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_the_dct_is_scipys(n: int) -> None:
+def test_the_dct_is_scipys() -> None:
     fft = pytest.importorskip("scipy.fft")
-    x = draw(2, n, n + 3)
-    close(dct(x), torch.from_numpy(fft.dctn(x.numpy(), axes=(-2, -1), norm="ortho")))
+    for n in SIZES:
+        x = draw(2, n, n + 3)
+        close(dct(x), torch.from_numpy(fft.dctn(x.numpy(), axes=(-2, -1), norm="ortho")))
 
 
 @pytest.mark.parametrize("n", SIZES)

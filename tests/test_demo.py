@@ -105,7 +105,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # ours, the twin
     ),
 }
 CASES = [(setting, model) for setting in SETTINGS for model in ("SmoothMLP", "CNN", "LSTM")]
-CASES += [("small-chunks", "MLP"), ("defaults", "GPT"), ("clipped-warm-weight-decay", "GPT")]  # few chunks: a slow twin
+CASES += [("small-chunks", "MLP"), ("defaults", "GPT"), ("clipped-warm-weight-decay", "GPT")]  # slow twins
 RUNS = [
     (*case, engine) for case in CASES for engine in ("vmap", "loop") if engine == "loop" or case[1] not in NEEDS_LOOP
 ]

@@ -113,7 +113,8 @@ def test_the_engines_agree_under_autocast(model: str) -> None:
     a, b = (
         fit(make_model(model), data=data, max_steps=2, autocast=True, engine=engine)[0] for engine in ("vmap", "loop")
     )
-    np.testing.assert_allclose(a.history.node_array()[0], b.history.node_array()[0], rtol=1e-3)
+    # bfloat16 has 8 bits of mantissa, and vmap's cross-entropy stays in it.
+    np.testing.assert_allclose(a.history.node_array()[0], b.history.node_array()[0], rtol=2**-8)
 
 
 # ---------------------------------------------------------------------------------------------------- the choice
@@ -528,7 +529,7 @@ BODIES: dict[str, Callable[[], nn.Module]] = {
     "replaced buffers": lambda: RunningMean(inplace=False),
     "buffers in place": lambda: RunningMean(inplace=True),
 }
-MAY_FALL_BACK = {"GRU", "RNN", "weight_norm", "spectral_norm"}
+MAY_FALL_BACK = {"GRU", "RNN", "weight_norm", "spectral_norm", "Embedding, scale_grad_by_freq"}
 
 
 def body(name: str) -> nn.Module:

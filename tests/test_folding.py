@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from vecgym.folding import LARGE_WEIGHT, Folding, Observer
+from vecgym.folding import LARGE_WEIGHT, Folding, Observer, TwiceDifferentiable
 
 L, N, IN, OUT = 3, 5, 256, 128
 assert IN * OUT >= LARGE_WEIGHT
@@ -87,3 +88,41 @@ def test_observer_counts_arithmetic() -> None:
     with Observer() as observer:
         F.scaled_dot_product_attention(draw(2, 2, 4, 8), draw(2, 2, 6, 8), draw(2, 2, 6, 8))
     assert (observer.flop, observer.folds) == (2 * (2 * 2 * 2 * 4 * 6 * 8), True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["layer", "group", "batch"])
+def test_normalisations_equal_torch_and_so_do_their_second_derivatives(name: str, training: bool) -> None:
+    x, weight, bias = draw(4, 6, 5), draw(6) + 2, draw(6) - 1
+    running = [draw(6), draw(6).square() + 1]
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        if name == "layer":
+            return F.layer_norm(x.mT, (6,), weight, bias)
+        if name == "group":
+            return F.group_norm(x, 3, weight, bias)
+        return F.batch_norm(x, mean, var, weight, bias, training=training, momentum=0.3)
+
+    found = []
+    for elementary in (True, False):
+        leaves = [value.clone().requires_grad_() for value in (x, weight, bias)]
+        buffers = [value.clone() for value in running]
+        with TwiceDifferentiable() if elementary else contextlib.nullcontext():
+            out = norm(*leaves, *buffers)
+        first = torch.autograd.grad((out**3).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(torch.stack([(g**2).sum() for g in first]).sum(), leaves)
+        found.append([out, *first, *second, *buffers])
+    for mine, expected in zip(*found):
+        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_padding_gets_no_gradient_under_vmap() -> None:
+    tokens, table = torch.tensor([[0, 2, 2], [1, 0, 0], [2, 1, 0]]), draw(L, 4, 3)
+    both(lambda t: F.embedding(tokens, t, padding_idx=0), [table], (0,))
+    both(lambda t: F.embedding(tokens, t, padding_idx=-2), [table], (0,))
+
+
+def test_observer_names_what_vmap_does_wrong() -> None:
+    with Observer() as observer:
+        F.embedding(torch.tensor([1]), draw(4, 3), scale_grad_by_freq=True)
+    assert "scale_grad_by_freq" in observer.unsafe

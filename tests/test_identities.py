@@ -92,8 +92,9 @@ def test_4_averaging_with_identical_nodes_is_training_alone(inner: str) -> None:
     for strategy in (AllReduceStrategy(spec), FedAvgStrategy(spec, H=3), FedAvgStrategy(spec, H=2, island_size=2)):
         same(start, equal, strategy, alone)
     same(start, equal, DiLoCoStrategy(spec, outer(1.0), H=3), alone)
-    for strategy in (AllReduceStrategy(spec), FedAvgStrategy(spec, H=3), DiLoCoStrategy(spec, outer(1.0), H=3)):
-        same(start, reordered(batches, [0]), strategy, alone)
+    single: list[Strategy] = [AllReduceStrategy(spec), FedAvgStrategy(spec), DiLoCoStrategy(spec, outer(1.0), H=3)]
+    for one in single:
+        same(start, reordered(batches, [0]), one, alone)
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -261,7 +262,7 @@ def test_11_derivatives_through_the_unrolled_run_equal_the_closed_form() -> None
     (second,) = torch.autograd.grad(found[0], hyper[:1])
     dM = slopes[0]
     pairs = [power(M, R - 1 - j) @ dM @ power(M, j - 1 - i) @ dM @ power(M, i) for j in range(R) for i in range(j)]
-    assert second.item() == pytest.approx(float(2 * sum(pairs)[0, 0] * x.sum()), rel=1e-11)  # type: ignore[index]
+    assert second.item() == pytest.approx(float(2 * sum(pairs)[0, 0] * x.sum()), rel=1e-11)
 
 
 # ---------------------------------------------------------------------------------------------- bytes

@@ -870,13 +870,15 @@ def test_one_and_zero_are_the_module_itself() -> None:
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])  # the sparse one can overwrite what it is given
 @pytest.mark.parametrize("H", [1, 3])
 @pytest.mark.parametrize("d", [1, 2, 5])
-def test_delayed_averaging_by_hand(d: int, H: int, differentiable: bool) -> None:
+def test_delayed_averaging_by_hand(d: int, H: int, sparse: bool, differentiable: bool) -> None:
     """theta_{t+d} += mean(theta_t) - theta_t, with theta_t taken before what is due at t is added."""
     steps = 14
     batches = stacked(data("Quadratic", 3, steps))
-    strategy = CommunicateOptimizeStrategy([delayed(AveragingCommunicator(H=H), d)], "sgd", lr=0.1)
+    module = SparseCommunicator(sparsification_rate=1, interval=H) if sparse else AveragingCommunicator(H=H)
+    strategy = CommunicateOptimizeStrategy([delayed(module, d)], "sgd", lr=0.1)
     ours = run(start("Quadratic"), strategy, batches, differentiable=differentiable)
     theta = start("Quadratic").get_parameter("x").detach().expand(3, -1)
     due: dict[int, Tensor] = {}

@@ -1,10 +1,12 @@
 """Operations that vmap runs badly, done on the whole stack; and a look at which operations a model uses.
 
-`Folding` and `Observer` are torch function modes: while one is entered, the model's calls go through it.
+`Folding`, `TwiceDifferentiable` and `Observer` are torch function modes: while one is entered, the model's calls go
+through it.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,15 +23,22 @@ LARGE_WEIGHT = 32768
 
 
 class Folding(TorchFunctionMode):
-    """Under vmap: attention with the node dimension folded into the batch, large linear layers by `bmm`."""
+    """Under vmap: attention with the node dimension folded into the batch, large linear layers by `bmm`, and
+    embeddings whose `padding_idx` gets no gradient (vmap forgets it).
+    """
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        if func is F.linear:
-            return _linear(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _FOLDED.get(func, func)(*args, **(kwargs or {}))
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """Under vmap of a gradient that is itself differentiated: embeddings as in `Folding`, and normalisations made of
+    elementary operations, since the second derivatives of torch's own lose, under vmap, what goes through the mean
+    and the variance.
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
 
 
 class Observer(TorchFunctionMode):
@@ -38,12 +47,14 @@ class Observer(TorchFunctionMode):
     Attributes:
         flop: floating-point operations of the calls seen.
         folds: whether there was one that `Folding` does better.
+        unsafe: what vmap would do wrong without a word; empty if nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flop = 0
         self.folds = False
+        self.unsafe = ""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -51,6 +62,12 @@ class Observer(TorchFunctionMode):
             self.folds = True
             query, key = args[:2] if len(args) > 1 else (kwargs["query"], kwargs["key"])
             self.flop += 4 * query.numel() * key.shape[-2]
+        elif func is F.embedding:
+            bound = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
+            self.folds |= bound.get("padding_idx") is not None
+            for option in ("max_norm", "scale_grad_by_freq"):
+                if bound.get(option):
+                    self.unsafe = f"its gradient of an embedding with {option} would be wrong"
         elif isinstance(out, Tensor) and func in _PRODUCTS:
             self.flop += _PRODUCTS[func](out, [x for x in args if isinstance(x, Tensor)])
             self.folds |= func is F.linear and args[1].numel() >= LARGE_WEIGHT
@@ -76,6 +93,16 @@ _PRODUCTS: dict[Callable, Callable[[Tensor, list[Tensor]], int]] = {
     **dict.fromkeys([Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__], _contraction),
     **dict.fromkeys([F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d], _contraction),
 }
+
+
+_EMBEDDING = inspect.signature(F.embedding)
+
+
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    if padding_idx is not None:
+        row = torch.arange(weight.shape[0], device=weight.device) == padding_idx % weight.shape[0]
+        weight = torch.where(row[:, None], weight.detach(), weight)
+    return F.embedding(input, weight, None, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -213,3 +240,73 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _autocasting(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
+
+
+# -------------------------------------------------------------------------------------------- normalisations
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    return _affine(_normalised(input, dims, eps), weight, bias)
+
+
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    groups = input.unflatten(1, (num_groups, -1))  # [B, G, C / G, ...]
+    dims = tuple(range(2, groups.dim()))
+    return _affine(_normalised(groups, dims, eps).flatten(1, 2), *_by_channel(input, weight, bias))
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    weight, bias = _by_channel(input, weight, bias)
+    if not training:
+        mean, var = _by_channel(input, running_mean, running_var)
+        assert mean is not None
+        assert var is not None
+        return _affine((input - mean) * (var + eps).rsqrt(), weight, bias)
+    dims = (0, *range(2, input.dim()))
+    if running_mean is not None and running_var is not None:
+        # The unbiased variance, as torch tracks it; unlike torch's, these statistics can be differentiated.
+        running_mean.mul_(1 - momentum).add_(momentum * input.mean(dims))
+        running_var.mul_(1 - momentum).add_(momentum * input.var(dims))
+    return _affine(_normalised(input, dims, eps), weight, bias)
+
+
+def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _by_channel(input: Tensor, *values: Tensor | None) -> list[Tensor | None]:
+    """`[C]` to multiply `[B, C, ...]`."""
+    return [None if x is None else x.view(-1, *[1] * (input.dim() - 2)) for x in values]
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+_FOLDED: dict[Callable, Callable] = {
+    F.scaled_dot_product_attention: _attention,
+    F.linear: _linear,
+    F.embedding: _embedding,
+}
+_ELEMENTARY: dict[Callable, Callable] = {
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    F.batch_norm: _batch_norm,
+}

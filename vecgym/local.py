@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym import rng, tree
 from vecgym.errors import VecgymWarning
-from vecgym.folding import Folding, Observer
+from vecgym.folding import Folding, Observer, TwiceDifferentiable
 from vecgym.tree import Tree
 
 ENGINES = ("auto", "vmap", "loop", "fastest")
@@ -211,6 +211,9 @@ class Engine:
         )
         if not want_vmap:
             return facts
+        if observer.unsafe:
+            return replace(facts, vmap_error=RuntimeError(f"vmap cannot run this model: {observer.unsafe}."))
+        self.facts = facts
         two = tree.map_leaves(lambda x: torch.stack([x, x]), batch)
         stacked = {name: torch.stack([p, p]) for name, p in self.params.items() if name not in facts.unused}
         wide = {n: torch.stack([b, b]) if n in facts.mutated else b[None] for n, b in before.items()}
@@ -442,7 +445,7 @@ class Engine:
             loss, after = self._train[0].call({**p, **self.frozen}, b, rows)
             return loss, {name: after[name] for name in after if dims.get(name) == 0}
 
-        with self._casting():
+        with TwiceDifferentiable(), self._casting():
             grads, (losses, after) = vmap(
                 grad_and_value(loss_of_one, has_aux=True), in_dims=(0, dims, 0), randomness="different"
             )(params, given, batch)
@@ -483,7 +486,7 @@ class Engine:
 
         if size == 1:
             return loss_of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)[None]
-        with _explaining(), self._folding(), self._casting():
+        with _explaining(), self._folding(), self._casting(), _plain_attention():
             return vmap(loss_of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
 
     def _loop_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
@@ -592,6 +595,17 @@ def _explaining() -> Iterator[None]:
         else:
             way_out = 'Use engine="loop" (node after node, any model), or engine="auto", which falls back to it.'
         raise RuntimeError(f"vmap cannot run this model: {_cause(error)}.\n{way_out}") from error
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Keep `nn.MultiheadAttention` from a fast form for evaluation that vmap runs node by node."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

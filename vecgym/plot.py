@@ -132,10 +132,11 @@ def plot_history(
 def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
     """The mean of the `window` entries around each entry along dimension 0, over those that are finite.
 
-    Near an end there are fewer entries; where none is finite the result is nan.
+    Near the end there are fewer entries, and near the start as many before as after: losses fall steeply there. Where
+    none is finite the result is nan.
 
     >>> smooth([1.0, 2.0, 6.0, np.nan, 4.0], window=3)
-    array([1.5, 3. , 4. , 5. , 4. ])
+    array([1., 3., 4., 5., 4.])
     """
     x = np.asarray(values, dtype=np.float64)
     there = np.isfinite(x)
@@ -143,7 +144,8 @@ def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
     sums = np.concatenate([zero, np.cumsum(np.where(there, x, 0.0), axis=0)])
     counts = np.concatenate([zero, np.cumsum(there, axis=0)])
     index = np.arange(len(x))
-    first, stop = np.maximum(index - (window - 1) // 2, 0), np.minimum(index + window // 2 + 1, len(x))
+    first = np.maximum(index - (window - 1) // 2, 0)
+    stop = np.minimum(index + np.minimum(window // 2, index) + 1, len(x))
     count = counts[stop] - counts[first]
     return np.where(count > 0, (sums[stop] - sums[first]) / np.maximum(count, 1), np.nan)
 

@@ -145,7 +145,7 @@ def random_matching(num_nodes: int, generator: torch.Generator) -> Tensor:
         )
     order = torch.randperm(num_nodes, generator=generator)
     left, right = order.view(-1, 2).unbind(1)
-    weights = torch.eye(num_nodes, dtype=torch.float64) / 2
+    weights = torch.zeros(num_nodes, num_nodes, dtype=torch.float64).fill_diagonal_(0.5)
     weights[left, right] = weights[right, left] = 0.5
     return weights
 

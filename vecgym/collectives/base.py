@@ -126,14 +126,13 @@ class Collectives(ABC):
         Node j sends to each i != j with W_ij != 0. A `Mixing` is a matrix looked at beforehand, for many exchanges.
         With `inplace`, `x` may be overwritten, and no derivatives are taken.
         """
-        mixing = weights if isinstance(weights, Mixing) else None
-        matrix = weights if isinstance(weights, Tensor) else weights.weights
+        matrix = weights.weights if isinstance(weights, Mixing) else weights
         if matrix.shape != (self.num_nodes, self.num_nodes):
             raise ValueError(
                 f"weights has shape {list(matrix.shape)}; mixing {self.num_nodes} nodes takes "
                 f"[{self.num_nodes}, {self.num_nodes}]."
             )
-        mixing = Mixing.of(matrix) if mixing is None else mixing
+        mixing = weights if isinstance(weights, Mixing) else Mixing.of(weights)
         payload = payload_bytes(x)
         self.ledger.record("mix", payload, payload * mixing.num_links / self.num_nodes, self.num_nodes)
         if not inplace:

@@ -105,8 +105,8 @@ class StackedCollectives(Collectives):
     def _gather_neighbours(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
         """`[C * K, P]` -> the weighted sums of the rows that each node hears."""
         configs = torch.arange(self.num_configs)[:, None]
-        sources = (mixing.sources + configs * self.num_nodes).flatten()
-        starts = (mixing.starts + configs * len(mixing.sources)).flatten()
+        sources = (mixing.sources.to(like.device) + configs * self.num_nodes).flatten()
+        starts = (mixing.starts.to(like.device) + configs * len(mixing.sources)).flatten()
         values = mixing.values.to(like).repeat(self.num_configs)
         return lambda part: F.embedding_bag(sources, part.contiguous(), starts, mode="sum", per_sample_weights=values)
 

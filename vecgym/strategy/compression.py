@@ -306,10 +306,10 @@ class _Compressed(CommunicationModule):
                 average, sent = (_where(takes_part, new, d) for new in (average, sent))
             new = {**state, "codec": codec_state} if "codec" in state else dict(state)
             if e is not None:  # p is then a tensor of its own, or the residual's
-                new["residual"] = {**e, **{name: y.sub_(sent[name]) for name, y in p.items()}}
+                new["residual"] = {**e, **{name: _plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
             if r is not None:
                 average = {name: _plus(r[name], y, ctx.inplace) for name, y in average.items()}
-                new["reference"] = {**r, **average}
+                new["reference"] = {**r, **tree.map(torch.clone, average)}  # the parameters will be overwritten
         if not ctx.inplace:
             average = _straight_through(average, _unrecorded(ctx.comm).mean(x, groups, weights))
         return average, new
@@ -480,10 +480,10 @@ def _phases(module: CommunicationModule) -> list[str]:
     ]
 
 
-def _plus(a: Tensor, b: Tensor, inplace: bool) -> Tensor:
-    """a + b, in the storage of a where that is allowed and possible."""
+def _plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:
+    """a + alpha b, in the storage of a where that is allowed and possible."""
     fits = inplace and a.shape == torch.broadcast_shapes(a.shape, b.shape)
-    return a.add_(b) if fits else a + b
+    return a.add_(b, alpha=alpha) if fits else torch.add(a, b, alpha=alpha)
 
 
 def _shape(x: Tensor | None) -> torch.Size | None:

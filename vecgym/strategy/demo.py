@@ -202,7 +202,7 @@ class DeMoStrategy(Strategy):
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
-    factor = per_node(lr, g)
+    factor = per_node(lr.to(g.device) if isinstance(lr, Tensor) else lr, g)
     return g.mul_(factor) if inplace and g.is_contiguous() else g * factor
 
 

@@ -244,7 +244,8 @@ def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
 
 
 def check_participation(participation: float) -> float:
-    if isinstance(participation, bool) or not 0 < participation <= 1:
+    number = isinstance(participation, (int, float)) and not isinstance(participation, bool)
+    if not number or not 0 < participation <= 1:
         raise ValueError(
             f"participation={participation!r} must be in (0, 1]: the fraction of nodes that trains in a round."
         )
