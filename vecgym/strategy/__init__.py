@@ -6,6 +6,7 @@ from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModul
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
+from vecgym.strategy.relaxed import SyncWeight
 
 __all__ = [
     "AllReduceStrategy",
@@ -23,4 +24,5 @@ __all__ = [
     "ServerOptimizer",
     "SimpleReduceStrategy",
     "Strategy",
+    "SyncWeight",
 ]

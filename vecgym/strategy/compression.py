@@ -228,6 +228,12 @@ class _Compressed(CommunicationModule):
         self.codec = codec
         self.error_feedback = error_feedback
         self.reference = reference
+        weight = getattr(module, "sync_weight", None)
+        if weight is not None and not weight.binary:
+            raise ValueError(
+                f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
+                "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
+            )
         if reference:
             self._check_phases()
         if reference is not False:
