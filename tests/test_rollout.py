@@ -35,7 +35,6 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GradientAveraging,
     Strategy,
-    SyncWeight,
 )
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import TopKSparseCommunicator, compressed
@@ -230,8 +229,7 @@ CASES: dict[str, tuple[Make, Values]] = {
         {"lr": 0.3, "outer_lr": 0.7},
     ),
     "every": (
-        lambda lr, outer_lr: modules(every(2, DiLoCoCommunicator(H=1, outer_lr=outer_lr)) if False else
-                                     every(2, DiLoCoCommunicator(nesterov(lr=outer_lr), H=1)), lr=lr),
+        lambda lr, outer_lr: modules(every(2, DiLoCoCommunicator(nesterov(lr=outer_lr), H=1)), lr=lr),
         {"lr": 0.1, "outer_lr": 0.7},
     ),
     "delayed": (
@@ -276,6 +274,9 @@ CASES: dict[str, tuple[Make, Values]] = {
 }  # fmt: skip
 
 
+KINKED = ("adamax", "rprop")  # a maximum and signs in the rule: smaller steps, to stay on one side
+
+
 def points(values: Values) -> dict[str, Tensor]:
     return {name: torch.as_tensor(v, dtype=F64).clone().requires_grad_() for name, v in values.items()}
 
@@ -289,7 +290,7 @@ def test_the_gradient_equals_finite_differences(case: str) -> None:
         assert gradient.shape == x.shape
         influence = 0.0
         for i in range(x.numel()):
-            if name == "sync_weight" and float(x.flatten()[i]) in (0.0, 1.0):
+            if name == "sync_weight" and x.flatten()[i].item() in (0.0, 1.0):
                 continue  # no step to both sides: see the next test
 
             def changed(step: float, name: str = name, i: int = i) -> float:
@@ -297,7 +298,550 @@ def test_the_gradient_equals_finite_differences(case: str) -> None:
                 plain[name].view(-1)[i] += step
                 return trained_loss(make(**plain))
 
-            expected = slope(changed, 1e-4 if float(x.flatten()[i]) > 1e-3 else 1e-5)
+            expected = slope(changed, 1e-6 if case in KINKED else 1e-4)
             influence = max(influence, abs(expected))
-            assert float(gradient.flatten()[i]) == pytest.approx(expected, rel=1e-6, abs=1e-11), f"{name}[{i}]"
+            assert gradient.flatten()[i].item() == pytest.approx(expected, rel=1e-6, abs=1e-11), f"{name}[{i}]"
         assert influence > 1e-6, f"{name} has too little effect to be tested"
+
+
+RELAXED: dict[str, Callable[[Any], Strategy]] = {
+    "averaging": lambda w: FedAvgStrategy(OptimSpec(SGD, lr=0.1, momentum=0.9), sync_weight=w),
+    "diloco": lambda w: DiLoCoStrategy("sgd", lr=0.3, sync_weight=w),
+    "diloco-outer-adam": lambda w: DiLoCoStrategy("sgd", OptimSpec("adam", lr=0.05, eps=0.01), lr=0.3, sync_weight=w),
+}
+
+
+@pytest.mark.parametrize("name", RELAXED)
+def test_the_gradient_at_the_ends_of_a_schedule(name: str) -> None:
+    """Where a weight is 0 or 1 the derivative is that of the side that is allowed."""
+    weights = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0], dtype=F64, requires_grad=True)
+    (found,) = torch.autograd.grad(outcome_of(RELAXED[name](weights)).loss, weights)
+    for t in range(T):
+        inward = 1 if weights[t].item() == 0 else -1
+
+        def loss(step: float, t: int = t, inward: int = inward) -> float:
+            changed = weights.detach().clone()
+            changed[t] += inward * step
+            return trained_loss(RELAXED[name](changed))
+
+        f = [loss(i * 1e-3) for i in range(5)]
+        expected = inward * (-25 * f[0] + 48 * f[1] - 36 * f[2] + 16 * f[3] - 3 * f[4]) / (12 * 1e-3)
+        assert found[t].item() == pytest.approx(expected, rel=1e-6, abs=1e-9), t
+    assert found.abs().min() > 1e-6
+
+
+# -------------------------------------------------------------------------------- a relaxed schedule at 0 and 1
+
+EVERY_TWO = [0, 1] * (T // 2)
+EVERY: dict[str, Callable[..., Strategy]] = {
+    "averaging": lambda **when: FedAvgStrategy("adamw", lr=0.02, **when),
+    "islands": lambda **when: FedAvgStrategy("sgd", lr=0.3, island_size=2, **when),
+    "diloco": lambda **when: DiLoCoStrategy("adamw", lr=0.02, **when),
+    "diloco-outer-adam": lambda **when: DiLoCoStrategy("sgd", OptimSpec("adam", lr=0.05), lr=0.3, **when),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_zeros_and_ones_are_exactly_every_H(name: str) -> None:
+    """... with derivatives and without, in values, losses and bytes."""
+    expected = outcome_of(EVERY[name](H=2))
+    for weights in (EVERY_TWO, torch.tensor(EVERY_TWO, dtype=F64, requires_grad=True)):
+        found = outcome_of(EVERY[name](sync_weight=weights))
+        assert torch.equal(found.loss, expected.loss)
+        assert torch.equal(found.losses, expected.losses)
+        assert torch.equal(found.bytes, expected.bytes)
+        assert torch.equal(found.consensus_distance, expected.consensus_distance)
+        for path, p in found.params.items():
+            assert torch.equal(*torch.broadcast_tensors(p, expected.params[path]))
+    assert expected.bytes[1] > 0
+    assert expected.bytes[0] == 0
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_schedule_of_zeros_and_ones_trains_as_every_H(name: str) -> None:
+    def fit(**when: Any) -> Trainer:
+        trainer = Trainer(setting()[0], TensorDataset(*toy_data()))
+        trainer.fit(EVERY[name](**when), num_nodes=K, max_steps=T, batch_size=B, progress=False)
+        return trainer
+
+    found, expected = fit(sync_weight=EVERY_TWO), fit(H=2)
+    assert list(found.ledger) == list(expected.ledger)
+    assert {entry.step for entry in found.ledger} == {1, 3, 5}
+    for path, p in found.nodes.params.items():
+        assert torch.equal(p, expected.nodes.params[path])
+
+
+def test_a_schedule_between_0_and_1_trains_too_and_sends_everything() -> None:
+    trainer = Trainer(setting()[0], TensorDataset(*toy_data()))
+    strategy = FedAvgStrategy("sgd", lr=0.3, sync_weight=[0.5, 0, 0, 1, 0, 0.5])
+    trainer.fit(strategy, num_nodes=K, max_steps=T, batch_size=B, progress=False)
+    whole = 2 * (K - 1) / K * 8 * sum(p.numel() for p in setting()[0].parameters())
+    assert [(entry.step, entry.sent_bytes) for entry in trainer.ledger] == [(t, whole) for t in (0, 3, 5)]
+
+
+def test_the_relaxed_average_is_what_it_says() -> None:
+    """theta_i <- (1 - a) theta_i + a mean theta, in a single step with learning rate 0."""
+    start = {name: draw(K, *p.shape, seed=3) for name, p in setting()[0].named_parameters()}
+    weights = [0.25, 0, 0, 0, 0, 0]
+    found = outcome_of(FedAvgStrategy("sgd", lr=0.0, sync_weight=weights), params=start).params
+    for name, p in start.items():
+        assert_close(found[name], 0.75 * p + 0.25 * p.mean(0), 1e-14)
+
+
+# ---------------------------------------------------------------------------------- the run is the trainer's
+
+
+def toy_data() -> tuple[Tensor, Tensor]:
+    x = draw(60, 4, seed=4)
+    return x, labels(x)
+
+
+TRAINED: dict[str, Callable[[], Strategy]] = {
+    "allreduce": lambda: AllReduceStrategy("adamw", lr=0.01, max_norm=0.5),
+    "fedavg": lambda: FedAvgStrategy("sgd", H=2, island_size=2, lr=0.1),
+    "fedavg-participation": lambda: FedAvgStrategy("adam", H=2, participation=0.7, lr=0.01),
+    "diloco": lambda: DiLoCoStrategy("adamw", H=2, lr=0.01, cosine_anneal=True),
+    "gossip": lambda: GossipStrategy("ring", inner_optim="sgd", lr=0.1),
+    "sparta-diloco": lambda: SPARTADiLoCoStrategy(0.2, 1, 3, "adamw", delay=1, lr=0.01),
+    "relaxed": lambda: DiLoCoStrategy("sgd", lr=0.1, sync_weight=WEIGHTS),
+    "compressed": lambda: modules(compressed(AveragingCommunicator(H=2), "topk", fraction=0.2)),
+}
+MODELS = [("MLP", name) for name in TRAINED] + [("CNN", "diloco"), ("GPT", "fedavg"), ("Dropout", "fedavg"),
+                                                ("LSTM", "fedavg"), ("WithFrozen", "allreduce")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_the_trajectory_is_the_trainers(kind: str, name: str) -> None:
+    model = make_model(kind, dtype=F64)
+    (whole,) = make_batches(kind, 1, 1, batch_size=40, dtype=F64)[0]
+    data = TensorDataset(*whole)
+    trainer = Trainer(model, data, val_dataset=data)
+    trainer.fit(TRAINED[name](), num_nodes=K, max_steps=T, batch_size=B, progress=False)
+    batches = list(Batches(data, K, B, seed=42).iterate(0, T))
+    found = rollout(model, TRAINED[name](), batches, num_nodes=K, eval_batch=list(whole))
+    history = trainer.history
+    assert_close(found.losses, torch.as_tensor(history.node_array("train_losses")), 1e-12, "losses")
+    assert_close(found.loss, torch.tensor(history.last("val_loss"), dtype=F64), 1e-12, "final loss")
+    assert_close(found.bytes, torch.tensor(history["bytes"][-T:], dtype=F64), 1e-12, "bytes")
+    assert found.consensus_distance[-1].item() == pytest.approx(history.last("consensus_distance"), rel=1e-9, abs=1e-12)
+    for path, p in found.params.items():
+        assert_close(p, trainer.nodes.params[path], 1e-12, path)
+
+
+# ------------------------------------------------------------------------------- modes, orders, what is stored
+
+MODES = ["sgd-nesterov", "adamw", "fedavg-participation", "server-adam", "averaging-relaxed", "diloco",
+         "diloco-outer-adam-relaxed", "gossip", "sparta-delayed", "topk-of-everything", "lr-of-each-step-and-node"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODES)
+def test_forward_mode_equals_reverse_mode(case: str) -> None:
+    """For every tensor of the outcome."""
+    make, values = CASES[case]
+    at = points(values)
+    model, batches, eval_batch, engine = setting()
+    towards = [draw(*x.shape, seed=i) for i, x in enumerate(at.values())]
+
+    def strategy(*numbers: Tensor) -> Strategy:
+        return make(**dict(zip(at, numbers)))
+
+    outcome, along = rollout_jvp(
+        model, strategy, batches, [x.detach() for x in at.values()], towards, num_nodes=K, eval_batch=eval_batch,
+        engine=engine, num_examples=(5, 2, 3),
+    )  # fmt: skip
+    expected = outcome_of(make(**at))
+    assert_close(outcome._asdict(), expected._asdict(), 1e-14)
+    for name in ("loss", "losses", "consensus_distance", "bytes"):
+        y = getattr(expected, name)
+        there = ~y.isnan()
+        weights = draw(*y.shape, seed=7)[there]
+        grads = torch.autograd.grad((weights * y[there]).sum(), list(at.values()), retain_graph=True)
+        reverse = sum((g * v).sum() for g, v in zip(grads, towards))
+        assert_close((weights * getattr(along, name)[there]).sum(), reverse, 1e-10, name)
+
+
+def of_three(x: Tensor) -> Strategy:
+    return DiLoCoStrategy("adamw", nesterov(lr=x[1], momentum=x[2]), H=2, lr=x[0] / 10)
+
+
+THREE = torch.tensor([0.3, 0.7, 0.9], dtype=F64)
+
+
+@pytest.mark.parametrize("segments", [None, 1, 2, 4])
+def test_second_derivatives(segments: int | None) -> None:
+    """torch.func.hessian, the gradient of the gradient with and without segments, and differences of gradients agree."""
+    x = THREE.clone().requires_grad_()
+    (first,) = torch.autograd.grad(outcome_of(of_three(x), segments=segments).loss, x, create_graph=True)
+    found = torch.stack([torch.autograd.grad(g, x, retain_graph=True)[0] for g in first])
+    expected = torch.func.hessian(lambda x: outcome_of(of_three(x)).loss)(THREE)
+    assert_close(found, expected, 1e-10)
+
+    def gradient(at: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: outcome_of(of_three(x)).loss)(at)
+
+    assert_close(first, gradient(THREE), 1e-12)
+    for i in range(3):
+        step = 1e-5 * torch.eye(3, dtype=F64)[i]
+        assert_close(found[i], (gradient(THREE + step) - gradient(THREE - step)) / 2e-5, 1e-6)
+
+
+def test_transforms_look_at_the_model_by_themselves() -> None:
+    """Without an engine prepared outside, and by the batches, too."""
+    model, batches, eval_batch, _ = setting()
+
+    def loss(lr: Tensor, x: Tensor) -> Tensor:
+        own = [(x, batches[0][1]), *batches[1:]]
+        return rollout(model, FedAvgStrategy("sgd", H=2, lr=lr), own, num_nodes=K, eval_batch=eval_batch).loss
+
+    at = torch.tensor(0.3, dtype=F64), batches[0][0]
+    inputs = tuple(x.clone().requires_grad_() for x in at)
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    assert_close(dict(enumerate(torch.func.grad(loss, (0, 1))(*at))), dict(enumerate(expected)), 1e-12)
+
+
+@pytest.mark.parametrize("case", [*MODES, "sparta-diloco", "topk-sparse", "schedule-as-a-function", "islands-relaxed"])
+@pytest.mark.parametrize("segments", [1, 4, T])
+def test_segments_change_nothing(case: str, segments: int) -> None:
+    make, values = CASES[case]
+    at = points(values)
+    whole, parts = outcome_of(make(**at)), outcome_of(make(**at), segments=segments)
+    assert_close(parts._asdict(), whole._asdict(), 1e-14)
+    for name in ("loss", "losses", "consensus_distance", "bytes"):
+        of_whole, of_parts = (
+            torch.autograd.grad(getattr(o, name).nansum(), list(at.values()), retain_graph=True) for o in (whole, parts)
+        )
+        for x, y in zip(of_parts, of_whole):
+            assert_close(x, y, 1e-12, name)
+
+
+def test_segments_with_numbers_that_depend_on_one_another() -> None:
+    """... and with tensors in closures, initial parameters and batches."""
+    model, batches, eval_batch, engine = setting()
+
+    def gradient(segments: int | None) -> list[Tensor]:
+        lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
+        start = {n: p.detach()[None].clone().requires_grad_() for n, p in model.named_parameters()}
+        own = [(x.clone().requires_grad_(), y) for x, y in batches]
+        outer = nesterov(lr=2 * lr, momentum=0.5 + lr)
+        strategy = DiLoCoStrategy("sgd", outer, H=2, lr=lr, lr_scheduler=lambda t: (1 - lr) ** t)
+        outcome = rollout(model, strategy, own, num_nodes=K, eval_batch=eval_batch, params=start, segments=segments)
+        return list(torch.autograd.grad(outcome.loss, [lr, *start.values(), *[x for x, _ in own]]))
+
+    for found, expected in zip(gradient(3), gradient(None)):
+        assert_close(found, expected, 1e-12)
+        assert expected.abs().max() > 0
+
+
+def num_graph_nodes(y: Tensor) -> int:
+    seen: set[Any] = set()
+    todo = [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [after for after, _ in node.next_functions]
+    return len(seen)
+
+
+def test_segments_store_only_what_is_between_them() -> None:
+    lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    sizes = [num_graph_nodes(outcome_of(FedAvgStrategy("sgd", H=2, lr=lr), segments=n).loss) for n in (None, 2, 3)]
+    assert sizes[2] < 100 < 500 < sizes[0]
+    assert sizes[1] < sizes[2] < sizes[1] + 20
+
+
+GLOBAL = torch.tensor(0.9, dtype=F64, requires_grad=True)
+
+
+def test_segments_find_out_about_a_tensor_that_nothing_holds() -> None:
+    strategy = AllReduceStrategy("sgd", lr=torch.tensor(0.3, dtype=F64, requires_grad=True), lr_scheduler=from_global)
+    assert torch.autograd.grad(outcome_of(strategy).loss, GLOBAL)[0] != 0
+    with pytest.raises(ValueError, match=r"reads a tensor of shape \[\] that requires grad and is not held"):
+        outcome_of(strategy, segments=2).loss.backward()
+
+
+def from_global(step: int) -> Any:
+    return GLOBAL**step
+
+
+# ------------------------------------------------------------------------------------------------ closed forms
+
+
+class Parabola(nn.Module):
+    """a / 2 x^2, whatever the batch: every node does the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor(2.0, dtype=F64))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return 0.5 * 0.3 * self.x**2 + 0 * batch.sum()
+
+
+def test_nesterov_diloco_on_a_quadratic_and_its_derivatives() -> None:
+    """(theta, m) evolves by A = [[1 - eta d (1 + mu), -eta mu^2], [d, mu]], d = 1 - (1 - gamma a)^H, once a round.
+
+    The derivatives of A^R are sums of A^i A' A^(R - 1 - i), written down here without automatic differentiation.
+    """
+    eta, mu, gamma, a, H, R = 0.7, 0.6, 0.4, 0.3, 3, 4
+    d = 1 - (1 - gamma * a) ** H
+    A = torch.tensor([[1 - eta * d * (1 + mu), -eta * mu**2], [d, mu]], dtype=F64)
+    changes = {
+        "eta": torch.tensor([[-d * (1 + mu), -(mu**2)], [0, 0]], dtype=F64),
+        "mu": torch.tensor([[-eta * d, -2 * eta * mu], [0, 1]], dtype=F64),
+        "gamma": H * a * (1 - gamma * a) ** (H - 1) * torch.tensor([[-eta * (1 + mu), 0], [1, 0]], dtype=F64),
+    }
+    power = torch.linalg.matrix_power
+    start = torch.tensor([2.0, 0.0], dtype=F64)
+    theta = (power(A, R) @ start)[0]
+    at = {name: torch.tensor(v, dtype=F64, requires_grad=True) for name, v in zip(changes, (eta, mu, gamma))}
+    strategy = DiLoCoStrategy("sgd", nesterov(lr=at["eta"], momentum=at["mu"]), H=H, lr=at["gamma"])
+    outcome = rollout(Parabola(), strategy, torch.zeros(H * R, 2, 1), num_nodes=2, eval_batch=torch.zeros(1))
+    assert_close(outcome.params["x"], theta.expand(1), 1e-13)
+    found = torch.autograd.grad(outcome.loss, list(at.values()))
+    for (name, change), gradient in zip(changes.items(), found):
+        slope_of_theta = sum(power(A, i) @ change @ power(A, R - 1 - i) @ start for i in range(R))[0]
+        assert_close(gradient, a * theta * slope_of_theta, 1e-12, name)
+
+
+def test_the_hessian_of_one_step_of_descent() -> None:
+    """K = 1, one step: loss (1 - lr a)^2 a x^2 / 2, whose second derivative by lr is a^3 x^2."""
+
+    def loss(lr: Tensor) -> Tensor:
+        strategy = AllReduceStrategy("sgd", lr=lr)
+        return rollout(Parabola(), strategy, torch.zeros(1, 1, 1), num_nodes=1, eval_batch=torch.zeros(1)).loss
+
+    assert_close(torch.func.hessian(loss)(torch.tensor(0.4, dtype=F64)), torch.tensor(0.3**3 * 4, dtype=F64), 1e-13)
+
+
+# ----------------------------------------------------------------------------------- matrices, start, batches
+
+
+def test_the_gradient_by_mixing_matrices() -> None:
+    """Along directions that keep the sums of rows and columns."""
+    swap = torch.tensor([[1, -1, 0], [-1, 1, 0], [0, 0, 0]], dtype=F64)
+    turn = torch.tensor([[0, 1, -1], [-1, 0, 1], [1, -1, 0]], dtype=F64)
+    several = torch.stack([MATRIX, ring(K), MATRIX.T])
+    for start in (MATRIX, several):
+        weights = start.clone().requires_grad_()
+        (found,) = torch.autograd.grad(outcome_of(gossip(weights)).loss, weights)
+        for direction in (swap, turn):
+            for t in range(3 if start.dim() == 3 else 1):
+                towards = torch.zeros_like(start)
+                (towards[t] if start.dim() == 3 else towards).copy_(direction)
+                expected = slope(lambda h: trained_loss(gossip(start + h * towards)))  # noqa: B023
+                assert (found * towards).sum().item() == pytest.approx(expected, rel=1e-6)
+                assert abs(expected) > 1e-6
+        forward = torch.func.jvp(lambda w: outcome_of(gossip(w)).loss, (start,), (torch.ones_like(start),))[1]
+        assert_close(forward, found.sum(), 1e-10)
+
+
+def gossip(weights: Tensor) -> Strategy:
+    return GossipStrategy(weights, inner_optim=OptimSpec(SGD, lr=0.2, momentum=0.5))
+
+
+@pytest.mark.parametrize("rows", [1, K])
+def test_the_gradient_by_the_initial_parameters(rows: int) -> None:
+    start = {n: draw(rows, *p.shape, seed=i) for i, (n, p) in enumerate(setting()[0].named_parameters())}
+    towards = {n: draw(*p.shape, seed=10 + i) for i, (n, p) in enumerate(start.items())}
+    leaves = {n: p.clone().requires_grad_() for n, p in start.items()}
+    strategy = DiLoCoStrategy("adamw", H=3, lr=0.02)
+    found = torch.autograd.grad(outcome_of(strategy, params=leaves).loss, list(leaves.values()))
+    expected = slope(lambda h: trained_loss(strategy, {n: p + h * towards[n] for n, p in start.items()}))
+    assert sum((g * towards[n]).sum() for g, n in zip(found, start)).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_gradient_by_batches() -> None:
+    """Of a tree with a leading T; integers in it are labels."""
+    model, batches, eval_batch, engine = setting()
+    x, y = torch.stack([b[0] for b in batches]), torch.stack([b[1] for b in batches])
+    towards = draw(*x.shape, seed=11)
+    leaf = x.clone().requires_grad_()
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.3)
+    outcome = rollout(model, strategy, (leaf, y), num_nodes=K, eval_batch=eval_batch, engine=engine)
+    (found,) = torch.autograd.grad(outcome.loss, leaf)
+    expected = slope(lambda h: trained_loss(strategy, batches=[(x[t] + h * towards[t], y[t]) for t in range(T)]))
+    assert (found * towards).sum().item() == pytest.approx(expected, rel=1e-6)
+
+
+# -------------------------------------------------------------------------- no influence, and no derivative
+
+
+def test_what_has_no_influence_has_gradient_0() -> None:
+    one = lambda: torch.tensor(0.5, dtype=F64, requires_grad=True)  # noqa: E731
+    late, start = one(), {n: p.detach()[None].clone().requires_grad_() for n, p in setting()[0].named_parameters()}
+    never = torch.zeros(T, 1, dtype=F64, requires_grad=True)
+    outcome = outcome_of(
+        modules(DiLoCoCommunicator(nesterov(lr=late), H=T), lr=never), params=start, segments=None,
+    )  # fmt: skip
+    by_lr = torch.autograd.grad(outcome.losses.sum(), late, retain_graph=True)
+    assert by_lr[0].item() == 0  # the outer step comes after the last loss
+    assert torch.autograd.grad(outcome.bytes.sum(), late)[0].item() == 0
+    unused = one()
+    with pytest.warns(match="never exchange"):
+        strategy = DiLoCoStrategy("sgd", nesterov(lr=unused), H=T + 1, lr=0.1)
+        for segments in (None, 2):
+            loss = outcome_of(strategy, segments=segments).loss
+            assert torch.autograd.grad(loss, unused)[0].item() == 0
+        assert torch.func.grad(lambda lr: outcome_of(DiLoCoStrategy(outer_lr=lr, H=T + 1)).loss)(one().detach()) == 0
+
+
+def test_the_distance_of_equal_nodes_has_derivative_0_and_not_nan() -> None:
+    lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    for strategy in (AllReduceStrategy("sgd", lr=lr), FedAvgStrategy("sgd", H=2, lr=lr)):
+        outcome = outcome_of(strategy)
+        (found,) = torch.autograd.grad(outcome.consensus_distance.sum(), lr)
+        assert found.isfinite()
+        assert outcome.consensus_distance[1] == 0
+
+
+def test_codes_pass_derivatives_straight_through() -> None:
+    """The derivative of a compressed average is that of the plain one, at the values that the code gave."""
+
+    class Rounded(CommunicationModule):
+        """What `compressed(..., "int8")` sends without error feedback, as plain operations with .detach()."""
+
+        def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+            coded = ctx.comm.mean(tree.map(self.code, grads))
+            plain = ctx.comm.mean(grads)
+            return tree.map(lambda c, p: p + (c - p).detach(), coded, plain), state
+
+        def code(self, x: Tensor) -> Tensor:
+            scale = (x.flatten(1).abs().amax(1) / 127).float().double().view(-1, *[1] * (x.dim() - 1))
+            return (x / scale).round() * scale
+
+    lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    found = outcome_of(modules(compressed(GradientAveraging(), "int8", error_feedback=False), lr=lr))
+    expected = outcome_of(modules(Rounded(), lr=lr))
+    assert_close(found.loss, expected.loss, 1e-12)
+    assert_close(torch.autograd.grad(found.loss, lr)[0], torch.autograd.grad(expected.loss, lr)[0], 1e-10)
+
+
+class OwnSGD(SGD):
+    pass
+
+
+class Branching(Tiny):
+    """A Python branch on values, which vmap cannot run."""
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().forward(batch)
+        return loss if loss > 0.5 else 2 * loss
+
+
+def test_models_that_vmap_cannot_run_go_node_by_node() -> None:
+    own, batches, eval_batch, _ = setting()
+    model = Branching().double()
+    model.load_state_dict(own.state_dict())
+    lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    strategy = FedAvgStrategy("sgd", H=2, lr=lr)
+    outcome = rollout(model, strategy, batches, num_nodes=K, eval_batch=eval_batch, engine="loop")
+    plain = outcome_of(strategy)
+    assert outcome.losses.min() > 0.5  # so that both models are the same
+    assert_close(outcome._asdict(), plain._asdict(), 1e-12)
+    assert_close(torch.autograd.grad(outcome.loss, lr)[0], torch.autograd.grad(plain.loss, lr)[0], 1e-12)
+
+
+def test_what_cannot_be_differentiated_is_refused_with_the_way_out() -> None:
+    lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    with pytest.raises(ValueError, match="OwnSGD runs as it is.*use SGD, Adam"):
+        outcome_of(AllReduceStrategy(OptimSpec(OwnSGD, lr=lr)))
+    assert outcome_of(AllReduceStrategy(OptimSpec(OwnSGD, lr=0.3))).loss.isfinite()
+    with pytest.raises(ValueError, match=r"p_sparta is a tensor: no derivative.*p_sparta=0.3.*sync_weight"):
+        SPARTAStrategy(lr, "sgd", lr=0.1)
+    with pytest.raises(ValueError, match="compress a module whose sync_weight is 0 or 1"):
+        compressed(AveragingCommunicator(sync_weight=WEIGHTS), "topk")
+    with pytest.raises(ValueError, match="inside a transform of torch.func.*segments=None"):
+        torch.func.grad(lambda x: outcome_of(of_three(x), segments=2).loss)(THREE)
+    with pytest.raises(ValueError, match="requires grad"):
+        trained_loss(AllReduceStrategy("sgd", lr=lr))
+    model, batches = make_model("Checkpointed", dtype=F64), make_batches("Checkpointed", 1, K, dtype=F64)[0]
+    stacked = [(torch.stack([x for x, _ in batches]), torch.stack([y for _, y in batches]))]
+    with pytest.raises(RuntimeError, match="gradient of this model cannot be differentiated.*checkpointing"):
+        rollout(model, AllReduceStrategy("sgd", lr=lr), stacked, num_nodes=K, eval_batch=batches[0], engine="loop")
+
+
+# -------------------------------------------------------------------------------------------------- bad input
+
+
+def bad(match: str, error: type[Exception] = ValueError, **changes: Any) -> None:
+    model, batches, eval_batch, _ = setting()
+    given = {"strategy": FedAvgStrategy("sgd", lr=0.1), "batches": batches, "num_nodes": K, "eval_batch": eval_batch}
+    with pytest.raises(error, match=match):
+        rollout(model, **{**given, **changes})
+
+
+def test_bad_arguments() -> None:
+    model, batches, _, _ = setting()
+    weights = torch.full((T,), 0.5)
+    bad(r"strategy is of type str; give a Strategy", TypeError, strategy="diloco")
+    bad(r"sync_weight has 4 weights and the run 6 steps", strategy=FedAvgStrategy(sync_weight=[0, 1, 0, 1]))
+    bad(r"lr of the inner optimizer has shape \[5, 1\].*\[6, 1\], and for each node too \[6, 3\]",
+        strategy=FedAvgStrategy("sgd", lr=torch.ones(5, 1)))  # fmt: skip
+    bad(r"lr of the outer optimizer has shape \[6, 1\].*its 3 steps",
+        strategy=DiLoCoStrategy("sgd", H=2, outer_lr=torch.ones(T, 1)))  # fmt: skip
+    bad(r"batch of step 0 has a tensor of shape \[3, 4, 4\]; num_nodes=2 asks for \[2, B", num_nodes=2)
+    bad(r"leading sizes \[6, 7\]", batches=(torch.zeros(6, K, 2), torch.zeros(7, K)))
+    bad("batches holds no batch", batches=[])
+    bad("eval_batch holds no tensor", eval_batch=None)
+    bad("segments=0 must be an integer >= 1", segments=0)
+    bad("segments=7 is more than the 6 steps", segments=7)
+    bad(
+        r"only one of them has \['first.weight'\]",
+        params={n: p[None] for n, p in model.named_parameters() if "t.w" not in n},
+    )
+    bad(r"params\['first.weight'\] has shape \[5, 4\]; \[3, \*\] or \[1, \*\].*p\[None\]",
+        params=dict(model.named_parameters()))  # fmt: skip
+    bad(
+        r"eval_batch has a tensor of shape \[2, 4\] on meta, and the model is on cpu: move",
+        eval_batch=(torch.zeros(2, 4, device="meta"), torch.zeros(2, device="meta")),
+    )
+    bad(r"batches has a tensor .* on meta", batches=[(x.to("meta"), y) for x, y in batches],
+        engine=setting()[3])  # fmt: skip
+    with pytest.raises(ValueError, match="sync_weight is on the device meta"):
+        FedAvgStrategy(sync_weight=weights.to("meta"))
+    with pytest.raises(ValueError, match="lr is on the device meta"):
+        FedAvgStrategy("sgd", lr=torch.ones((), device="meta"))
+    with pytest.raises(TypeError, match="rollout_jvp takes a function of the primals"):
+        rollout_jvp(model, AllReduceStrategy(), batches, [weights], [weights], num_nodes=K, eval_batch=batches[0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="rollout_jvp has no argument 'segment'"):
+        rollout_jvp(model, lambda w: AllReduceStrategy(), batches, [weights], [weights], num_nodes=K,
+                    eval_batch=batches[0], segment=2)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [FedAvgStrategy, DiLoCoStrategy])
+def test_bad_schedules(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"sync_weight\[1\] = 1.5; .* numbers in \[0, 1\].*clamp"):
+        make(sync_weight=[0, 1.5])
+    with pytest.raises(ValueError, match=r"sync_weight\[0\] = nan"):
+        make(sync_weight=torch.tensor([math.nan]))
+    with pytest.raises(ValueError, match=r"sync_weight has shape \[2, 2\]"):
+        make(sync_weight=torch.ones(2, 2))
+    with pytest.raises(TypeError, match="sync_weight takes"):
+        make(sync_weight="every second")
+    with pytest.raises(ValueError, match="H=7 and sync_weight both say when"):
+        make(H=7, sync_weight=[0, 1])
+
+
+def test_a_schedule_does_not_go_with_rounds() -> None:
+    with pytest.raises(ValueError, match="proximal_mu works in rounds of H steps"):
+        FedAvgStrategy(proximal_mu=0.1, sync_weight=[0, 1])
+    with pytest.raises(ValueError, match="server_optim works in rounds of H steps"):
+        FedAvgStrategy(server_optim="adam", sync_weight=[0, 1])
+
+
+def test_a_matrix_must_be_doubly_stochastic() -> None:
+    with pytest.raises(ValueError, match="row 0 sums to 1.1.*Sinkhorn"):
+        GossipStrategy(MATRIX + torch.tensor([[0.1, 0, 0], [0, 0, 0], [0, 0, 0]]))
+
+
+def test_weighted_bytes() -> None:
+    ledger, weight = Ledger(), torch.tensor(0.25, requires_grad=True)
+    ledger.record("mean", 8, 8.0, 2)
+    with ledger.weighted(weight), ledger.weighted(0.5):
+        ledger.record("mean", 8, 8.0, 2)
+    ledger.record("mean", 8, 8.0, 2)
+    assert isinstance(ledger.step_bytes, Tensor)
+    assert ledger.step_bytes.item() == 17
+    assert torch.autograd.grad(ledger.step_bytes, weight)[0].item() == 4
+    assert ledger.total_bytes == 17.0

@@ -7,6 +7,7 @@ follows that gradient.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.func import jvp, vjp
 
 from vecgym import nodes, tree
 from vecgym.collectives import StackedCollectives
@@ -109,10 +111,14 @@ def rollout(
     local = _prepared(model, engine, steps[0])
     _check_devices(local.device, {"batches": steps, "eval_batch": eval_batch, "params": params, "strategy": strategy})
     initial = None if params is None else _initial(params, local, num_nodes)
-    objects = list(_reachable(strategy))
-    outside = _unique([x for x in [*objects, *tree.leaves([steps, eval_batch, params or {}])] if differentiated(x)])
+    outside = _differentiated((strategy, steps, eval_batch, params))
     if outside:
-        _check_rules(objects)
+        _check_rules(strategy)
+    if segments is not None and any(not x.requires_grad or is_functorch_wrapped_tensor(x) for x in outside):
+        raise ValueError(
+            f"segments={segments} is for reverse mode through torch.autograd: inside a transform of torch.func, and in "
+            "forward mode (which stores nothing), give segments=None."
+        )
     comm = StackedCollectives(num_nodes)
     simulation = Simulation(
         model, strategy, comm, engine=local, max_steps=len(steps), seed=seed, num_examples=num_examples
@@ -121,7 +127,7 @@ def rollout(
     if segments is None:
         state, record = _run(simulation, state, steps)
     else:
-        state, record = _run_in_segments(simulation, state, steps, segments, outside)
+        state, record = _run_in_segments(simulation, state, steps, segments)
     loss = local.loss(nodes.mean(state.params), nodes.mean(state.buffers), eval_batch)
     return _connected(Outcome(loss, *record, state.params), outside)
 
@@ -198,99 +204,115 @@ def _run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[
 
 
 def _run_in_segments(
-    simulation: Simulation, state: State, batches: Sequence[Any], segments: int, outside: list[Tensor]
+    simulation: Simulation, state: State, batches: Sequence[Any], segments: int
 ) -> tuple[State, Record]:
-    if any(not x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in outside):
-        raise ValueError(
-            f"segments={segments} is for reverse mode through torch.autograd: inside a transform of torch.func, and in "
-            "forward mode (which stores nothing), give segments=None."
-        )
     size = -(-len(batches) // segments)
     records = []
     for start in range(0, len(batches), size):
         part = _Part(simulation, state, batches[start : start + size])
-        tensors = _Recomputed.apply(part, outside, *part.tensors, *outside)
-        state, record = part.result(list(tensors))
+        state, record = part.result(_Recomputed.apply(part, *part.tensors))
         records.append(record)
     losses, distances, sent = (torch.cat(parts) for parts in zip(*records))
     return state, (losses, distances, sent)
 
 
 class _Part:
-    """A part of a run as a function of tensors: those of the state before it -> those after it, and of the record."""
+    """A part of a run as a function of tensors alone.
+
+    In: `tensors`, of the state before it, and those that can be differentiated of its strategy and batches. Out: those
+    of the state after it and of the record.
+    """
 
     def __init__(self, simulation: Simulation, state: State, batches: Sequence[Any]) -> None:
         self.simulation = simulation
         self.step = state.step
-        self.batches = batches
-        self.tensors, self._before = _flatten(_trees(state))
+        self.reads = simulation.strategy, list(batches)
+        self.outside = _differentiated(self.reads)
+        held, self._before = _flatten(_trees(state))
+        self.tensors = [*held, *self.outside]
         self._after: Any = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        state = State(self.step, **_filled(self._before, tensors))
-        state, record = _run(self.simulation, state, self.batches)
+        own = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
+        simulation = copy.copy(self.simulation)
+        simulation.strategy, batches = _replaced(self.reads, own)
+        state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
         found, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
         return found
 
     def result(self, tensors: Sequence[Tensor]) -> tuple[State, Record]:
         """What the tensors of a call stand for."""
         after = _filled(self._after, tensors)
-        return State(self.step + len(self.batches), **after["state"]), tuple(after["record"].values())
+        return State(self.step + len(self.reads[1]), **after["state"]), tuple(after["record"].values())
 
 
 class _Recomputed(torch.autograd.Function):
     """A part of a run of which only what went in is stored: the backward pass computes it again.
 
     torch.utils.checkpoint cannot be used: the nodes' gradients are made by torch.func, which allows no hooks on what
-    is saved. `outside` are the tensors that the part reads besides the state before it: it finds them by itself.
+    is saved.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: _Part, outside: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.part, ctx.outside = part, outside
+    def forward(ctx: Any, part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.part = part
         ctx.set_materialize_grads(False)
-        given = tensors[: len(tensors) - len(outside)]
-        ctx.save_for_backward(*given)
-        return tuple(part(given))
+        ctx.save_for_backward(*tensors)
+        return tuple(part(tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        again = torch.is_grad_enabled()  # derivatives will be taken of this, too
-        given = list(ctx.saved_tensors)
-        if not again:
-            given = [x.detach().requires_grad_(x.is_floating_point()) for x in given]
-        with torch.enable_grad():
-            outputs = ctx.part(given)
-        inputs = [*given, *ctx.outside]
-        pairs = [(y, g) for y, g in zip(outputs, grads) if g is not None and y.requires_grad]
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed and inputs[i].requires_grad]
-        found: list[Tensor | None] = [None] * len(inputs)
-        if pairs and wanted:
-            ys, gs = zip(*pairs)
-            if ctx.part.step == 0 and not again:
-                _check_all_found(ys, inputs)
-            these = torch.autograd.grad(ys, [inputs[i] for i in wanted], gs, create_graph=again, allow_unused=True)
-            for i, g in zip(wanted, these):
-                found[i] = g
-        return None, None, *found
+        part, tensors = ctx.part, ctx.saved_tensors
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed and tensors[i].is_floating_point()]
+        sent = [i for i, g in enumerate(grads) if g is not None]
+
+        def outputs(*values: Tensor) -> list[Tensor]:
+            given = dict(enumerate(tensors)) | dict(zip(wanted, values))
+            found = part(list(given.values()))
+            return [found[i] for i in sent]
+
+        given, by = [tensors[i] for i in wanted], [grads[i] for i in sent]
+        found: list[Tensor | None] = [None] * len(tensors)
+        if not sent:
+            slopes: Sequence[Tensor | None] = ()
+        elif torch.is_grad_enabled():  # derivatives will be taken of this, too
+            slopes = vjp(outputs, *given)[1](by)
+        else:
+            slopes = _slopes(outputs, [x.detach().requires_grad_() for x in given], by, check=part.step == 0)
+        for i, slope in zip(wanted, slopes):
+            found[i] = slope
+        return None, *found
 
 
-def _check_all_found(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Raise a ValueError if `outputs` depend on a leaf that requires grad and is not behind the `inputs`."""
-    ends = {id(x) for x in inputs}
-    seen = {x.grad_fn for x in inputs if x.grad_fn is not None}
+@torch.enable_grad()
+def _slopes(
+    outputs: Callable[..., list[Tensor]], given: list[Tensor], by: list[Any], check: bool
+) -> Sequence[Tensor | None]:
+    """The derivatives of sum by * outputs by what is given."""
+    pairs = [(y, g) for y, g in zip(outputs(*given), by) if y.requires_grad]
+    if not pairs:
+        return [None] * len(given)
+    ys, gs = zip(*pairs)
+    if check:
+        _check_all_found(ys, given)
+    return torch.autograd.grad(ys, given, gs, allow_unused=True)
+
+
+def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Raise a ValueError if `outputs` depend on another leaf that requires grad than those given."""
+    known = {id(x) for x in given}
+    seen: set[Any] = set()
     todo = [y.grad_fn for y in outputs]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)  # of AccumulateGrad: a leaf
-        if variable is not None and id(variable) not in ends:
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if leaf is not None and id(leaf) not in known:
             raise ValueError(
-                f"segments: the strategy reads a tensor of shape {list(variable.shape)} that requires grad and is not "
-                "held by any of its objects (nor by a function's closure): keep it as an attribute, or give "
-                "segments=None."
+                f"segments: the strategy reads a tensor of shape {list(leaf.shape)} that requires grad and is not "
+                "held by any of its objects, nor by a function's closure: keep it in one, or give segments=None."
             )
         todo += [after for after, _ in node.next_functions]
 
@@ -363,7 +385,7 @@ def _steps(batches: Any, num_nodes: int) -> list[Any]:
         for x in tree.leaves(step):
             if x.dim() < 1 or len(x) != num_nodes:
                 raise ValueError(
-                    f"the batch of step {t} has a tensor of shape {list(x.shape)}; with num_nodes={num_nodes} it must be "
+                    f"the batch of step {t} has a tensor of shape {list(x.shape)}; num_nodes={num_nodes} asks for "
                     f"[{num_nodes}, B, ...]. A list is a sequence of batches; a tensor, dict or tuple has a leading T."
                 )
     return steps
@@ -414,9 +436,9 @@ def _initial(params: Tree, engine: Engine, num_nodes: int) -> Tree:
     return {name: params[name] for name in engine.params}
 
 
-def _check_rules(objects: list[Any]) -> None:
+def _check_rules(strategy: Strategy) -> None:
     """Raise a ValueError for an optimizer that cannot be differentiated."""
-    for rule in objects:
+    for rule in _reachable(strategy):
         if isinstance(rule, PerNodeRule):
             raise ValueError(
                 f"{rule.spec.cls.__name__} runs as it is, node by node, and has no pure body that could be "
@@ -431,8 +453,12 @@ def _check_names(settings: dict[str, Any]) -> None:
         raise TypeError(f"rollout_jvp has no argument {unknown[0]!r}; there are also params, seed and num_examples.")
 
 
-def _unique(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(x): x for x in tensors}.values())
+# ------------------------------------------------------------------------------------- what an object holds
+
+
+def _differentiated(root: Any) -> list[Tensor]:
+    """The tensors that an object holds and derivatives may be taken by."""
+    return [x for x in _reachable(root) if differentiated(x)]
 
 
 def _reachable(root: Any) -> Iterator[Any]:
@@ -471,3 +497,43 @@ def _is_empty(cell: Any) -> bool:
     except ValueError:
         return True
     return False
+
+
+def _replaced(x: Any, new: dict[int, Any]) -> Any:
+    """A copy of an object that holds other tensors: `new`, from the id of what it holds to what stands in its place.
+
+    What it holds is what `_reachable` finds; `new` then has the copies, too.
+    """
+    if id(x) in new:
+        return new[id(x)]
+    if not _parts_of(x) or isinstance(x, (str, bytes, int, float, type, types.ModuleType)):
+        return x
+    if isinstance(x, functools.partial):
+        func, args, keywords = _replaced((x.func, x.args, x.keywords), new)
+        y: Any = functools.partial(func, *args, **keywords)
+    elif isinstance(x, types.MethodType):
+        y = types.MethodType(x.__func__, _replaced(x.__self__, new))
+    elif isinstance(x, types.FunctionType):
+        y = _replaced_function(x, new)
+    elif isinstance(x, tuple) and hasattr(x, "_fields"):
+        y = type(x)(*[_replaced(value, new) for value in x])
+    elif isinstance(x, (list, tuple, set, frozenset)):
+        y = type(x)([_replaced(value, new) for value in x])
+    else:
+        y = new[id(x)] = copy.copy(x)
+        values = y if isinstance(y, dict) else vars(y)
+        if y is not x:
+            values.update({key: _replaced(value, new) for key, value in values.items()})
+    new[id(x)] = y
+    return y
+
+
+def _replaced_function(f: types.FunctionType, new: dict[int, Any]) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in f.__closure__ or ())
+    copied = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, cells)
+    new[id(f)] = copied  # it may close over itself
+    copied.__defaults__, copied.__kwdefaults__ = _replaced((f.__defaults__, f.__kwdefaults__), new)
+    for cell, own in zip(f.__closure__ or (), cells):
+        if not _is_empty(cell):
+            own.cell_contents = _replaced(cell.cell_contents, new)
+    return copied
