@@ -23,6 +23,7 @@ from vecgym.data import Batches
 from vecgym.ledger import Ledger
 from vecgym.local import Engine
 from vecgym.optim import OptimSpec
+from vecgym.optimize import OptimizedSchedule, optimize_schedule, project_to_budget
 from vecgym.rollout import Outcome, rollout, rollout_jvp
 from vecgym.simulate import Simulation
 from vecgym.strategy import (
@@ -551,17 +552,26 @@ def test_segments_store_only_what_is_between_them() -> None:
 
 
 GLOBAL = torch.tensor(0.9, dtype=F64, requires_grad=True)
+HIDDEN = {"tensor": GLOBAL}
 
 
 def test_segments_find_out_about_a_tensor_that_nothing_holds() -> None:
-    strategy = AllReduceStrategy("sgd", lr=torch.tensor(0.3, dtype=F64, requires_grad=True), lr_scheduler=from_global)
-    assert torch.autograd.grad(outcome_of(strategy).loss, GLOBAL)[0] != 0
+    lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    (expected,) = torch.autograd.grad(outcome_of(AllReduceStrategy("sgd", lr=lr, lr_scheduler=hidden)).loss, GLOBAL)
+    assert expected != 0
+    strategy = AllReduceStrategy("sgd", lr=lr, lr_scheduler=from_global)  # a global of a notebook is found
+    assert_close(torch.autograd.grad(outcome_of(strategy, segments=2).loss, GLOBAL)[0], expected, 1e-12)
+    strategy = AllReduceStrategy("sgd", lr=lr, lr_scheduler=hidden)
     with pytest.raises(ValueError, match=r"reads a tensor of shape \[\] that requires grad and is not held"):
         outcome_of(strategy, segments=2).loss.backward()
 
 
 def from_global(step: int) -> Any:
     return GLOBAL**step
+
+
+def hidden(step: int) -> Any:
+    return HIDDEN["tensor"] ** step
 
 
 # ------------------------------------------------------------------------------------------------ closed forms
@@ -843,3 +853,126 @@ def test_weighted_bytes() -> None:
     assert ledger.step_bytes.item() == 17
     assert torch.autograd.grad(ledger.step_bytes, weight)[0].item() == 4
     assert ledger.total_bytes == 17.0
+
+
+# ------------------------------------------------------------------------------------------ optimized schedules
+
+
+@functools.cache
+def uneven() -> tuple[nn.Module, list[Any], Any, Any]:
+    """20 steps of nodes that see different things; another draw of the same to judge by."""
+    model, _, _, _ = setting()
+
+    def batches(seed: int) -> tuple[list[Any], Any]:
+        x = draw(20, K, B, 4, seed=seed) + 2 * draw(1, K, 1, 4, seed=1)
+        held_out = draw(64, 4, seed=seed + 1) + 2 * draw(K, 1, 4, seed=1).repeat(22, 1, 1)[:64, 0]
+        return [(x[t], labels(x[t])) for t in range(20)], (held_out, labels(held_out))
+
+    return model, *batches(20), batches(30)  # type: ignore[return-value]
+
+
+def at_times(weights: Any) -> Strategy:
+    return FedAvgStrategy("sgd", lr=0.5, sync_weight=weights)
+
+
+def optimized(strategy: Any = at_times, **settings: Any) -> OptimizedSchedule:
+    model, batches, eval_batch, held_out = uneven()
+    given = {"num_nodes": K, "eval_batch": eval_batch, "iterations": 8, "held_out": held_out} | settings
+    return optimize_schedule(model, strategy, batches, **given)
+
+
+def test_an_optimized_schedule_beats_every_H_at_equal_bytes() -> None:
+    model, batches, eval_batch, held_out = uneven()
+    found = optimized(H=5)
+    assert found.uniform.tolist() == [0, 0, 0, 0, 1] * 4
+    assert found.schedule.sum() == 4
+    assert set(found.schedule.tolist()) == {0, 1}
+    assert found.weights.sum() <= 4 + 1e-9
+    assert 0 <= found.weights.min() <= found.weights.max() <= 1
+    assert list(found.losses) == sorted(found.losses, reverse=True)
+    assert len(found.losses) > 2
+    assert found.gain > 1e-3
+    # ... as any other code finds, and Trainer.fit takes the schedule.
+    both = [
+        (found.schedule, found.loss, found.held_out_loss),
+        (found.uniform, found.uniform_loss, found.held_out_uniform_loss),
+    ]
+    for schedule, loss, other in both:
+        outcome = rollout(model, at_times(schedule), batches, num_nodes=K, eval_batch=eval_batch)
+        assert_close(outcome.loss, torch.tensor(loss, dtype=F64), 1e-12)
+        assert outcome.bytes.sum().item() == pytest.approx(found.total_bytes)
+        again = rollout(model, at_times(schedule), held_out[0], num_nodes=K, eval_batch=held_out[1])
+        assert_close(again.loss, torch.tensor(other, dtype=F64), 1e-12)
+    data = draw(80, 4, seed=5)
+    trainer = Trainer(model, TensorDataset(data, labels(data)))
+    trainer.fit(at_times(found.schedule), num_nodes=K, max_steps=20, batch_size=B, progress=False)
+    assert trainer.ledger.total_bytes == pytest.approx(found.total_bytes)
+    assert f"gained {found.gain:.3g}" in str(found)
+    assert "4 exchanges in 20 steps" in str(found)
+
+
+def test_a_budget_of_bytes_and_segments() -> None:
+    by_H = optimized(H=5, iterations=3)
+    by_bytes = optimized(budget_bytes=by_H.total_bytes * 1.1, segments=4, iterations=3)
+    assert_close(by_bytes.weights, by_H.weights, 1e-10)
+    assert torch.equal(by_bytes.schedule, by_H.schedule)
+
+
+def test_where_nothing_can_be_gained_it_says_so() -> None:
+    """Nodes with the same batches stay the same, whenever they average."""
+    model, batches, eval_batch, _ = uneven()
+    same = [(x[:1].expand(K, B, 4), y[:1].expand(K, B)) for x, y in batches]
+    found = optimize_schedule(model, at_times, same, num_nodes=K, eval_batch=eval_batch, H=5, iterations=3)
+    assert found.gain == pytest.approx(0, abs=1e-12)
+    assert "NOTHING gained" in str(found) or found.gain > 0
+    assert "on the batches that were optimised on" in str(found)
+
+
+def test_an_optimized_mixing_matrix_stays_doubly_stochastic_and_keeps_its_links() -> None:
+    sparse = torch.tensor([[0.6, 0.4, 0], [0.4, 0.3, 0.3], [0, 0.3, 0.7]], dtype=F64)
+    for start in (sparse, torch.stack([sparse, ring(K)])):
+        found = optimized(lambda w: GossipStrategy(w, inner_optim="sgd", lr=0.5), mixing=start)
+        assert_close(found.schedule.sum(-1), torch.ones(start.shape[:-1], dtype=F64), 1e-10)
+        assert_close(found.schedule.sum(-2), torch.ones(start.shape[:-1], dtype=F64), 1e-10)
+        assert torch.equal(found.schedule == 0, start == 0)
+        assert found.gain > 1e-5
+        assert torch.equal(found.uniform, start)
+        model, batches, eval_batch, _ = uneven()
+        outcomes = [
+            rollout(model, GossipStrategy(w, inner_optim="sgd", lr=0.5), batches, num_nodes=K, eval_batch=eval_batch)
+            for w in (found.schedule, start)
+        ]
+        assert_close(outcomes[0].bytes, outcomes[1].bytes, 1e-12)
+        assert outcomes[0].loss.item() == pytest.approx(found.loss, rel=1e-12)
+
+
+def test_the_projection_is_the_nearest_point() -> None:
+    """Against a fine search over pairs of coordinates: no small move within the set comes nearer."""
+    z = 0.5 + draw(8, seed=3)
+    found = project_to_budget(z, 2.5)
+    assert found.sum().item() == pytest.approx(2.5, abs=1e-12)
+    distance = (z - found).square().sum()
+    for i in range(8):
+        for j in range(8):
+            moved = found.clone()
+            moved[i] += 1e-4
+            moved[j] -= 1e-4
+            if moved.min() >= 0 and moved.max() <= 1 and moved.sum() <= 2.5 + 1e-12:
+                assert (z - moved).square().sum() >= distance - 1e-12
+
+
+def test_bad_arguments_of_optimize_schedule() -> None:
+    for settings, error, match in [
+        ({}, ValueError, "H=None and budget_bytes=None: give one"),
+        ({"H": 5, "budget_bytes": 1e6}, ValueError, "give one of them"),
+        ({"H": 21}, ValueError, "from 1 to the number of steps, 20"),
+        ({"budget_bytes": 3.0}, ValueError, r"budget_bytes=3.0 does not allow one exchange of 459 bytes"),
+        ({"H": 5, "iterations": 0}, ValueError, "iterations=0 must be"),
+        ({"H": 5, "strategy": at_times(WEIGHTS)}, TypeError, "give a function of the weights"),
+        ({"mixing": ring(K), "H": 2}, ValueError, r"how often nodes mix is the strategy's"),
+        ({"mixing": ring(K) * 1.1}, ValueError, r"mixing: row 0 sums to 1.1"),
+        ({"mixing": [[1.0]]}, ValueError, r"mixing takes a tensor \[K, K\]"),
+        ({"mixing": ring(K), "budget_bytes": 3.0, "strategy": gossip}, ValueError, "mixing sends .* more than"),
+    ]:
+        with pytest.raises(error, match=match):
+            optimized(**settings)

@@ -8,9 +8,7 @@ follows that gradient.
 from __future__ import annotations
 
 import copy
-import functools
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from torch.func import jvp, vjp
 
 from vecgym import nodes, tree
 from vecgym.collectives import StackedCollectives
+from vecgym.held import reachable, replaced
 from vecgym.local import Engine
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
@@ -105,10 +104,10 @@ def rollout(
     >>> outcome.loss, torch.autograd.grad(outcome.loss, outer_lr)[0]
     (tensor(0.0825, grad_fn=<AddBackward0>), tensor(-0.6845))
     """
-    steps = _steps(batches, num_nodes)
+    steps = as_steps(batches, num_nodes)
     _check(strategy, steps, eval_batch, num_nodes, segments)
     strategy.check(num_nodes, len(steps))
-    local = _prepared(model, engine, steps[0])
+    local = prepared(model, engine, steps[0])
     _check_devices(local.device, {"batches": steps, "eval_batch": eval_batch, "params": params, "strategy": strategy})
     initial = None if params is None else _initial(params, local, num_nodes)
     outside = _differentiated((strategy, steps, eval_batch, params))
@@ -177,7 +176,7 @@ def rollout_jvp(
             "lambda outer_lr: DiLoCoStrategy(outer_lr=outer_lr)."
         )
     _check_names(settings)
-    local = _prepared(model, engine, _steps(batches, num_nodes)[0])
+    local = prepared(model, engine, as_steps(batches, num_nodes)[0])
 
     def outcome(*values: Tensor) -> Outcome:
         return rollout(
@@ -235,7 +234,7 @@ class _Part:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         own = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
         simulation = copy.copy(self.simulation)
-        simulation.strategy, batches = _replaced(self.reads, own)
+        simulation.strategy, batches = replaced(self.reads, own)
         state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
         found, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
         return found
@@ -356,7 +355,7 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def _prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
+def prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
     """An engine that has looked at the model."""
     if isinstance(engine, Engine):
         if engine.facts is None:
@@ -367,7 +366,7 @@ def _prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
     return local
 
 
-def _steps(batches: Any, num_nodes: int) -> list[Any]:
+def as_steps(batches: Any, num_nodes: int) -> list[Any]:
     """One tree `[K, B, ...]` for each step."""
     if isinstance(batches, (Tensor, dict, tuple)):
         lengths = {len(x) if x.dim() > 0 else 0 for x in tree.leaves(batches)}
@@ -410,7 +409,7 @@ def _check(strategy: Any, steps: list[Any], eval_batch: Any, num_nodes: int, seg
 def _check_devices(device: torch.device, given: dict[str, Any]) -> None:
     """Raise a ValueError for a tensor on another device than the model; numbers may also be on the CPU."""
     for name, value in given.items():
-        tensors = [x for x in _reachable(value) if isinstance(x, Tensor)]
+        tensors = [x for x in reachable(value) if isinstance(x, Tensor)]
         allowed = {device.type, "cpu"} if name == "strategy" else {device.type}
         for x in tensors:
             if x.device.type not in allowed:
@@ -438,7 +437,7 @@ def _initial(params: Tree, engine: Engine, num_nodes: int) -> Tree:
 
 def _check_rules(strategy: Strategy) -> None:
     """Raise a ValueError for an optimizer that cannot be differentiated."""
-    for rule in _reachable(strategy):
+    for rule in reachable(strategy):
         if isinstance(rule, PerNodeRule):
             raise ValueError(
                 f"{rule.spec.cls.__name__} runs as it is, node by node, and has no pure body that could be "
@@ -453,87 +452,6 @@ def _check_names(settings: dict[str, Any]) -> None:
         raise TypeError(f"rollout_jvp has no argument {unknown[0]!r}; there are also params, seed and num_examples.")
 
 
-# ------------------------------------------------------------------------------------- what an object holds
-
-
 def _differentiated(root: Any) -> list[Tensor]:
     """The tensors that an object holds and derivatives may be taken by."""
-    return [x for x in _reachable(root) if differentiated(x)]
-
-
-def _reachable(root: Any) -> Iterator[Any]:
-    """Every object that `root` holds: in attributes, containers, and in what its functions close over."""
-    seen: set[int] = set()
-    todo = [root]
-    while todo:
-        x = todo.pop()
-        if id(x) in seen or x is None or isinstance(x, (str, bytes, int, float, type, types.ModuleType)):
-            continue
-        seen.add(id(x))
-        yield x
-        todo += reversed(_parts_of(x))
-
-
-def _parts_of(x: Any) -> list[Any]:
-    if isinstance(x, (Tensor, torch.Generator)):
-        return []
-    if isinstance(x, dict):
-        return list(x.values())
-    if isinstance(x, (list, tuple, set, frozenset)):
-        return list(x)
-    if isinstance(x, functools.partial):
-        return [x.func, *x.args, *x.keywords.values()]
-    if isinstance(x, types.MethodType):
-        return [x.__self__, x.__func__]
-    if isinstance(x, types.FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or () if not _is_empty(cell)]
-        return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-    return list(vars(x).values()) if hasattr(x, "__dict__") else []
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
-
-
-def _replaced(x: Any, new: dict[int, Any]) -> Any:
-    """A copy of an object that holds other tensors: `new`, from the id of what it holds to what stands in its place.
-
-    What it holds is what `_reachable` finds; `new` then has the copies, too.
-    """
-    if id(x) in new:
-        return new[id(x)]
-    if not _parts_of(x) or isinstance(x, (str, bytes, int, float, type, types.ModuleType)):
-        return x
-    if isinstance(x, functools.partial):
-        func, args, keywords = _replaced((x.func, x.args, x.keywords), new)
-        y: Any = functools.partial(func, *args, **keywords)
-    elif isinstance(x, types.MethodType):
-        y = types.MethodType(x.__func__, _replaced(x.__self__, new))
-    elif isinstance(x, types.FunctionType):
-        y = _replaced_function(x, new)
-    elif isinstance(x, tuple) and hasattr(x, "_fields"):
-        y = type(x)(*[_replaced(value, new) for value in x])
-    elif isinstance(x, (list, tuple, set, frozenset)):
-        y = type(x)([_replaced(value, new) for value in x])
-    else:
-        y = new[id(x)] = copy.copy(x)
-        values = y if isinstance(y, dict) else vars(y)
-        if y is not x:
-            values.update({key: _replaced(value, new) for key, value in values.items()})
-    new[id(x)] = y
-    return y
-
-
-def _replaced_function(f: types.FunctionType, new: dict[int, Any]) -> types.FunctionType:
-    cells = tuple(types.CellType() for _ in f.__closure__ or ())
-    copied = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, cells)
-    new[id(f)] = copied  # it may close over itself
-    copied.__defaults__, copied.__kwdefaults__ = _replaced((f.__defaults__, f.__kwdefaults__), new)
-    for cell, own in zip(f.__closure__ or (), cells):
-        if not _is_empty(cell):
-            own.cell_contents = _replaced(cell.cell_contents, new)
-    return copied
+    return [x for x in reachable(root) if differentiated(x)]
