@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from tests.helpers import (
 )
 from tests.models import MODELS, make_batches, make_model
 from tests.reference import common
+from tests.reference.demo import fold, make_chunks
 from vecgym import Trainer, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
@@ -46,6 +47,8 @@ from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Context,
+    DeMoCommunicator,
+    DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -119,19 +122,31 @@ class Row:
 
     Attributes:
         make: takes the arguments that all strategies share on top of its own.
-        payloads: what a node sends in STEPS steps, averaged over K nodes, in units of b * P.
-        outer: what happens to a single node after every H steps.
+        payloads: what a node sends in STEPS steps, averaged over K nodes, in units of b * P; or, where that is not
+            in proportion to P, a function of the shape of a tensor and of b: the bytes sent of that tensor.
+        outer: what happens to a single node after every H steps; None: it does not train plainly, see the
+            strategy's own tests.
         averages: nodes with identical shards stay identical, and do what one node alone does.
         proximal_mu: FedProx's.
         server: each participant sends to a server, even if there is only one.
+        copies: in how many copies parameters and optimizer state are kept.
+        residuals: how many tensors of a parameter's size each node keeps besides.
     """
 
     make: Callable[..., Strategy]
-    payloads: float
-    outer: Outer = stay
+    payloads: float | Callable[[torch.Size, int], float]
+    outer: Outer | None = stay
     averages: bool = True
     proximal_mu: float = 0.0
     server: bool = False
+    copies: int = K
+    residuals: int = 0
+
+    def sent_bytes(self, params: Iterable[Tensor]) -> float:
+        """What a node sends in STEPS steps, averaged over K nodes, of these parameters of one node."""
+        if callable(self.payloads):
+            return sum(self.payloads(p.shape, p.element_size()) for p in params)
+        return self.payloads * sum(p.numel() * p.element_size() for p in params)
 
 
 def averaging_then_diloco(**settings: Any) -> Strategy:
@@ -139,10 +154,28 @@ def averaging_then_diloco(**settings: Any) -> Strategy:
     return CommunicateOptimizeStrategy(modules, **settings)
 
 
+DEMO: dict[str, Any] = {"compression_topk": 4, "compression_chunk": 8}
+
+
+def demo(inner_optim: Any = None, **settings: Any) -> Strategy:
+    """DeMo is an optimizer of its own."""
+    return DeMoStrategy(**DEMO, lr=0.01, **settings)
+
+
+def demo_with_another_optimizer(**settings: Any) -> Strategy:
+    return CommunicateOptimizeStrategy([DeMoCommunicator(**DEMO)], **settings)
+
+
+def demo_bytes(shape: torch.Size, b: int) -> float:
+    """Of each chunk 4 pairs of a value and an index of 8 bytes, or as many as it has elements."""
+    areas = [torch.zeros(fold(shape))[piece].numel() for piece in make_chunks(fold(shape), 8)]
+    return STEPS * sum(min(4, area) * (8 + b) for area in areas)
+
+
 ROUNDS = STEPS // H
 STRATEGIES: dict[str, Row] = {
     "independent": Row(Strategy, 0.0),
-    "allreduce": Row(AllReduceStrategy, STEPS * ring(K)),
+    "allreduce": Row(AllReduceStrategy, STEPS * ring(K), copies=1),
     "fedavg": Row(lambda **kw: FedAvgStrategy(H=H, **kw), ROUNDS * ring(K)),
     "fedavg-islands": Row(lambda **kw: FedAvgStrategy(H=H, island_size=2, **kw), ROUNDS * ring(2, 2, 1)),
     "fedavg-participation": Row(
@@ -173,6 +206,8 @@ STRATEGIES: dict[str, Row] = {
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
     ),
     "averaging-then-diloco": Row(averaging_then_diloco, STEPS // 2 * ring(2, 2, 1) + ROUNDS * ring(K), outer=lookahead),
+    "demo": Row(demo, demo_bytes, outer=None, copies=1, residuals=1),
+    "demo-with-another-optimizer": Row(demo_with_another_optimizer, demo_bytes, outer=None, copies=1, residuals=1),
 }
 NAMES = list(STRATEGIES)
 
@@ -243,7 +278,7 @@ def for_one_node(strategy: Strategy) -> Strategy:
 
 @pytest.mark.parametrize("model", ["MLP", "CNN"])
 @pytest.mark.parametrize("inner", ["momentum", "adamw, clipped and warmed up"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if STRATEGIES[name].outer is not None])
 def test_a_single_node_is_plain_training(name: str, inner: str, model: str) -> None:
     """With DiLoCo's outer SGD: Lookahead."""
     ours: dict[str, Any] = {"inner_optim": MOMENTUM}
@@ -254,6 +289,7 @@ def test_a_single_node_is_plain_training(name: str, inner: str, model: str) -> N
     start, batches = setup(model, 1)
     result = run(start, for_one_node(STRATEGIES[name].make(**ours)), batches)
     row = STRATEGIES[name]
+    assert row.outer is not None
     losses, params = train_alone(start, batches, row.outer, proximal_mu=row.proximal_mu, **plain)
     assert_close(result.losses[:, 0], losses, 1e-12, "losses")
     assert_close(rows(result.params, [0]), {n: p[None] for n, p in params.items()}, 1e-12, "params")
@@ -490,8 +526,8 @@ def test_bytes_equal_the_closed_form(name: str) -> None:
     for model, dtype in (("CNN", torch.float64), ("WithFrozen", torch.float32)):
         start = make_model(model, dtype=dtype)
         result = run(start, make(name), stacked(make_batches(model, STEPS, K, dtype=dtype)))
-        payload = sum(p.numel() * p.element_size() for p in common.parameters(start).values())
-        assert result.comm.ledger.total_bytes == pytest.approx(STRATEGIES[name].payloads * payload, rel=1e-12)
+        expected = STRATEGIES[name].sent_bytes(common.parameters(start).values())
+        assert result.comm.ledger.total_bytes == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -536,8 +572,8 @@ def test_unused_and_frozen_parameters_stay(name: str, engine: str) -> None:
     result = run(model, strategy, batches, engine=engine)
     used = {n for n, _ in model.used.named_parameters("used")}
     assert set(result.state.params) == used
-    payload = sum(model.get_parameter(n).numel() * 8 for n in used)
-    assert result.comm.ledger.total_bytes == pytest.approx(STRATEGIES[name].payloads * payload, rel=1e-12)
+    expected = STRATEGIES[name].sent_bytes([model.get_parameter(n) for n in used])
+    assert result.comm.ledger.total_bytes == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -568,6 +604,7 @@ COMMON: dict[str, Any] = {
     "cosine_anneal": True,
 }
 MODULES = [AveragingCommunicator(H=2)]
+DEMO_VALUES: dict[str, Any] = {"compression_decay": 0.1, "compression_topk": 2, "compression_chunk": 4}
 
 
 def with_module(cls: Callable[..., CommunicationModule], *before: CommunicationModule) -> Callable[..., Strategy]:
@@ -617,6 +654,16 @@ ARGUMENTS: dict[type, Changes] = {
         {"inner_optim": "sgd", "H": 2},
         {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
     ),
+    DeMoStrategy: Changes(
+        DeMoStrategy,
+        {**DEMO, "lr": 0.01},
+        {
+            **{name: value for name, value in COMMON.items() if name != "inner_optim"},
+            **DEMO_VALUES,
+            "weight_decay": 0.5,
+        },
+    ),
+    DeMoCommunicator: Changes(with_module(DeMoCommunicator), DEMO, DEMO_VALUES),
     GradientAveraging: Changes(with_module(GradientAveraging), {}, {}),
     AveragingCommunicator: Changes(
         with_module(AveragingCommunicator),
@@ -681,6 +728,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a module that is no list": (lambda: Strategy(communication_modules=GradientAveraging()), TypeError, "list"),  # type: ignore[arg-type]
     "a class as a module": (lambda: CommunicateOptimizeStrategy([GradientAveraging]), TypeError, "CommunicationModule"),  # type: ignore[list-item]
     "unknown optimizer": (lambda: AllReduceStrategy("adamv"), ValueError, "did you mean"),
+    "all gradients of some nodes": (
+        lambda: CommunicateOptimizeStrategy([AveragingCommunicator(participation=0.5), DeMoCommunicator()]),
+        ValueError,
+        "sit out, and DeMoCommunicator",
+    ),
     "never an exchange": (lambda: FedAvgStrategy(H=11).check(5, 10), vecgym.VecgymWarning, "never exchange"),
 }
 
@@ -698,12 +750,13 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_the_same_on_every_node_is_stored_once(name: str) -> None:
     start, batches = setup()
-    state = run(start, make(name), batches).state
-    once = [x for x in flat(state.strategy).values() if x.numel() > 1]
-    assert all(x.shape[0] == 1 for x in once)
-    expected = 1 if name == "allreduce" else K
-    for values in (state.params, state.optimizer["momentum_buffer"]):
-        assert {x.shape[0] for x in values.values()} == {expected}
+    row, state = STRATEGIES[name], run(start, make(name), batches).state
+    per_node = [x for x in flat(state.strategy).values() if x.numel() > 1 and x.shape[0] != 1]
+    assert all(x.shape[0] == K for x in per_node)
+    assert tree.num_bytes(per_node) == row.residuals * K * tree.num_bytes(list(common.parameters(start).values()))
+    for values in (state.params, state.optimizer.get("momentum_buffer", {})):
+        assert {x.shape[0] for x in values.values()} <= {row.copies}
+    assert ("momentum_buffer" in state.optimizer) == (name != "demo")
 
 
 def test_the_first_state_is_the_models() -> None:

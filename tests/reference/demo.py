@@ -36,12 +36,18 @@ Chunk = tuple[slice, ...]  # which rows (and columns) of the folded tensor
 
 @functools.cache
 def basis(N: int) -> Tensor:
-    """C[k, n] = s_k cos(pi (n + 1/2) k / N): one orthonormal basis vector per row, [N, N]."""
+    """C[k, n] = s_k cos(pi (n + 1/2) k / N): one orthonormal basis vector per row, [N, N].
+
+    The cosine of an odd multiple of pi / 2 is 0; math.cos, given a rounded angle, says 6e-17, and the sign of what
+    is decoded there would be that of the rounding.
+    """
     C = torch.zeros(N, N, dtype=torch.float64)
     for k in range(N):
         scale = math.sqrt(1 / N) if k == 0 else math.sqrt(2 / N)
         for n in range(N):
-            C[k, n] = scale * math.cos(math.pi * (n + 0.5) * k / N)
+            quarters, rest = divmod((2 * n + 1) * k, N)  # of a turn
+            zero = rest == 0 and quarters % 2 == 1
+            C[k, n] = 0.0 if zero else scale * math.cos(math.pi * (n + 0.5) * k / N)
     return C
 
 

@@ -3,6 +3,7 @@
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
+from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
@@ -13,6 +14,8 @@ __all__ = [
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
     "Context",
+    "DeMoCommunicator",
+    "DeMoStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "FedAvgStrategy",
