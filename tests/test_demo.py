@@ -1,9 +1,10 @@
 """DeMo against its naive twin, 50 steps in float64 to 1e-10, and against its identities.
 
 A sign and the choice of the largest are not continuous, so two programs agree only where neither follows rounding
-noise. It does after a ReLU that no example of a node passes: a gradient row of exact zeros, of which the transform
-makes coefficients of equal magnitude and, once everything was sent, values of 1e-18 with any sign. Hence the smooth
-MLP, and for the one with ReLU a setting in which neither occurs.
+noise. Where the waves themselves are 0, both have exact zeros. But noise it is after a ReLU that no example of a
+node passes: a gradient row of exact zeros, of which the transform makes coefficients of equal magnitude and, once
+everything was sent, values of 1e-18 with any sign. Hence the smooth MLP, and for the one with ReLU a setting in which
+neither occurs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from tests.helpers import (
     simulation,
     stacked,
 )
-from tests.models import MLP, make_batches, make_model
+from tests.models import MLP, make_batches, make_data, make_model
 from tests.reference import common
 from tests.reference.demo import basis as twin_basis
 from tests.reference.demo import dct as twin_dct
 from tests.reference.demo import demo, fold, make_chunks
-from vecgym import tree
+from vecgym import Trainer, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
 from vecgym.strategy import (
@@ -386,6 +387,15 @@ def test_bytes_equal_the_closed_form(model: str, dtype: torch.dtype, k: int, chu
     assert run(start, strategy, reordered(batches, [0])).comm.ledger.total_bytes == 0
 
 
+def test_bytes_of_a_language_model() -> None:
+    """OLMo-1B, 1,176,764,416 parameters, by its shapes alone: 110.32 MB."""
+    layer = {"qkv": (6144, 2048), "out": (2048, 2048), "up": (16384, 2048), "down": (2048, 8192)}
+    shapes = {f"{i}.{name}": shape for i in range(16) for name, shape in layer.items()} | {"tokens": (50304, 2048)}
+    params = {name: torch.empty(1, *shape, device="meta") for name, shape in shapes.items()}
+    assert sum(p.numel() for p in params.values()) == 1_176_764_416
+    assert module_of(DeMoStrategy()).step_bytes(params) == 110_321_664
+
+
 # ------------------------------------------------------------------------- configurations, derivatives
 
 
@@ -455,6 +465,21 @@ def test_the_module_with_another_optimizer() -> None:
 
 
 # ------------------------------------------------------------------------------------------- arguments
+
+
+def test_the_call_of_the_documents_trains() -> None:
+    strategy = DeMoStrategy(
+        compression_decay=0.999,  # Residual accumulation rate
+        compression_topk=32,  # Frequency components to transmit
+        compression_chunk=64,  # DCT chunk size
+        weight_decay=1e-4,
+    )
+    model, data = make_model("GPT"), torch.utils.data.TensorDataset(*make_data("GPT", 256))
+    trainer = Trainer(model, data)
+    trainer.fit(strategy=strategy, num_nodes=4, batch_size=8, max_steps=30, progress=False, device="cpu")
+    _, losses = trainer.history.series("train_loss")
+    assert sum(losses[-5:]) < sum(losses[:5]) - 5 * 0.3
+
 
 CHANGES: dict[str, Any] = {
     "compression_decay": 0.1,

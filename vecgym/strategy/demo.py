@@ -36,6 +36,8 @@ class DeMoCommunicator(CommunicationModule):
     the first step). Kept as coefficients, what was sent leaves exactly 0 behind, and only the mean is transformed
     back; `residual` gives delta_i itself. Bytes sent per node and step: `step_bytes`.
 
+    Under differentiation which coefficients are sent is a constant; what is sent of them has its derivatives.
+
     Args:
         compression_decay: decay of the momentum, in [0, 1).
         compression_topk: k, coefficients sent of each chunk; all of them where a chunk has fewer.
@@ -148,7 +150,7 @@ class DeMoStrategy(Strategy):
     Args:
         compression_decay, compression_topk, compression_chunk: see `DeMoCommunicator`.
         weight_decay: wd, decoupled.
-        lr: the learning rate; every coordinate moves by it at every step.
+        lr: the learning rate; every coordinate moves by it at every step, unless what is decoded there is 0.
         max_norm: clip each node's gradient to this 2-norm, before it is accumulated.
         lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
@@ -162,7 +164,9 @@ class DeMoStrategy(Strategy):
     Reference: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870, and its code,
     github.com/bloc97/DeMo, which scales the gradient by lr and takes the sign. Deviations: tensors of more than two
     dimensions, which fail there, are folded into matrices; the first of equal coefficients are sent; the residual
-    is kept as coefficients.
+    is kept as coefficients, so what is sent leaves 0 and not rounding noise; where a wave is 0 (in the middle of an
+    odd chunk every second one is) it is exactly 0, so that a coordinate where all that was sent is 0 stays, instead of
+    moving by lr in the direction of a rounding error.
     """
 
     def __init__(
