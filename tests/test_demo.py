@@ -112,8 +112,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # ours, the twin
         {"k": 5, "chunk": 32, "weight_decay": 0.1, "max_norm": 0.3, "schedule": warm},
     ),
 }
-CASES = [(setting, model) for setting in SETTINGS for model in ("SmoothMLP", "CNN", "LSTM")]
-CASES += [("small-chunks", "MLP"), ("defaults", "GPT"), ("clipped-warm-weight-decay", "GPT")]  # slow twins
+CASES = [(setting, model) for setting in SETTINGS for model in ("SmoothMLP", "CNN")] + [("small-chunks", "MLP")]
+CASES += [(setting, model) for setting in ("defaults", "clipped-warm-weight-decay") for model in ("LSTM", "GPT")]
 RUNS = [
     (*case, engine) for case in CASES for engine in ("vmap", "loop") if engine == "loop" or case[1] not in NEEDS_LOOP
 ]

@@ -52,17 +52,19 @@ def basis(N: int) -> Tensor:
 
 
 def dct(x: Tensor) -> Tensor:
-    """X_k = sum_n C[k, n] x_n along every dimension of x."""
-    for dim, N in enumerate(x.shape):
-        x = torch.tensordot(basis(N).to(x.dtype), x, dims=([1], [dim])).movedim(0, dim)
-    return x
+    """X_k = sum_n C[k, n] x_n along every dimension of a vector or matrix x."""
+    if x.dim() == 1:
+        return basis(len(x)).to(x.dtype) @ x
+    rows, columns = x.shape
+    return basis(rows).to(x.dtype) @ x @ basis(columns).to(x.dtype).T
 
 
 def inverse_dct(X: Tensor) -> Tensor:
-    """x_n = sum_k C[k, n] X_k along every dimension of X."""
-    for dim, N in enumerate(X.shape):
-        X = torch.tensordot(basis(N).to(X.dtype), X, dims=([0], [dim])).movedim(0, dim)
-    return X
+    """x_n = sum_k C[k, n] X_k along every dimension of a vector or matrix X."""
+    if X.dim() == 1:
+        return basis(len(X)).to(X.dtype).T @ X
+    rows, columns = X.shape
+    return basis(rows).to(X.dtype).T @ X @ basis(columns).to(X.dtype)
 
 
 def fold(shape: torch.Size) -> list[int]:
