@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,9 +61,9 @@ from vecgym.strategy import (
     RandomSelector,
     ServerCommunicator,
     ServerOptimizer,
+    SparseCommunicator,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
-    SparseCommunicator,
     Strategy,
     TopKSparseCommunicator,
     compressed,
@@ -177,7 +177,7 @@ class Row:
     replicated: bool = False
     per_node: tuple[str, ...] = ()
 
-    def bytes(self, params: dict[str, Tensor]) -> float:
+    def bytes(self, params: Mapping[str, Tensor]) -> float:
         if callable(self.sends):
             return self.sends({name: p for name, p in params.items() if p.requires_grad})
         return self.sends * sum(p.numel() * p.element_size() for p in params.values())
@@ -260,7 +260,6 @@ STRATEGIES: dict[str, Row] = {
         lambda **kw: SPARTAStrategy(0.3, compression_method="topk", quantization_bits=8, **kw),
         lambda params: STEPS * strongest(params, 0.3, 1, 4),
         outer=None,
-        per_node=("last",),
     ),
     "sparta-diloco": Row(
         lambda **kw: SPARTADiLoCoStrategy(0.3, 2, H, outer_optim=OptimSpec(SGD, lr=0.6), **kw),
@@ -271,7 +270,7 @@ STRATEGIES: dict[str, Row] = {
     ),
     "gossip-ring": Row(lambda **kw: GossipStrategy("ring", **kw), STEPS * 2.0),
     "gossip-one-peer": Row(lambda **kw: GossipStrategy("one_peer_exponential", every=2, **kw), STEPS // 2 * 1.0),
-    "gossip-matching": Row(lambda **kw: GossipStrategy("random_matching", **kw), STEPS * (K - 1) / K),
+    "gossip-exponential": Row(lambda **kw: GossipStrategy("exponential", **kw), STEPS * 3.0),
     "averaging-rare-and-late": Row(
         composed(delayed(every(2, AveragingCommunicator()), 2)),
         STEPS // 2 * ring(K),
