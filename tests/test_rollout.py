@@ -39,6 +39,7 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import TopKSparseCommunicator, compressed
+from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.sparta import PartitionedSelector, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.topology import ring
@@ -250,6 +251,11 @@ CASES: dict[str, tuple[Make, Values]] = {
         {"outer_lr": 0.7},
     ),
     "topk-sparse": (lambda lr: modules(TopKSparseCommunicator(0.3), lr=lr), {"lr": 0.1}),
+    "demo": (lambda lr, wd: DeMoStrategy(compression_topk=4, weight_decay=wd, lr=lr), {"lr": 0.02, "wd": 0.5}),
+    "demo-without-sign": (
+        lambda lr, decay: CommunicateOptimizeStrategy([DeMoCommunicator(decay, 4)], OptimSpec(SGD, lr=lr)),
+        {"lr": 0.3, "decay": 0.9},
+    ),
     "schedule-as-a-function": (
         lambda factor: AllReduceStrategy("sgd", lr=0.3, lr_scheduler=lambda t: factor**t),
         {"factor": 0.9},
@@ -275,7 +281,7 @@ CASES: dict[str, tuple[Make, Values]] = {
 }  # fmt: skip
 
 
-KINKED = ("adamax", "rprop")  # a maximum and signs in the rule: smaller steps, to stay on one side
+KINKED = ("adamax", "rprop", "demo")  # a maximum and signs in the rule: smaller steps, to stay on one side
 
 
 def points(values: Values) -> dict[str, Tensor]:
@@ -432,7 +438,7 @@ def test_the_trajectory_is_the_trainers(kind: str, name: str) -> None:
 
 MODES = ["sgd-nesterov", "adamw", "fedavg-participation", "server-adam", "averaging-relaxed", "diloco",
          "diloco-outer-adam-relaxed", "gossip", "sparta-delayed", "topk-of-everything", "topk-sparse",
-         "lr-of-each-step-and-node"]  # fmt: skip
+         "demo", "demo-without-sign", "lr-of-each-step-and-node"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MODES)
