@@ -252,6 +252,10 @@ CASES: dict[str, tuple[Make, Values]] = {
     ),
     "topk-sparse": (lambda lr: modules(TopKSparseCommunicator(0.3), lr=lr), {"lr": 0.1}),
     "demo": (lambda lr, wd: DeMoStrategy(compression_topk=4, weight_decay=wd, lr=lr), {"lr": 0.02, "wd": 0.5}),
+    "demo-weight-decay-of-each-step": (
+        lambda wd: DeMoStrategy(compression_topk=4, weight_decay=wd, lr=0.02),
+        {"wd": torch.linspace(0.2, 0.9, T, dtype=F64)[:, None]},
+    ),
     "demo-without-sign": (
         lambda lr, decay: CommunicateOptimizeStrategy([DeMoCommunicator(decay, 4)], OptimSpec(SGD, lr=lr)),
         {"lr": 0.3, "decay": 0.9},
@@ -281,7 +285,14 @@ CASES: dict[str, tuple[Make, Values]] = {
 }  # fmt: skip
 
 
-KINKED = ("adamax", "rprop", "demo")  # a maximum and signs in the rule: smaller steps, to stay on one side
+EVERY_ENTRY = ("lr-of-each-step", "lr-of-each-node", "lr-of-each-step-and-node",
+               "outer-lr-of-each-round", "demo-weight-decay-of-each-step")  # fmt: skip
+KINKED = (
+    "demo-weight-decay-of-each-step",
+    "adamax",
+    "rprop",
+    "demo",
+)  # a maximum and signs in the rule: smaller steps, to stay on one side
 
 
 def points(values: Values) -> dict[str, Tensor]:
@@ -295,7 +306,7 @@ def test_the_gradient_equals_finite_differences(case: str) -> None:
     found = torch.autograd.grad(outcome_of(make(**at)).loss, list(at.values()))
     for (name, x), gradient in zip(at.items(), found):
         assert gradient.shape == x.shape
-        influence = 0.0
+        influences = []
         for i in range(x.numel()):
             if name == "sync_weight" and x.flatten()[i].item() in (0.0, 1.0):
                 continue  # no step to both sides: see the next test
@@ -306,9 +317,10 @@ def test_the_gradient_equals_finite_differences(case: str) -> None:
                 return trained_loss(make(**plain))
 
             expected = slope(changed, 1e-6 if case in KINKED else 1e-4)
-            influence = max(influence, abs(expected))
+            influences.append(abs(expected))
             assert gradient.flatten()[i].item() == pytest.approx(expected, rel=1e-6, abs=1e-11), f"{name}[{i}]"
-        assert influence > 1e-6, f"{name} has too little effect to be tested"
+        assert max(influences) > 1e-6, f"{name} has too little effect to be tested"
+        assert case not in EVERY_ENTRY or min(influences) > 1e-7, f"{name} has entries without effect"
 
 
 RELAXED: dict[str, Callable[[Any], Strategy]] = {
@@ -390,6 +402,96 @@ def test_the_relaxed_average_is_what_it_says() -> None:
     found = outcome_of(FedAvgStrategy("sgd", lr=0.0, sync_weight=weights), params=start).params
     for name, p in start.items():
         assert_close(found[name], 0.75 * p + 0.25 * p.mean(0), 1e-14)
+
+
+def test_the_relaxed_outer_step_is_what_it_says() -> None:
+    """(theta, m, theta_i) <- (1 - a) (theta, m, theta_i) + a (their outer step), by hand, on a / 2 (x - c_i)^2."""
+    weights, lr, eta, mu = [0.3, 1.0, 0.0, 0.6], 0.2, 0.7, 0.8
+    c = torch.tensor([1.0, 4.0], dtype=F64)
+
+    class Bowl(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros((), dtype=F64))
+
+        def forward(self, c: Tensor) -> Tensor:
+            return 0.5 * (self.x - c).square().mean()
+
+    strategy = DiLoCoStrategy("sgd", nesterov(lr=eta, momentum=mu), lr=lr, sync_weight=weights)
+    found = rollout(Bowl(), strategy, c.expand(4, 2)[..., None], num_nodes=2, eval_batch=c)
+    nodes_x, outer, m = torch.zeros(2, dtype=F64), torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
+    distances = []
+    for a in weights:
+        nodes_x = nodes_x - lr * (nodes_x - c)
+        delta = outer - nodes_x.mean()
+        stepped = mu * m + delta
+        new = outer - eta * (delta + mu * stepped)
+        m, outer, nodes_x = (1 - a) * m + a * stepped, (1 - a) * outer + a * new, (1 - a) * nodes_x + a * new
+        distances.append((nodes_x - nodes_x.mean()).square().mean().sqrt())
+    assert_close(found.params["x"], nodes_x, 1e-13)
+    assert_close(found.consensus_distance, torch.stack(distances), 1e-13)
+    assert_close(found.loss, 0.5 * (nodes_x.mean() - c).square().mean(), 1e-13)
+    assert_close(found.bytes, 8 * torch.tensor(weights, dtype=F64), 1e-13)  # 2 (K - 1) / K * 8 bytes * 1 parameter
+
+
+def test_an_outer_adam_counts_steps_in_part() -> None:
+    """By hand: t <- t + a, and the bias corrections of a step are those of t + 1."""
+    weights, lr, eta, b1, b2, eps = [0.3, 0.0, 0.6, 1.0], 0.2, 0.1, 0.8, 0.9, 0.01
+    outer_optim = OptimSpec("adam", lr=eta, betas=(b1, b2), eps=eps)
+    strategy = DiLoCoStrategy("sgd", outer_optim, lr=lr, sync_weight=weights)
+    found = rollout(Parabola(), strategy, torch.zeros(4, 2, 1), num_nodes=2, eval_batch=torch.zeros(1))
+    x = outer = 2.0
+    m = v = t = 0.0
+    for a in weights:
+        x = x - lr * 0.3 * x
+        delta = outer - x
+        m1, v1 = b1 * m + (1 - b1) * delta, b2 * v + (1 - b2) * delta**2
+        new = outer - eta * m1 / (1 - b1 ** (t + 1)) / (math.sqrt(v1 / (1 - b2 ** (t + 1))) + eps)
+        m, v, t = (1 - a) * m + a * m1, (1 - a) * v + a * v1, t + a
+        outer, x = (1 - a) * outer + a * new, (1 - a) * x + a * new
+    assert_close(found.params["x"], torch.full((2,), x, dtype=F64), 1e-13)
+
+
+# ------------------------------------------------------------------------------------------- numbers per step
+
+
+@pytest.mark.parametrize("columns", [1, K])
+@pytest.mark.parametrize("participation", [1.0, 0.7])
+def test_a_learning_rate_per_step_is_a_schedule(columns: int, participation: float) -> None:
+    rates = 0.2 + 0.1 * torch.rand(T, columns, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+    def strategy(lr: Any, schedule: Any = None) -> Strategy:
+        return FedAvgStrategy("adam", H=2, participation=participation, lr=lr, lr_scheduler=schedule)
+
+    expected = outcome_of(strategy(1.0, lambda t: rates[t] if columns > 1 else rates[t, 0]))
+    assert_close(outcome_of(strategy(rates))._asdict(), expected._asdict(), 1e-14)
+    assert trained_loss(strategy(rates)) == pytest.approx(expected.loss.item(), rel=1e-13)
+
+
+def test_an_outer_rate_per_round() -> None:
+    """Parabola, outer SGD without momentum: theta <- (1 - eta_r d) theta."""
+    rates = torch.tensor([[0.9], [0.2], [0.5]], dtype=F64)
+    strategy = DiLoCoStrategy("sgd", OptimSpec(SGD, lr=rates), H=2, lr=0.4)
+    found = rollout(Parabola(), strategy, torch.zeros(6, 2, 1), num_nodes=2, eval_batch=torch.zeros(1))
+    d = 1 - (1 - 0.4 * 0.3) ** 2
+    assert_close(found.params["x"], 2 * (1 - rates * d).prod().reshape(1), 1e-13)
+
+
+def test_the_derivative_at_a_momentum_of_0() -> None:
+    """There is no momentum buffer at 0, unless a derivative is taken there."""
+    zero = torch.tensor(0.0, dtype=F64)
+    loss = lambda momentum: outcome_of(modules(AveragingCommunicator(H=2), momentum=momentum)).loss  # noqa: E731
+    # Only momenta >= 0 are allowed: one-sided differences of fourth order.
+    f = [float(loss(i * 1e-3)) for i in range(5)]
+    expected = (-25 * f[0] + 48 * f[1] - 36 * f[2] + 16 * f[3] - 3 * f[4]) / 12e-3
+    leaf = zero.clone().requires_grad_()
+    for found in (
+        torch.autograd.grad(loss(leaf), leaf)[0],
+        torch.func.grad(loss)(zero),
+        torch.func.jvp(loss, (zero,), (torch.ones_like(zero),))[1],
+    ):
+        assert found.item() == pytest.approx(expected, rel=1e-6)
+    assert abs(expected) > 1e-3
 
 
 # ---------------------------------------------------------------------------------- the run is the trainer's
@@ -702,7 +804,9 @@ def test_what_has_no_influence_has_gradient_0() -> None:
 
 def test_the_distance_of_equal_nodes_has_derivative_0_and_not_nan() -> None:
     lr = torch.tensor(0.3, dtype=F64, requires_grad=True)
-    for strategy in (AllReduceStrategy("sgd", lr=lr), FedAvgStrategy("sgd", H=2, lr=lr)):
+    weights = torch.tensor(EVERY_TWO, dtype=F64, requires_grad=True)
+    for when in ({"H": 2}, {"sync_weight": weights}, {"H": 2, "island_size": K}):
+        strategy = FedAvgStrategy("sgd", lr=lr, **when)
         outcome = outcome_of(strategy)
         (found,) = torch.autograd.grad(outcome.consensus_distance.sum(), lr)
         assert found.isfinite()

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 from matplotlib.transforms import Transform
 from torch import Tensor
 
@@ -161,7 +161,8 @@ def plot_sensitivity(
     steps = np.arange(1, len(slope) + 1)
     helps = slope < 0
     for there, colour, label in ((helps, COLOURS[0], "more lowers the loss"), (~helps, COLOURS[1], "more raises it")):
-        axes.bar(steps[there], slope[there], width=0.85, color=colour, label=label)
+        if there.any():
+            axes.bar(steps[there], slope[there], width=0.85, color=colour, label=label)
     axes.axhline(0, color="0.3", linewidth=0.8)
     if schedule is not None:
         weights = _vector("schedule", schedule)
@@ -198,6 +199,7 @@ def plot_schedule(
     right.plot(
         range(1, len(found.losses) + 1), found.losses, color=COLOURS[2], marker="o", markersize=4, label="descent"
     )
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.axhline(found.loss, color=COLOURS[0], label=names[0])
     right.axhline(found.uniform_loss, color=COLOURS[1], linestyle="--", label=names[1])
     _finish(right, "final loss at equal bytes", "accepted steps of the descent", "loss")
