@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
-from tests.helpers import assert_close
+from tests.helpers import assert_close, stacked
 from tests.models import make_batches, make_model
 from vecgym import Trainer, nodes, tree
 from vecgym.collectives import StackedCollectives
@@ -535,6 +535,31 @@ def test_the_trajectory_is_the_trainers(kind: str, name: str) -> None:
         assert_close(p, trainer.nodes.params[path], 1e-12, path)
 
 
+@pytest.mark.parametrize(("kind", "segments"), [("CNN", None), ("CNN", 2), ("GPT", 2), ("LSTM", 2), ("Dropout", 2)])
+def test_the_gradient_of_other_models(kind: str, segments: int | None) -> None:
+    """Batch norm's running statistics, attention, what vmap cannot run, and dropout, which is drawn again alike."""
+    model = make_model(kind, dtype=F64)
+    batches = stacked(make_batches(kind, 4, 2, dtype=F64))
+    eval_batch = make_batches(kind, 1, 1, batch_size=8, seed=1, dtype=F64)[0][0]
+    engine = Engine(model, engine="loop" if kind == "LSTM" else "vmap")
+    engine.prepare(batches[0])
+
+    def outcome(lr: Any, outer_lr: Any, segments: int | None = None) -> Outcome:
+        strategy = DiLoCoStrategy(OptimSpec(SGD, lr=lr, momentum=0.5), H=2, outer_lr=outer_lr)
+        return rollout(model, strategy, batches, num_nodes=2, eval_batch=eval_batch, segments=segments, engine=engine)
+
+    at = [torch.tensor(x, dtype=F64, requires_grad=True) for x in (0.1, 0.7)]
+    found = torch.autograd.grad(outcome(*at, segments=segments).loss, at)
+    with torch.no_grad():
+        expected = [
+            slope(lambda h: float(outcome(0.1 + h, 0.7).loss)),
+            slope(lambda h: float(outcome(0.1, 0.7 + h).loss)),
+        ]
+    for gradient, difference in zip(found, expected):
+        assert gradient.item() == pytest.approx(difference, rel=1e-6)
+        assert abs(difference) > 1e-4
+
+
 # ------------------------------------------------------------------------------- modes, orders, what is stored
 
 MODES = ["sgd-nesterov", "adamw", "fedavg-participation", "server-adam", "averaging-relaxed", "diloco",
@@ -873,9 +898,15 @@ def test_what_cannot_be_differentiated_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match="requires grad"):
         trained_loss(AllReduceStrategy("sgd", lr=lr))
     model, batches = make_model("Checkpointed", dtype=F64), make_batches("Checkpointed", 1, K, dtype=F64)[0]
-    stacked = [(torch.stack([x for x, _ in batches]), torch.stack([y for _, y in batches]))]
     with pytest.raises(RuntimeError, match=r"(?s)gradient of this model cannot be differentiated.*checkpointing"):
-        rollout(model, AllReduceStrategy("sgd", lr=lr), stacked, num_nodes=K, eval_batch=batches[0], engine="loop")
+        rollout(
+            model,
+            AllReduceStrategy("sgd", lr=lr),
+            stacked([batches]),
+            num_nodes=K,
+            eval_batch=batches[0],
+            engine="loop",
+        )
 
 
 # -------------------------------------------------------------------------------------------------- bad input
