@@ -44,20 +44,24 @@ class TwiceDifferentiable(TorchFunctionMode):
 
 
 class Observer(TorchFunctionMode):
-    """Counts the arithmetic of matrix products and convolutions.
+    """Counts the arithmetic of matrix products and convolutions, and looks for the largest tensor.
 
     Attributes:
         flop: floating-point operations of the calls seen.
+        largest_bytes: of the tensors that the calls gave.
         unsafe: what vmap would do wrong without a word; empty if nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flop = 0
+        self.largest_bytes = 0
         self.unsafe = ""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest_bytes = max(self.largest_bytes, out.numel() * out.element_size())
         if func is F.scaled_dot_product_attention:
             query, key = args[:2] if len(args) > 1 else (kwargs["query"], kwargs["key"])
             self.flop += 4 * query.numel() * key.shape[-2]
