@@ -239,6 +239,10 @@ class _StackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if x.device.type == "cpu" and 16 <= x.shape[1] <= 64 and x.shape[2] >= 512:
+            # For few rows and long sums the CPU's kernel is two to three times faster the other way around.
+            out = torch.bmm(weight, x.mT) if bias is None else torch.baddbmm(bias[:, :, None], weight, x.mT)
+            return out.mT.contiguous()
         return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x, weight.mT)
 
     @staticmethod
