@@ -17,7 +17,7 @@ import copy
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,11 +146,16 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- set-up
 
-    def prepare(self, batch: Any) -> Plan:
-        """Look at the model on one step's batch `[L, B, ...]`, check it, and settle the plan."""
+    def prepare(self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None) -> Plan:
+        """Look at the model on one step's batch `[L, B, ...]`, check it, and settle the plan.
+
+        `agree` makes of what this process has seen what all processes go by.
+        """
         num_nodes = next(iter(tree.leaves(batch))).shape[0]
         engine, chunk_size, node_threads = self.settings
         self.facts = self._examine(tree.map_leaves(lambda x: x[0], batch), want_vmap=engine != "loop")
+        if agree is not None:
+            self.facts = agree(self.facts)
         for name in self.facts.unused:
             self.frozen[name] = self.params.pop(name).detach()
         if engine == "vmap" and self.facts.vmap_error is not None:

@@ -30,7 +30,7 @@ class Context:
         num_examples: of each node's shard, [K]; None where not known.
         inplace: the tensors given may be overwritten. False under differentiation, where every operation must
             be pure.
-        rows: where only some nodes train, the rows of these; see `own`.
+        rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
     """
 
     comm: Collectives
@@ -42,7 +42,7 @@ class Context:
     rows: Tensor | None = None
 
     def own(self, value: Any) -> Any:
-        """A hyperparameter of the nodes that train: of `[L]` their rows; what all nodes share as it is."""
+        """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
         per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
         return value[self.rows.to(value.device)] if per_node and self.rows is not None else value
 
