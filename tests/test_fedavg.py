@@ -205,3 +205,16 @@ def compare(state: State, expected: list[dict[str, Tensor]]) -> None:
         for name, value in values.items():
             held = state.params[name].expand(len(expected), *value.shape)
             torch.testing.assert_close(held[i], value, rtol=1e-10, atol=1e-12)
+
+
+class PlainAdam(torch.optim.Adam):
+    """An optimizer that vecgym does not know: it runs node by node, and makes its state at its first step."""
+
+
+@pytest.mark.parametrize("num_nodes", [2, 5])
+def test_an_optimizer_run_node_by_node_starts_when_its_node_first_takes_part(num_nodes: int) -> None:
+    ours, _ = simulate(FedAvgStrategy(OptimSpec(PlainAdam, lr=0.05), H=H, participation=0.4), num_nodes)
+    known, _ = simulate(FedAvgStrategy(OptimSpec(torch.optim.Adam, lr=0.05), H=H, participation=0.4), num_nodes)
+    assert len(set(known.optimizer["step"].tolist())) > 1  # some nodes have made more steps than others
+    for name, p in known.params.items():
+        torch.testing.assert_close(ours.params[name], p, rtol=1e-12, atol=1e-12)

@@ -38,6 +38,7 @@ from tests.reference import common
 from vecgym import Trainer, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
+from vecgym.compress import PowerSGD, RandomK, TopK
 from vecgym.optim import OptimSpec
 from vecgym.simulate import Simulation
 from vecgym.strategy import (
@@ -49,13 +50,24 @@ from vecgym.strategy import (
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipCommunicator,
+    GossipStrategy,
     GradientAveraging,
+    PartitionedSelector,
     ProximalTerm,
+    RandomSelector,
     ServerCommunicator,
     ServerOptimizer,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
+    SparseCommunicator,
     Strategy,
+    TopKSparseCommunicator,
+    compressed,
+    delayed,
+    every,
 )
-from vecgym.topology import Groups
+from vecgym.topology import Groups, Mixing
 
 K = 5
 STEPS = 7  # not a multiple of H: the run ends in the middle of a round
@@ -113,25 +125,59 @@ def ring(*sizes: int) -> float:
     return sum(n * 2 * (n - 1) / n for n in sizes) / K
 
 
+def chosen(params: dict[str, Tensor], steps: Sequence[int], p: float = 0.3) -> float:
+    """Bytes of SPARTA's random coordinates, averaged in a ring, at these exchanges of a run with seed 42."""
+    shapes = {name: x.shape for name, x in params.items()}
+    at = [Context(StackedCollectives(K), t, seed=42) for t in steps]
+    index = [RandomSelector(p).select(shapes, {}, t, ctx)[0] for t, ctx in zip(steps, at)]
+    return ring(K) * sum(len(i) * params[name].element_size() for drawn in index for name, i in drawn.items())
+
+
+def thirds(params: dict[str, Tensor]) -> float:
+    """Bytes of a partition of every tensor into three parts, one of them averaged at each step."""
+    parts = [x.numel() * (t % 3 + 1) // 3 - x.numel() * (t % 3) // 3 for x in params.values() for t in range(STEPS)]
+    return ring(K) * sum(parts) * next(iter(params.values())).element_size()
+
+
+def strongest(params: dict[str, Tensor], fraction: float, value_bytes: int, scale_bytes: int) -> float:
+    """Bytes of the largest `fraction` of every tensor: value and index."""
+    return sum(max(1, round(fraction * x.numel())) * (value_bytes + 4) + scale_bytes for x in params.values())
+
+
+def low_rank(params: dict[str, Tensor]) -> float:
+    """Bytes of PowerSGD with rank 1: a row and a column of each matrix, vectors as they are."""
+    sides = [min(x.numel(), len(x) + x[0].numel()) if x.dim() > 1 else x.numel() for x in params.values()]
+    return ring(K) * sum(sides) * next(iter(params.values())).element_size()
+
+
 @dataclass(frozen=True)
 class Row:
     """A strategy, and what is known of it.
 
     Attributes:
         make: takes the arguments that all strategies share on top of its own.
-        payloads: what a node sends in STEPS steps, averaged over K nodes, in units of b * P.
-        outer: what happens to a single node after every H steps.
+        sends: what a node sends in STEPS steps, averaged over K nodes: in units of b * P, or bytes from the parameters.
+        outer: what happens to a single node after every H steps; None: what it exchanges with itself is late or lossy.
         averages: nodes with identical shards stay identical, and do what one node alone does.
         proximal_mu: FedProx's.
         server: each participant sends to a server, even if there is only one.
+        replicated: the parameters stay the same on every node.
+        per_node: parts of the strategy's state that each node has its own of.
     """
 
     make: Callable[..., Strategy]
-    payloads: float
-    outer: Outer = stay
+    sends: float | Callable[[dict[str, Tensor]], float]
+    outer: Outer | None = stay
     averages: bool = True
     proximal_mu: float = 0.0
     server: bool = False
+    replicated: bool = False
+    per_node: tuple[str, ...] = ()
+
+    def bytes(self, params: dict[str, Tensor]) -> float:
+        if callable(self.sends):
+            return self.sends({name: p for name, p in params.items() if p.requires_grad})
+        return self.sends * sum(p.numel() * p.element_size() for p in params.values())
 
 
 def averaging_then_diloco(**settings: Any) -> Strategy:
@@ -139,10 +185,14 @@ def averaging_then_diloco(**settings: Any) -> Strategy:
     return CommunicateOptimizeStrategy(modules, **settings)
 
 
+def composed(*modules: CommunicationModule) -> Callable[..., Strategy]:
+    return lambda **settings: CommunicateOptimizeStrategy(modules, **settings)
+
+
 ROUNDS = STEPS // H
 STRATEGIES: dict[str, Row] = {
     "independent": Row(Strategy, 0.0),
-    "allreduce": Row(AllReduceStrategy, STEPS * ring(K)),
+    "allreduce": Row(AllReduceStrategy, STEPS * ring(K), replicated=True),
     "fedavg": Row(lambda **kw: FedAvgStrategy(H=H, **kw), ROUNDS * ring(K)),
     "fedavg-islands": Row(lambda **kw: FedAvgStrategy(H=H, island_size=2, **kw), ROUNDS * ring(2, 2, 1)),
     "fedavg-participation": Row(
@@ -173,6 +223,67 @@ STRATEGIES: dict[str, Row] = {
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
     ),
     "averaging-then-diloco": Row(averaging_then_diloco, STEPS // 2 * ring(2, 2, 1) + ROUNDS * ring(K), outer=lookahead),
+    "diloco-topk": Row(
+        lambda **kw: DiLoCoStrategy(H=H, compression=TopK(0.3), **kw),
+        lambda params: ROUNDS * strongest(params, 0.3, next(iter(params.values())).element_size(), 0),
+        outer=None,
+        per_node=("residual",),
+    ),
+    "sparta": Row(lambda **kw: SPARTAStrategy(0.3, **kw), lambda params: chosen(params, range(STEPS))),
+    "sparta-partitioned-late": Row(
+        lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1 / 3), delay=2, **kw), thirds, outer=None
+    ),
+    "sparta-int4": Row(
+        lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1.0), quantization_bits=4, **kw),
+        lambda params: STEPS * sum(-(-x.numel() // 2) + 4 for x in params.values()),
+        outer=None,
+    ),
+    "sparta-topk-int8": Row(
+        lambda **kw: SPARTAStrategy(0.3, compression_method="topk", quantization_bits=8, **kw),
+        lambda params: STEPS * strongest(params, 0.3, 1, 4),
+        outer=None,
+        per_node=("last",),
+    ),
+    "sparta-diloco": Row(
+        lambda **kw: SPARTADiLoCoStrategy(0.3, 2, H, outer_optim=OptimSpec(SGD, lr=0.6), **kw),
+        lambda params: (
+            chosen(params, range(STEPS // 2)) + ROUNDS * ring(K) * sum(x.numel() * x.itemsize for x in params.values())
+        ),
+        outer=lookahead,
+    ),
+    "gossip-ring": Row(lambda **kw: GossipStrategy("ring", **kw), STEPS * 2.0),
+    "gossip-one-peer": Row(lambda **kw: GossipStrategy("one_peer_exponential", every=2, **kw), STEPS // 2 * 1.0),
+    "gossip-matching": Row(lambda **kw: GossipStrategy("random_matching", **kw), STEPS * (K - 1) / K),
+    "averaging-rare-and-late": Row(
+        composed(delayed(every(2, AveragingCommunicator()), 2)),
+        STEPS // 2 * ring(K),
+        per_node=("queue",),
+    ),
+    "allreduce-int8": Row(
+        composed(compressed(GradientAveraging(), "int8")),
+        lambda params: STEPS * sum(x.numel() + 4 for x in params.values()),
+        outer=None,
+        replicated=True,
+        per_node=("residual",),
+    ),
+    "allreduce-sign": Row(
+        composed(compressed(GradientAveraging(), "sign", error_feedback=False)),
+        lambda params: STEPS * sum(-(-x.numel() // 8) + 4 for x in params.values()),
+        outer=None,
+        replicated=True,
+    ),
+    "fedavg-powersgd": Row(
+        composed(compressed(AveragingCommunicator(H=H), PowerSGD(1))),
+        lambda params: ROUNDS * low_rank(params),
+        outer=None,
+        per_node=("residual",),
+    ),
+    "fedavg-randomk": Row(
+        composed(compressed(AveragingCommunicator(H=H), RandomK(0.3))),
+        lambda params: ROUNDS * sum(max(1, round(0.3 * x.numel())) * x.itemsize for x in params.values()),
+        outer=None,
+        per_node=("residual",),
+    ),
 }
 NAMES = list(STRATEGIES)
 
@@ -243,7 +354,7 @@ def for_one_node(strategy: Strategy) -> Strategy:
 
 @pytest.mark.parametrize("model", ["MLP", "CNN"])
 @pytest.mark.parametrize("inner", ["momentum", "adamw, clipped and warmed up"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if STRATEGIES[name].outer is not None])
 def test_a_single_node_is_plain_training(name: str, inner: str, model: str) -> None:
     """With DiLoCo's outer SGD: Lookahead."""
     ours: dict[str, Any] = {"inner_optim": MOMENTUM}
@@ -254,6 +365,7 @@ def test_a_single_node_is_plain_training(name: str, inner: str, model: str) -> N
     start, batches = setup(model, 1)
     result = run(start, for_one_node(STRATEGIES[name].make(**ours)), batches)
     row = STRATEGIES[name]
+    assert row.outer is not None
     losses, params = train_alone(start, batches, row.outer, proximal_mu=row.proximal_mu, **plain)
     assert_close(result.losses[:, 0], losses, 1e-12, "losses")
     assert_close(rows(result.params, [0]), {n: p[None] for n, p in params.items()}, 1e-12, "params")
@@ -292,6 +404,13 @@ class Relabelled(StackedCollectives):
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         return super().server_mean(x, sorted(self.order[i] for i in participants), weights)
+
+    def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
+        matrix = weights.weights if isinstance(weights, Mixing) else weights
+        renamed = torch.empty_like(matrix)
+        rows = torch.tensor(self.order)
+        renamed[rows[:, None], rows] = matrix
+        return super().mix(x, renamed, inplace)
 
 
 @pytest.mark.parametrize("num_nodes", [2, 5, 8])
@@ -420,10 +539,11 @@ def clones(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in values.items()}
 
 
-def test_init_shares_nothing_with_the_model() -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_init_shares_nothing_with_the_model(name: str) -> None:
     start, batches = setup("CNN")
     own = {x.data_ptr() for x in (*start.parameters(), *start.buffers())}
-    state = simulation(start, make("diloco"), batches).init()
+    state = simulation(start, make(name), batches).init()
     pointers = [x.data_ptr() for x in flat(state).values()]
     assert not own & set(pointers)
     assert len(set(pointers)) == len(pointers)  # the outer parameters are not the inner ones
@@ -490,8 +610,8 @@ def test_bytes_equal_the_closed_form(name: str) -> None:
     for model, dtype in (("CNN", torch.float64), ("WithFrozen", torch.float32)):
         start = make_model(model, dtype=dtype)
         result = run(start, make(name), stacked(make_batches(model, STEPS, K, dtype=dtype)))
-        payload = sum(p.numel() * p.element_size() for p in common.parameters(start).values())
-        assert result.comm.ledger.total_bytes == pytest.approx(STRATEGIES[name].payloads * payload, rel=1e-12)
+        expected = STRATEGIES[name].bytes(common.parameters(start))
+        assert result.comm.ledger.total_bytes == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -534,10 +654,9 @@ def test_unused_and_frozen_parameters_stay(name: str, engine: str) -> None:
     _, batches = setup()
     strategy = make(name, inner_optim=OptimSpec(AdamW, lr=0.1, weight_decay=0.5))
     result = run(model, strategy, batches, engine=engine)
-    used = {n for n, _ in model.used.named_parameters("used")}
-    assert set(result.state.params) == used
-    payload = sum(model.get_parameter(n).numel() * 8 for n in used)
-    assert result.comm.ledger.total_bytes == pytest.approx(STRATEGIES[name].payloads * payload, rel=1e-12)
+    used = dict(model.used.named_parameters("used"))
+    assert set(result.state.params) == set(used)
+    assert result.comm.ledger.total_bytes == pytest.approx(STRATEGIES[name].bytes(used), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -615,7 +734,50 @@ ARGUMENTS: dict[type, Changes] = {
     DiLoCoStrategy: Changes(
         DiLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
-        {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
+        {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3, "compression": "topk"},
+    ),
+    SPARTAStrategy: Changes(
+        SPARTAStrategy,
+        {"inner_optim": "sgd", "p_sparta": 0.3},
+        {
+            **COMMON,
+            "p_sparta": 0.5,
+            "index_selector": PartitionedSelector(0.3),
+            "delay": 2,
+            "compression_method": "topk",
+            "quantization_bits": 8,
+        },
+    ),
+    SPARTADiLoCoStrategy: Changes(
+        SPARTADiLoCoStrategy,
+        {"inner_optim": "sgd", "p_sparta": 0.3, "H": 2},
+        {
+            **COMMON,
+            "p_sparta": 0.5,
+            "sparta_interval": 3,
+            "H": 3,
+            "outer_optim": "adam",
+            "outer_lr": 0.3,
+            "index_selector": PartitionedSelector(0.3),
+            "delay": 2,
+        },
+    ),
+    GossipStrategy: Changes(GossipStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "complete", "every": 2}),
+    GossipCommunicator: Changes(with_module(GossipCommunicator), {}, {"topology": torch.eye(K), "every": 2}),
+    SparseCommunicator: Changes(
+        with_module(SparseCommunicator),
+        {},
+        {
+            "index_selector": PartitionedSelector(0.3),
+            "sparsification_rate": 0.5,
+            "delay": 2,
+            "interval": 2,
+            "quantization_bits": 8,
+        },
+        also={name: {"sparsification_rate": 0.3} for name in ("delay", "interval", "quantization_bits")},
+    ),
+    TopKSparseCommunicator: Changes(
+        with_module(TopKSparseCommunicator), {"fraction": 0.3}, {"fraction": 0.5, "quantization_bits": 8}
     ),
     GradientAveraging: Changes(with_module(GradientAveraging), {}, {}),
     AveragingCommunicator: Changes(
@@ -698,10 +860,11 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_the_same_on_every_node_is_stored_once(name: str) -> None:
     start, batches = setup()
-    state = run(start, make(name), batches).state
-    once = [x for x in flat(state.strategy).values() if x.numel() > 1]
-    assert all(x.shape[0] == 1 for x in once)
-    expected = 1 if name == "allreduce" else K
+    row, state = STRATEGIES[name], run(start, make(name), batches).state
+    for key, x in flat(state.strategy).items():
+        own = any(part in key for part in row.per_node)
+        assert x.shape[0] == (K if own else 1), key
+    expected = 1 if row.replicated else K
     for values in (state.params, state.optimizer["momentum_buffer"]):
         assert {x.shape[0] for x in values.values()} == {expected}
 

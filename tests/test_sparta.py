@@ -51,6 +51,7 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GradientAveraging,
     OptimSpec,
+    ProximalTerm,
     Strategy,
 )
 from vecgym.strategy.compose import delayed, every
@@ -815,6 +816,16 @@ def test_every_n_of_every_h_is_every_n_h(model: str) -> None:
         theirs = composed([make(H=6)], batches, model)
         assert_same_bits(ours.params, theirs.params)
         assert list(ours.comm.ledger) == list(theirs.comm.ledger)
+
+
+def test_what_a_module_adds_to_each_gradient_it_also_adds_inside_combinators() -> None:
+    batches = stacked(data("MLP", 3, 12))
+    theirs = composed([AveragingCommunicator(H=4), ProximalTerm(0.5, H=4)], batches)
+    without = composed([AveragingCommunicator(H=4)], batches)
+    assert difference(theirs.params, without.params) > 1e-6
+    for late in (every(2, ProximalTerm(0.5, H=2)), delayed(ProximalTerm(0.5, H=4), 3)):
+        ours = composed([AveragingCommunicator(H=4), late], batches)
+        assert_same_bits(ours.params, theirs.params)
 
 
 def test_every_n_exchanges_is_the_interval_of_sparta() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import time
 import traceback
 import warnings
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym import rng, tree
@@ -37,7 +38,7 @@ ENGINES = ("auto", "vmap", "loop", "fastest")
 
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
 # the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
-MIN_FLOP_PER_THREAD = 1e8
+MIN_FLOP_PER_THREAD = 1e9
 
 
 class Local(NamedTuple):
@@ -71,28 +72,29 @@ class ModelFacts:
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
     flop: int  # floating-point operations of one node's forward and backward pass
-    folds: bool = False  # has operations that `Folding` does better
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
 
-class _Skeleton(nn.Module):
-    """The model's structure: `functional_call` gives it the tensors of one node, or of all.
+class _Skeleton:
+    """The model's structure, to be given the tensors of one node, or of all.
 
-    It shares the model's own tensors instead of copying them, and never uses them. The buffers are returned as
-    the call leaves them, whether it changed them in place or replaced them.
+    It does what `torch.func.functional_call` does, for a model that is called again and again: where each tensor
+    belongs, tied ones to several places, is looked up once. Until then it shares the model's own tensors and never
+    uses them. The buffers are returned as the call leaves them, whether it changed them in place or replaced them.
     """
 
     def __init__(self, model: nn.Module, training: bool) -> None:
-        super().__init__()
         shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
         self.model = copy.deepcopy(model, shared).train(training)
-
-    def forward(self, batch: Any, wrt: Tree) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
-        loss = self.model(batch)
-        # Activation checkpointing runs the model again in the backward pass, which must find these tensors.
-        grads = _gradient_of_loss(loss, wrt) if wrt else ()
-        return loss, dict(self.model.named_buffers()), grads
+        names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):
+                for key, x in held.items():
+                    if x is not None:
+                        self._places[names[id(x)]].append((held, key))
+        self._buffers = [name for name, _ in model.named_buffers()]
 
     def call(self, params: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
         """The loss, and the buffers after it."""
@@ -102,8 +104,25 @@ class _Skeleton(nn.Module):
         self, params: Tree, buffers: Tree, batch: Any, wrt: Tree
     ) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
         """The loss, the buffers after it, and its gradient with respect to each of `wrt`; None: unused."""
-        tensors = {f"model.{name}": x for values in (params, buffers) for name, x in values.items()}
-        return functional_call(self, tensors, (batch, wrt))
+        with self._holding({**params, **buffers}):
+            loss = self.model(batch)
+            # Activation checkpointing runs the model again in the backward pass, which must find these tensors.
+            grads = _gradient_of_loss(loss, wrt) if wrt else ()
+            places = {name: self._places[name][0] for name in self._buffers}
+            return loss, {name: held[key] for name, (held, key) in places.items()}, grads
+
+    @contextlib.contextmanager
+    def _holding(self, tensors: Tree) -> Iterator[None]:
+        """Hold other tensors for a while."""
+        before = [(held, key, held[key]) for name in tensors for held, key in self._places[name]]
+        try:
+            for name, x in tensors.items():
+                for held, key in self._places[name]:
+                    held[key] = x
+            yield
+        finally:
+            for held, key, x in before:
+                held[key] = x
 
 
 def _gradient_of_loss(loss: Any, wrt: Tree) -> tuple[Tensor | None, ...]:
@@ -212,7 +231,6 @@ class Engine:
             mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
             random=random,
             flop=3 * observer.flop,  # a backward pass costs about two forward passes
-            folds=observer.folds,
         )
         if not want_vmap:
             return facts
@@ -356,7 +374,7 @@ class Engine:
         size = _sizes(batch)[0]
         leaves = {name: p.detach().expand(size, *p.shape[1:]).requires_grad_() for name, p in params.items()}
         with _explaining():
-            losses, buffers = self._vmapped(thread, leaves, 0, buffers, batch)
+            losses, buffers = self._vmapped(thread, leaves, False, buffers, batch)
             grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
         return Local(dict(zip(leaves, grads)), losses.detach(), buffers)
 
@@ -384,7 +402,7 @@ class Engine:
                 loss, grads = self._one(0, leaves, buffers, tree.map_leaves(lambda x: x[0], batch))
             return grads, loss[None]
         with _explaining():
-            losses, _ = self._vmapped(0, leaves, None, buffers, batch)
+            losses, _ = self._vmapped(0, leaves, True, buffers, batch)
             found = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
         return dict(zip(leaves, found)), losses.detach()
 
@@ -392,23 +410,22 @@ class Engine:
         self,
         thread: int,
         leaves: Tree,
-        params_dim: int | None,
+        leaves_shared: bool,
         buffers: Tree,
         batch: Any,
-        training: bool = True,
     ) -> tuple[Tensor, Tree]:
-        skeleton = self._train[thread] if training else self._eval
-        dims = {name: 0 if self._is_mutated(name) and training else None for name in buffers}
-        given = {name: b if dims[name] == 0 else b[0] for name, b in buffers.items()}
+        """The losses `[L]`, differentiable in `leaves`: `[L, *]`, or `[*]` if shared; and the buffers after them."""
+        own = {name: b for name, b in buffers.items() if self._is_mutated(name)}
+        shared = {**self.frozen, **{name: b[0] for name, b in buffers.items() if name not in own}}
+        if leaves_shared:
+            shared.update(leaves)
 
         def loss_of_one(p: Tree, b: Tree, rows: Any) -> tuple[Tensor, Tree]:
-            loss, after = skeleton.call({**p, **self.frozen}, b, rows)
-            return loss, {name: after[name] for name in after if dims.get(name) == 0}
+            loss, after = self._train[thread].call({**shared, **p}, b, rows)
+            return loss, {name: after[name] for name in b}
 
-        with self._folding(), self._casting():
-            losses, after = vmap(loss_of_one, in_dims=(params_dim, dims, 0), randomness="different")(
-                leaves, given, batch
-            )
+        with Folding(), self._casting():
+            losses, after = vmap(loss_of_one, randomness="different")({} if leaves_shared else leaves, own, batch)
         for name, new in after.items():
             if new.data_ptr() != buffers[name].data_ptr():  # replaced by the model, not changed in place
                 buffers[name].copy_(new.detach())
@@ -491,7 +508,7 @@ class Engine:
 
         if size == 1:
             return loss_of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)[None]
-        with _explaining(), self._folding(), self._casting(), _plain_attention():
+        with _explaining(), Folding(), self._casting(), _plain_attention():
             return vmap(loss_of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
 
     def _loop_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
@@ -522,10 +539,6 @@ class Engine:
             return wide if differentiable else wide.clone()
 
         return {name: own(name, b) for name, b in buffers.items()}
-
-    def _folding(self) -> contextlib.AbstractContextManager:
-        # Entered only where it matters: it costs a microsecond for each operation of the model.
-        return Folding() if self.facts is None or self.facts.folds else contextlib.nullcontext()
 
     def _casting(self) -> contextlib.AbstractContextManager:
         if not self.autocast:
@@ -650,6 +663,9 @@ class _Keys(NamedTuple):
         return rng.key(self.seed, "model", self.step, self.node_ids[row], self.start)
 
 
+_GENERATORS = threading.RLock()  # torch's global generators, while a run has seeded them: two runs may share a process
+
+
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device, active: bool) -> Iterator[None]:
     """Run with torch's global generators seeded, and put them back; nothing at all unless `active`."""
@@ -657,7 +673,7 @@ def _seeded(seed: int, device: torch.device, active: bool) -> Iterator[None]:
         yield
         return
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, device_type="cuda"):
+    with _GENERATORS, torch.random.fork_rng(devices=devices, device_type="cuda"):
         torch.manual_seed(seed)
         yield
 

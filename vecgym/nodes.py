@@ -145,17 +145,19 @@ def join_rows(parts):
 def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     """`values`, `[1 or L, *]`, with the given rows replaced by those of `new`: `[L, *]`.
 
-    A tensor that is `[1, *]` in both and did not change stays `[1, *]`.
+    A tensor that is `[1, *]` in both and did not change stays `[1, *]`. One that is only in `new` is 0 elsewhere.
 
     >>> put_rows({"w": torch.tensor([5.0])}, torch.tensor([1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
     {'w': tensor([5., 9., 5.])}
     """
     if isinstance(new, dict):
         return {
-            key: put_rows(values[key], rows, value, num_nodes, inplace) if key in values else value
+            key: put_rows({} if values is None else values.get(key), rows, value, num_nodes, inplace)
             for key, value in new.items()
         }
-    if values.shape[0] == new.shape[0] == 1 and num_nodes > 1 and torch.equal(values, new):
+    if values is None:
+        values = torch.zeros_like(new[:1])
+    elif values.shape[0] == new.shape[0] == 1 and num_nodes > 1 and torch.equal(values, new):
         return values
     index = rows.to(new.device)
     source = new.expand(len(rows), *new.shape[1:])

@@ -1,5 +1,17 @@
 """What is sent instead of a whole tensor, and its bytes."""
 
+from vecgym.compress.codecs import (
+    Codec,
+    Compressor,
+    PowerSGD,
+    Quantise,
+    RandomK,
+    Sign,
+    TopK,
+    check_bits,
+    check_fraction,
+    make_codec,
+)
 from vecgym.compress.dct import (
     Grid,
     accumulate_dct_,
@@ -16,14 +28,24 @@ from vecgym.compress.dct import (
 )
 
 __all__ = [
+    "Codec",
+    "Compressor",
     "Grid",
+    "PowerSGD",
+    "Quantise",
+    "RandomK",
+    "Sign",
+    "TopK",
     "accumulate_dct_",
     "basis",
+    "check_bits",
+    "check_fraction",
     "chunk_size",
     "dct",
     "from_chunks",
     "grid",
     "inverse_dct",
+    "make_codec",
     "mean_of_senders",
     "strongest",
     "to_chunks",

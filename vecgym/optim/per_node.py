@@ -26,7 +26,8 @@ class PerNodeRule:
     State: `{"step": [1 or L], "tensors": {slot: Tree}, "numbers": {slot: Tree}, "attributes": {...}}`: the
     tensors and the Python numbers of the optimizers' `.state`, and (place -> key -> `[L]`) the numbers among
     their attributes and parameter groups that are no longer a new optimizer's. What an optimizer keeps
-    anywhere else is lost from one step to the next.
+    anywhere else is lost from one step to the next. A node whose `step` is 0 begins with a new optimizer, whatever
+    the state holds for it: where only some nodes train, others may have state that it has not yet.
 
     One optimizer per node, not one for all: a rule may look across its parameters (LAMB-like, D-adaptation).
 
@@ -86,9 +87,11 @@ class PerNodeRule:
             num_nodes = self._num_nodes([params, grads, state], lr)
             params, grads = _spread(params, num_nodes), _spread(grads, num_nodes)
             held = _spread({kind: state[kind] for kind in ("tensors", "numbers", "attributes")}, num_nodes)
+            steps = state["step"].expand(num_nodes).tolist()
             nodes = [_Node(self.spec, params, i) for i in range(num_nodes)]
-            for node in nodes:
-                node.load(held)
+            for node, done in zip(nodes, steps):
+                if done > 0:
+                    node.load(held)
                 node.step(grads, lr)
             return params, {"step": state["step"] + 1, **_collect(nodes, held)}
 

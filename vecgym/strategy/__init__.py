@@ -3,9 +3,23 @@
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
+from vecgym.strategy.compose import delayed, every
+from vecgym.strategy.compression import TopKSparseCommunicator, compressed
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
+from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy
+from vecgym.strategy.per_rank import all_gather, all_reduce, broadcast
+from vecgym.strategy.sparta import (
+    PartitionedSelector,
+    RandomSelector,
+    ScheduledSelector,
+    Selector,
+    ShuffledSequentialSelector,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
+    SparseCommunicator,
+)
 
 __all__ = [
     "AllReduceStrategy",
@@ -16,11 +30,28 @@ __all__ = [
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "FedAvgStrategy",
+    "GossipCommunicator",
+    "GossipStrategy",
     "GradientAveraging",
     "OptimSpec",
+    "PartitionedSelector",
     "ProximalTerm",
+    "RandomSelector",
+    "SPARTADiLoCoStrategy",
+    "SPARTAStrategy",
+    "ScheduledSelector",
+    "Selector",
     "ServerCommunicator",
     "ServerOptimizer",
+    "ShuffledSequentialSelector",
     "SimpleReduceStrategy",
+    "SparseCommunicator",
     "Strategy",
+    "TopKSparseCommunicator",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "compressed",
+    "delayed",
+    "every",
 ]

@@ -16,8 +16,9 @@ def every(n: int, module: CommunicationModule) -> CommunicationModule:
 
     Inside, time counts in exchanges: the module sees `ctx.step` = the exchanges done before this one and
     `ctx.max_steps` = those of the whole run. So its own intervals, delays and random numbers work as they do
-    without `every`: `every(5, DiLoCoCommunicator(H=10))` takes an outer step every 50 steps. What the module does
-    to gradients it also does at these steps only; the nodes that it lets train stay the same for n steps.
+    without `every`: `every(5, DiLoCoCommunicator(H=10))` takes an outer step every 50 steps. It also exchanges
+    gradients at these steps only; what it adds to each node's own (`local_gradients`) it adds at every step, and the
+    nodes that it lets train stay the same for n steps.
 
     State: the module's. Bytes: the module's, at every n-th step. `every(1, module)` is the module itself.
 
@@ -123,6 +124,9 @@ class _Every(CommunicationModule):
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return self.module.active_nodes(self._inner(ctx))
 
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        return self.module.local_gradients(grads, params, state, self._inner(ctx))
+
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if (ctx.step + 1) % self.n != 0:
             return grads, state
@@ -156,6 +160,9 @@ class _Delayed(CommunicationModule):
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return self.module.active_nodes(ctx)
+
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        return self.module.local_gradients(grads, params, state["module"], ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         grads, changed = self.module.exchange_gradients(grads, state["module"], ctx)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from vecgym import tree
+from vecgym.compress import Compressor
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
+from vecgym.strategy.compression import with_compression
 from vecgym.strategy.fedavg import warn_if_never
 from vecgym.tree import Tree
 
@@ -71,6 +73,9 @@ class DiLoCoStrategy(Strategy):
         H: inner steps per round; the outer step follows every H-th optimizer step.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
+        compression: how each node sends its movement theta_outer - theta_i: "topk", "randomk", "int8", "int4", "sign",
+            "powersgd", or a codec of `vecgym.compress` such as `TopK(0.05)`; with error feedback, see `compressed`.
+            None: as it is.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     >>> DiLoCoStrategy("adamw", "sgd", H=100, lr=3e-4)
@@ -90,6 +95,7 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
         lr: float | Tensor | None = None,
         inner_lr: float | Tensor | None = None,
         outer_lr: float | Tensor | None = None,
+        compression: str | Compressor | None = None,
         max_norm: float | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
@@ -99,7 +105,7 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
             raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
         super().__init__(
             inner_optim,
-            communication_modules=[DiLoCoCommunicator(outer_optim, H, outer_lr)],
+            communication_modules=[with_compression(DiLoCoCommunicator(outer_optim, H, outer_lr), compression)],
             lr=inner_lr if lr is None else lr,
             max_norm=max_norm,
             lr_scheduler=lr_scheduler,
