@@ -262,20 +262,19 @@ class Trainer:
             ):
                 recorder.start(settings, bar)
                 self._evaluate(recorder, local, val, comm)
-                stop = False
                 for batch in train.iterate(0, steps):
                     self.state, metrics = simulation.step(self.state, batch)
-                    metrics, stop = together.observed(metrics, bool(interrupted))
+                    metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
                     done = self.state.step
                     if correlation_interval and done % correlation_interval == 0:
                         recorder.add(correlation=correlation(self.state.params, comm))
                     if done == steps or (val_interval and done % val_interval == 0):
                         self._evaluate(recorder, local, val, comm)
-                    if stop:
+                    if together.stop(interrupted):
                         break
                 recorder.flush()
-                if stop:
+                if together.stop(interrupted):
                     raise KeyboardInterrupt(f"interrupted after step {self.state.step} of {steps}")
         finally:
             self._nodes = self._final_nodes(model, local, len(comm.node_ids))
@@ -366,6 +365,7 @@ class _Together:
         self.comm = comm
         self.wire = comm.wire if isinstance(comm, DistributedCollectives) else None
         self.num_processes = self.wire.num_processes if self.wire is not None else 1
+        self._interrupted = False
 
     def largest(self, count: int) -> int:
         return max(self._each(count))
@@ -387,14 +387,19 @@ class _Together:
         unused, mutated = frozenset(seen["unused"]), frozenset(seen["mutated"])
         return replace(facts, unused=unused, mutated=mutated, random=seen["random"])
 
-    def observed(self, metrics: Metrics, interrupted: bool) -> tuple[Metrics, bool]:
-        """The losses of all nodes, and whether any process was interrupted."""
+    def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
+        """The losses of all nodes; with them go the processes' interrupts, so that all stop after the same step."""
         if self.num_processes == 1:
-            return metrics, interrupted
+            return metrics
         losses = metrics.losses
-        flags = losses.new_full(losses.shape, float(interrupted))
+        flags = torch.full_like(losses, float(bool(interrupted)))
         found = everyone(torch.stack([losses, flags], 1).double(), self.comm, losses.device)  # [K, 2]
-        return metrics._replace(losses=found[:, 0].to(losses.dtype)), bool(found[:, 1].any())
+        self._interrupted = bool(found[:, 1].any())
+        return metrics._replace(losses=found[:, 0].to(losses.dtype))
+
+    def stop(self, interrupted: list[int]) -> bool:
+        """Whether the run ends after this step."""
+        return bool(interrupted) if self.num_processes == 1 else self._interrupted
 
     def _each(self, value: Any) -> list[Any]:
         return [value] if self.wire is None else self.wire.all_gather_object(value)
