@@ -204,7 +204,11 @@ class Simulation:
             mean=mean and ctx.inplace,
             differentiable=not ctx.inplace,
         )
-        return local._replace(grads=self.strategy.local_gradients(local.grads, params, modules, ctx))
+        # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
+        grads = (
+            nodes.expand(local.grads, len(node_ids)) if mean and self.num_local < self.comm.num_nodes else local.grads
+        )
+        return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, inplace: bool) -> Context:
         everyone = self.num_local >= self.comm.num_nodes

@@ -52,46 +52,32 @@ class Wire:
         self.num_processes = len(self.ranks)
         self.handed_bytes = 0
         self._watch = watch or (lambda inside: None)
-        self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.num_processes)): self.group}
+        self._subgroups: dict[tuple[int, ...], Any] = {}
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        """The process group of these ranks of the wire, of which this process must be one; made once.
-
-        None when there are `MAX_SUBGROUPS` already.
-        """
+        """The process group of these ranks. All processes call it, in the same order; the last ones are kept."""
         key = tuple(ranks)
-        if key not in self._subgroups:
-            if len(self._subgroups) > MAX_SUBGROUPS:
-                return None
-            # Only its members make it: the processes of other islands need not wait.
-            members = [self.ranks[rank] for rank in key]
-            self._subgroups[key] = self._call(lambda: dist.new_group(members, use_local_synchronization=True))
-        return self._subgroups[key]
+        if len(key) > 1 and key not in self._subgroups:
+            if self.num_processes < dist.get_world_size():
+                raise RuntimeError("islands need a wire between all processes: torch.distributed makes their groups.")
+            self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
+            if len(self._subgroups) > MAX_SUBGROUPS:  # all have met in new_group: nobody uses another group now
+                oldest = self._subgroups.pop(next(iter(self._subgroups)))
+                if oldest is not dist.GroupMember.NON_GROUP_MEMBER:
+                    dist.destroy_process_group(oldest)
+        elif key in self._subgroups:
+            self._subgroups[key] = self._subgroups.pop(key)  # now the one used last
+        return self._subgroups.get(key)
 
-    def all_reduce(self, x: Tensor, ranks: Sequence[int] | None = None) -> Tensor:
-        """The sum of the processes' tensors; `x` may be overwritten."""
-        members = range(self.num_processes) if ranks is None else ranks
-        if len(members) == 1 or x.numel() == 0:
+    def all_reduce(self, x: Tensor, group: Any = None) -> Tensor:
+        """The sum of the tensors of all processes, or of those of a subgroup; `x` may be overwritten."""
+        group = group or self.group
+        if dist.get_world_size(group) == 1 or x.numel() == 0:
             return x
-        group = self.subgroup(members)
-        if group is None:
-            return self._reduce_through_first(x, members)
         carried = self._staged(x.contiguous())
         self._count(carried)
         self._call(lambda: dist.all_reduce(carried, group=group))
         return carried.to(x.device)
-
-    def _reduce_through_first(self, x: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The same for islands without a process group: the first process adds up, and sends back."""
-        first = ranks[0]
-        if self.rank != first:
-            self.exchange({first: x}, {})
-            return self.exchange({}, {first: x})[first]
-        total = x.clone()
-        for part in self.exchange({}, dict.fromkeys(ranks[1:], x)).values():
-            total += part
-        self.exchange(dict.fromkeys(ranks[1:], total), {})
-        return total
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The rows of all processes, in the order of their ranks: `[L, n] -> [W L, n]`."""
@@ -240,10 +226,12 @@ class DistributedCollectives(Collectives):
         result = x.clone()
         for group in groups:
             ranks = sorted({int(node) // self.num_local for node in group})
+            whole = len(ranks) == self.wire.num_processes
+            processes = self.wire.group if whole else self.wire.subgroup(ranks)
             if len(group) > 1 and self.wire.rank in ranks:
                 rows = torch.tensor([node - self.first for node in group if self._is_here(node)], device=x.device)
                 part = _partial(x.index_select(0, rows), len(group) if average else 1)
-                total = self.wire.all_reduce(part, ranks)
+                total = self.wire.all_reduce(part, processes) if len(ranks) > 1 else part
                 result.index_copy_(0, rows, total.expand(len(rows), -1))
         return result
 
@@ -263,9 +251,10 @@ class DistributedCollectives(Collectives):
         return torch.cat([rows[int(source[node])] for node in self.node_ids.tolist()])
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        x = x.expand(self.num_local, -1)
-        heard = [row.nonzero()[:, 0].tolist() for row in weights.detach()]
-        rows = self._fetch(x, heard)
+        if self._same_on_all(x):
+            rows = dict.fromkeys(range(self.num_nodes), x)
+        else:
+            rows = self._fetch(x, [row.nonzero()[:, 0].tolist() for row in weights.detach()])
         nodes = sorted(rows)
         own = weights[self.first : self.first + self.num_local, nodes]
         return own.to(device=x.device, dtype=x.dtype) @ torch.cat([rows[node] for node in nodes])

@@ -16,9 +16,9 @@ from vecgym.strategy.sparta import (
     ScheduledSelector,
     Selector,
     ShuffledSequentialSelector,
+    SparseCommunicator,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
-    SparseCommunicator,
 )
 
 __all__ = [
