@@ -5,13 +5,14 @@ medians over the rounds. The unit is a block of H = 20 steps, which holds one sy
 
 - loop: K plain modules, each with fused AdamW, one after the other; every H steps DiLoCo's outer step in the
   obvious way (mean over the modules, torch's SGD with Nesterov momentum, copy back).
-- vecgym: `Simulation.step` with `DiLoCoStrategy(H)`, `engine="auto"`; then each engine with 1 and with all threads.
+- vecgym: `Simulation.step` with `DiLoCoStrategy(H)`, `engine="auto"`; with `--engines`, also each engine with 1 and
+  with all threads: the figures by which `vecgym.local.choose_plan` is calibrated.
 - big: one model with fused AdamW on the K batches together; the floor for AllReduce.
 - allreduce: `Simulation.step` with `AllReduceStrategy`.
 - fit: `Trainer.fit` with a progress bar (into nothing) on a `TensorDataset`, without validation. What it costs to
   start is not counted: the time is that of a fit of 2n steps less that of a fit of n.
 
-Every alternative cycles through the same few synthetic batches. All workloads together take about ten minutes.
+Every alternative cycles through the same few synthetic batches. All workloads together take about eight minutes.
 """
 
 from __future__ import annotations
@@ -131,19 +132,24 @@ def fit(workload: Workload, num_nodes: int, strategy: Strategy, data: tuple[Tens
     return run
 
 
-def interleave(alternatives: dict[str, Block], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, in turn, after one unmeasured round."""
+def interleave(alternatives: dict[str, Block], budget_s: float) -> dict[str, list[float]]:
+    """Seconds of each call, in turn, after one unmeasured round: as many rounds as the budget allows, 3 to 25."""
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
-    for repeat in range(repeats + 1):
+    start = time.perf_counter()
+    for run in alternatives.values():
+        run()
+    round_s = time.perf_counter() - start
+    for _ in range(max(3, min(25, round(budget_s / round_s))) if budget_s > 0 else 1):
         for name, run in alternatives.items():
             start = time.perf_counter()
             run()
-            if repeat > 0:
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-def measure(workload: Workload, num_nodes: int, H: int, repeats: int, fit_s: float) -> dict[str, Any]:
+def measure(
+    workload: Workload, num_nodes: int, H: int, budget_s: float, fit_s: float, with_engines: bool
+) -> dict[str, Any]:
     """Every alternative on one workload: milliseconds per step, ratios, plan, bytes."""
 
     def diloco() -> Strategy:
@@ -154,6 +160,7 @@ def measure(workload: Workload, num_nodes: int, H: int, repeats: int, fit_s: flo
         f"{engine} x{count}": Bare(workload, num_nodes, diloco(), engine=engine, node_threads=count)
         for engine in ("vmap", "loop")
         for count in threads
+        if with_engines
     }
     auto = Bare(workload, num_nodes, diloco())
     allreduce = Bare(workload, num_nodes, AllReduceStrategy("adamw", lr=LR))
@@ -166,7 +173,7 @@ def measure(workload: Workload, num_nodes: int, H: int, repeats: int, fit_s: flo
     }
     batches = [workload.batch(num_nodes, seed) for seed in range(NUM_BATCHES)]
     alternatives: dict[str, Block] = {name: block(step, batches, H) for name, step in steps.items()}
-    seconds = interleave(alternatives, repeats)
+    seconds = interleave(alternatives, budget_s)
 
     # The fits are long enough, `fit_s` seconds, to be told from the cost of their start, which varies.
     n = H * max(1, round(fit_s / statistics.median(seconds["vecgym"])))
@@ -176,7 +183,7 @@ def measure(workload: Workload, num_nodes: int, H: int, repeats: int, fit_s: flo
         "fit 2n": fit(workload, num_nodes, diloco(), data, 2 * n),
         "bare n": block(auto, batches, n),
     }
-    fit_seconds = interleave(fits, repeats)
+    fit_seconds = interleave(fits, budget_s / 2)
     per_step = {name: [s / H for s in values] for name, values in seconds.items()}
     per_step["fit"] = [(long - short) / n for short, long in zip(fit_seconds["fit n"], fit_seconds["fit 2n"])]
     per_step["bare"] = [s / n for s in fit_seconds["bare n"]]
@@ -244,7 +251,8 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="NAME",
                         help=f"any of {', '.join(WORKLOADS)}; default: all")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds (default 5)")
+    parser.add_argument("--engines", action="store_true", help="measure each engine, not only the chosen one")
+    parser.add_argument("--seconds", type=float, default=60, help="about how long for each workload (default 60)")
     parser.add_argument("--quick", action="store_true", help="few nodes, short blocks, one round: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     args = parser.parse_args()
@@ -255,9 +263,9 @@ def main() -> None:
     for name in args.workloads:
         workload = WORKLOADS[name]
         if args.quick:
-            results[name] = measure(workload, min(workload.num_nodes, 4), H=2, repeats=1, fit_s=0.05)
+            results[name] = measure(workload, min(workload.num_nodes, 4), 2, 0, 0.05, args.engines)
         else:
-            results[name] = measure(workload, workload.num_nodes, H=20, repeats=args.repeats, fit_s=0.5)
+            results[name] = measure(workload, workload.num_nodes, 20, args.seconds, 0.5, args.engines)
         shown = ", ".join(f"{what} {value:.2f}" for what, value in results[name]["ms"].items())
         print(f"{name}: ms per step: {shown}", flush=True)
         if args.json:

@@ -48,9 +48,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "diloco": lambda: DiLoCoStrategy("adamw", H=H, lr=LR),
     "diloco int8": lambda: DiLoCoStrategy("adamw", H=H, lr=LR, compression="int8"),
     "sparta": lambda: SPARTAStrategy(0.005, "adamw", lr=LR),
-    "sparta topk int8": lambda: SPARTAStrategy(
-        0.005, "adamw", lr=LR, compression_method="topk", quantization_bits=8
-    ),
+    "sparta topk int8": lambda: SPARTAStrategy(0.005, "adamw", lr=LR, compression_method="topk", quantization_bits=8),
     "sparta + diloco": lambda: SPARTADiLoCoStrategy(0.005, 1, H, "adamw", lr=LR),
     "gossip ring": lambda: GossipStrategy("ring", inner_optim="adamw", lr=LR),
     "gossip one peer": lambda: GossipStrategy("one_peer_exponential", inner_optim="adamw", lr=LR),
@@ -150,7 +148,9 @@ def demo_flop(workload: Workload) -> dict[str, int]:
     """Arithmetic of one node's transform of its momentum, and of its gradient."""
     model = workload.model()
     cuts = [grid(tuple(p.shape), 64) for p in model.parameters()]
-    transform = sum(2 * cut.chunks * cut.area * ((cut.height > 1) * cut.height + (cut.width > 1) * cut.width) for cut in cuts)
+    transform = sum(
+        2 * cut.chunks * cut.area * ((cut.height > 1) * cut.height + (cut.width > 1) * cut.width) for cut in cuts
+    )
     engine = Engine(model)
     engine.prepare(workload.batch(2))
     assert engine.facts is not None
@@ -200,7 +200,11 @@ def checks(results: dict[str, dict[str, Any]]) -> list[tuple[str, float, float]]
         demo = ms["demo"]["exchange"]
         if workload in DEMO_TO_GRADIENT:
             found.append(
-                (f"{workload}: demo, exchange / gradients", demo / ms["independent"]["gradients"], DEMO_TO_GRADIENT[workload])
+                (
+                    f"{workload}: demo, exchange / gradients",
+                    demo / ms["independent"]["gradients"],
+                    DEMO_TO_GRADIENT[workload],
+                )
             )
         if workload in DEMO_TO_LOOP:
             found.append((f"{workload}: demo, exchange / loop", demo / result["demo_loop_ms"], DEMO_TO_LOOP[workload]))

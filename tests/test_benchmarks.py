@@ -37,7 +37,7 @@ def run_quick(script: str, folder: Path, *arguments: str) -> tuple[str, dict[str
 
 
 def test_step_time(tmp_path: Path) -> None:
-    table, result = run_quick("step_time.py", tmp_path, "--workloads", "tiny")
+    table, result = run_quick("step_time.py", tmp_path, "--workloads", "tiny", "--engines")
     assert "| ratio | target | measured | met |" in table
     assert 'Plans of engine="auto"' in table
     tiny = result["workloads"]["tiny"]
@@ -46,6 +46,22 @@ def test_step_time(tmp_path: Path) -> None:
     assert all(tiny["ms"][name] > 0 for name in names)
     # Two moments of AdamW and the parameters, 16 * 32 + 32 + 32 * 2 + 2 = 610 floats each, and the step (int64).
     assert tiny["state_bytes"]["allreduce K"] == tiny["state_bytes"]["allreduce 2K"] == 3 * 4 * 610 + 8
+
+
+def test_strategies(tmp_path: Path) -> None:
+    table, result = run_quick("strategies.py", tmp_path, "--workloads", "tiny")
+    assert "| share | target | measured | met |" in table
+    tiny = result["workloads"]["tiny"]
+    b, K = tiny["model_bytes"], tiny["num_nodes"]
+    assert (b, K) == (4 * 610, 4)
+    # What each algorithm needs: nothing for SPARTA and gossip; an outer copy and a momentum in all for DiLoCo; one
+    # residual per node for DeMo, whose parameters, like AllReduce's, are stored once.
+    kept = {name: parts["strategy"] for name, parts in tiny["state_bytes"].items()}
+    assert [kept[name] for name in ("independent", "allreduce", "fedavg", "sparta", "gossip ring")] == [0] * 5
+    assert (kept["diloco"] - 2 * b, kept["demo"]) == (8, K * b)  # and the outer optimizer's step
+    params = {name: parts["params"] for name, parts in tiny["state_bytes"].items()}
+    assert params["allreduce"] == params["demo"] == b
+    assert params["diloco"] == params["sparta"] == params["gossip ring"] == K * b
 
 
 def test_scaling(tmp_path: Path) -> None:

@@ -68,6 +68,17 @@ def test_the_dct_is_its_definition(height: int, width: int) -> None:
     close(dct(x), expected)
 
 
+@pytest.mark.parametrize("n", [3, 5, 6, 10, 17, 45, 48, 64])
+def test_where_a_wave_is_zero_it_is_exactly_zero(n: int) -> None:
+    """(j + 1/2) k / n = 1/2, 3/2, ...; elsewhere no cosine is smaller than that of the nearest angle."""
+    for transform_basis in (basis(n), basis(n, torch.float32), basis(n, torch.bfloat16), twin.basis(n)):
+        for k in range(n):
+            for j in range(n):
+                zero = (2 * j + 1) * k % (2 * n) == n
+                assert (transform_basis[k, j] == 0) == zero
+    assert (n & (n - 1) == 0) == bool((basis(n) != 0).all())  # a power of two has none
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_the_dct_is_the_twins(n: int) -> None:
     close(basis(n), twin.basis(n))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from tests.helpers import (
 )
 from tests.models import MODELS, make_batches, make_model
 from tests.reference import common
+from tests.reference.demo import fold, make_chunks
 from vecgym import Trainer, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
@@ -47,6 +48,8 @@ from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Context,
+    DeMoCommunicator,
+    DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -58,9 +61,9 @@ from vecgym.strategy import (
     RandomSelector,
     ServerCommunicator,
     ServerOptimizer,
+    SparseCommunicator,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
-    SparseCommunicator,
     Strategy,
     TopKSparseCommunicator,
     compressed,
@@ -174,7 +177,7 @@ class Row:
     replicated: bool = False
     per_node: tuple[str, ...] = ()
 
-    def bytes(self, params: dict[str, Tensor]) -> float:
+    def bytes(self, params: Mapping[str, Tensor]) -> float:
         if callable(self.sends):
             return self.sends({name: p for name, p in params.items() if p.requires_grad})
         return self.sends * sum(p.numel() * p.element_size() for p in params.values())
@@ -187,6 +190,21 @@ def averaging_then_diloco(**settings: Any) -> Strategy:
 
 def composed(*modules: CommunicationModule) -> Callable[..., Strategy]:
     return lambda **settings: CommunicateOptimizeStrategy(modules, **settings)
+
+
+DEMO: dict[str, Any] = {"compression_topk": 4, "compression_chunk": 8}
+
+
+def demo(inner_optim: Any = None, **settings: Any) -> Strategy:
+    """DeMo is an optimizer of its own."""
+    return DeMoStrategy(**DEMO, lr=0.01, **settings)
+
+
+def pairs(params: dict[str, Tensor]) -> float:
+    """Of each chunk of at most 8 x 8, 4 pairs of a value and an index of 8 bytes; at most one for each element."""
+    folded = [torch.zeros(fold(x.shape), dtype=x.dtype) for x in params.values()]
+    pieces = [x[piece] for x in folded for piece in make_chunks(x.shape, 8)]
+    return sum(min(4, piece.numel()) * (8 + piece.itemsize) for piece in pieces)
 
 
 ROUNDS = STEPS // H
@@ -242,7 +260,6 @@ STRATEGIES: dict[str, Row] = {
         lambda **kw: SPARTAStrategy(0.3, compression_method="topk", quantization_bits=8, **kw),
         lambda params: STEPS * strongest(params, 0.3, 1, 4),
         outer=None,
-        per_node=("last",),
     ),
     "sparta-diloco": Row(
         lambda **kw: SPARTADiLoCoStrategy(0.3, 2, H, outer_optim=OptimSpec(SGD, lr=0.6), **kw),
@@ -253,7 +270,7 @@ STRATEGIES: dict[str, Row] = {
     ),
     "gossip-ring": Row(lambda **kw: GossipStrategy("ring", **kw), STEPS * 2.0),
     "gossip-one-peer": Row(lambda **kw: GossipStrategy("one_peer_exponential", every=2, **kw), STEPS // 2 * 1.0),
-    "gossip-matching": Row(lambda **kw: GossipStrategy("random_matching", **kw), STEPS * (K - 1) / K),
+    "gossip-exponential": Row(lambda **kw: GossipStrategy("exponential", **kw), STEPS * 3.0),
     "averaging-rare-and-late": Row(
         composed(delayed(every(2, AveragingCommunicator()), 2)),
         STEPS // 2 * ring(K),
@@ -282,6 +299,14 @@ STRATEGIES: dict[str, Row] = {
         composed(compressed(AveragingCommunicator(H=H), RandomK(0.3))),
         lambda params: ROUNDS * sum(max(1, round(0.3 * x.numel())) * x.itemsize for x in params.values()),
         outer=None,
+        per_node=("residual",),
+    ),
+    "demo": Row(demo, lambda params: STEPS * pairs(params), outer=None, replicated=True, per_node=("residual",)),
+    "demo-momentum": Row(
+        composed(DeMoCommunicator(**DEMO)),
+        lambda params: STEPS * pairs(params),
+        outer=None,
+        replicated=True,
         per_node=("residual",),
     ),
 }
@@ -687,6 +712,7 @@ COMMON: dict[str, Any] = {
     "cosine_anneal": True,
 }
 MODULES = [AveragingCommunicator(H=2)]
+DEMO_VALUES: dict[str, Any] = {"compression_decay": 0.1, "compression_topk": 2, "compression_chunk": 4}
 
 
 def with_module(cls: Callable[..., CommunicationModule], *before: CommunicationModule) -> Callable[..., Strategy]:
@@ -779,6 +805,12 @@ ARGUMENTS: dict[type, Changes] = {
     TopKSparseCommunicator: Changes(
         with_module(TopKSparseCommunicator), {"fraction": 0.3}, {"fraction": 0.5, "quantization_bits": 8}
     ),
+    DeMoStrategy: Changes(
+        DeMoStrategy,
+        {**DEMO, "lr": 0.01},
+        {**{name: COMMON[name] for name in COMMON if name != "inner_optim"}, **DEMO_VALUES, "weight_decay": 0.5},
+    ),
+    DeMoCommunicator: Changes(with_module(DeMoCommunicator), DEMO, DEMO_VALUES),
     GradientAveraging: Changes(with_module(GradientAveraging), {}, {}),
     AveragingCommunicator: Changes(
         with_module(AveragingCommunicator),
@@ -843,6 +875,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a module that is no list": (lambda: Strategy(communication_modules=GradientAveraging()), TypeError, "list"),  # type: ignore[arg-type]
     "a class as a module": (lambda: CommunicateOptimizeStrategy([GradientAveraging]), TypeError, "CommunicationModule"),  # type: ignore[list-item]
     "unknown optimizer": (lambda: AllReduceStrategy("adamv"), ValueError, "did you mean"),
+    "all gradients of some nodes": (
+        lambda: CommunicateOptimizeStrategy([AveragingCommunicator(participation=0.5), DeMoCommunicator()]),
+        ValueError,
+        "sit out, and DeMoCommunicator",
+    ),
     "never an exchange": (lambda: FedAvgStrategy(H=11).check(5, 10), vecgym.VecgymWarning, "never exchange"),
 }
 
@@ -865,7 +902,7 @@ def test_what_is_the_same_on_every_node_is_stored_once(name: str) -> None:
         own = any(part in key for part in row.per_node)
         assert x.shape[0] == (K if own else 1), key
     expected = 1 if row.replicated else K
-    for values in (state.params, state.optimizer["momentum_buffer"]):
+    for values in (state.params, state.optimizer.get("momentum_buffer", state.params)):  # DeMoStrategy has no buffer
         assert {x.shape[0] for x in values.values()} == {expected}
 
 

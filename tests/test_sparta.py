@@ -55,6 +55,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.compose import delayed, every
+from vecgym.strategy.compression import TopKSparseCommunicator
 from vecgym.strategy.sparta import (
     PartitionedSelector,
     RandomSelector,
@@ -464,8 +465,8 @@ def test_the_number_of_parts_is_exact() -> None:
 
 def test_the_selectors_need_little_state() -> None:
     assert RandomSelector(0.5).init(SHAPES, ctx_at(0)) == ScheduledSelector(0.5, 9).init(SHAPES, ctx_at(0)) == {}
-    assert {n: len(x) for n, x in SequentialSelector(0.5).init(SHAPES, ctx_at(0)).items()} == {
-        n: s.numel() for n, s in SHAPES.items()
+    assert {n: x.shape for n, x in SequentialSelector(0.5).init(SHAPES, ctx_at(0)).items()} == {
+        n: (1, s.numel()) for n, s in SHAPES.items()
     }
 
 
@@ -708,6 +709,33 @@ def test_the_seed_and_every_argument_change_the_run() -> None:
         assert difference(a, b) > 1e-6, (i, j)
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_topk_is_another_module(bits: int | None) -> None:
+    batches = stacked(data("MLP", 3, 6))
+    ours = run(start("MLP"), SPARTAStrategy(0.2, compression_method="topk", quantization_bits=bits, lr=0.01), batches)
+    theirs = composed([TopKSparseCommunicator(0.2, bits)], batches)
+    assert_same_bits(ours.params, theirs.params)
+    random = run(start("MLP"), SPARTAStrategy(0.2, compression_method="random", lr=0.01), batches)
+    assert_same_bits(random.params, composed([SparseCommunicator(0.2)], batches).params)
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
+def test_quantised_sparta_averages_what_can_be_read(bits: int, levels: int) -> None:
+    """By hand: a scale for each node and tensor, and integers of so many bits."""
+    recorded = Recorded(PartitionedSelector(0.5))
+    module = SparseCommunicator(recorded, quantization_bits=bits)
+    params = {"w": torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    given, ctx = {"w": params["w"].clone()}, ctx_at(0, num_nodes=3)
+    after, _ = module.exchange_parameters(params, module.init(params, ctx), ctx)
+    (drawn,) = recorded.drawn.values()
+    values = given["w"].flatten(1)[:, drawn["w"]]
+    scale = values.abs().amax(1, keepdim=True).float() / levels
+    expected = given["w"].flatten(1).clone()
+    expected[:, drawn["w"]] = ((values / scale).round() * scale).mean(0).to(torch.float64)
+    torch.testing.assert_close(after["w"].flatten(1), expected, rtol=1e-6, atol=1e-7)
+    assert ctx.comm.ledger.total_bytes == math.ceil(len(drawn["w"]) * bits / 8) + 4
+
+
 # ------------------------------------------------------------------------------------------ bad input
 
 
@@ -734,7 +762,10 @@ any_delayed: Any = delayed
         (lambda: AnySparta(0.1, index_selector=Recorded(RandomSelector(0.1))), ValueError, "say different"),
         (lambda: AnySparta(index_selector=0.1), TypeError, "give a Selector"),
         (lambda: AnySparta(index_selector=RandomSelector), TypeError, "give a Selector"),
-        (lambda: AnySparta(compression_method="topk"), TypeError, "compression_method"),
+        (lambda: AnySparta(compression_method="top"), ValueError, "compression_method='top' is not known; .*'topk'"),
+        (lambda: AnySparta(compression_method="topk", delay=1), ValueError, "leave out index_selector and delay"),
+        (lambda: AnySparta(0, compression_method="topk"), ValueError, "fraction=0"),
+        (lambda: AnySparta(quantization_bits=16), ValueError, "quantization_bits=16"),
         (lambda: AnyMixed(2), ValueError, "p_sparta=2"),
         (lambda: AnyMixed(sparta_interval=0), ValueError, "sparta_interval=0 must be an integer >= 1"),
         (lambda: AnyMixed(sparta_interval=1.5), ValueError, "sparta_interval=1.5"),
@@ -742,7 +773,9 @@ any_delayed: Any = delayed
         (lambda: AnyMixed(delay=-2), ValueError, "delay=-2"),
         (lambda: AnyMixed(0.1, index_selector=RandomSelector(0.2)), ValueError, "p_sparta=0.1"),
         (lambda: AnySparse(sparsification_rate=1.01), ValueError, "sparsification_rate=1.01"),
-        (lambda: AnySparse(0.01), TypeError, "index_selector=0.01 is a float"),
+        (lambda: AnySparse(1.5), ValueError, "sparsification_rate=1.5"),
+        (lambda: AnySparse(0.01, sparsification_rate=0.02), ValueError, "say different things"),
+        (lambda: AnySparse("0.01"), TypeError, "index_selector='0.01' is a str"),
         (lambda: AnySparse(RandomSelector(0.1), sparsification_rate=0.2), ValueError, "sparsification_rate"),
         (lambda: AnySparse(interval=0), ValueError, "interval=0"),
         (lambda: AnyRandom(-1), ValueError, "p=-1"),

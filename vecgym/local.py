@@ -39,6 +39,8 @@ ENGINES = ("auto", "vmap", "loop", "fastest")
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
 # the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
 MIN_FLOP_PER_THREAD = 1e9
+# On a CPU, a node with more arithmetic than this in a step is computed faster by itself, within the cache.
+MAX_FLOP_IN_STACK = 2e9
 
 
 class Local(NamedTuple):
@@ -387,23 +389,27 @@ class Engine:
         losses = []
         for a, b in chunks:
             leaves = {name: p[0].detach().requires_grad_() for name, p in params.items()}
-            part = _rows(buffers, a, b), tree.map_leaves(lambda x: x[a:b], batch)  # noqa: B023
+            part = (buffers, batch)
+            if b - a < num_nodes:
+                part = _rows(buffers, a, b), tree.map_leaves(lambda x: x[a:b], batch)  # noqa: B023
             with _seeded(keys.of(a), self.device, self._random):
                 grads, loss = self._mean_chunk(leaves, *part, keys, a)
             total = grads if total is None else tree.map(torch.add, total, grads)
             losses.append(loss)
         assert total is not None
-        return Local(tree.map(lambda g: (g / num_nodes)[None], total), torch.cat(losses), buffers)
+        return Local(tree.map(lambda g: g[None], total), torch.cat(losses), buffers)
 
     def _mean_chunk(self, leaves: Tree, buffers: Tree, batch: Any, keys: _Keys, first: int) -> tuple[Tree, Tensor]:
-        """The gradient of the sum of the losses of a chunk, and the losses."""
+        """What a chunk adds to the gradient of the mean of all losses, and its losses."""
+        num_nodes = len(keys.node_ids)
         if self.plan.engine == "loop":
             with _naming(keys.node_ids[first], keys.step):
                 loss, grads = self._one(0, leaves, buffers, tree.map_leaves(lambda x: x[0], batch))
-            return grads, loss[None]
+            return tree.map(lambda g: g / num_nodes, grads), loss[None]
         with _explaining():
             losses, _ = self._vmapped(0, leaves, True, buffers, batch)
-            found = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+            share = losses.new_full(losses.shape, 1 / num_nodes)
+            found = torch.autograd.grad(losses, list(leaves.values()), share, materialize_grads=True)
         return dict(zip(leaves, found)), losses.detach()
 
     def _vmapped(
@@ -552,7 +558,8 @@ class Engine:
 def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str) -> Plan:
     """How to compute the nodes, from what is known of the model and the machine; nothing is measured.
 
-    1. `loop` where vmap cannot run the model, or would run part of it node by node anyway.
+    1. `loop` where vmap cannot run the model, or would run part of it node by node anyway; and on CPU where each node
+       has much arithmetic (`MAX_FLOP_IN_STACK`).
     2. On CPU the nodes are spread over the threads when each gets enough arithmetic
        (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
     """
@@ -562,6 +569,8 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
         chosen, reason = "loop", "vmap cannot run the model"
     elif facts.vmap_slow:
         chosen, reason = "loop", f"vmap has no fast form of {', '.join(facts.vmap_slow)}"
+    elif device.type == "cpu" and facts.flop > MAX_FLOP_IN_STACK:
+        chosen, reason = "loop", f"{facts.flop / 1e9:.2g} GFLOP a node and step"
     else:
         chosen, reason = "vmap", "all nodes in one call"
     flop = facts.flop * num_nodes

@@ -151,10 +151,7 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     {'w': tensor([5., 9., 5.])}
     """
     if isinstance(new, dict):
-        return {
-            key: put_rows({} if values is None else values.get(key), rows, value, num_nodes, inplace)
-            for key, value in new.items()
-        }
+        return {key: put_rows((values or {}).get(key), rows, value, num_nodes, inplace) for key, value in new.items()}
     if values is None:
         values = torch.zeros_like(new[:1])
     elif values.shape[0] == new.shape[0] == 1 and num_nodes > 1 and torch.equal(values, new):

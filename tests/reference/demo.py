@@ -36,27 +36,35 @@ Chunk = tuple[slice, ...]  # which rows (and columns) of the folded tensor
 
 @functools.cache
 def basis(N: int) -> Tensor:
-    """C[k, n] = s_k cos(pi (n + 1/2) k / N): one orthonormal basis vector per row, [N, N]."""
+    """C[k, n] = s_k cos(pi (n + 1/2) k / N): one orthonormal basis vector per row, [N, N].
+
+    The cosine of an odd multiple of pi / 2 is 0; math.cos, given a rounded angle, says 6e-17, and the sign of what
+    is decoded there would be that of the rounding.
+    """
     C = torch.zeros(N, N, dtype=torch.float64)
     for k in range(N):
         scale = math.sqrt(1 / N) if k == 0 else math.sqrt(2 / N)
         for n in range(N):
-            C[k, n] = scale * math.cos(math.pi * (n + 0.5) * k / N)
+            quarters, rest = divmod((2 * n + 1) * k, N)  # of a turn
+            zero = rest == 0 and quarters % 2 == 1
+            C[k, n] = 0.0 if zero else scale * math.cos(math.pi * (n + 0.5) * k / N)
     return C
 
 
 def dct(x: Tensor) -> Tensor:
-    """X_k = sum_n C[k, n] x_n along every dimension of x."""
-    for dim, N in enumerate(x.shape):
-        x = torch.tensordot(basis(N).to(x.dtype), x, dims=([1], [dim])).movedim(0, dim)
-    return x
+    """X_k = sum_n C[k, n] x_n along every dimension of a vector or matrix x."""
+    if x.dim() == 1:
+        return basis(len(x)).to(x.dtype) @ x
+    rows, columns = x.shape
+    return basis(rows).to(x.dtype) @ x @ basis(columns).to(x.dtype).T
 
 
 def inverse_dct(X: Tensor) -> Tensor:
-    """x_n = sum_k C[k, n] X_k along every dimension of X."""
-    for dim, N in enumerate(X.shape):
-        X = torch.tensordot(basis(N).to(X.dtype), X, dims=([0], [dim])).movedim(0, dim)
-    return X
+    """x_n = sum_k C[k, n] X_k along every dimension of a vector or matrix X."""
+    if X.dim() == 1:
+        return basis(len(X)).to(X.dtype).T @ X
+    rows, columns = X.shape
+    return basis(rows).to(X.dtype).T @ X @ basis(columns).to(X.dtype)
 
 
 def fold(shape: torch.Size) -> list[int]:

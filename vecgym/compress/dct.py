@@ -79,15 +79,21 @@ def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
 def basis(n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
     """The orthonormal cosine basis, one vector per row, `[n, n]`.
 
-    C_kj = s_k cos(pi (j + 1/2) k / n) with s_0 = sqrt(1/n), s_k = sqrt(2/n) for k > 0.
+    C_kj = s_k cos(pi (j + 1/2) k / n) with s_0 = sqrt(1/n), s_k = sqrt(2/n) for k > 0. Where that cosine is 0, as in
+    the middle of an odd wave, C_kj is exactly 0, so that what is decoded there is 0 and not rounding noise, which
+    has a sign.
 
-    >>> basis(2)
-    tensor([[ 0.7071,  0.7071],
-            [ 0.7071, -0.7071]], dtype=torch.float64)
+    >>> basis(3)
+    tensor([[ 0.5774,  0.5774,  0.5774],
+            [ 0.7071,  0.0000, -0.7071],
+            [ 0.4082, -0.8165,  0.4082]], dtype=torch.float64)
     """
     with torch.inference_mode(False):  # it outlives the call, and may be needed in a backward pass
-        k = torch.arange(n, dtype=torch.float64)[:, None]
-        C = math.sqrt(2 / n) * torch.cos(math.pi / n * (k.T + 0.5) * k)
+        k = torch.arange(n)[:, None]
+        angle = (2 * k.T + 1) * k % (4 * n)  # in units of pi / (2 n)
+        angle = torch.minimum(angle, 4 * n - angle)  # the cosine is even: 0 to pi
+        acute = torch.minimum(angle, 2 * n - angle)
+        C = torch.cos(math.pi / (2 * n) * acute.double()).mul_(torch.sign(n - angle)).mul_(math.sqrt(2 / n))
         C[0] = math.sqrt(1 / n)
         return C.to(dtype).to(device)
 

@@ -5,6 +5,7 @@ from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, Simp
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import TopKSparseCommunicator, compressed
+from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
@@ -27,6 +28,8 @@ __all__ = [
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
     "Context",
+    "DeMoCommunicator",
+    "DeMoStrategy",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "FedAvgStrategy",

@@ -291,4 +291,22 @@ def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[Communicat
                 f"communication_modules has a {type(module).__name__}; each must be a CommunicationModule, "
                 "such as AveragingCommunicator(H=10)."
             )
+    resting = [module for module in modules if getattr(_innermost(module), "participation", 1) != 1]
+    exchanging = [module for module in modules if _exchanges_gradients(_innermost(module))]
+    if resting and exchanging:
+        raise ValueError(
+            f"{resting[0]!r} lets some nodes sit out, and {exchanging[0]!r} exchanges the gradients of all at every "
+            "step: give participation=1, or a module that exchanges parameters."
+        )
     return tuple(modules)
+
+
+def _innermost(module: CommunicationModule) -> CommunicationModule:
+    """What `every(n, module)` and the like are around."""
+    while isinstance(inner := getattr(module, "module", None), CommunicationModule):
+        module = inner
+    return module
+
+
+def _exchanges_gradients(module: CommunicationModule) -> bool:
+    return type(module).exchange_gradients is not CommunicationModule.exchange_gradients

@@ -151,8 +151,8 @@ class TopKSparseCommunicator(CommunicationModule):
     same. Other coordinates stay each node's own, and so do their `last`: a coordinate that moves slowly is sent once
     it has moved far enough.
 
-    State: `last`, what the node last sent or received of each coordinate, `[L, *]` (`[1, *]` before the first
-    exchange); at first the initial parameters. Bytes per tensor of n values and step: k (b + 4), k = max(1,
+    State: `last`, the last average of each coordinate, the same on every node, `[1, *]`; at first the initial
+    parameters. Bytes per tensor of n values and step: k (b + 4), k = max(1,
     round(fraction n)); with 8 bits k (1 + 4) + 4; with 4 bits ceil(k / 2) + 4 k + 4. For an exchange every n-th step:
     `every(n, TopKSparseCommunicator(...))`.
 

@@ -116,8 +116,8 @@ class ShuffledSequentialSelector(Selector):
     Every coordinate is exchanged exactly once in ceil(1/p) exchanges. Chunks differ by at most one coordinate; of a
     tensor with fewer coordinates than chunks, some are empty.
 
-    State: the order of each tensor, int64 `[1, n]`, 8 bytes a parameter for all nodes together. (To draw it anew at every
-    exchange would be as pure but slow: 0.5 ms for 10^5 coordinates, 0.6 s for 10^7.)
+    State: the order of each tensor, int64 `[1, n]`, 8 bytes a parameter for all nodes together. (To draw it anew at
+    every exchange would be as pure but slow: 0.5 ms for 10^5 coordinates, 0.6 s for 10^7.)
 
     Args:
         p: the fraction exchanged at a time, in (0, 1].
@@ -265,7 +265,9 @@ class SparseCommunicator(CommunicationModule):
         self.index_selector = _selector(index_selector, "sparsification_rate", sparsification_rate, default=0.01)
         self.delay = check_delay("delay", delay)
         self.interval = check_interval("interval", interval)
-        self.quantization_bits = None if quantization_bits is None else check_bits("quantization_bits", quantization_bits)
+        self.quantization_bits = (
+            None if quantization_bits is None else check_bits("quantization_bits", quantization_bits)
+        )
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         warn_if_too_late(self, "delay", self.delay, max_steps)

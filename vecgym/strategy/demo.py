@@ -1,0 +1,221 @@
+"""DeMo: exchange only the strongest cosine components of a local momentum (Peng et al., arXiv 2411.19870)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vecgym import tree
+from vecgym.compress import (
+    Grid,
+    accumulate_dct_,
+    dct,
+    from_chunks,
+    grid,
+    inverse_dct,
+    mean_of_senders,
+    strongest,
+    to_chunks,
+    topk_bytes,
+)
+from vecgym.optim import OptimSpec, clip_grad_norm
+from vecgym.schedule import Schedule
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
+from vecgym.tree import Tree, per_node
+
+
+class DeMoCommunicator(CommunicationModule):
+    """Every step, the nodes exchange the strongest cosine components of a momentum of their gradients.
+
+    delta_i <- decay delta_i + g_i;  q_i = the k coefficients of largest magnitude in each chunk of DCT(delta_i);
+    delta_i <- delta_i - DCT^-1(q_i);  Q = for each coefficient the mean of q_i over the nodes i that sent it;
+    the gradient that the optimizer takes is DCT^-1(Q), `[1, *]`, so that parameters and optimizer state are stored
+    once for all nodes.
+
+    State: `residual`, DCT(delta_i) of each parameter, `[L, chunks, chunk area]`: one per node (`[1, ...]` before
+    the first step). Kept as coefficients, what was sent leaves exactly 0 behind, and only the mean is transformed
+    back; `residual` gives delta_i itself. Bytes sent per node and step: `step_bytes`.
+
+    Under differentiation which coefficients are sent is a constant; what is sent of them has its derivatives.
+
+    Args:
+        compression_decay: decay of the momentum, in [0, 1).
+        compression_topk: k, coefficients sent of each chunk; all of them where a chunk has fewer.
+        compression_chunk: the longest side of a chunk: each dimension is cut into chunks of its largest divisor
+            that is not larger.
+
+    Raises:
+        ValueError: for a decay outside [0, 1), k < 1 or a chunk < 1.
+
+    Example: AdamW on what DeMo exchanges.
+
+    >>> from vecgym.strategy import CommunicateOptimizeStrategy
+    >>> CommunicateOptimizeStrategy([DeMoCommunicator(compression_topk=8)], inner_optim="adamw")
+    CommunicateOptimizeStrategy(OptimSpec(AdamW), \
+DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=64))
+    """
+
+    def __init__(
+        self, compression_decay: float = 0.999, compression_topk: int = 32, compression_chunk: int = 64
+    ) -> None:
+        number = isinstance(compression_decay, (int, float)) and not isinstance(compression_decay, bool)
+        if not number or not 0 <= compression_decay < 1:
+            raise ValueError(
+                f"compression_decay={compression_decay!r} must be in [0, 1): what is kept of the momentum at each "
+                "step, such as 0.999."
+            )
+        self.compression_decay = compression_decay
+        self.compression_topk = _check_count("compression_topk", compression_topk, "coefficients sent of each chunk")
+        self.compression_chunk = _check_count("compression_chunk", compression_chunk, "longest side of a chunk")
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return {"residual": tree.map(self._zeros, params)}
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        residual, indices, values = {}, {}, {}
+        for name, g in grads.items():
+            old = state["residual"][name].expand(g.shape[0], -1, -1)
+            update = self._update_in_place if ctx.inplace else self._update
+            residual[name], indices[name], values[name] = update(old, g)
+        indices, values = ctx.comm.all_gather(indices), ctx.comm.all_gather(values)  # [1, K, chunks, k]
+        mean = {name: self._decode(indices[name], values[name], g) for name, g in grads.items()}
+        return mean, {"residual": residual}
+
+    def residual(self, state: State, params: Tree) -> Tree:
+        """delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`."""
+        return {name: self._to_tensors(X, params[name]) for name, X in state["residual"].items()}
+
+    def step_bytes(self, params: Tree) -> int:
+        """Bytes that a node sends in a step: sum over tensors of chunks * min(k, chunk area) * (8 + b)."""
+        k, limit = self.compression_topk, self.compression_chunk
+        return sum(topk_bytes(p.shape[1:], k, limit, p.element_size()) for p in params.values())
+
+    def _grid(self, x: Tensor) -> Grid:
+        return grid(tuple(x.shape[1:]), self.compression_chunk)
+
+    def _zeros(self, p: Tensor) -> Tensor:
+        cut = self._grid(p)
+        return p.new_zeros(1, cut.chunks, cut.area)
+
+    def _update(self, residual: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(residual, indices, values) after one gradient; pure."""
+        momentum = self.compression_decay * residual + dct(to_chunks(g, self._grid(g))).flatten(2)
+        indices = strongest(momentum, self.compression_topk)
+        return momentum.scatter(-1, indices, 0.0), indices, momentum.gather(-1, indices)
+
+    def _update_in_place(self, residual: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, overwriting the residual, block after block of strips of `height` rows of any node."""
+        cut = self._grid(g)
+        strip, num_strips = Grid(1, *cut[1:]), g.shape[0] * cut.rows
+        residual = residual.contiguous()
+        momenta = residual.view(num_strips, strip.chunks, strip.area)
+        strips = g.reshape(num_strips, strip.height, strip.columns * strip.width)
+        length = max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
+        sent: list[tuple[Tensor, Tensor]] = []
+        for momentum, block in zip(momenta.split(length), strips.split(length)):
+            accumulate_dct_(momentum, block, strip, self.compression_decay)
+            indices = strongest(momentum, self.compression_topk)
+            sent.append((indices, momentum.gather(-1, indices)))
+            momentum.scatter_(-1, indices, 0.0)
+        indices, values = (torch.cat(parts).reshape(*residual.shape[:2], parts[0].shape[-1]) for parts in zip(*sent))
+        return residual, indices, values
+
+    def _decode(self, indices: Tensor, values: Tensor, like: Tensor) -> Tensor:
+        """What all nodes sent, `[1, K, chunks, k]`, as one tensor `[1, *]`."""
+        return self._to_tensors(mean_of_senders(indices, values, self._grid(like).area), like)
+
+    def _to_tensors(self, coefficients: Tensor, like: Tensor) -> Tensor:
+        """`[L, chunks, area]` -> `[L, *]`."""
+        cut = self._grid(like)
+        return from_chunks(inverse_dct(coefficients.unflatten(-1, (cut.height, cut.width))), cut, like.shape[1:])
+
+
+class DeMoStrategy(Strategy):
+    """The sign of the nodes' strongest cosine components, accumulated in a momentum that stays on its node.
+
+    For each parameter: theta <- theta (1 - lr wd); delta_i <- decay delta_i + lr g_i; q_i = the k coefficients of
+    largest magnitude in each chunk of DCT(delta_i); delta_i <- delta_i - DCT^-1(q_i); Q = for each coefficient the
+    mean of q_i over the nodes i that sent it; theta <- theta - lr sign(DCT^-1(Q)).
+
+    The optimizer is plain SGD with weight decay on that sign: theta - lr (s + wd theta). Parameters and optimizer
+    state are stored once, `[1, *]`; the residuals DCT(delta_i) once per node. Bytes sent per node and step: sum over
+    tensors of chunks * min(k, chunk area) * (8 + b), with 64-bit indices.
+
+    The learning rate scales the gradients before they are accumulated, as well as the step: a constant one has no
+    effect there, a schedule weighs the gradients of different steps by it.
+
+    The sign has derivative 0 wherever it has one: under differentiation only theta <- theta (1 - lr wd) - lr s
+    is differentiated, with s a constant, and no graph of the exchange is kept.
+
+    Args:
+        compression_decay, compression_topk, compression_chunk: see `DeMoCommunicator`.
+        weight_decay: wd, decoupled.
+        lr: the learning rate; every coordinate moves by it at every step, unless what is decoded there is 0.
+        max_norm: clip each node's gradient to this 2-norm, before it is accumulated.
+        lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
+
+    Raises:
+        ValueError: as `DeMoCommunicator` and `Strategy`; for a negative lr or weight_decay.
+
+    >>> strategy = DeMoStrategy(compression_topk=8, lr=3e-4)
+    >>> strategy.communication_modules[0].step_bytes({"w": torch.zeros(1, 128, 64)})  # 2 chunks, 8 pairs, 12 bytes
+    192
+
+    Reference: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", arXiv 2411.19870, and its code,
+    github.com/bloc97/DeMo, which scales the gradient by lr and takes the sign. Deviations: tensors of more than two
+    dimensions, which fail there, are folded into matrices; the first of equal coefficients are sent; the residual
+    is kept as coefficients, so what is sent leaves 0 and not rounding noise; where a wave is 0 (in the middle of an
+    odd chunk every second one is) it is exactly 0, so that a coordinate where all that was sent is 0 stays, instead of
+    moving by lr in the direction of a rounding error.
+    """
+
+    def __init__(
+        self,
+        compression_decay: float = 0.999,
+        compression_topk: int = 32,
+        compression_chunk: int = 64,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        lr: float | Tensor = 1e-3,
+        max_norm: float | None = None,
+        lr_scheduler: str | Schedule | None = None,
+        warmup_steps: int = 0,
+        cosine_anneal: bool = False,
+    ) -> None:
+        super().__init__(
+            OptimSpec(torch.optim.SGD, lr=lr, weight_decay=weight_decay),
+            communication_modules=[DeMoCommunicator(compression_decay, compression_topk, compression_chunk)],
+            max_norm=max_norm,
+            lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+            cosine_anneal=cosine_anneal,
+        )
+
+    @torch.no_grad()  # the derivative of the sign is 0
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """lr times each node's clipped gradient is accumulated; the optimizer takes the sign of what was exchanged."""
+        if self.max_norm is not None:
+            grads, _ = clip_grad_norm(grads, self.max_norm, inplace=ctx.inplace)
+        lr = self.lr(ctx)
+        mean, state = super().exchange_gradients(tree.map(lambda g: _scaled(g, lr, ctx.inplace), grads), state, ctx)
+        return tree.map(torch.sign, mean), state
+
+    def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """SGD on the signs; the gradients were clipped before the exchange."""
+        return self._rule.update(params, grads, state, lr=self.lr(ctx), inplace=ctx.inplace)
+
+
+def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
+    factor = per_node(lr.to(g.device) if isinstance(lr, Tensor) else lr, g)
+    return g.mul_(factor) if inplace and g.is_contiguous() else g * factor
+
+
+def _block_bytes(x: Tensor) -> int:
+    """The size of temporaries: on a CPU they stay in its cache, other devices want few large operations."""
+    return 2**23 if x.device.type == "cpu" else 2**28
+
+
+def _check_count(name: str, value: int, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer >= 1: the {what}.")
+    return value
