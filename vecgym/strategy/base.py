@@ -31,6 +31,8 @@ class Context:
         inplace: the tensors given may be overwritten. False under differentiation, where every operation must
             be pure.
         rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
+        exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
+            operations and reductions of each node by itself never do; a matrix product over all nodes may.
     """
 
     comm: Collectives
@@ -40,6 +42,7 @@ class Context:
     inplace: bool = False
     num_examples: tuple[int, ...] | None = None
     rows: Tensor | None = None
+    exact: bool = False
 
     def own(self, value: Any) -> Any:
         """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
