@@ -215,7 +215,7 @@ def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
 
 def _block_bytes(x: Tensor) -> int:
     """The size of temporaries: on a CPU they stay in its cache, other devices want few large operations."""
-    return 2**23 if x.device.type == "cpu" else 2**28
+    return 2**22 if x.device.type == "cpu" else 2**28
 
 
 def _check_count(name: str, value: int, what: str) -> int:
