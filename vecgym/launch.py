@@ -227,23 +227,24 @@ class _Watch:
         self.failures: list[Failure] = []
 
     def wait(self) -> list[Any]:
-        seen, since = list(self.progress), time.monotonic()
-        deadline: float | None = None  # of the time after a first failure
+        idle = _Clock()
+        failing: _Clock | None = None  # since a first failure
+        seen = list(self.progress)
         with _interrupts() as interrupts:
             told = 0
             while len(self.results) < len(self.processes):
                 if self._receive() or list(self.progress) != seen:
-                    seen, since = list(self.progress), time.monotonic()
+                    seen, idle = list(self.progress), _Clock()
                 if len(interrupts) > 1:
                     raise KeyboardInterrupt
                 if len(interrupts) > told:
-                    told, since = len(interrupts), time.monotonic()
+                    told, idle = len(interrupts), _Clock()
                     self._interrupt()
-                if self.failures and deadline is None:
-                    deadline = time.monotonic() + GRACE_S
-                if deadline is not None and (time.monotonic() > deadline or self._all_ended()):
-                    raise self._error(bool(interrupts))
-                if time.monotonic() - since > self.timeout_s:
+                if self.failures:
+                    failing = failing or _Clock()
+                    if failing.passed() > GRACE_S or not self.pipes:
+                        raise self._error(bool(interrupts))
+                if idle.passed() > self.timeout_s:
                     raise self._hanging()
         for process in self.processes:
             process.join(10)
@@ -298,9 +299,6 @@ class _Watch:
             )
         return Failure(rank, "", "", f"{how}{hint}", False, True)
 
-    def _all_ended(self) -> bool:
-        return not self.pipes
-
     def _interrupt(self) -> None:
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
@@ -333,6 +331,21 @@ class _Watch:
             trace = file.read_text() if file.exists() else ""
         text = f"hangs: it got nowhere for {self.timeout_s:g} s (timeout_s)"
         return ProcessError(rank, self.labels(rank), text, trace)
+
+
+class _Clock:
+    """Seconds that this program could run: while all of it is stopped, by Ctrl-Z say, no process hangs."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._last = time.monotonic()
+
+    def passed(self) -> float:
+        """Seconds up to this call; call it often."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, 10 * POLL_S)
+        self._last = now
+        return self._seconds
 
 
 def _end(processes: list[Any], pipes: list[Any]) -> None:
