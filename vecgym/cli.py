@@ -297,7 +297,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     """Train a small GPT with a strategy twice, stacked in one process and on real processes of torch.distributed, and
     report the largest differences of parameters, losses, states and bytes. The exit code is 1 if any is too large."""
     parser.epilog = "example: vecgym verify --strategy diloco --num-nodes 4 --num-processes 2"
-    parser.add_argument("--strategy", default="all", metavar="NAME", help="one of those that --list shows, or all (all)")
+    parser.add_argument("--strategy", default="all", metavar="NAME", help="one that --list shows, or all (all)")
     parser.add_argument("--list", action="store_true", help="show the names of the strategies, and do nothing else")
     parser.add_argument("--num-nodes", type=_count, default=4, metavar="N", help="K (4)")
     parser.add_argument("--num-processes", type=_count, default=2, metavar="N", help="W, which divides K (2)")

@@ -19,12 +19,14 @@ from vecgym import launch, tree
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.base import T, payload_bytes
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
+from vecgym.compress.codecs import TopK
 from vecgym.data import Batches
 from vecgym.local import Engine
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import (
     AllReduceStrategy,
     Context,
+    DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipStrategy,
@@ -45,6 +47,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fedavg-participation": lambda: FedAvgStrategy("sgd", H=3, participation=0.5, lr=0.1),
     "fedavg-server": lambda: FedAvgStrategy("sgd", H=3, server_optim="adam", server_lr=0.01, lr=0.1),
     "diloco": lambda: DiLoCoStrategy("adamw", H=3, lr=1e-2),
+    "diloco-topk": lambda: DiLoCoStrategy("adamw", H=3, lr=1e-2, compression=TopK(0.1)),
+    "demo": lambda: DeMoStrategy(compression_topk=8, compression_chunk=16, lr=1e-3),
     "sparta": lambda: SPARTAStrategy(0.1, "adamw", lr=1e-2),
     "sparta-diloco": lambda: SPARTADiLoCoStrategy(0.1, 2, 3, "adamw", lr=1e-2),
     "gossip": lambda: GossipStrategy("ring", inner_optim="adamw", lr=1e-2),
@@ -409,8 +413,12 @@ def compare_with_ddp(given: Run, wire: Wire) -> tuple[Difference, ...]:
     """
     form = _Form(given, DistributedCollectives(given.num_nodes, wire), exact=False)
     strategy = given.strategy
+    facts = form.simulation.engine.facts
     ddp = nn.parallel.DistributedDataParallel(
-        copy.deepcopy(given.model), process_group=wire.group, broadcast_buffers=False, find_unused_parameters=True
+        copy.deepcopy(given.model),
+        process_group=wire.group,
+        broadcast_buffers=False,
+        find_unused_parameters=facts is not None and bool(facts.unused),
     )
     optimizer = strategy.inner_optim.build(ddp.module)
     base_lr = optimizer.defaults["lr"]
