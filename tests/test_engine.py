@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.fitting import STRATEGIES, alone, dataset, fit, params, same_run
 from tests.models import MODELS, NO_VMAP, RANDOM, make_model
-from vecgym import OptimSpec, Trainer, VecgymWarning
+from vecgym import OptimSpec, Trainer, VecgymWarning, local
 from vecgym.data import Batches
+from vecgym.local import ModelFacts, choose_plan
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ENGINES = ["vmap", "loop", "auto", "fastest"]
@@ -688,3 +690,66 @@ def test_a_model_for_loop_learns_as_plain_training_does(model: str) -> None:
         optimizer.step()
     _, result = fit(model, alone(), num_nodes=1, data=data, max_steps=4, engine="loop", dtype=torch.float64)
     torch.testing.assert_close(result.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------- the rule
+
+SMALL = ModelFacts(frozenset(), frozenset(), random=False, flop=10**6, largest_bytes=2**10)
+BUSY = replace(SMALL, flop=2 * 10**8)
+
+
+@pytest.mark.parametrize(
+    ("facts", "num_nodes", "num_threads", "device", "expected"),
+    [
+        (SMALL, 512, 2, "cpu", ("vmap", 1, None)),
+        (BUSY, 16, 2, "cpu", ("vmap", 2, None)),  # 3.2 GFLOP a step
+        (BUSY, 8, 2, "cpu", ("vmap", 1, None)),  # 1.6
+        (BUSY, 16, 1, "cpu", ("vmap", 1, None)),
+        (BUSY, 16, 8, "cpu", ("vmap", 1, None)),  # not enough for eight threads
+        (BUSY, 16, 2, "cuda", ("vmap", 1, None)),
+        (replace(BUSY, random=True), 16, 2, "cpu", ("vmap", 1, None)),
+        (replace(SMALL, flop=10**10), 4, 2, "cpu", ("loop", 2, None)),
+        (replace(SMALL, flop=10**10), 4, 2, "cuda", ("vmap", 1, None)),
+        (replace(SMALL, vmap_slow=("aten::lstm",)), 4, 2, "cpu", ("loop", 1, None)),
+        (replace(BUSY, vmap_error=RuntimeError("no")), 16, 2, "cpu", ("loop", 2, None)),
+        (replace(SMALL, largest_bytes=2**20), 31, 1, "cpu", ("vmap", 1, None)),
+        (replace(SMALL, largest_bytes=2**20), 32, 1, "cpu", ("vmap", 1, 31)),
+        (replace(SMALL, largest_bytes=2**20), 32, 1, "cuda", ("vmap", 1, None)),
+        (replace(BUSY, largest_bytes=2**20), 62, 2, "cpu", ("vmap", 2, None)),  # 31 nodes a thread
+        (replace(BUSY, largest_bytes=2**20), 64, 2, "cpu", ("vmap", 2, 31)),
+        (replace(SMALL, largest_bytes=2**30), 4, 1, "cpu", ("vmap", 1, 1)),
+    ],
+)
+def test_the_rule_of_auto(facts: ModelFacts, num_nodes: int, num_threads: int, device: str, expected: Any) -> None:
+    plan = choose_plan(facts, num_nodes, torch.device(device), num_threads, "auto")
+    assert (plan.engine, plan.node_threads, plan.chunk_size) == expected
+    assert plan.reason
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg", "FedAvg participation"])
+def test_chunks_that_keep_tensors_small_change_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run("CNN", strategy, engine="auto")
+    monkeypatch.setattr(local, "MAX_TENSOR_BYTES", 20_000)
+    chunked = run("CNN", strategy, engine="auto")
+    assert whole.history.settings["chunk_size"] is None
+    assert 1 <= chunked.history.settings["chunk_size"] < 5
+    assert_equal_runs(chunked, whole)
+
+
+def test_what_the_rule_knows_of_a_model() -> None:
+    """Of one node: three times the arithmetic of its forward pass, and the largest tensor that there is."""
+    for width, largest in ((64, 64 * 16), (1, 8 * 16)):  # the weight; the input, copied
+
+        class Wide(nn.Module):
+            def __init__(self, width: int = width) -> None:
+                super().__init__()
+                self.layer = nn.Linear(16, width)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(x + 1).square().mean()
+
+        engine = local.Engine(Wide())
+        engine.prepare(torch.zeros(3, 8, 16))
+        assert engine.facts is not None
+        assert engine.facts.flop == 3 * 2 * 8 * 16 * width
+        assert engine.facts.largest_bytes == 4 * largest

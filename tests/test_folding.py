@@ -52,6 +52,13 @@ def test_linear(in_dims: tuple[int | None, ...], middle: tuple[int, ...]) -> Non
     both(F.linear, given, in_dims)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_rows", [15, 16, 64, 65])
+def test_linear_with_long_sums(num_rows: int, bias: bool) -> None:
+    given = [draw(L, num_rows, 512), draw(L, 70, 512), *([draw(L, 70)] if bias else [])]
+    both(F.linear, given, (0,) * len(given))
+
+
 def test_linear_without_bias_and_its_contiguous_gradient() -> None:
     x, weight = draw(L, N, IN), draw(L, OUT, IN).requires_grad_()
     with Folding():

@@ -44,20 +44,24 @@ class TwiceDifferentiable(TorchFunctionMode):
 
 
 class Observer(TorchFunctionMode):
-    """Counts the arithmetic of matrix products and convolutions.
+    """Counts the arithmetic of matrix products and convolutions, and looks for the largest tensor.
 
     Attributes:
         flop: floating-point operations of the calls seen.
+        largest_bytes: of the tensors that the calls gave.
         unsafe: what vmap would do wrong without a word; empty if nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.flop = 0
+        self.largest_bytes = 0
         self.unsafe = ""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest_bytes = max(self.largest_bytes, out.numel() * out.element_size())
         if func is F.scaled_dot_product_attention:
             query, key = args[:2] if len(args) > 1 else (kwargs["query"], kwargs["key"])
             self.flop += 4 * query.numel() * key.shape[-2]
@@ -235,6 +239,10 @@ class _StackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if x.device.type == "cpu" and 16 <= x.shape[1] <= 64 and x.shape[2] >= 512:
+            # For few rows and long sums the CPU's kernel is two to three times faster the other way around.
+            out = torch.bmm(weight, x.mT) if bias is None else torch.baddbmm(bias[:, :, None], weight, x.mT)
+            return out.mT.contiguous()
         return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x, weight.mT)
 
     @staticmethod

@@ -41,6 +41,9 @@ ENGINES = ("auto", "vmap", "loop", "fastest")
 MIN_FLOP_PER_THREAD = 1e9
 # On a CPU, a node with more arithmetic than this in a step is computed faster by itself, within the cache.
 MAX_FLOP_IN_STACK = 2e9
+# On a CPU, memory for a larger tensor is mapped afresh at every operation (glibc's allocator keeps no more), and the
+# page faults cost as much as the arithmetic: so the nodes are taken in chunks whose largest tensor is smaller.
+MAX_TENSOR_BYTES = 2**25 - 2**16
 
 
 class Local(NamedTuple):
@@ -74,6 +77,7 @@ class ModelFacts:
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
     flop: int  # floating-point operations of one node's forward and backward pass
+    largest_bytes: int = 0  # of one node's tensors: parameters, and what its operations give
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
@@ -164,6 +168,7 @@ class Engine:
         self._train = [_Skeleton(model, training=True)]
         self._eval = _Skeleton(model, training=False)
         self._pool: ThreadPoolExecutor | None = None
+        self._grads: Tree = {}
 
     # ------------------------------------------------------------------------------------------- set-up
 
@@ -199,7 +204,7 @@ class Engine:
                 VecgymWarning,
                 stacklevel=3,
             )
-        self.plan = replace(plan, chunk_size=chunk_size)
+        self.plan = plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
         if engine == "fastest":
             self.plan = self._measured_plan(batch, num_nodes)
         self._start_threads()
@@ -233,6 +238,7 @@ class Engine:
             mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
             random=random,
             flop=3 * observer.flop,  # a backward pass costs about two forward passes
+            largest_bytes=max(observer.largest_bytes, *(p.numel() * p.element_size() for p in self.params.values())),
         )
         if not want_vmap:
             return facts
@@ -301,7 +307,7 @@ class Engine:
         mean: bool = False,
         differentiable: bool = False,
     ) -> Local:
-        """Loss and gradient of every node on its own batch.
+        """Loss and gradient of every node on its own batch; the gradients may be overwritten by the next call.
 
         Args:
             params: `[L, *]`, or `[1, *]`: the same on every node.
@@ -336,7 +342,7 @@ class Engine:
         if len(chunks) == 1 and self.plan.engine == "vmap":
             with _seeded(keys.of(0), self.device, self._random):
                 return self._vmap_chunk(0, params, buffers, batch)
-        grads = {name: p.new_empty(num_nodes, *p.shape[1:]) for name, p in params.items()}
+        grads = self._gradient_storage(params, num_nodes)
         losses = [torch.empty(0)] * len(chunks)
 
         def run(index: int, thread: int) -> None:
@@ -363,6 +369,20 @@ class Engine:
         else:
             list(self._pool.map(run_share, range(len(share))))
         return Local(grads, torch.cat(losses), buffers)
+
+    def _gradient_storage(self, params: Tree, num_nodes: int) -> Tree:
+        """Where the parts of the nodes write their gradients, `[L, *]`: that of the step before, if it fits.
+
+        What it held has been used by then. New memory of this size would cost more than the copy into it.
+        """
+
+        def storage(name: str, p: Tensor) -> Tensor:
+            kept, shape = self._grads.get(name), (num_nodes, *p.shape[1:])
+            fits = kept is not None and kept.shape == shape and kept.dtype == p.dtype and kept.device == p.device
+            return kept if fits and kept is not None else p.new_empty(shape)
+
+        self._grads = {name: storage(name, p) for name, p in params.items()}
+        return dict(self._grads)
 
     def _chunks(self, num_nodes: int, threads: int) -> list[tuple[int, int]]:
         """Equal parts of the nodes: one for each thread, or more where `chunk_size` bounds them."""
@@ -562,6 +582,7 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
        has much arithmetic (`MAX_FLOP_IN_STACK`).
     2. On CPU the nodes are spread over the threads when each gets enough arithmetic
        (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
+    3. On CPU `vmap` takes as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
     """
     if engine in ("vmap", "loop"):
         chosen, reason = engine, "asked for"
@@ -579,7 +600,10 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
         threads = 1
     if threads > 1:
         reason += f"; {flop / 1e9:.2g} GFLOP a step are worth {threads} node threads"
-    return Plan(chosen, threads, None, reason)
+    chunk_size = None
+    if device.type == "cpu" and chosen == "vmap" and facts.largest_bytes * num_nodes > MAX_TENSOR_BYTES * threads:
+        chunk_size = max(1, MAX_TENSOR_BYTES // facts.largest_bytes)
+    return Plan(chosen, threads, chunk_size, reason)
 
 
 def check_settings(engine: str, chunk_size: int | None, node_threads: int | None) -> None:
