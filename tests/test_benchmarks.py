@@ -84,6 +84,14 @@ def test_processes(tmp_path: Path) -> None:
         assert all(seconds > 0 for seconds in row[side].values())
 
 
+def test_backends(tmp_path: Path) -> None:
+    table, result = run_quick("backends.py", tmp_path, "--device", "cpu")
+    assert "| start-up | s | ratio | target | met |" in table
+    assert [row["num_processes"] for row in result["runs"]] == [0, 1, 2]  # 0: stacked
+    assert all(row[key] > 0 for row in result["runs"] for key in ("first_s", "diloco_s", "allreduce_s"))
+    assert "spawn" in result["start_up_s"]
+
+
 def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """What vecgym is compared with computes what vecgym computes, outer steps included."""
     monkeypatch.syspath_prepend(FOLDER)

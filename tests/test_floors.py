@@ -15,13 +15,13 @@ PACKAGE = ROOT / "vecgym"
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
     ["tree", "rng", "schedule", "topology", "errors", "folding", "compress", "held"],
-    ["nodes", "ledger", "data", "corpus", "models"],
+    ["nodes", "ledger", "data", "corpus", "models", "launch"],
     ["collectives", "local", "optim"],
     ["strategy"],
     ["simulate"],
     ["evaluate", "metrics", "logger", "checkpoint", "sweep", "rollout", "optimize"],
     ["trainer", "plot"],
-    ["cli", "__main__", "launch", "verify", "compat"],
+    ["cli", "__main__", "verify", "compat"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FACADE = "vecgym"  # vecgym/__init__.py shows what is there up to the trainer: for the commands above it

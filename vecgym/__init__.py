@@ -4,10 +4,11 @@ Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
 Logging:     CSVLogger, Logger
+Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
 """
 
-from vecgym.errors import DivergenceError, VecgymWarning
+from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
 from vecgym.logger import CSVLogger, Logger
 from vecgym.metrics import History
@@ -16,6 +17,7 @@ from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule
 from vecgym.rollout import Outcome, rollout, rollout_jvp
 from vecgym.trainer import LocalTrainer, Trainer
+from vecgym.verify import verify
 
 __version__ = "0.1.0"
 
@@ -30,9 +32,11 @@ __all__ = [
     "OptimSpec",
     "OptimizedSchedule",
     "Outcome",
+    "ProcessError",
     "Trainer",
     "VecgymWarning",
     "optimize_schedule",
     "rollout",
     "rollout_jvp",
+    "verify",
 ]

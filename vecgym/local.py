@@ -173,12 +173,17 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- set-up
 
-    def prepare(self, batch: Any) -> Plan:
-        """Look at the model on one step's batch `[L, B, ...]`, check it, and settle the plan."""
+    def prepare(self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None) -> Plan:
+        """Look at the model on one step's batch `[L, B, ...]`, check it, and settle the plan.
+
+        `agree` makes of what this process has seen what all processes go by.
+        """
         num_nodes = next(iter(tree.leaves(batch))).shape[0]
         engine, chunk_size, node_threads = self.settings
         of_one = tree.map_leaves(lambda x: _plain(x)[0], batch)
         self.facts = _outside_transforms(lambda: self._examine(of_one, want_vmap=engine != "loop"))
+        if agree is not None:
+            self.facts = agree(self.facts)
         for name in self.facts.unused:
             self.frozen[name] = self.params.pop(name).detach()
         if engine == "vmap" and self.facts.vmap_error is not None:
@@ -740,7 +745,10 @@ def _seeded(seed: int, device: torch.device, active: bool) -> Iterator[None]:
         return
     devices = [device] if device.type == "cuda" else []
     with _GENERATORS, torch.random.fork_rng(devices=devices, device_type="cuda"):
-        torch.manual_seed(seed)
+        # Not torch.manual_seed, which also seeds what is not used: a hundred times slower, with a traceback for each.
+        torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            getattr(torch, device.type).manual_seed(seed)
         yield
 
 

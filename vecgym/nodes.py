@@ -24,6 +24,8 @@ def expand(values: Tree, num_nodes: int) -> Tree:
 def mean(values: Tree) -> Tree:
     """Average over the node dimension, `[L, *]` -> `[*]`; integers and booleans: those of node 0.
 
+    Seen from node 0, so that the average of equal nodes is exactly each of them.
+
     >>> mean({"w": torch.tensor([[1.0], [3.0]]), "count": torch.tensor([4, 5])})
     {'w': tensor([2.]), 'count': tensor(4)}
     """
@@ -32,7 +34,7 @@ def mean(values: Tree) -> Tree:
         stored_once = x.shape[0] == 1 or x.stride(0) == 0  # nothing to average, and no rounding
         if stored_once or not (x.is_floating_point() or x.is_complex()):
             return x[0]
-        return x.mean(0)
+        return x[0] + (x - x[:1]).mean(0)
 
     return tree.map(average, values)
 
@@ -63,7 +65,7 @@ def correlation(params: Tree, num_nodes: int) -> float:
     -1.0
     """
     wide = [x for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
-    if num_nodes == 1 or not wide:
+    if num_nodes == 1 or all(torch.equal(x, x[:1].expand_as(x)) for x in wide):
         return 1.0
     # The vectors are long and need not be joined: means and Gram matrix add up over the tensors.
     every = [x.expand(num_nodes, *x.shape[1:]).flatten(1).double() for x in params.values() if x.is_floating_point()]
@@ -131,6 +133,18 @@ def take_rows(values, rows: Tensor):
     {'w': tensor([1., 3.]), 'step': tensor([7])}
     """
     return tree.map_leaves(lambda x: x[rows.to(x.device)] if x.shape[0] > 1 else x.clone(), values)
+
+
+def join_rows(parts):
+    """Nested trees of `[1, *]`, one of each node, as one of `[L, *]`.
+
+    >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
+    {'w': tensor([1., 2.])}
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: join_rows([part[key] for part in parts]) for key in first}
+    return torch.cat(parts)
 
 
 def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):

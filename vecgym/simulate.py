@@ -44,7 +44,7 @@ class Metrics(NamedTuple):
 
 
 class Simulation:
-    """The training of one model by `strategy` on the nodes of `comm`.
+    """The training of one model by `strategy` on the nodes of `comm`: all nodes, or those of this process.
 
     `step` is a pure function of the state and the batch when `differentiable`. Otherwise it takes the state over
     ("donation"): it may overwrite the tensors in it, and the caller must use only the state that it gives back.
@@ -81,7 +81,13 @@ class Simulation:
         seed: int = 42,
         minibatch_size: int | None = None,
         num_examples: tuple[int, ...] | None = None,
+        exact: bool = False,
     ) -> None:
+        """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
+
+        Each node has a gradient and an optimizer step of its own, never one for all of them. The engine must compute
+        node by node too: `Engine(engine="loop")` or `chunk_size=1`.
+        """
         self.engine = Engine(model) if engine is None else engine
         self.strategy = PerRankStrategy(strategy, model) if is_per_rank(strategy) else strategy
         self.comm = comm
@@ -89,6 +95,7 @@ class Simulation:
         self.seed = seed
         self.minibatch_size = minibatch_size
         self.num_examples = num_examples
+        self.exact = exact
         self.num_local = len(comm.node_ids)  # L
         self._node_ids = comm.node_ids.tolist()
 
@@ -122,7 +129,7 @@ class Simulation:
         # 2. What is exchanged of the gradients.
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
         # 3. The inner optimizer: each node by itself.
-        params, optimizer = self.strategy.optimize(state.params, grads, state.optimizer, ctx)
+        params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
         # 4. What is exchanged of the parameters.
         shared, exchanged = self.strategy.exchange_parameters(params, exchanged, ctx)
 
@@ -133,33 +140,59 @@ class Simulation:
 
     def _partial_step(self, state: State, batch: Any, active: list[int], ctx: Context) -> tuple[State, Metrics]:
         """The same step when only some nodes train: phases 1 and 3 on their rows, the others keep their state."""
-        rows = torch.tensor([i for i, node in enumerate(self._node_ids) if node in set(active)])
-        mine = [self._node_ids[i] for i in rows.tolist()]
+        chosen = set(active)
+        rows = torch.tensor([i for i, node in enumerate(self._node_ids) if node in chosen], dtype=torch.long)
+        params, buffers, optimizer = state.params, state.buffers, state.optimizer
+        losses = next(iter(params.values())).new_full((self.num_local,), torch.nan)
+        if len(rows):  # else: all of them are in other processes
+            params, buffers, optimizer, losses = self._train_rows(state, batch, rows, losses, ctx)
+        # Per node in every process, also where none has trained: they meet in the exchange.
+        params = tree.map(lambda p: _widened(p, self.num_local), params)
+        shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
+        params = _own_storage(shared, params) if ctx.inplace else shared
+        return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(
+            losses, self.strategy.lr(ctx), active
+        )
+
+    def _train_rows(
+        self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
+    ) -> tuple[Tree, Tree, dict[str, Any], Tensor]:
+        """Parameters, buffers, optimizer state and losses after the nodes in `rows` have taken a step."""
         everyone = (state.params, state.buffers, state.optimizer)
         params, buffers, optimizer = (nodes.take_rows(x, rows) for x in everyone)
         modules = nodes.take_rows(state.strategy, rows)
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
-        part = replace(ctx, rows=rows)
-        local = self._gradients(params, buffers, batch, mine, modules, part)
-        params, optimizer = self.strategy.optimize(params, local.grads, optimizer, part)
+        part = replace(ctx, rows=rows if ctx.rows is None else ctx.rows[rows])
+        local = self._gradients(params, buffers, batch, [self._node_ids[i] for i in rows.tolist()], modules, part)
+        params, optimizer = self._optimize(params, local.grads, optimizer, part)
         params, buffers, optimizer = (
             nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
             for old, new in zip(everyone, (params, local.buffers, optimizer))
         )
-        shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
-        params = _own_storage(shared, params) if ctx.inplace else shared
-        losses = local.losses.new_full((self.num_local,), torch.nan).index_copy(
-            0, rows.to(local.losses.device), local.losses
-        )
-        return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(
-            losses, self.strategy.lr(ctx), active
-        )
+        losses = losses.to(local.losses.dtype).index_copy(0, rows.to(losses.device), local.losses)
+        return params, buffers, optimizer, losses
+
+    def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
+        """The inner optimizer's step of all nodes, or with `exact` of one after the other."""
+        num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
+        if not self.exact or num_rows == 1 or isinstance(self.strategy, PerRankStrategy):
+            return self.strategy.optimize(params, grads, state, ctx)
+        # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
+        # which values these are must not depend on the other nodes.
+        rows = torch.arange(num_rows) if ctx.rows is None else ctx.rows
+        found = []
+        for i in range(num_rows):
+            row = torch.tensor([i])
+            p, g, s = (nodes.take_rows(x, row) for x in (params, grads, state))
+            found.append(self.strategy.optimize(p, g, s, replace(ctx, rows=rows[i : i + 1])))
+        return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
     def _gradients(
         self, params: Tree, buffers: Tree, batch: Any, node_ids: list[int], modules: dict[str, Any], ctx: Context
     ) -> Local:
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
         mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
+        mean = mean and not self.exact
         local = self.engine.gradients(
             params,
             buffers,
@@ -171,10 +204,21 @@ class Simulation:
             mean=mean and ctx.inplace,
             differentiable=not ctx.inplace,
         )
-        return local._replace(grads=self.strategy.local_gradients(local.grads, params, modules, ctx))
+        # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
+        grads = (
+            nodes.expand(local.grads, len(node_ids)) if mean and self.num_local < self.comm.num_nodes else local.grads
+        )
+        return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, inplace: bool) -> Context:
-        return Context(self.comm, step, self.max_steps, self.seed, inplace, self.num_examples)
+        everyone = self.num_local >= self.comm.num_nodes
+        rows = None if everyone else self.comm.node_ids
+        return Context(self.comm, step, self.max_steps, self.seed, inplace, self.num_examples, rows, self.exact)
+
+
+def _widened(x: Tensor, num_nodes: int) -> Tensor:
+    """`[1 or L, *] -> [L, *]`, in storage of its own."""
+    return x if x.shape[0] == num_nodes else x.expand(num_nodes, *x.shape[1:]).clone()
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:

@@ -9,7 +9,8 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,23 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym import nodes
-from vecgym.collectives import StackedCollectives
+from vecgym import launch, nodes
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.errors import DivergenceError, VecgymWarning
-from vecgym.evaluate import evaluate
+from vecgym.evaluate import average, consensus_distance, correlation, evaluate, everyone
 from vecgym.ledger import Ledger
-from vecgym.local import Engine, check_settings
+from vecgym.local import Engine, ModelFacts, check_settings
 from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.simulate import Metrics, Simulation, State
 from vecgym.strategy import Strategy
+from vecgym.tree import Tree
 
 ON_DIVERGENCE = ("raise", "warn", "ignore")
+BACKENDS = ("stacked", "processes", "distributed")
 
 
 class Trainer:
@@ -44,9 +48,11 @@ class Trainer:
 
     Attributes, after (or during, or after an interrupted) `fit`:
         history: what was recorded, as columns; see `vecgym.metrics`.
-        nodes: the stacked final state, `nodes.params[name]` is `[K, *shape]`, likewise `nodes.buffers`.
+        nodes: the stacked final state, `nodes.params[name]` is `[K, *shape]`, likewise `nodes.buffers`; with
+            `backend="distributed"` that of this process's nodes.
         ledger: every collective with its bytes.
-        state: the state of the simulation itself, in which what is the same on every node is `[1, *]`.
+        state: the state of the simulation itself, in which what is the same on every node is `[1, *]`; with
+            `backend="distributed"` that of this process's nodes, with `backend="processes"` None.
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> class Line(nn.Module):
@@ -104,6 +110,10 @@ class Trainer:
         log_interval: int = 1,
         dataloader_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
+        backend: str = "stacked",
+        num_processes: int | None = None,
+        exact: bool = False,
+        timeout_s: float = launch.TIMEOUT_S,
     ) -> nn.Module:
         """Train, and return a model that holds the average of the nodes.
 
@@ -129,6 +139,13 @@ class Trainer:
             log_interval: steps between the rows that loggers get; the history has every step.
             dataloader_kwargs: for `torch.utils.data.DataLoader` (workers, collate_fn, drop_last ...).
             progress: show a progress bar.
+            backend: "stacked": all nodes in this process; "processes": in `num_processes` processes that are started
+                here, for this run (see `vecgym.launch`); "distributed": in the processes of the torch.distributed
+                group that exists, or of torchrun, each of which calls `fit`. The first logs; all return the same.
+            num_processes: W, which divides `num_nodes`; each process holds K / W nodes, stacked.
+            exact: on a CPU, give the same bits with any backend and any W: node by node, in one thread, and each
+                collective on all nodes in one place. Slow; for proof. Otherwise they differ by rounding.
+            timeout_s: with "processes", how long one may keep all others waiting before the run is ended.
 
         Returns:
             A copy of the model with the mean over the nodes of parameters and floating buffers.
@@ -136,6 +153,8 @@ class Trainer:
         Raises:
             ValueError, TypeError: for what cannot work, before training starts.
             DivergenceError: see `on_divergence`.
+            ProcessError: when a process of `backend="processes"` raises, dies or hangs; all are ended, and `history`
+                holds the run so far.
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
         """
         if not any(p.requires_grad for p in self.model.parameters()):
@@ -148,30 +167,88 @@ class Trainer:
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
         _check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)
+        _check_backend(backend, num_processes, num_nodes, timeout_s)
         loggers = _Loggers(logger, log_interval)
         where = resolve_device(device)
+        options: dict[str, Any] = {
+            "num_epochs": num_epochs, "max_steps": max_steps, "batch_size": batch_size,
+            "minibatch_size": minibatch_size, "shuffle": shuffle, "seed": seed, "val_size": val_size,
+            "val_interval": val_interval, "correlation_interval": correlation_interval, "autocast": autocast,
+            "engine": engine, "chunk_size": chunk_size, "node_threads": node_threads,
+            "on_divergence": on_divergence, "dataloader_kwargs": dataloader_kwargs, "exact": exact,
+        }  # fmt: skip
+        if backend == "processes":
+            options["device"] = where
+            return self._fit_processes(strategy, num_nodes, num_processes or 1, options, loggers, progress, timeout_s)
+        with (
+            launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
+            _one_thread() if exact else nullcontext(),
+        ):
+            comm: Collectives = StackedCollectives(num_nodes)
+            if backend == "distributed":
+                comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
+                if comm.wire.rank > 0:
+                    loggers, progress = _Loggers(None, log_interval), False
+            return self._fit(strategy, comm, here, loggers, progress, **{**options, "backend": backend})
+
+    def _fit(
+        self,
+        strategy: Strategy,
+        comm: Collectives,
+        where: torch.device,
+        loggers: _Loggers,
+        progress: bool,
+        *,
+        num_epochs: int,
+        max_steps: int | None,
+        batch_size: int,
+        minibatch_size: int | None,
+        shuffle: bool,
+        seed: int,
+        val_size: int | None,
+        val_interval: int | None,
+        correlation_interval: int | None,
+        autocast: bool,
+        engine: str,
+        chunk_size: int | None,
+        node_threads: int | None,
+        on_divergence: str,
+        dataloader_kwargs: Mapping[str, Any] | None,
+        exact: bool,
+        backend: str,
+    ) -> nn.Module:
+        """`fit`, with the nodes of `comm`; all processes of it go through the same steps together."""
+        num_nodes = comm.num_nodes
+        together = _Together(comm)
         train = Batches(
             self.train_dataset, num_nodes, batch_size, seed=seed, shuffle=shuffle, device=where,
-            dataloader_kwargs=dataloader_kwargs,
+            node_ids=comm.node_ids, agree=together.largest, dataloader_kwargs=dataloader_kwargs,
         )  # fmt: skip
-        val = self._val_batches(num_nodes, minibatch_size or batch_size, val_size, seed, where, dataloader_kwargs)
+        val = None
+        if self.val_dataset is not None and val_size != 0:
+            val = EvalBatches(
+                self.val_dataset, minibatch_size or batch_size, val_size, num_nodes, seed=seed, device=where,
+                node_ids=comm.node_ids, agree=together.smallest, dataloader_kwargs=dataloader_kwargs,
+            )  # fmt: skip
         steps = num_steps(train, num_epochs, max_steps)
         strategy.check(num_nodes, steps)
 
+        if exact:
+            engine, chunk_size, node_threads = ("vmap", 1, 1) if engine == "vmap" else ("loop", None, 1)
         model = copy.deepcopy(self.model).to(where)
         local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads, autocast=autocast)
         with torch.enable_grad():
-            plan = local.prepare(train.batch(0))
-        comm = StackedCollectives(num_nodes)
+            plan = local.prepare(train.batch(0), together.facts)
         simulation = Simulation(
             model, strategy, comm, engine=local, max_steps=steps, seed=seed, minibatch_size=minibatch_size,
-            num_examples=tuple(train.shard_sizes),
+            num_examples=together.joined(train.shard_sizes), exact=exact,
         )  # fmt: skip
         settings = {
             "strategy": repr(strategy), "num_nodes": num_nodes, "max_steps": steps, "batch_size": batch_size,
             "minibatch_size": minibatch_size, "shuffle": shuffle, "seed": seed, "device": str(where),
             "autocast": autocast, "engine": plan.engine, "node_threads": plan.node_threads,
             "chunk_size": plan.chunk_size, "engine_reason": plan.reason,
+            "backend": backend, "num_processes": together.num_processes, "exact": exact,
         }  # fmt: skip
         self.ledger = comm.ledger
         self.history = History(settings)
@@ -184,55 +261,202 @@ class Trainer:
                 tqdm(total=steps, disable=not progress, unit="step") as bar,
             ):
                 recorder.start(settings, bar)
-                self._evaluate(recorder, local, val, num_nodes)
+                self._evaluate(recorder, local, val, comm)
                 for batch in train.iterate(0, steps):
                     self.state, metrics = simulation.step(self.state, batch)
+                    metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
                     done = self.state.step
                     if correlation_interval and done % correlation_interval == 0:
-                        recorder.add(correlation=nodes.correlation(self.state.params, num_nodes))
+                        recorder.add(correlation=correlation(self.state.params, comm))
                     if done == steps or (val_interval and done % val_interval == 0):
-                        self._evaluate(recorder, local, val, num_nodes)
-                    if interrupted:
+                        self._evaluate(recorder, local, val, comm)
+                    if together.stop(interrupted):
                         break
                 recorder.flush()
-                if interrupted:
+                if together.stop(interrupted):
                     raise KeyboardInterrupt(f"interrupted after step {self.state.step} of {steps}")
         finally:
-            self._nodes = self._final_nodes(model, local, num_nodes)
+            self._nodes = self._final_nodes(model, local, len(comm.node_ids))
             local.close()
             recorder.finish()
-        return self.nodes.average()
+        return nodes.fill(model, {**average(self._trained(model, local), comm), **average(self.state.buffers, comm)})
 
-    def _val_batches(
-        self, num_nodes: int, size: int, val_size: int | None, seed: int, device: torch.device, kwargs: Any
-    ) -> EvalBatches | None:
-        if self.val_dataset is None or val_size == 0:
-            return None
-        return EvalBatches(
-            self.val_dataset, size, val_size, num_nodes, seed=seed, device=device, dataloader_kwargs=kwargs
-        )
+    def _fit_processes(
+        self,
+        strategy: Strategy,
+        num_nodes: int,
+        num_processes: int,
+        options: dict[str, Any],
+        loggers: _Loggers,
+        progress: bool,
+        timeout_s: float,
+    ) -> nn.Module:
+        """`fit` in processes of its own: what the first of them records arrives here, row by row."""
+        per_process = num_nodes // num_processes
+        self.history, self.ledger, self.state, self._nodes = History(), Ledger(), None, None
 
-    def _evaluate(self, recorder: _Recorder, engine: Engine, val: EvalBatches | None, num_nodes: int) -> None:
+        def label(rank: int) -> str:
+            first, last = rank * per_process, (rank + 1) * per_process - 1
+            return f"node {first}" if first == last else f"nodes {first}-{last}"
+
+        def on_message(rank: int, message: tuple[str, Any]) -> None:
+            what, value = message
+            if what == "start":
+                settings = {**value, "backend": "processes"}
+                self.history = History(settings)
+                loggers.start(settings)
+                bar.total = settings["max_steps"]
+            else:
+                self.history.append(value)
+                loggers.log(value)
+                bar.update(value["step"] - bar.n)
+
+        try:
+            with tqdm(disable=not progress, unit="step") as bar:
+                found = launch.run(
+                    _fit_in_process, num_processes,
+                    (self.model, self.train_dataset, self.val_dataset, strategy, num_nodes, options),
+                    device=options["device"], labels=label, on_message=on_message, timeout_s=timeout_s,
+                )  # fmt: skip
+        finally:
+            loggers.finish()
+        self.ledger = found[0]["ledger"]
+        params, buffers = (_joined([part[kind] for part in found]) for kind in ("params", "buffers"))
+        self._nodes = Nodes(copy.deepcopy(self.model), num_nodes, params, buffers)
+        diverged, interrupted = found[0]["diverged"], found[0]["interrupted"]
+        if diverged is not None:
+            raise DivergenceError(*diverged)
+        if interrupted is not None:
+            raise KeyboardInterrupt(interrupted)
+        return self._nodes.average()
+
+    def _evaluate(self, recorder: _Recorder, engine: Engine, val: EvalBatches | None, comm: Collectives) -> None:
         assert self.state is not None
         found: dict[str, Any] = {}
         if val is not None:
-            result = evaluate(engine, self.state, val, num_nodes)
+            result = evaluate(engine, self.state, val, comm)
             local = result.nodes.numpy()
             found = {"val_loss": result.average, "val_loss_local": float(local.mean()), "val_losses": local}
         if self.state.step > 0:
-            found["consensus_distance"] = float(nodes.consensus_distance(self.state.params))
+            found["consensus_distance"] = consensus_distance(self.state.params, comm)
         if found:
             recorder.add(**found)
 
-    def _final_nodes(self, model: nn.Module, engine: Engine, num_nodes: int) -> Nodes:
+    def _trained(self, model: nn.Module, engine: Engine) -> Tree:
+        """All parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""
         assert self.state is not None
         trained = {**self.state.params, **{name: p[None] for name, p in engine.frozen.items()}}
-        params = {name: trained[name] for name, _ in model.named_parameters()}
-        return Nodes(model, num_nodes, nodes.expand(params, num_nodes), nodes.expand(self.state.buffers, num_nodes))
+        return {name: trained[name] for name, _ in model.named_parameters()}
+
+    def _final_nodes(self, model: nn.Module, engine: Engine, num_nodes: int) -> Nodes:
+        assert self.state is not None
+        params = nodes.expand(self._trained(model, engine), num_nodes)
+        return Nodes(model, num_nodes, params, nodes.expand(self.state.buffers, num_nodes))
 
 
 LocalTrainer = Trainer  # EXO Gym's name for it
+
+
+class _Together:
+    """What the processes of a run tell one another to stay in step; with one process, nothing."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.wire = comm.wire if isinstance(comm, DistributedCollectives) else None
+        self.num_processes = self.wire.num_processes if self.wire is not None else 1
+        self._interrupted = False
+
+    def largest(self, count: int) -> int:
+        return max(self._each(count))
+
+    def smallest(self, count: int) -> int:
+        return min(self._each(count))
+
+    def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """A number of each node here -> of each of all nodes."""
+        return tuple(count for part in self._each(list(counts)) for count in part)
+
+    def facts(self, facts: ModelFacts) -> ModelFacts:
+        """What the first process has seen of the model, as in one process: which parameters are trained, say."""
+        if self.wire is None:
+            return facts
+        seen = self.wire.broadcast_object(
+            {"unused": sorted(facts.unused), "mutated": sorted(facts.mutated), "random": facts.random}
+        )
+        unused, mutated = frozenset(seen["unused"]), frozenset(seen["mutated"])
+        return replace(facts, unused=unused, mutated=mutated, random=seen["random"])
+
+    def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
+        """The losses of all nodes; with them go the processes' interrupts, so that all stop after the same step."""
+        if self.num_processes == 1:
+            return metrics
+        losses = metrics.losses
+        flags = torch.full_like(losses, float(bool(interrupted)))
+        found = everyone(torch.stack([losses, flags], 1).double(), self.comm, losses.device)  # [K, 2]
+        self._interrupted = bool(found[:, 1].any())
+        return metrics._replace(losses=found[:, 0].to(losses.dtype))
+
+    def stop(self, interrupted: list[int]) -> bool:
+        """Whether the run ends after this step."""
+        return bool(interrupted) if self.num_processes == 1 else self._interrupted
+
+    def _each(self, value: Any) -> list[Any]:
+        return [value] if self.wire is None else self.wire.all_gather_object(value)
+
+
+def _fit_in_process(
+    link: launch.Link,
+    model: nn.Module,
+    train_dataset: Any,
+    val_dataset: Any,
+    strategy: Strategy,
+    num_nodes: int,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """What a process of `backend="processes"` does: its part of the run, and the final state of its nodes."""
+    trainer = Trainer(model, train_dataset, val_dataset)
+    found: dict[str, Any] = {"diverged": None, "interrupted": None}
+    logger = _Relay(link) if link.rank == 0 else None
+    try:
+        trainer.fit(strategy, num_nodes, backend="distributed", logger=logger, progress=False, **options)
+    except DivergenceError as error:
+        found["diverged"] = error.step, error.nodes, error.loss
+    except KeyboardInterrupt as error:
+        if trainer._nodes is None:  # before the first step
+            raise
+        found["interrupted"] = str(error)
+    found.update(params=trainer.nodes.params, buffers=trainer.nodes.buffers)
+    return {**found, "ledger": trainer.ledger if link.rank == 0 else None}
+
+
+class _Relay(Logger):
+    """Hands rows to the process that has started this one."""
+
+    def __init__(self, link: launch.Link) -> None:
+        self.link = link
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self.link.send(("start", settings))
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.link.send(("row", row))
+
+
+def _joined(parts: Sequence[Tree]) -> Tree:
+    """The `[L, *]` trees of all processes as one of `[K, *]`."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread within operations: sums that several share depend on how many they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Recorder:
@@ -415,6 +639,23 @@ def _check(
     if on_divergence not in ON_DIVERGENCE:
         allowed = ", ".join(map(repr, ON_DIVERGENCE))
         raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {allowed}.")
+
+
+def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not known; allowed: {', '.join(map(repr, BACKENDS))}.")
+    _check_counts(or_none=True, num_processes=num_processes)
+    if num_processes is not None:
+        if backend != "processes":
+            raise ValueError(
+                f'num_processes={num_processes} with backend={backend!r} has no effect: give backend="processes"; '
+                "torchrun --nproc-per-node says how many it starts."
+            )
+        check_divides(num_processes, num_nodes)
+    elif backend == "processes":
+        raise ValueError(f'backend="processes" needs num_processes=W, a divisor of num_nodes={num_nodes}.')
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds > 0.")
 
 
 def _check_counts(or_none: bool = False, **values: Any) -> None:

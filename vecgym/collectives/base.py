@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -35,6 +35,13 @@ class Collectives(ABC):
     node_ids: Tensor
     ledger: Ledger
 
+    # Whether results differ from those of one process in the last bits, since other hands add up.
+    native: bool = False
+
+    def everyone(self, x: Tree) -> Tree:
+        """The values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. Not a part of it: no entry."""
+        return x
+
     # What a backend implements, for one tensor.
 
     @abstractmethod
@@ -56,6 +63,10 @@ class Collectives(ABC):
         """`_mix` where `x` may be overwritten; override it where that is faster."""
         return self._mix(x, mixing.weights)
 
+    def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
+        """`operation(self, y)` for every tensor y of `x`. A backend that sends things may join the tensors first."""
+        return map_tensors(x, lambda y: operation(self, y))
+
     # What strategies call.
 
     def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
@@ -67,7 +78,7 @@ class Collectives(ABC):
         self._record_reduction("mean", x, groups)
         if weights is not None:
             x = self._scaled(x, _shares(weights, groups, self.num_nodes))
-        return _map(x, lambda y: self._sum(y, groups, average=True))
+        return self._apply(x, lambda comm, y: comm._sum(y, groups, average=True))
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         """A server's (weighted) average of what the participants send it, on every node: `[L, *] -> [1, *]`.
@@ -79,23 +90,23 @@ class Collectives(ABC):
         sent = payload * len(participants) / self.num_nodes
         self.ledger.record("server_mean", payload, sent, len(participants))
         if weights is None and len(participants) == self.num_nodes:
-            return _map(x, lambda y: self._sum(y, None, average=True))
+            return self._apply(x, lambda comm, y: comm._sum(y, None, average=True))
         chosen = set(participants)
         given = [1.0] * self.num_nodes if weights is None else weights
         used = [float(w) if i in chosen else 0.0 for i, w in enumerate(given)]
         x = self._scaled(x, _shares(used, None, self.num_nodes))
-        return _map(x, lambda y: self._sum(y, None, average=True))
+        return self._apply(x, lambda comm, y: comm._sum(y, None, average=True))
 
     def sum(self, x: T, groups: Groups | None = None) -> T:
         """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
         self._record_reduction("sum", x, groups)
-        return _map(x, lambda y: self._sum(y, groups, average=False))
+        return self._apply(x, lambda comm, y: comm._sum(y, groups, average=False))
 
     def all_gather(self, x: T) -> T:
         """Every node's value on every node: `[L, *] -> [1, K, *]`."""
         payload = payload_bytes(x)
         self.ledger.record("all_gather", payload, float(payload if self.num_nodes > 1 else 0), self.num_nodes)
-        return _map(x, self._all_gather)
+        return self._apply(x, lambda comm, y: comm._all_gather(y))
 
     def broadcast(self, x: T, src: int) -> T:
         """The value of node `src` on every node: `[L, *] -> [1, *]`."""
@@ -104,7 +115,7 @@ class Collectives(ABC):
         payload = payload_bytes(x)
         sent = payload * (self.num_nodes - 1) / self.num_nodes
         self.ledger.record("broadcast", payload, sent, self.num_nodes)
-        return _map(x, lambda y: self._broadcast(y, src))
+        return self._apply(x, lambda comm, y: comm._broadcast(y, src))
 
     def permute(self, x: T, source: Sequence[int] | Tensor) -> T:
         """Node i receives the value of node `source[i]`: `[L, *] -> [L, *]`; `source` is a permutation."""
@@ -118,7 +129,7 @@ class Collectives(ABC):
         payload = payload_bytes(x)
         senders = int((order != nodes).sum())
         self.ledger.record("permute", payload, payload * senders / self.num_nodes, senders)
-        return _map(x, lambda y: self._permute(y, order))
+        return self._apply(x, lambda comm, y: comm._permute(y, order))
 
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
         """x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
@@ -136,14 +147,14 @@ class Collectives(ABC):
         payload = payload_bytes(x)
         self.ledger.record("mix", payload, payload * mixing.num_links / self.num_nodes, self.num_nodes)
         if not inplace:
-            return _map(x, lambda y: self._mix(y, matrix))
+            return self._apply(x, lambda comm, y: comm._mix(y, matrix))
         with torch.no_grad():
-            return _map(x, lambda y: self._mix_inplace(y, mixing))
+            return self._apply(x, lambda comm, y: comm._mix_inplace(y, mixing))
 
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
         mine = factors[self.node_ids]
-        return _map(x, lambda y: y * tree.per_node(mine.to(y.device), y))
+        return map_tensors(x, lambda y: y * tree.per_node(mine.to(y.device), y))
 
     def _record_reduction(self, operation: str, x: Tensor | Tree, groups: Groups | None) -> None:
         payload = payload_bytes(x)
@@ -188,7 +199,8 @@ def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> 
     return factors
 
 
-def _map(x: T, fn) -> T:
+def map_tensors(x: T, fn: Callable[[Tensor], Tensor]) -> T:
+    """`fn` of a tensor, or of each tensor of a tree."""
     if isinstance(x, Tensor):
         return fn(x)
     return {name: fn(value) for name, value in x.items()}

@@ -306,16 +306,16 @@ class PowerSGD:
         """The average `[1, *]`, each node's own part of it `[L, *]`, and the state after it."""
         M = {name: x.reshape(-1, *_matrix_shape(x)) for name, x in values.items() if self.compresses(x)}
         whole = {name: x for name, x in values.items() if name not in M}
-        first = mean({**whole, **{name: m @ self._alive(state[name], draw(name)) for name, m in M.items()}})
+        first = mean({**whole, **{name: _products(m, self._alive(state[name], draw(name))) for name, m in M.items()}})
         # A copy where the mean of equal values is the tensor itself: the caller may overwrite that.
         average = {name: first[name].clone() if first[name] is x else first[name] for name, x in whole.items()}
         own = dict(whole)
         if M:
             P = {name: _orthonormalise(first[name]) for name in M}
-            Q_own = {name: m.mT @ P[name] for name, m in M.items()}
+            Q_own = {name: _products(m.mT, P[name]) for name, m in M.items()}
             Q = mean(Q_own)
             average |= {name: (P[name] @ Q[name].mT).view(-1, *values[name].shape[1:]) for name in M}
-            own |= {name: (P[name] @ Q_own[name].mT).view_as(values[name]) for name in M}
+            own |= {name: _products(P[name], Q_own[name].mT).view_as(values[name]) for name in M}
             state = {**state, **Q}
         return {name: average[name] for name in values}, {name: own[name] for name in values}, state
 
@@ -434,6 +434,16 @@ def _size(x: Tensor) -> int:
 def _matrix_shape(x: Tensor) -> tuple[int, int]:
     """One node's tensor as a matrix: `[L, rows, *rest]` -> (rows, columns)."""
     return (x.shape[1], math.prod(x.shape[2:])) if x.dim() > 2 else (1, _size(x))
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """A matrix product for each node, `[1 or L, n, m]` and `[1 or L, m, r]`, whose bits do not depend on L.
+
+    A batch of one takes another kernel, which rounds in another way, than a batch of several.
+    """
+    num_nodes = max(len(a), len(b))
+    size = max(2, num_nodes)
+    return torch.bmm(a.expand(size, -1, -1), b.expand(size, -1, -1))[:num_nodes]
 
 
 def _orthonormalise(P: Tensor) -> Tensor:

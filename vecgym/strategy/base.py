@@ -30,7 +30,9 @@ class Context:
         num_examples: of each node's shard, [K]; None where not known.
         inplace: the tensors given may be overwritten. False under differentiation, where every operation must
             be pure.
-        rows: where only some nodes train, the rows of these; see `own`.
+        rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
+        exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
+            operations and reductions of each node by itself never do; a matrix product over all nodes may.
     """
 
     comm: Collectives
@@ -40,9 +42,10 @@ class Context:
     inplace: bool = False
     num_examples: tuple[int, ...] | None = None
     rows: Tensor | None = None
+    exact: bool = False
 
     def own(self, value: Any) -> Any:
-        """A hyperparameter of the nodes that train: of `[L]` their rows; what all nodes share as it is."""
+        """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
         per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
         return value[self.rows.to(value.device)] if per_node and self.rows is not None else value
 

@@ -78,8 +78,8 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         residual, indices, values = {}, {}, {}
         for name, g in grads.items():
             old = state["residual"][name].expand(g.shape[0], -1, -1)
-            update = self._update_in_place if ctx.inplace else self._update
-            residual[name], indices[name], values[name] = update(old, g)
+            found = self._update_in_place(old, g, ctx.exact) if ctx.inplace else self._update(old, g)
+            residual[name], indices[name], values[name] = found
         indices, values = ctx.comm.all_gather(indices), ctx.comm.all_gather(values)  # [1, K, chunks, k]
         mean = {name: self._decode(indices[name], values[name], g) for name, g in grads.items()}
         return mean, {"residual": residual}
@@ -106,14 +106,17 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         indices = strongest(momentum, self.compression_topk)
         return momentum.scatter(-1, indices, 0.0), indices, momentum.gather(-1, indices)
 
-    def _update_in_place(self, residual: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, overwriting the residual, block after block of strips of `height` rows of any node."""
+    def _update_in_place(self, residual: Tensor, g: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, overwriting the residual, block after block of strips of `height` rows of any node.
+
+        Exact: of one node, since a matrix product may round differently in another place of a larger one.
+        """
         cut = self._grid(g)
         strip, num_strips = Grid(1, *cut[1:]), g.shape[0] * cut.rows
         residual = residual.contiguous()
         momenta = residual.view(num_strips, strip.chunks, strip.area)
         strips = g.reshape(num_strips, strip.height, strip.columns * strip.width)
-        length = max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
+        length = cut.rows if exact else max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
         sent: list[tuple[Tensor, Tensor]] = []
         decay = torch.as_tensor(self.compression_decay, dtype=torch.float64).item()
         for momentum, block in zip(momenta.split(length), strips.split(length)):

@@ -1,0 +1,187 @@
+"""One training run stacked in one process, and in W processes that hold K / W stacked nodes each.
+
+"First" is the time from the call to the end of the first step on every node, in a program that runs already: of
+processes that are started for it, this is their start. "ms / step" is the median over blocks of 20 steps, of DiLoCo
+(H = 20: one exchange a block) and of AllReduce (one at every step), all nodes together. Stacked: `--threads` threads.
+Processes that are forked have one each; with more processes than cores they share the cores.
+
+Start-up: 2 processes that do nothing but meet once, forked and spawned, against two interpreters one after the other
+that do nothing but import torch.
+
+With `--device cuda` processes take the GPUs in turn; where there are fewer GPUs than processes, what they exchange goes
+through the CPU's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from workloads import WORKLOADS, header, machine, markdown
+
+from vecgym import launch, tree
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.distributed import DistributedCollectives, Wire
+from vecgym.local import Engine
+from vecgym.simulate import Simulation
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
+
+H = 20
+LR = 1e-3
+TARGET = 1.5  # start-up of 2 processes: at most so many times that of importing torch twice
+
+Result = dict[str, float]  # first_s, diloco_s, allreduce_s
+
+
+def train(
+    comm: Collectives, name: str, blocks: int, device: torch.device, wait: Callable[[], object], start: float
+) -> Result:
+    """Seconds to the end of the first step since `start`, and seconds per step."""
+    workload = WORKLOADS[name]
+    nodes = comm.node_ids
+    batch = tree.map_leaves(lambda x: x[nodes].to(device), workload.batch(comm.num_nodes))
+    result: Result = {}
+    strategies: dict[str, Strategy] = {
+        "diloco": DiLoCoStrategy("adamw", H=H, lr=LR),
+        "allreduce": AllReduceStrategy("adamw", lr=LR),
+    }
+    for kind, strategy in strategies.items():
+        model = workload.model().to(device)
+        engine = Engine(model)
+        engine.prepare(batch)
+        simulation = Simulation(model, strategy, comm, engine=engine)
+        state, _ = simulation.step(simulation.init(), batch)
+        wait()
+        if kind == "diloco":
+            result["first_s"] = time.time() - start
+        seconds = []
+        for _ in range(blocks):
+            begin = time.perf_counter()
+            for _ in range(H):
+                state, _ = simulation.step(state, batch)
+            wait()
+            seconds.append((time.perf_counter() - begin) / H)
+        result[f"{kind}_s"] = statistics.median(seconds)
+        engine.close()
+    return result
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def in_process(link: launch.Link, name: str, num_nodes: int, blocks: int, device_name: str, start: float) -> Result:
+    """What each process does; the first one's figures count."""
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        device = torch.device("cuda", link.rank % torch.cuda.device_count())
+    comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch))
+
+    def wait() -> None:
+        _finish(device)
+        dist.barrier()
+
+    return train(comm, name, blocks, device, wait, start)
+
+
+def measure(name: str, num_nodes: int, num_processes: int, args: argparse.Namespace, blocks: int) -> Result:
+    """One cell of the table; 0 processes: stacked."""
+    device = torch.device(args.device)
+    if num_processes == 0:
+        return train(StackedCollectives(num_nodes), name, blocks, device, lambda: _finish(device), time.time())
+    given = (name, num_nodes, blocks, args.device, time.time())
+    return launch.run(in_process, num_processes, given, device=device, timeout_s=args.timeout)[0]
+
+
+# ------------------------------------------------------------------------------------------------------- start-up
+
+
+def meet(link: launch.Link) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def start_up(repeats: int) -> dict[str, float]:
+    """Median seconds, the kinds taken in turn."""
+
+    def imports() -> None:
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", "import torch"], check=True)
+
+    methods = ["spawn"] if launch.choose_start_method() == "spawn" else ["fork", "spawn"]
+    kinds: dict[str, Callable[[], object]] = {"import torch, twice": imports}
+    for method in methods:
+        kinds[method] = lambda method=method: launch.run(meet, 2, start_method=method)  # type: ignore[misc]
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(repeats):
+        for kind, work in kinds.items():
+            begin = time.perf_counter()
+            work()
+            seconds[kind].append(time.perf_counter() - begin)
+    return {kind: statistics.median(values) for kind, values in seconds.items()}
+
+
+# --------------------------------------------------------------------------------------------------------- report
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """One row per number of nodes and of processes."""
+    columns = ["workload", "K", "processes", "first, s", "DiLoCo, ms / step", "AllReduce, ms / step"]
+    cells = []
+    for row in rows:
+        numbers = [f"{row['first_s']:.2f}", f"{1e3 * row['diloco_s']:.2f}", f"{1e3 * row['allreduce_s']:.2f}"]
+        processes = str(row["num_processes"]) if row["num_processes"] else "stacked"
+        cells.append([row["workload"], str(row["num_nodes"]), processes, *numbers])
+    return markdown(columns, cells)
+
+
+def start_report(seconds: dict[str, float]) -> str:
+    """Against the target."""
+    reference = seconds["import torch, twice"]
+    rows = [["import torch, twice", f"{reference:.2f}", "", "", ""]]
+    for method in ("fork", "spawn"):
+        if method in seconds:
+            ratio = seconds[method] / reference
+            met = "yes" if ratio <= TARGET else "no"
+            rows.append([f"2 processes, {method}", f"{seconds[method]:.2f}", f"{ratio:.2f}", f"{TARGET}", met])
+    return markdown(["start-up", "s", "ratio", "target", "met"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="mlp", choices=sorted(WORKLOADS), help="default: mlp")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[4, 8, 16], metavar="K", help="default: 4 8 16")
+    parser.add_argument("--threads", type=int, default=2, help="of the stacked run (default 2)")
+    parser.add_argument("--repeats", type=int, default=5, help="blocks of 20 steps (default 5)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds without any progress (default 300)")
+    parser.add_argument("--quick", action="store_true", help="the tiny MLP on two nodes, one block: does it work?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    args = parser.parse_args()
+
+    torch.set_num_threads(args.threads)
+    print(header(), flush=True)
+    name, nodes, blocks = ("tiny", [2], 1) if args.quick else (args.workload, args.nodes, args.repeats)
+    rows = []
+    for K in nodes:
+        for W in sorted({0, *[W for W in (1, 2, 4) if K % W == 0], K}):
+            result = measure(name, K, W, args, blocks)
+            rows.append({"workload": name, "num_nodes": K, "num_processes": W, **result})
+    print("\n" + report(rows))
+    seconds = start_up(1 if args.quick else args.repeats)
+    print("\n" + start_report(seconds))
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "runs": rows, "start_up_s": seconds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

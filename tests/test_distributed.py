@@ -1,0 +1,221 @@
+"""The same strategies stacked in one process and on real processes: the same numbers, bytes and random masks.
+
+Four processes are started once and go through all cases together. A case of W < 4 processes runs in the first W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from tests.models import make_data, make_model
+from tests.test_properties import STRATEGIES
+from vecgym import launch, strategy
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.distributed import DistributedCollectives, Wire, buckets, check_divides, in_buckets
+from vecgym.ledger import Ledger
+from vecgym.strategy import CommunicationModule, OptimSpec, Strategy
+from vecgym.verify import Check, Run, compare
+
+K = 4
+STEPS = 4  # one more than H in the table
+LAYOUTS = {1: 4, 2: 2, 4: 1}  # W: L
+EXAMPLES = (3, 1, 4, 2)  # what each node's shard is said to hold
+
+
+def wires(link: launch.Link) -> dict[int, Wire]:
+    """The wires of 1, 2 and 4 processes that this process belongs to."""
+    found = {}
+    for W in LAYOUTS:
+        group = dist.new_group(list(range(W)))  # called by all
+        if link.rank < W:
+            found[W] = Wire(group, watch=launch.watch)
+    return found
+
+
+def every_case(link: launch.Link, steps: int) -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    mine = wires(link)
+    found: dict[str, dict[str, Any]] = {}
+    for name, row in STRATEGIES.items():
+        for exact in (True, False):
+            # Dropout: its masks must be those of the stacked run, too.
+            model = make_model("Dropout", dtype=torch.float64)
+            data = TensorDataset(*make_data("Dropout", 64, dtype=torch.float64))
+            given = Run(row.make(inner_optim=OptimSpec("adamw", lr=1e-2)), model, data, K, steps, num_examples=EXAMPLES)
+            for W, rows in zip(mine, compare(given, list(mine.values()), exact=exact)):
+                check = Check(f"{name} W={W} {'exact' if exact else 'native'}", 0.0 if exact else 1e-12, rows)
+                found[check.name] = {"passed": check.passed, "first": check.first_failure}
+    return found
+
+
+def test_every_strategy_gives_the_same_numbers_on_processes() -> None:
+    """Every strategy x W x L: no difference at all in exact mode, rounding otherwise; bytes as the ledger has them."""
+    [found, *_] = launch.run(every_case, max(LAYOUTS), (STEPS,), timeout_s=120)
+    assert len(found) == len(STRATEGIES) * len(LAYOUTS) * 2
+    wrong = {name: case["first"] for name, case in found.items() if not case["passed"]}
+    assert not wrong
+
+
+def test_the_table_has_every_strategy_and_module() -> None:
+    """What is exported is in some row of the table: a new strategy is tested here once it is there."""
+    exported = {x for x in vars(strategy).values() if isinstance(x, type)}
+    wanted = {x for x in exported if issubclass(x, (Strategy, CommunicationModule))} - {Strategy, CommunicationModule}
+    seen: set[type] = set()
+
+    def look(x: Any) -> None:
+        if isinstance(x, (Strategy, CommunicationModule)) and type(x) not in seen:
+            seen.add(type(x))
+        for value in vars(x).values() if isinstance(x, (Strategy, CommunicationModule)) else ():
+            for y in value if isinstance(value, (list, tuple)) else [value]:
+                look(y)
+
+    for row in STRATEGIES.values():
+        look(row.make())
+    assert wanted <= seen
+
+
+# ------------------------------------------------------------------------------------------------ the collectives
+
+
+def values(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Odd sizes, of all nodes: `[K, *]`; one is empty, one the same on every node."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(K, 7, 3), (K,), (K, 0), (K, 129), (1, 5)]
+    found = {str(i): torch.randn(shape, generator=g, dtype=torch.float64) * 10 for i, shape in enumerate(shapes)}
+    return {name: x.to(dtype) for name, x in found.items()}
+
+
+def mixed() -> dict[str, Tensor]:
+    """Several types in one tree."""
+    types = [torch.float64, torch.float32, torch.int64, torch.uint8, torch.bool, torch.bfloat16]
+    return {f"{name} {dtype}": x for dtype in types for name, x in values(dtype).items()}
+
+
+ISLANDS = [[0, 3], [1, 2]]
+RING = torch.tensor([[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25, 0, 0.25, 0.5]])
+SWAP = torch.eye(K)[[1, 0, 2, 3]]
+
+Operation = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
+REDUCTIONS: dict[str, Operation] = {
+    "mean": lambda comm, x: comm.mean(x),
+    "sum": lambda comm, x: comm.sum(x),
+    "mean in islands": lambda comm, x: comm.mean(x, groups=ISLANDS),
+    "sum in islands": lambda comm, x: comm.sum(x, groups=[[0, 1, 2]]),
+    "weighted mean": lambda comm, x: comm.mean(x, weights=[1, 2, 3, 4]),
+    "weighted in islands": lambda comm, x: comm.mean(x, groups=ISLANDS, weights=[1, 2, 3, 4]),
+    "server_mean": lambda comm, x: comm.server_mean(x, [1, 3], weights=[1, 2, 3, 4]),
+    "mix ring": lambda comm, x: comm.mix(x, RING),
+    "mix a pair": lambda comm, x: comm.mix(x, SWAP, inplace=True),
+}
+MOVES: dict[str, Operation] = {
+    "all_gather": lambda comm, x: comm.all_gather(x),
+    "broadcast": lambda comm, x: comm.broadcast(x, 2),
+    "permute": lambda comm, x: comm.permute(x, [2, 0, 1, 3]),
+}
+
+
+def every_collective(link: launch.Link) -> list[str]:
+    """What differs from the stacked collectives."""
+    wrong = []
+    for W, wire in wires(link).items():
+        for exact in (True, False):
+            for bucket_bytes in (2**20, 100, 1):
+                comm = DistributedCollectives(K, wire, exact=exact, bucket_bytes=bucket_bytes)
+                here = slice(comm.first, comm.first + comm.num_local)
+                cases = {name: (op, values(torch.float64)) for name, op in REDUCTIONS.items()}
+                cases |= {name: (op, mixed()) for name, op in MOVES.items()}
+                for name, (op, given) in cases.items():
+                    stacked, comm.ledger = StackedCollectives(K), Ledger()
+                    expected = op(stacked, {n: x.clone() for n, x in given.items()})
+                    found = op(comm, {n: x[here].clone() if len(x) == K else x.clone() for n, x in given.items()})
+                    for n, x in expected.items():
+                        own = x if len(x) == 1 else x[here]
+                        # What was the same on every node may have become each node's own, or the reverse.
+                        y, own = torch.broadcast_tensors(found[n], own)
+                        tolerance = 0.0 if exact or name in MOVES else 1e-13
+                        same = found[n].dtype == own.dtype and torch.allclose(y, own, rtol=tolerance, atol=tolerance)
+                        lone = comm.num_local == 1 and len(given[n]) == 1 and name.startswith("sum")
+                        if not same and not lone:
+                            wrong.append(f"{name} of {n}, W={W}, exact={exact}, {bucket_bytes} bytes")
+                    if list(stacked.ledger) != list(comm.ledger):
+                        wrong.append(f"ledger of {name}, W={W}")
+    return wrong
+
+
+def test_every_collective_with_one_and_with_many_buckets_of_mixed_types() -> None:
+    found = launch.run(every_collective, max(LAYOUTS), timeout_s=60)
+    assert not [text for part in found for text in part]
+
+
+def test_buckets_keep_order_types_and_shapes() -> None:
+    given = mixed()
+    for bucket_bytes in (1, 64, 2**20):
+        names = [name for bucket in buckets(given, bucket_bytes) for name in bucket]
+        assert sorted(names) == sorted(given)
+        joined = in_buckets(given, bucket_bytes, lambda x: x)
+        assert list(joined) == list(given)
+        assert all(x.dtype == given[n].dtype and torch.equal(x, given[n]) for n, x in joined.items())
+    assert len(list(buckets(given, 2**20))) == 12  # six types, each with tensors of K rows and of one
+
+
+def handed(link: launch.Link) -> list[int]:
+    """Bytes handed to torch.distributed by this process, for one collective after the other."""
+    comm = DistributedCollectives(K)
+    x = {"a": torch.ones(1, 10), "b": torch.ones(1, 3, dtype=torch.float64)}  # 64 bytes a node
+    found = []
+    for op in (*REDUCTIONS.values(), *MOVES.values()):
+        before = comm.wire.handed_bytes
+        op(comm, x)
+        found.append(comm.wire.handed_bytes - before)
+    return found
+
+
+def test_bytes_handed_over_are_the_ledgers_payload_with_a_node_per_process() -> None:
+    found = torch.tensor(launch.run(handed, K, timeout_s=60)).sum(0).tolist()
+    payload = 64
+    # Every node hands its payload to a reduction in which it takes part; to a mix and a permutation for each node
+    # that takes it; to a broadcast the source alone does.
+    times = [K, K, K, 3, K, K, K, 8, 2, K, 1, 3]
+    assert found == [payload * n for n in times]
+
+
+def refusals(link: launch.Link) -> list[str]:
+    comm = DistributedCollectives(K)
+    with pytest.raises(RuntimeError, match="derivatives do not cross") as grad:
+        comm.mean(torch.ones(2, 3, requires_grad=True))
+    with pytest.raises(ValueError, match="must divide") as divide:
+        DistributedCollectives(3)
+    return [str(grad.value), str(divide.value)]
+
+
+def test_what_cannot_work_is_refused() -> None:
+    launch.run(refusals, 2, timeout_s=60)
+    with pytest.raises(ValueError, match=r"num_processes=3 must divide num_nodes=4"):
+        check_divides(3, 4)
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        Wire()
+
+
+def many_islands(link: launch.Link) -> float:
+    """More sets of processes than process groups are kept: old ones are ended, and made anew when they come back."""
+    comm = DistributedCollectives(K)
+    worst = 0.0
+    stacked = StackedCollectives(K)
+    whole = torch.arange(4.0)[:, None]
+    pairs = [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2]], [[1, 2, 3]], [[0, 1], [2, 3]]]
+    for groups in pairs:
+        found = comm.mean(whole[link.rank : link.rank + 1], groups=groups)
+        worst = max(worst, float((found - stacked.mean(whole, groups=groups)[link.rank]).abs().max()))
+    return worst
+
+
+def test_process_groups_of_islands_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vecgym.collectives.distributed.MAX_SUBGROUPS", 2)  # forked processes inherit it
+    assert launch.run(many_islands, K, timeout_s=60) == [0.0] * K

@@ -1,0 +1,401 @@
+"""Processes of our own: how they are started, what ends them, and that nothing is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from tests.fitting import STRATEGIES, Rows, dataset, fit, same, same_run
+from tests.models import make_data, make_model
+from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning, launch
+from vecgym.errors import ProcessError
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After every test, however its processes ended: none of them, and none of their files."""
+    folder = Path(tempfile.gettempdir())
+    before = set(folder.glob("vecgym-*"))
+    yield
+    assert not multiprocessing.active_children()
+    left = set(folder.glob("vecgym-*")) - before
+    assert not [path for path in left if path.stat().st_uid == os.getuid() and _is_ours(path)]
+
+
+def _is_ours(path: Path) -> bool:
+    """Tests in other processes have their own: only a folder that nobody uses for a while is left behind."""
+    time.sleep(0.5)
+    return path.exists() and not (path / "store").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- ordinary runs
+
+
+def total(link: launch.Link, value: int) -> tuple[int, int, torch.Tensor]:
+    x = torch.tensor([value + link.rank])
+    dist.all_reduce(x)
+    return link.rank, os.getpid(), x
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_every_process_returns_in_the_order_of_ranks(method: str) -> None:
+    found = launch.run(total, 3 if method == "fork" else 2, (10,), start_method=method, timeout_s=60)
+    assert [rank for rank, _, _ in found] == list(range(len(found)))
+    assert len({os.getpid(), *[pid for _, pid, _ in found]}) == len(found) + 1
+    assert [int(x) for _, _, x in found] == [sum(10 + r for r in range(len(found)))] * len(found)
+
+
+def talk(link: launch.Link) -> None:
+    link.send({"rank": link.rank, "x": torch.ones(2, dtype=torch.bfloat16), "array": np.arange(2)})
+    warnings.warn(f"from {link.rank}", VecgymWarning, stacklevel=1)
+
+
+def test_messages_arrive_and_warnings_of_the_first_process() -> None:
+    found: list[tuple[int, Any]] = []
+    with pytest.warns(VecgymWarning, match="from 0") as caught:
+        launch.run(talk, 2, on_message=lambda rank, message: found.append((rank, message)))
+    assert len(caught) == 1
+    assert sorted(rank for rank, _ in found) == [0, 1]
+    assert all(m["rank"] == rank and m["x"].dtype == torch.bfloat16 and len(m["array"]) == 2 for rank, m in found)
+
+
+# ------------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def fail(link: launch.Link, how: str) -> None:
+    link.send("began")
+    if link.rank == 1:
+        if how == "raise":
+            raise KeyError("the thing")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(3)
+        time.sleep(1000)
+    launch.watch(True)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "where"),
+    [
+        ("raise", "KeyError: 'the thing'", 'raise KeyError("the thing")'),
+        ("kill", "was killed by signal SIGKILL", ""),
+        ("exit", "ended with exit code 3", ""),
+        ("hang", "hangs: it got nowhere for 2 s", "in fail"),
+    ],
+)
+def test_one_error_names_the_process_its_nodes_and_the_place(how: str, what: str, where: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ProcessError) as caught:
+        launch.run(fail, 3, (how,), labels=lambda rank: f"nodes {2 * rank}-{2 * rank + 1}", timeout_s=2)
+    assert caught.value.rank == 1
+    assert caught.value.nodes == "nodes 2-3"
+    assert str(caught.value).startswith("process 1 (nodes 2-3)")
+    assert what in str(caught.value)
+    assert where in caught.value.traceback
+    assert time.monotonic() - start < 30
+
+
+def refuse(link: launch.Link) -> None:
+    raise ValueError("K=3 is wrong")
+
+
+def test_a_users_mistake_keeps_its_kind() -> None:
+    with pytest.raises(ValueError, match="K=3 is wrong"):
+        launch.run(refuse, 2)
+
+
+def test_what_cannot_be_sent_to_a_new_interpreter_is_said() -> None:
+    with pytest.raises(ValueError, match="at the top of a module"):
+        launch.run(lambda link: None, 2, start_method="spawn")
+
+
+# ---------------------------------------------------------------------------------------------------------------- fit
+
+
+def run(script: str, *, wait: bool = True, **more: Any) -> Any:
+    """A program that stands in no file, as a notebook's cells: `__main__` cannot be imported."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    if not wait:
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, **more)
+
+
+NOTEBOOK = """
+    import os, sys, time, torch
+    from vecgym import Trainer, launch
+    from vecgym.strategy import FedAvgStrategy
+
+    class Line(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(()))
+        def forward(self, x):
+            return (self.w - x).square().mean()
+
+    class Data(torch.utils.data.Dataset):
+        pause = 0.0
+        def __len__(self): return 64
+        def __getitem__(self, i):
+            time.sleep(Data.pause)
+            return torch.tensor(float(i))
+
+    trainer = Trainer(Line(), Data())
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.1, lr_scheduler=lambda step: 1.0)
+    settings = dict(num_nodes=4, batch_size=4, progress=False, device="cpu", backend="processes", num_processes=2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks know a notebook's definitions; elsewhere files are needed")
+def test_models_and_datasets_of_a_notebook() -> None:
+    done = run(NOTEBOOK + "\n    print(trainer.fit(strategy, max_steps=3, **settings).w.item())")
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < 32
+
+
+def test_a_notebooks_definitions_cannot_be_spawned_and_the_error_says_what_to_do() -> None:
+    done = run(NOTEBOOK + "\n    launch.choose_start_method = lambda d: 'spawn'\n    trainer.fit(strategy, **settings)")
+    assert "ValueError: Line is defined in a notebook cell" in done.stderr
+    assert "%%writefile" in done.stderr
+
+
+COLUMNS_OF_TIME = ("seconds", "steps_per_s")
+
+
+def same_history(a: Trainer, b: Trainer, tolerance: float = 0.0) -> None:
+    assert a.history.columns == b.history.columns
+    for column in set(a.history.columns) - set(COLUMNS_OF_TIME):
+        for x, y in zip(a.history[column], b.history[column], strict=True):
+            assert (x is None) == (y is None), column
+            if x is not None:
+                np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=column)
+
+
+FIT: dict[str, Any] = {"num_nodes": 4, "max_steps": 5, "val_interval": 2, "correlation_interval": 2, "val_size": 10}
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "DiLoCo", "FedAvg participation"])
+@pytest.mark.parametrize("model", ["CNN", "Dropout"])
+def test_a_run_is_that_of_one_process(model: str, strategy: str) -> None:
+    """Exact: every bit of nodes, average, history and evaluation; batch norm's buffers and dropout's masks, too."""
+    data = dataset(model, 48)
+    given = {**FIT, "data": data, "val": data, "exact": True}
+    alone, average = fit(model, strategy, **given)
+    for W in (2, 4):
+        trainer, other = fit(model, strategy, **given, backend="processes", num_processes=W)
+        assert same_run(alone, trainer)
+        assert same(dict(average.state_dict()), dict(other.state_dict()))
+        same_history(alone, trainer)
+        assert list(alone.ledger) == list(trainer.ledger)
+        assert trainer.history.settings["num_processes"] == W
+
+
+def own_data(rank: int, num_nodes: int, train: bool) -> Any:
+    """A dataset of another length on each node."""
+    return TensorDataset(*make_data("MLP", 12 + rank, seed=rank if train else 9, dtype=torch.float64))
+
+
+class Kept(Logger):
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.ended = 0
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row["step"])
+
+    def finish(self) -> None:
+        self.ended += 1
+
+
+def test_a_run_as_torch_reduces_with_a_dataset_of_each_node() -> None:
+    """Not exact: up to rounding; the user's loggers get their rows in this process."""
+    given: dict[str, Any] = {
+        **FIT, "data": own_data, "val": own_data, "dtype": torch.float64, "engine": "vmap", "minibatch_size": 2,
+    }  # fmt: skip
+    logger, other = Kept(), Kept()
+    alone, average = fit("MLP", "FedAvg islands", **given, logger=logger, log_interval=3)
+    trainer, found = fit(
+        "MLP", "FedAvg islands", **given, backend="processes", num_processes=4, logger=other, log_interval=3
+    )
+    for name, p in alone.nodes.params.items():
+        torch.testing.assert_close(trainer.nodes.params[name], p, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.state_dict(), average.state_dict(), rtol=1e-12, atol=1e-12)
+    same_history(alone, trainer, 1e-10)
+    assert (logger.rows, logger.ended) == (other.rows, other.ended)
+
+
+class Breaks(Rows):
+    """Data that cannot be read in one process after some steps."""
+
+    def __init__(self, data: Any, how: str) -> None:
+        super().__init__(data)
+        self.how = how
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads > 30 and dist.is_initialized() and dist.get_rank() == 1:
+            if self.how == "hang":
+                time.sleep(1000)
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("how", "what"), [("raise", "OSError: the disk is gone"), ("hang", "hangs")])
+def test_a_run_that_fails_keeps_what_was_saved(tmp_path: Path, how: str, what: str) -> None:
+    trainer = Trainer(make_model("MLP"), Breaks(make_data("MLP", 48), how))
+    with pytest.raises(ProcessError) as caught:
+        trainer.fit(
+            STRATEGIES["DiLoCo"](), 4, max_steps=50, batch_size=4, progress=False, device="cpu", backend="processes",
+            num_processes=2, logger=CSVLogger(tmp_path), timeout_s=3,
+        )  # fmt: skip
+    assert str(caught.value).startswith("process 1 (nodes 2-3)")
+    assert what in str(caught.value)
+    assert "__getitem__" in caught.value.traceback
+    rows = (tmp_path / "history.csv").read_text().splitlines()[1:]
+    assert len(rows) == len(trainer.history) > 0
+
+
+def test_a_run_that_diverges_keeps_history_and_nodes() -> None:
+    given: dict[str, Any] = {**FIT, "max_steps": 40, "val_interval": None}
+    with pytest.raises(DivergenceError) as alone:
+        fit("Quadratic", overflowing(), **given)
+    trainer = Trainer(make_model("Quadratic"), dataset("Quadratic"))
+    with pytest.raises(DivergenceError) as caught:
+        trainer.fit(
+            overflowing(), 4, max_steps=40, batch_size=4, progress=False, device="cpu", backend="processes",
+            num_processes=2,
+        )  # fmt: skip
+    assert (caught.value.step, caught.value.nodes) == (alone.value.step, alone.value.nodes)
+    assert len(trainer.nodes) == 4
+    assert trainer.history["step"][-1] == caught.value.step + 1
+
+
+def overflowing() -> Any:
+    from vecgym.strategy import FedAvgStrategy
+
+    return FedAvgStrategy("sgd", H=2, lr=1e8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "threads"}, "allowed: 'stacked', 'processes', 'distributed'"),
+        ({"backend": "processes"}, "needs num_processes"),
+        ({"backend": "processes", "num_processes": 3}, r"one of \[1, 2, 4\]"),
+        ({"num_processes": 2}, 'backend="processes"'),
+        ({"backend": "distributed"}, "torchrun --nproc-per-node"),
+        ({"backend": "processes", "num_processes": 2, "timeout_s": 0}, "timeout_s=0"),
+        ({"backend": "processes", "num_processes": 2, "batch_size": 1000}, "larger than a node's shard"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit("MLP", "FedAvg", num_nodes=4, **settings)
+
+
+# ------------------------------------------------------------------------------------------------------------ signals
+
+SLOW = (
+    NOTEBOOK
+    + """
+    Data.pause = 0.01
+    import multiprocessing, threading, vecgym
+    def report():
+        while len(trainer.history) < 3: time.sleep(0.02)
+        print(*[p.pid for p in multiprocessing.active_children()], flush=True)
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        trainer.fit(strategy, max_steps=100000, **settings)
+    except KeyboardInterrupt as error:
+        print("interrupted:", error, len(trainer.history), len(trainer.nodes), flush=True)
+"""
+)
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGKILL])
+def test_the_processes_end_with_the_one_that_started_them(which: signal.Signals) -> None:
+    """Ctrl-C after a whole step, with the nodes as they are then; and nobody outlives a parent that was killed."""
+    program = run(SLOW, wait=False)
+    pids = [int(text) for text in program.stdout.readline().split()]
+    assert len(pids) == 2, program.stderr.read()
+    program.send_signal(which)
+    output, errors = program.communicate(timeout=30)
+    assert until(lambda: all(gone(pid) for pid in pids))
+    if which == signal.SIGINT:
+        assert "interrupted: interrupted after step" in output, errors
+        assert output.split()[-1] == "4"  # nodes
+        assert int(output.split()[-2]) >= 3  # rows
+
+
+# ----------------------------------------------------------------------------------------------------------- torchrun
+
+UNDER_TORCHRUN = """
+import sys, torch, torch.distributed as dist
+from tests.fitting import STRATEGIES, dataset
+from tests.models import make_model
+from vecgym import CSVLogger, Trainer
+
+data = dataset("MLP", 48)
+trainer = Trainer(make_model("MLP"), data, data)
+if len(sys.argv) > 2:
+    dist.init_process_group("gloo")  # a group that exists
+average = trainer.fit(
+    STRATEGIES["DiLoCo"](), 4, max_steps=5, batch_size=4, progress=False, device="cpu", exact=True,
+    backend="distributed", logger=CSVLogger(sys.argv[1]),
+)
+assert dist.is_initialized() == (len(sys.argv) > 2)
+print(len(trainer.nodes), float(sum(p.double().sum() for p in average.parameters())), flush=True)
+"""
+
+
+@pytest.mark.parametrize("group", ["its own", "existing"])
+def test_under_torchrun(tmp_path: Path, group: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += [str(tmp_path / "log"), *(["group"] if group == "existing" else [])]
+    environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": launch.loopback()}  # a sandbox may not know its own name
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    data = dataset("MLP", 48)
+    alone, average = fit("MLP", "DiLoCo", num_nodes=4, max_steps=5, data=data, val=data, exact=True)
+    expected = float(sum(p.detach().double().sum() for p in average.parameters()))
+    assert done.stdout.splitlines() == [f"2 {expected}"] * 2  # both ranks, with two nodes each, the same average
+    assert len((tmp_path / "log" / "history.csv").read_text().splitlines()) == 1 + len(alone.history)

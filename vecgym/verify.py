@@ -1,0 +1,443 @@
+"""Equivalence as a product: a strategy gives the same numbers stacked in one process and on real processes.
+
+`verify(strategy, model, dataset)` trains both ways, in step, with the same data and seeds, and reports the largest
+difference after every step, of parameters, buffers, losses, optimizer state, strategy state and bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecgym import launch, tree
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.base import T, payload_bytes
+from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
+from vecgym.compress.codecs import TopK
+from vecgym.data import Batches
+from vecgym.local import Engine
+from vecgym.simulate import Simulation, State
+from vecgym.strategy import (
+    AllReduceStrategy,
+    Context,
+    DeMoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GossipStrategy,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
+    Strategy,
+)
+from vecgym.topology import Groups, Mixing
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, where torch.distributed adds up
+KINDS = ("params", "buffers", "losses", "optimizer", "strategy")
+
+# What `vecgym verify` knows by name: every way to communicate that the strategies have.
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "allreduce": lambda: AllReduceStrategy("adamw", lr=1e-2, max_norm=1.0),
+    "fedavg": lambda: FedAvgStrategy("adamw", H=3, lr=1e-2),
+    "fedavg-islands": lambda: FedAvgStrategy("adamw", H=3, island_size=2, lr=1e-2),
+    "fedavg-participation": lambda: FedAvgStrategy("sgd", H=3, participation=0.5, lr=0.1),
+    "fedavg-server": lambda: FedAvgStrategy("sgd", H=3, server_optim="adam", server_lr=0.01, lr=0.1),
+    "diloco": lambda: DiLoCoStrategy("adamw", H=3, lr=1e-2),
+    "diloco-topk": lambda: DiLoCoStrategy("adamw", H=3, lr=1e-2, compression=TopK(0.1)),
+    "demo": lambda: DeMoStrategy(compression_topk=8, compression_chunk=16, lr=1e-3),
+    "sparta": lambda: SPARTAStrategy(0.1, "adamw", lr=1e-2),
+    "sparta-diloco": lambda: SPARTADiLoCoStrategy(0.1, 2, 3, "adamw", lr=1e-2),
+    "gossip": lambda: GossipStrategy("ring", inner_optim="adamw", lr=1e-2),
+    "gossip-matching": lambda: GossipStrategy("random_matching", inner_optim="adamw", lr=1e-2),
+}
+
+
+class Difference(NamedTuple):
+    """After one step, the largest differences between the two forms; inf where their shapes or names differ.
+
+    Each relative to the largest value of its tensor.
+    """
+
+    step: int
+    params: float
+    buffers: float
+    losses: float
+    optimizer: float
+    strategy: float
+    ledger_bytes: float  # between the two ledgers
+    handed_bytes: int  # between what the ledger's payload says and what torch.distributed was handed, all processes
+
+    @property
+    def largest(self) -> float:
+        """Of the numbers, without the bytes."""
+        return max(self.params, self.buffers, self.losses, self.optimizer, self.strategy)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: `name`, its `bound`, and a `Difference` for each step."""
+
+    name: str
+    bound: float
+    rows: tuple[Difference, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.largest <= self.bound and row.ledger_bytes == row.handed_bytes == 0 for row in self.rows)
+
+    @property
+    def first_failure(self) -> Difference | None:
+        """The first step that is not within the bound."""
+        bad = (r for r in self.rows if not r.largest <= self.bound or r.ledger_bytes != 0 or r.handed_bytes != 0)
+        return next(bad, None)
+
+    def worst(self, column: str) -> float:
+        """The largest difference of one column over all steps."""
+        return max(getattr(row, column) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; print it for a table.
+
+    Attributes:
+        checks: "exact": the bound is 0; "native": torch.distributed reduces; "DDP", for AllReduce: against
+            torch's DistributedDataParallel, parameters only.
+    """
+
+    strategy: str
+    num_nodes: int
+    num_processes: int
+    dtype: torch.dtype
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def __str__(self) -> str:
+        columns = (*KINDS, "ledger_bytes", "handed_bytes")
+        lines = [["", *columns, "bound", ""]]
+        for check in self.checks:
+            numbers = [f"{check.worst(column):.2g}" for column in columns]
+            bad = check.first_failure
+            lines.append(
+                [check.name, *numbers, f"{check.bound:g}", "pass" if bad is None else f"FAIL at step {bad.step}"]
+            )
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+        how = (
+            f"{self.num_nodes} nodes in {self.num_processes} processes, {len(self.checks[0].rows)} steps, {self.dtype}"
+        )
+        return "\n".join([self.strategy, how, *table])
+
+
+def verify(
+    strategy: Strategy,
+    model: nn.Module,
+    dataset: Any,
+    num_nodes: int = 4,
+    num_processes: int = 2,
+    steps: int = 20,
+    dtype: torch.dtype = torch.float64,
+    *,
+    batch_size: int = 4,
+    seed: int = 42,
+    engine: str = "loop",
+    timeout_s: float = 120.0,
+) -> Report:
+    """Train with `strategy` stacked and on W real processes, and compare them after every step, on the CPU.
+
+    "exact": every node by itself, in one thread, and every collective on the tensors of all nodes: no difference at
+    all is allowed. "native": as a run is, torch.distributed adds up: 1e-12 is allowed in float64 and 1e-5 in float32,
+    relative to the largest value of each tensor. In both, the ledgers must be the same, and the bytes handed to
+    torch.distributed, counted where they are, those that the ledger's payload means (`DistributedCollectives`). An
+    `AllReduceStrategy` is also compared with `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        strategy: any, your own too.
+        model: `forward(batch)` returns the mean loss; it is converted to `dtype`, and so are batches.
+        dataset: as for `vecgym.Trainer`.
+        num_nodes, num_processes: K and W, which divides K.
+        steps: to compare.
+        dtype: float64 or float32.
+        batch_size: examples per node and step.
+        seed: of data order, dropout and everything else that is random.
+        engine: "loop" keys dropout by the node; "vmap" by the nodes that are computed together, which are others in
+            other processes: models with dropout then differ in the native check.
+        timeout_s: see `vecgym.launch.run`.
+
+    Returns:
+        A `Report`; `report.passed`, and `print(report)`.
+
+    Raises:
+        ProcessError: when the strategy fails, or its processes wait for one another.
+
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> report = verify(FedAvgStrategy("sgd", H=2, lr=0.1), Line(), torch.arange(32.0), steps=4)
+    >>> report.passed, [check.name for check in report.checks], report.checks[0].worst("params")
+    (True, ['exact', 'native'], 0.0)
+    """
+    if dtype not in BOUNDS:
+        raise ValueError(f"dtype={dtype} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
+    check_divides(num_processes, num_nodes)
+    strategy.check(num_nodes, steps)
+    per_process = num_nodes // num_processes
+    [checks, *_] = launch.run(
+        _verify_in_process,
+        num_processes,
+        (strategy, model, dataset, num_nodes, steps, dtype, batch_size, seed, engine),
+        labels=lambda rank: f"nodes {rank * per_process}-{(rank + 1) * per_process - 1}",
+        timeout_s=timeout_s,
+    )
+    return Report(repr(strategy), num_nodes, num_processes, dtype, tuple(checks))
+
+
+def _verify_in_process(
+    link: launch.Link,
+    strategy: Strategy,
+    model: nn.Module,
+    dataset: Any,
+    num_nodes: int,
+    steps: int,
+    dtype: torch.dtype,
+    batch_size: int,
+    seed: int,
+    engine: str,
+) -> list[Check]:
+    torch.set_num_threads(1)
+    wire = Wire(watch=launch.watch)
+    model = copy.deepcopy(model).to("cpu", dtype)
+    given = Run(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine)
+    checks = []
+    for name, exact in (("exact", True), ("native", False)):
+        [rows] = compare(given, [wire], exact=exact)
+        checks.append(Check(name, 0.0 if exact else BOUNDS[dtype], rows))
+    if isinstance(strategy, AllReduceStrategy):
+        checks.append(Check("DDP", BOUNDS[dtype], compare_with_ddp(given, wire)))
+    return checks
+
+
+# --------------------------------------------------------------------------------------- in every process alike
+
+
+class Run(NamedTuple):
+    """What is trained in both forms."""
+
+    strategy: Strategy
+    model: nn.Module
+    dataset: Any
+    num_nodes: int
+    steps: int
+    batch_size: int = 4
+    seed: int = 42
+    engine: str = "loop"
+    num_examples: tuple[int, ...] | None = None
+
+    def simulation(self, comm: Collectives, exact: bool) -> tuple[Simulation, Batches]:
+        """The training of the nodes of `comm`, and their batches."""
+        batches = Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=comm.node_ids)
+        chunk_size = 1 if exact and self.engine == "vmap" else None
+        engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
+        # Every process looks at the same batch of node 0, and so comes to the same view of the model.
+        probe = Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=[0])
+        with torch.enable_grad():
+            engine.prepare(self.converted(probe.batch(0)))
+        simulation = Simulation(
+            self.model,
+            self.strategy,
+            comm,
+            engine=engine,
+            max_steps=self.steps,
+            seed=self.seed,
+            num_examples=self.num_examples or self._num_examples(),
+            exact=exact,
+        )
+        return simulation, batches
+
+    def converted(self, batch: Any) -> Any:
+        """A batch in the model's precision."""
+        dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+    def _num_examples(self) -> tuple[int, ...]:
+        return tuple(Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed).shard_sizes)
+
+
+def compare(given: Run, wires: Sequence[Wire], *, exact: bool) -> list[tuple[Difference, ...]]:
+    """Step the stacked form and, in the processes of each wire, the distributed form; the rows for each wire.
+
+    Every process of every wire calls it; this process must belong to all wires that it gives.
+    """
+    stacked = _Form(given, StackedCollectives(given.num_nodes), exact)
+    forms = [_Form(given, _Accounted(given.num_nodes, wire, exact=exact), exact) for wire in wires]
+    found: list[list[Difference]] = [[] for _ in forms]
+    with torch.enable_grad():
+        for step in range(given.steps):
+            stacked.step(step)
+            for form, rows in zip(forms, found):
+                form.step(step)
+                rows.append(_difference(step, stacked, form))
+    results = [_over_processes(rows, wire) for rows, wire in zip(found, wires)]
+    for form in (stacked, *forms):
+        form.simulation.engine.close()
+    return results
+
+
+class _Form:
+    """One of the two forms, as far as it has got."""
+
+    def __init__(self, given: Run, comm: Any, exact: bool) -> None:
+        self.given = given
+        self.comm = comm
+        self.simulation, self.batches = given.simulation(comm, exact)
+        self.state: State = self.simulation.init()
+        self.losses = torch.empty(0)
+
+    def step(self, step: int) -> None:
+        batch = self.given.converted(self.batches.batch(step))
+        self.state, metrics = self.simulation.step(self.state, batch)
+        self.losses = metrics.losses
+
+
+def _difference(step: int, stacked: _Form, form: _Form) -> Difference:
+    """Of this process's nodes; see `Difference`."""
+    a, b, comm = stacked.state, form.state, form.comm
+    parts = {kind: (getattr(a, kind), getattr(b, kind)) for kind in KINDS if kind != "losses"}
+    parts["losses"] = stacked.losses, form.losses
+    gaps = {kind: _gap(x, y, comm) for kind, (x, y) in parts.items()}
+    entries = [[e for e in f.comm.ledger if e.step == step] for f in (stacked, form)]
+    ledger = 0.0 if entries[0] == entries[1] else math.inf
+    ledger += abs(stacked.comm.ledger.total_bytes - comm.ledger.total_bytes)
+    handed = comm.wire.handed_bytes - comm.handed_before - comm.expected_bytes
+    return Difference(step, **gaps, ledger_bytes=ledger, handed_bytes=handed)
+
+
+def _over_processes(rows: list[Difference], wire: Wire) -> tuple[Difference, ...]:
+    """The largest of all processes; excess bytes of one do not make up for missing ones of another."""
+    everyone = wire.all_gather_object([tuple(row) for row in rows])
+    return tuple(
+        Difference(int(values[0][0]), *[max(column, key=abs) for column in list(zip(*values))[1:]])
+        for values in zip(*everyone)
+    )
+
+
+def _gap(a: Any, b: Any, comm: DistributedCollectives) -> float:
+    """The largest difference between a nested tree of all nodes and one of the nodes here."""
+    if isinstance(a, dict):
+        if not isinstance(b, dict) or a.keys() != b.keys():
+            return math.inf
+        return max((_gap(a[key], b[key], comm) for key in a), default=0.0)
+    if a.shape != b.shape and a.dim() > 0 and a.shape[0] == comm.num_nodes:
+        a = a[comm.first : comm.first + comm.num_local]
+    if a.dim() != b.dim() or (a.shape[1:] != b.shape[1:]) or (a.shape != b.shape and 1 not in (len(a), len(b))):
+        return math.inf
+    x, y = torch.broadcast_tensors(a.detach().double(), b.detach().double())
+    if x.numel() == 0:
+        return 0.0
+    distance = torch.where(x.isnan() & y.isnan(), 0.0, (x - y).abs()).nan_to_num(nan=math.inf).max()
+    scale = x.nan_to_num().abs().max()
+    return float(distance / scale) if distance > 0 and scale > 0 else float(distance)
+
+
+class _Accounted(DistributedCollectives):
+    """Says, from payloads and partitions alone, how many bytes this process must hand to torch.distributed."""
+
+    def __init__(self, num_nodes: int, wire: Wire, *, exact: bool) -> None:
+        super().__init__(num_nodes, wire, exact=exact)
+        self.expected_bytes = 0
+        self.handed_before = wire.handed_bytes
+
+    def _expect(self, x: Any, times: int, wide: bool = False) -> None:
+        """The payload of what is not the same on every node, so often; with `exact`, that of each node here."""
+        tensors = [x] if isinstance(x, Tensor) else list(x.values())
+        own = {str(i): y for i, y in enumerate(tensors) if wide or not self._same_on_all(y)}
+        if self.wire.num_processes > 1:
+            self.expected_bytes += payload_bytes(own) * (self.num_local if self.exact else times)
+
+    def _islands(self, groups: Groups | None) -> int:
+        """The groups that have members here and elsewhere."""
+        if groups is None:
+            return 1
+        here = [[self._is_here(int(node)) for node in group] for group in groups]
+        return sum(any(members) and not all(members) for members in here)
+
+    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+        self._expect(x, self._islands(groups), wide=weights is not None)
+        return super().mean(x, groups, weights)
+
+    def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
+        self._expect(x, 1, wide=weights is not None or len(participants) < self.num_nodes)
+        return super().server_mean(x, participants, weights)
+
+    def sum(self, x: T, groups: Groups | None = None) -> T:
+        self._expect(x, self._islands(groups))
+        return super().sum(x, groups)
+
+    def all_gather(self, x: T) -> T:
+        self._expect(x, self.num_local)
+        return super().all_gather(x)
+
+    def broadcast(self, x: T, src: int) -> T:
+        self._expect(x, int(self._is_here(src)))
+        return super().broadcast(x, src)
+
+    def permute(self, x: T, source: Sequence[int] | Tensor) -> T:
+        order = torch.as_tensor(source).tolist()
+        self._expect(x, sum(self._is_here(j) and not self._is_here(i) for i, j in enumerate(order)))
+        return super().permute(x, source)
+
+    def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
+        matrix = weights.weights if isinstance(weights, Mixing) else weights
+        takers = {(j, i // self.num_local) for i, j in matrix.nonzero().tolist() if not self._is_here(i)}
+        self._expect(x, sum(self._is_here(j) for j, _ in takers))
+        return super().mix(x, weights, inplace)
+
+
+# ----------------------------------------------------------------------------- against DistributedDataParallel
+
+
+def compare_with_ddp(given: Run, wire: Wire) -> tuple[Difference, ...]:
+    """AllReduce's parameters against those of torch's DistributedDataParallel: same model, data and optimizer.
+
+    A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm, that is the same.
+    """
+    form = _Form(given, DistributedCollectives(given.num_nodes, wire), exact=False)
+    strategy = given.strategy
+    facts = form.simulation.engine.facts
+    ddp = nn.parallel.DistributedDataParallel(
+        copy.deepcopy(given.model),
+        process_group=wire.group,
+        broadcast_buffers=False,
+        find_unused_parameters=facts is not None and bool(facts.unused),
+    )
+    optimizer = strategy.inner_optim.build(ddp.module)
+    base_lr = optimizer.defaults["lr"]
+    rows = []
+    with torch.enable_grad():
+        for step in range(given.steps):
+            form.step(step)
+            lr = float(strategy.lr(Context(form.comm, step, given.steps, given.seed)))
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("given_lr", group["lr"]) * (lr / base_lr)
+            optimizer.zero_grad()
+            batch = given.converted(form.batches.batch(step))
+            ddp(tree.map_leaves(lambda x: x.flatten(0, 1), batch)).backward()
+            if strategy.max_norm is not None:
+                nn.utils.clip_grad_norm_(ddp.module.parameters(), float(strategy.max_norm))
+            optimizer.step()
+            trained = {name: p.detach()[None] for name, p in ddp.module.named_parameters() if p.requires_grad}
+            trained = {name: trained[name] for name in form.state.params}
+            gap = _gap(trained, form.state.params, form.comm)
+            rows.append(Difference(step, gap, 0.0, 0.0, 0.0, 0.0, 0.0, 0))
+    form.simulation.engine.close()
+    return _over_processes(rows, wire)
