@@ -106,3 +106,13 @@ def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> Non
     for i, model in enumerate(loop.models):
         for name, p in model.named_parameters():
             torch.testing.assert_close(bare.state.params[name][i], p.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_rollout(tmp_path: Path) -> None:
+    table, result = run_quick("rollout.py", tmp_path)
+    assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table
+    assert "tiny, segments, T = 10: time / plain" in table
+    assert [row["mode"] for row in result["rows"]] == ["stored", "segments", "forward mode"]
+    for row in result["rows"]:
+        assert 0 < row["forward"] <= row["all"]
+        assert row["plain"] > 0

@@ -189,6 +189,14 @@ def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
         assert settings["width"] % settings["heads"] == 0
 
 
+def test_more_strategies_can_be_compared(text_file: Path, tmp_path: Path) -> None:
+    more = [name for name in cli.MORE_STRATEGIES if name not in cli.STRATEGIES]
+    assert main(tiny(text_file, tmp_path, "--strategies", *more)) == 0
+    sent = {name: float(read_history(tmp_path, name)[-1]["total_bytes"]) for name in more}
+    assert sent["sparta"] < sent["sparta-diloco"] < sent["gossip"]
+    assert 0 < sent["demo"] < sent["gossip"]
+
+
 def test_all_strategies_have_the_same_inner_optimizer():
     args = argparse.Namespace(lr=0.01, steps=100, H=5, outer_lr=0.5, outer_momentum=0.25)
     made = [cli.make_strategy(name, args) for name in cli.STRATEGIES]

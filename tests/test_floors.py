@@ -14,12 +14,12 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    ["tree", "rng", "schedule", "topology", "errors", "folding", "compress"],
+    ["tree", "rng", "schedule", "topology", "errors", "folding", "compress", "held"],
     ["nodes", "ledger", "data", "corpus", "models", "launch"],
     ["collectives", "local", "optim"],
     ["strategy"],
     ["simulate"],
-    ["evaluate", "metrics", "logger", "checkpoint", "sweep", "rollout"],
+    ["evaluate", "metrics", "logger", "checkpoint", "sweep", "rollout", "optimize"],
     ["trainer", "plot"],
     ["cli", "__main__", "verify", "compat"],
 ]

@@ -802,8 +802,8 @@ def test_unknown_name_keyword_and_value():
         OptimSpec("adam", betas=(0.9, torch.tensor([0.5, 1.5])))
     with pytest.raises(ValueError, match="Nesterov"):
         OptimSpec("sgd", nesterov=True)
-    with pytest.raises(ValueError, match=r"lr has shape \[2, 2\]"):
-        OptimSpec("sgd", lr=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"lr has shape \[2, 2, 2\]"):
+        OptimSpec("sgd", lr=torch.ones(2, 2, 2))
     with pytest.raises(TypeError, match="Adam refuses"):
         OptimSpec("adam", betas=torch.tensor([0.9, 0.99]))
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from vecgym import History
-from vecgym.plot import COLOURS, plot_comparison, plot_history, smooth
+from vecgym.optimize import OptimizedSchedule
+from vecgym.plot import COLOURS, plot_comparison, plot_history, plot_schedule, plot_sensitivity, smooth
 
 STEPS = 40
 
@@ -200,3 +202,51 @@ def test_refuses_what_cannot_be_drawn(tmp_path):
         plot_history(History())
     with pytest.raises(ValueError, match="Format 'gibberish' is not supported"):
         plot_history(make_history(), tmp_path / "figure.gibberish")
+
+
+# -------------------------------------------------------------------------------------------------- rollouts
+
+
+def make_schedule(matrices: bool = False) -> OptimizedSchedule:
+    if matrices:
+        schedule, weights, uniform = torch.eye(3), torch.eye(3), torch.full((3, 3), 1 / 3)
+    else:
+        schedule, weights, uniform = (
+            torch.tensor(x) for x in ([1.0, 0, 0, 1], [0.9, 0.2, 0.1, 0.8], [0, 1.0, 0, 1])
+        )  # fmt: skip
+    return OptimizedSchedule(schedule, weights, uniform, 0.5, 0.4, 0.7, 2e6, (0.9, 0.6, 0.4))
+
+
+def test_sensitivity_shows_each_step_and_where_the_run_exchanges() -> None:
+    axes = plot_sensitivity(torch.tensor([-0.5, 0.25, -0.125]), schedule=[0, 1, 1]).axes[0]
+    bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in axes.patches}
+    assert bars == {1: -0.5, 2: 0.25, 3: -0.125}
+    colours = {round(b.get_x() + b.get_width() / 2): to_hex(b.get_facecolor()).upper() for b in axes.patches}
+    assert colours[1] == colours[3] == COLOURS[0] != colours[2]
+    marks = next(line for line in axes.lines if line.get_label() == "exchanges of the run")
+    assert list(np.asarray(marks.get_xdata())) == [2, 3]
+    with pytest.raises(ValueError, match="gradient has 2 steps and schedule 3"):
+        plot_sensitivity([1, 2], schedule=[0, 1, 1])
+    with pytest.raises(ValueError, match=r"gradient has shape \[2, 2\]"):
+        plot_sensitivity(np.ones((2, 2)))
+
+
+def test_an_optimized_schedule_beside_the_uniform_one(tmp_path: Any) -> None:
+    figure = plot_schedule(make_schedule(), tmp_path / "schedule.png")
+    left, right = figure.axes
+    assert [bar.get_height() for bar in left.patches] == pytest.approx([0.9, 0.2, 0.1, 0.8])
+    at = {line.get_label(): list(np.asarray(line.get_xdata())) for line in left.lines}
+    assert at["optimized, rounded"] == [1, 4]
+    assert at["every H"] == [2, 4]
+    heights = {line.get_label(): list(np.asarray(line.get_ydata())) for line in right.lines}
+    assert heights["descent"] == [0.9, 0.6, 0.4]
+    assert set(heights["optimized, rounded"]) == {0.5}
+    assert set(heights["every H"]) == {0.7}
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
+
+
+def test_optimized_matrices_beside_those_of_the_start() -> None:
+    found, start, right = plot_schedule(make_schedule(matrices=True)).axes[:3]
+    assert np.array_equal(np.asarray(found.images[0].get_array()), np.eye(3))
+    assert np.allclose(np.asarray(start.images[0].get_array()), 1 / 3)
+    assert right.get_ylabel() == "loss"

@@ -2,6 +2,7 @@
 
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
+Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
 Logging:     CSVLogger, Logger
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
@@ -13,6 +14,8 @@ from vecgym.logger import CSVLogger, Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
+from vecgym.optimize import OptimizedSchedule, optimize_schedule
+from vecgym.rollout import Outcome, rollout, rollout_jvp
 from vecgym.trainer import LocalTrainer, Trainer
 from vecgym.verify import verify
 
@@ -27,8 +30,13 @@ __all__ = [
     "Logger",
     "Nodes",
     "OptimSpec",
+    "OptimizedSchedule",
+    "Outcome",
     "ProcessError",
     "Trainer",
     "VecgymWarning",
+    "optimize_schedule",
+    "rollout",
+    "rollout_jvp",
     "verify",
 ]

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from vecgym.metrics import History
     from vecgym.strategy import Strategy
 
-STRATEGIES = ("allreduce", "fedavg", "diloco")
+STRATEGIES = ("allreduce", "fedavg", "diloco")  # what `vecgym compare` compares
+MORE_STRATEGIES = (*STRATEGIES, "sparta", "sparta-diloco", "gossip", "demo")  # what it can
 ENGINES = ("auto", "vmap", "loop", "fastest")  # those of vecgym.local, which would import torch
 
 # What `vecgym compare` takes for the options that are not given, and what it takes with --quick.
@@ -106,8 +107,8 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (Python's standard library)")
     parser.add_argument(
-        "--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, metavar="NAME",
-        help=f"what to compare: {', '.join(STRATEGIES)} (all)",
+        "--strategies", nargs="+", choices=MORE_STRATEGIES, default=STRATEGIES, metavar="NAME",
+        help=f"what to compare: any of {', '.join(MORE_STRATEGIES)} (the first {len(STRATEGIES)})",
     )  # fmt: skip
     parser.add_argument("--num-nodes", type=_count, default=8, metavar="N", help="K (8)")
     add("--steps", _count, "optimizer steps of every node")
@@ -173,10 +174,22 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
-    """One of `STRATEGIES`, all with the same inner optimizer: AdamW, a warm-up, then a cosine down to a tenth."""
+    """One of `MORE_STRATEGIES`, all with the same inner optimizer: AdamW, a warm-up, then a cosine down to a tenth.
+
+    Only DeMo has none: its steps are signs, and a sixth of AdamW's learning rate suits them.
+    """
     import torch
 
-    from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
+    from vecgym.strategy import (
+        AllReduceStrategy,
+        DeMoStrategy,
+        DiLoCoStrategy,
+        FedAvgStrategy,
+        GossipStrategy,
+        OptimSpec,
+        SPARTADiLoCoStrategy,
+        SPARTAStrategy,
+    )
 
     adamw = OptimSpec(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.99))  # a short memory for a short run
     inner: dict[str, Any] = {"warmup_steps": args.steps // 20, "cosine_anneal": True, "max_norm": 1.0}
@@ -184,10 +197,18 @@ def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
         return AllReduceStrategy(adamw, **inner)
     if name == "fedavg":
         return FedAvgStrategy(adamw, H=args.H, **inner)
+    outer = OptimSpec(torch.optim.SGD, lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True)
     if name == "diloco":
-        outer = OptimSpec(torch.optim.SGD, lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True)
         return DiLoCoStrategy(adamw, outer, H=args.H, **inner)
-    raise ValueError(f"strategy {name!r} is not known; allowed: {', '.join(STRATEGIES)}.")
+    if name == "sparta":
+        return SPARTAStrategy(0.005, adamw, **inner)
+    if name == "sparta-diloco":
+        return SPARTADiLoCoStrategy(0.005, 1, args.H, adamw, outer, **inner)
+    if name == "gossip":
+        return GossipStrategy("ring", 1, adamw, **inner)
+    if name == "demo":
+        return DeMoStrategy(lr=args.lr / 6, **inner)
+    raise ValueError(f"strategy {name!r} is not known; allowed: {', '.join(MORE_STRATEGIES)}.")
 
 
 def _data(args: argparse.Namespace) -> tuple[TokenWindows, TokenWindows, int]:
@@ -350,7 +371,7 @@ def _info(args: argparse.Namespace) -> int:
         "devices": ", ".join(devices),
         "threads": f"{torch.get_num_threads()} of torch on the CPU",
         "engines": ", ".join(ENGINES),
-        "strategies": ", ".join(STRATEGIES),
+        "strategies": ", ".join(MORE_STRATEGIES),
     }
     print("\n".join(f"{name:<12}{value}" for name, value in facts.items()))
     return 0

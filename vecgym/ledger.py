@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+
+from torch import Tensor
 
 
 class Entry(NamedTuple):
@@ -45,7 +48,8 @@ class Ledger:
         self._kind_of_entry = array("i")
         self._step_of_entry = array("q")
         self._step = 0
-        self.step_bytes = 0.0
+        self._weight: float | Tensor = 1.0
+        self.step_bytes: float | Tensor = 0.0
         self.total_bytes = 0.0
 
     def begin_step(self, step: int) -> None:
@@ -55,11 +59,32 @@ class Ledger:
 
     def record(self, operation: str, payload_bytes: int, sent_bytes: float, participants: int) -> None:
         """Add one collective to the present step."""
+        weighted = sent_bytes * self._weight
+        sent_bytes = weighted.detach().item() if isinstance(weighted, Tensor) else weighted
         kind = self._kinds.setdefault((operation, payload_bytes, sent_bytes, participants), len(self._kinds))
         self._kind_of_entry.append(kind)
         self._step_of_entry.append(self._step)
-        self.step_bytes += sent_bytes
+        self.step_bytes = self.step_bytes + weighted
         self.total_bytes += sent_bytes
+
+    @contextmanager
+    def weighted(self, weight: float | Tensor) -> Iterator[None]:
+        """Count what is sent meanwhile `weight` times.
+
+        With a tensor, `step_bytes` is one too, and can be differentiated by it.
+
+        >>> ledger = Ledger()
+        >>> with ledger.weighted(0.25):
+        ...     ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.total_bytes
+        150.0
+        """
+        before = self._weight
+        self._weight = before * weight
+        try:
+            yield
+        finally:
+            self._weight = before
 
     def __len__(self) -> int:
         return len(self._step_of_entry)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from vecgym.errors import VecgymWarning
 from vecgym.folding import Folding, Observer, TwiceDifferentiable
 from vecgym.tree import Tree
 
+T = TypeVar("T")
 ENGINES = ("auto", "vmap", "loop", "fastest")
 
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
@@ -179,7 +180,8 @@ class Engine:
         """
         num_nodes = next(iter(tree.leaves(batch))).shape[0]
         engine, chunk_size, node_threads = self.settings
-        self.facts = self._examine(tree.map_leaves(lambda x: x[0], batch), want_vmap=engine != "loop")
+        of_one = tree.map_leaves(lambda x: _plain(x)[0], batch)
+        self.facts = _outside_transforms(lambda: self._examine(of_one, want_vmap=engine != "loop"))
         if agree is not None:
             self.facts = agree(self.facts)
         for name in self.facts.unused:
@@ -335,7 +337,7 @@ class Engine:
         num_nodes = len(keys.node_ids)
         if differentiable:
             with sdpa_kernel(SDPBackend.MATH), _seeded(keys.of(0), self.device, self._random):
-                return self._pure(tree.map(lambda p: p.expand(num_nodes, *p.shape[1:]), params), buffers, batch)
+                return self._pure(tree.map(lambda p: p.expand(num_nodes, *p.shape[1:]), params), buffers, batch, keys)
         chunks = self._chunks(num_nodes, 1 if mean else self.plan.node_threads)
         if mean:
             return self._mean_pass(params, buffers, batch, keys, chunks)
@@ -484,8 +486,8 @@ class Engine:
         here = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}
         return loss.detach(), here
 
-    def _pure(self, params: Tree, buffers: Tree, batch: Any) -> Local:
-        """The same as `_vmap_chunk`, through transforms that can themselves be differentiated."""
+    def _pure(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys) -> Local:
+        """The same as `_vmap_chunk` or `_loop_chunk`, through transforms that can themselves be differentiated."""
         dims = {name: 0 if self._is_mutated(name) else None for name in buffers}
         given = {name: b.clone() if dims[name] == 0 else b[0] for name, b in buffers.items()}
 
@@ -493,13 +495,36 @@ class Engine:
             loss, after = self._train[0].call({**p, **self.frozen}, b, rows)
             return loss, {name: after[name] for name in after if dims.get(name) == 0}
 
-        with TwiceDifferentiable(), self._casting():
-            grads, (losses, after) = vmap(
-                grad_and_value(loss_of_one, has_aux=True), in_dims=(0, dims, 0), randomness="different"
-            )(params, given, batch)
-        return Local(grads, losses, {**buffers, **after})
+        of_one = grad_and_value(loss_of_one, has_aux=True)
+        with TwiceDifferentiable(), self._casting(), _explaining_derivatives():
+            if self.plan.engine == "vmap":
+                grads, (losses, after) = vmap(of_one, in_dims=(0, dims, 0), randomness="different")(
+                    params, given, batch
+                )
+                return Local(grads, losses, {**buffers, **after})
+            found = []
+            for i in range(len(keys.node_ids)):
+                own = {name: b[i] if dims[name] == 0 else b for name, b in given.items()}
+                with _seeded(keys.of(i), self.device, self._random):
+                    found.append(of_one(tree.map(lambda p: p[i], params), own, tree.map_leaves(lambda x: x[i], batch)))  # noqa: B023
+        each_grads, values = zip(*found)
+        each_loss, each_after = zip(*values)
+        return Local(_stacked(each_grads), torch.stack(each_loss), {**buffers, **_stacked(each_after)})
 
     # ------------------------------------------------------------------------------------------ evaluation
+
+    def loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
+        """The loss of one model in eval mode, differentiable in everything as often as wanted: a scalar.
+
+        Args:
+            params, buffers: of one model, `[*]`.
+            batch: an ordinary one.
+        """
+        with (
+            TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), _plain_attention(), self._casting(),
+            _seeded(rng.key(0, "evaluation", 0), self.device, self._random),
+        ):  # fmt: skip
+            return self._eval.call({**params, **self.frozen}, _clones(buffers), batch)[0]
 
     @torch.no_grad()
     def losses(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tensor:
@@ -649,6 +674,19 @@ def _explaining() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _explaining_derivatives() -> Iterator[None]:
+    """Say what to do where a model's gradient has no derivative."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"the gradient of this model cannot be differentiated: {_cause(error)}.\nNo derivatives exist through "
+            "activation checkpointing, .item(), or an operation with a backward pass of its own: leave them out of the "
+            'model. What branches on values needs engine="loop".'
+        ) from error
+
+
+@contextlib.contextmanager
 def _plain_attention() -> Iterator[None]:
     """Keep `nn.MultiheadAttention` from a fast form for evaluation that vmap runs node by node."""
     before = torch.backends.mha.get_fastpath_enabled()
@@ -712,6 +750,25 @@ def _seeded(seed: int, device: torch.device, active: bool) -> Iterator[None]:
         if device.type != "cpu":
             getattr(torch, device.type).manual_seed(seed)
         yield
+
+
+def _outside_transforms(fn: Callable[[], T]) -> T:
+    """Call `fn` as if no transform of `torch.func` were around it: they hold for the thread that entered them."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return fn()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The values alone, without what a transform or a graph adds to them."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.detach()
+
+
+def _stacked(trees: Sequence[Tree]) -> Tree:
+    return {name: torch.stack([each[name] for each in trees]) for name in trees[0]}
 
 
 def _device_rng_state(device: torch.device) -> Tensor:

@@ -45,12 +45,17 @@ def consensus_distance(params: Tree) -> Tensor:
     >>> consensus_distance({"w": torch.tensor([[1.0, 0.0], [-1.0, 0.0]])})
     tensor(1.)
     """
+    return squared_consensus_distance(params).sqrt()
+
+
+def squared_consensus_distance(params: Tree) -> Tensor:
+    """The mean over the nodes of each node's squared distance to the average: mean_i |theta_i - mean|^2."""
     # Seen from node 0, equal nodes are at exactly 0, and so is the distance.
     seen = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
     squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in seen]
     if not squares:
         return torch.zeros(())
-    return torch.stack(squares).sum().sqrt()
+    return torch.stack(squares).sum()
 
 
 def correlation(params: Tree, num_nodes: int) -> float:

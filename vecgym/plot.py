@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.transforms import Transform
+from torch import Tensor
 
 from vecgym.metrics import History
+from vecgym.optimize import OptimizedSchedule
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -129,6 +133,80 @@ def plot_history(
     return _done(figure, None, path)
 
 
+def plot_sensitivity(
+    gradient: Tensor | np.ndarray | Sequence[float],
+    schedule: Tensor | np.ndarray | Sequence[float] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+) -> Figure:
+    """How much the final loss changes with each step's exchange: d loss / d a_t of a rollout, as bars.
+
+    Below 0: to exchange there, or more there, lowers the loss.
+
+    Args:
+        gradient: of the loss by `sync_weight`, `[T]`.
+        schedule: `sync_weight` itself, `[T]`; steps that exchange (a_t > 0) are marked under the bars.
+        path, title: as for `plot_comparison`.
+
+    Raises:
+        ValueError: for what is not `[T]`, or two lengths.
+
+    >>> plot_sensitivity([-0.5, 0.1, -0.2], schedule=[0, 0, 1]).axes[0].get_ylabel()
+    'd final loss / d weight of the exchange'
+    """
+    slope = _vector("gradient", gradient)
+    figure = NotebookFigure(figsize=(9, 3.8), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    steps = np.arange(1, len(slope) + 1)
+    helps = slope < 0
+    for there, colour, label in ((helps, COLOURS[0], "more lowers the loss"), (~helps, COLOURS[1], "more raises it")):
+        if there.any():
+            axes.bar(steps[there], slope[there], width=0.85, color=colour, label=label)
+    axes.axhline(0, color="0.3", linewidth=0.8)
+    if schedule is not None:
+        weights = _vector("schedule", schedule)
+        if len(weights) != len(slope):
+            raise ValueError(f"gradient has {len(slope)} steps and schedule {len(weights)}: give those of one run.")
+        _draw_exchanges(axes, weights, 0.03, "0.2", "exchanges of the run", axes.get_xaxis_transform())
+    _finish(axes, title or "where an exchange matters", "optimizer steps", "d final loss / d weight of the exchange")
+    axes.legend(frameon=False)
+    return _done(figure, None, path)
+
+
+def plot_schedule(
+    found: OptimizedSchedule, path: str | os.PathLike[str] | None = None, *, title: str | None = None
+) -> Figure:
+    """An optimized schedule beside the uniform one (or mixing matrices beside those of the start), and the descent.
+
+    Left: the relaxed weights as bars, and under them when each schedule exchanges. Right: the loss of each step of the
+    descent, with that of the schedule that came out and of the one that sends the same without being optimized.
+
+    Args:
+        found: what `optimize_schedule` returned.
+        path, title: as for `plot_comparison`. Without a title: the bytes.
+    """
+    figure = NotebookFigure(figsize=(11, 4.2), dpi=120, layout="constrained")
+    if found.schedule.ndim == 1:
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        _draw_times(left, found)
+        names = "optimized, rounded", "every H"
+    else:
+        *panels, right = figure.subplots(1, 3)
+        names = "optimized", "start"
+        for axes, name, matrices in zip(panels, names, (found.schedule, found.uniform)):
+            _draw_matrix(axes, name, matrices)
+    right.plot(
+        range(1, len(found.losses) + 1), found.losses, color=COLOURS[2], marker="o", markersize=4, label="descent"
+    )
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.axhline(found.loss, color=COLOURS[0], label=names[0])
+    right.axhline(found.uniform_loss, color=COLOURS[1], linestyle="--", label=names[1])
+    _finish(right, "final loss at equal bytes", "accepted steps of the descent", "loss")
+    right.legend(frameon=False)
+    return _done(figure, title or f"{EngFormatter(unit='B')(found.total_bytes)} sent per node", path)
+
+
 def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
     """The mean of the `window` entries around each entry along dimension 0, over those that are finite.
 
@@ -186,6 +264,44 @@ def _draw_silent(axes: Axes, name: str, history: History, colour: str) -> None:
         f"{name}: sends nothing", (0.02, last), (0, 3), xycoords=("axes fraction", "data"),
         textcoords="offset points", color=colour, fontsize=9,
     )  # fmt: skip
+
+
+def _draw_times(axes: Axes, found: OptimizedSchedule) -> None:
+    weights = _vector("weights", found.weights)
+    axes.bar(
+        np.arange(1, len(weights) + 1), weights, width=0.85, color=COLOURS[2], alpha=LIGHT, label="relaxed weights"
+    )
+    _draw_exchanges(axes, _vector("schedule", found.schedule), -0.06, COLOURS[0], "optimized, rounded")
+    _draw_exchanges(axes, _vector("uniform", found.uniform), -0.14, COLOURS[1], "every H")
+    axes.set_ylim(-0.2, 1.05)
+    _finish(axes, "when to exchange", "optimizer steps", "weight of the exchange")
+    axes.legend(frameon=False, loc="upper left")
+
+
+def _draw_exchanges(
+    axes: Axes, weights: np.ndarray, y: float, colour: str, label: str, transform: Transform | None = None
+) -> None:
+    """A mark for each step that exchanges."""
+    at = np.flatnonzero(weights > 0) + 1
+    style = {"markersize": 9, "markeredgewidth": 1.8, "color": colour, "label": label}
+    axes.plot(at, np.full(len(at), y), "|", transform=transform or axes.transData, **style)  # type: ignore[arg-type]
+
+
+def _draw_matrix(axes: Axes, name: str, matrices: Tensor) -> None:
+    """One matrix, or the mean of several."""
+    several = matrices.ndim == 3
+    values = matrices.detach().double().cpu().numpy()
+    image = axes.imshow(values.mean(0) if several else values, vmin=0, vmax=1, cmap="viridis")
+    _finish(axes, f"{name}, mean of {len(values)}" if several else name, "from node", "to node")
+    axes.grid(False)
+    axes.figure.colorbar(image, ax=axes, shrink=0.7)
+
+
+def _vector(name: str, values: Any) -> np.ndarray:
+    found = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
+    if found.ndim != 1 or len(found) == 0:
+        raise ValueError(f"{name} has shape {list(found.shape)}; one number for each step, [T], is needed.")
+    return found
 
 
 def _legend(axes: Axes, names: list[str]) -> None:

@@ -493,7 +493,7 @@ class _Recorder:
             "examples": self._examples,
             "train_loss": mean,
             "train_losses": losses,
-            "lr": float(metrics.lr),
+            "lr": float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean()),  # where nodes differ: their mean
             "bytes": self.ledger.step_bytes,
             "total_bytes": self.ledger.total_bytes,
             "seconds": now - self._start,

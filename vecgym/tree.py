@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Tree = dict[str, Tensor]
 
@@ -58,6 +60,22 @@ def map_leaves(fn: Callable[[Tensor], Tensor], tree):
     if isinstance(tree, (list, tuple)):
         return type(tree)([map_leaves(fn, value) for value in tree])
     return tree
+
+
+def differentiated(x: object) -> bool:
+    """Whether derivatives by `x` may be taken: it requires grad, or is inside a transform of `torch.func`.
+
+    It does not depend on whether gradients are being recorded just now.
+
+    >>> import torch
+    >>> differentiated(torch.ones(1)), differentiated(torch.ones(1, requires_grad=True)), differentiated(1.0)
+    (False, True, False)
+    """
+    if not isinstance(x, Tensor):
+        return False
+    if x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def num_bytes(tree: object) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vecgym.errors import VecgymWarning
 from vecgym.optim.formulas import ELEMENTWISE, NUMBER, OPTIONAL
-from vecgym.tree import Tree, per_node
+from vecgym.tree import Tree, differentiated, per_node
 
 if TYPE_CHECKING:
     from vecgym.optim.spec import OptimSpec
@@ -154,7 +154,7 @@ class _Group:
     def numbers(self, lr: float | Tensor | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
         """The hyperparameters that are one number, and those that are a list of L."""
         for key, value in [*self.tensors.items(), ("lr", lr), ("lr", self.base_lr)]:
-            if isinstance(value, Tensor) and value.requires_grad:
+            if differentiated(value):
                 raise ValueError(
                     f"{key} requires grad, and an update in place cannot be differentiated: use inplace=False"
                 )
@@ -164,6 +164,8 @@ class _Group:
                 numbers[key] = value
             elif value.numel() == 1:
                 numbers[key] = value.item()
+            elif value.dim() > 1:
+                _scalar(value)
             else:
                 columns[key] = value.tolist()
         return numbers, columns
@@ -171,7 +173,8 @@ class _Group:
     def step_pure(self, params: Tree, grads: Tree, state: OptState, lr: Any) -> tuple[Tree, dict[str, Tree]]:
         """One step of the pure body: the group's new parameters and slots."""
         t = state["step"] + 1
-        t = int(t) if t.numel() == 1 else t.double()  # [L] where nodes differ
+        # [L] where nodes differ; a number that is not whole where steps were taken in part
+        t = int(t) if t.numel() == 1 and not t.is_floating_point() else t.double()
         h = self.hyper(lr)
         counts = [x.numel() for x in (t, *vars(h).values()) if isinstance(x, Tensor)]
         new: Tree = {}
@@ -263,7 +266,7 @@ def _has_fused(name: str, device: str, dtype: torch.dtype) -> bool:
 
 def _used(option: Any) -> bool:
     if isinstance(option, Tensor):
-        return option.requires_grad or bool((option != 0).any())
+        return differentiated(option) or bool((option != 0).any())
     return bool(option)
 
 
@@ -271,6 +274,10 @@ def _scalar(value: Any) -> Any:
     """Hyperparameters meet one another in float64 on the CPU, as Python's numbers do."""
     if not isinstance(value, Tensor):
         return value
+    if value.dim() > 1:
+        raise ValueError(
+            f"a setting of shape {list(value.shape)} has one value per step: take those of a step, spec.at(t)"
+        )
     return (value.reshape(()) if value.numel() == 1 else value).cpu().double()
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import ELEMENTWISE
 from vecgym.optim.per_node import PerNodeRule
-from vecgym.tree import Tree
+from vecgym.tree import Tree, leaves, map_leaves
 
 ParamGroups = Callable[[str, Tensor], dict[str, Any]]
 
@@ -30,9 +30,10 @@ class OptimSpec:
 
     `optim`: a `torch.optim.Optimizer` class or one of the names `adam adamw sgd rmsprop adagrad nadam radam
     adamax adadelta rprop` (`adafactor` and `muon` where torch has them).
-    `kwargs`: what the class takes; a number may be a tensor, `[]` or `[N]` (one per node), which may require
-    grad. `param_groups(name, p)`: the hyperparameters that parameter `p` (of one node: `p.dim()` is the
-    model's) does not share; a learning rate given there keeps its ratio to the spec's under a schedule.
+    `kwargs`: what the class takes; a number may be a tensor, `[]`, `[N]` (one per node), `[T, 1]` (one per step) or
+    `[T, N]`, which may require grad. `param_groups(name, p)`: the hyperparameters that parameter `p` (of one node:
+    `p.dim()` is the model's) does not share, none of them one per step; a learning rate given there keeps its ratio to
+    the spec's under a schedule.
 
     Errors: ValueError for an unknown name or a value that the class refuses; TypeError for an unknown keyword
     or a class that is no optimizer.
@@ -130,6 +131,29 @@ class OptimSpec:
                     " which is 0: give the spec a positive lr"
                 )
             yield spec, [name for name, _ in members], self.lr if "lr" in options else None
+
+    def at(self, step: int) -> OptimSpec:
+        """The spec of one step, counted from 0: row `step` of what is `[T, 1]` or `[T, N]`; itself if nothing is.
+
+        >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]), momentum=0.9).at(1)
+        OptimSpec(SGD, lr=tensor(0.0100), momentum=0.9)
+        """
+        if not self._per_step():
+            return self
+        return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
+
+    def check_steps(self, num_nodes: int, num_steps: int, whose: str) -> None:
+        """Raise a ValueError unless what is `[T, N]` has T = `num_steps` rows, for one node or all."""
+        for key, value in self.kwargs.items():
+            for x in leaves(value):
+                if x.dim() == 2 and (len(x) != num_steps or (x.shape[1] > 1 and x.shape[1] % num_nodes != 0)):
+                    raise ValueError(
+                        f"{key} of the {whose} has shape {list(x.shape)}; one value for each of its {num_steps} steps "
+                        f"is [{num_steps}, 1], and for each node too [{num_steps}, {num_nodes}]."
+                    )
+
+    def _per_step(self) -> bool:
+        return any(x.dim() == 2 for x in leaves(self.kwargs))
 
     def rule(self) -> Rule:
         """The update on stacked tensors: elementwise where exact, else one torch optimizer per node."""
@@ -231,9 +255,20 @@ def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
         return tuple(_extreme(key, v, pick) for v in value)
     if not isinstance(value, Tensor):
         return value
-    if value.dim() > 1 or value.numel() == 0:
-        raise ValueError(f"{key} has shape {list(value.shape)}; a number, [] or [N] (one per node) is allowed")
+    if value.dim() > 2 or value.numel() == 0:
+        raise ValueError(
+            f"{key} has shape {list(value.shape)}; a number, [], [N] (one per node), [T, 1] (one per step) or [T, N] is"
+            " allowed"
+        )
+    if value.device.type == "meta":
+        raise ValueError(f"{key} is on the device meta, where tensors have no values: create it on the CPU")
     return pick(value.detach()).item()
+
+
+def _at(value: Tensor, step: int) -> Tensor:
+    if value.dim() < 2:
+        return value
+    return value[step].reshape(()) if value.shape[1] == 1 else value[step]
 
 
 def _number(key: str, value: Any, node: int | None) -> Any:
@@ -243,6 +278,8 @@ def _number(key: str, value: Any, node: int | None) -> Any:
         return value
     if value.numel() == 1:
         return value.item()
+    if value.dim() == 2:
+        raise ValueError(f"{key} has one value per step, and a torch optimizer takes one: build spec.at(step)")
     if node is None:
         raise ValueError(
             f"{key} has {value.numel()} values, one per node, and a torch optimizer takes one: say whose,"

@@ -11,6 +11,7 @@ from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, Proxim
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy
 from vecgym.strategy.per_rank import all_gather, all_reduce, broadcast
+from vecgym.strategy.relaxed import SyncWeight
 from vecgym.strategy.sparta import (
     PartitionedSelector,
     RandomSelector,
@@ -50,6 +51,7 @@ __all__ = [
     "SimpleReduceStrategy",
     "SparseCommunicator",
     "Strategy",
+    "SyncWeight",
     "TopKSparseCommunicator",
     "all_gather",
     "all_reduce",

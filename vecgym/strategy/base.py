@@ -96,7 +96,8 @@ class CommunicationModule:
         return params, state
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        unset = {name for name in ("sync_weight",) if getattr(self, name, None) is None}
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -150,6 +151,7 @@ class Strategy:
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
+        self.inner_optim.check_steps(num_nodes, max_steps, "inner optimizer")
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 
@@ -183,15 +185,16 @@ class Strategy:
     def lr(self, ctx: Context) -> float | Tensor:
         """The inner learning rate of this step."""
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
-        return self.inner_optim.lr * schedule(ctx.step)
+        return self.inner_optim.at(ctx.step).lr * schedule(ctx.step)
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Clip, then the inner optimizer's step."""
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
-        rule = self._rule
-        if ctx.rows is not None and any(x.numel() > 1 for x in leaves(self.inner_optim.kwargs)):
-            rule = self.inner_optim.replace(**map_leaves(ctx.own, self.inner_optim.kwargs)).rule()
+        spec = self.inner_optim.at(ctx.step)
+        if ctx.rows is not None and any(x.numel() > 1 for x in leaves(spec.kwargs)):
+            spec = spec.replace(**map_leaves(ctx.own, spec.kwargs))
+        rule = self._rule if spec is self.inner_optim else spec.rule()
         return rule.update(params, grads, state, lr=ctx.own(self.lr(ctx)), inplace=ctx.inplace)
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:

@@ -139,7 +139,7 @@ def quantised(values: Tree, bits: int, ctx: Context, *, stochastic: bool = False
     """
     codec = Quantise(check_bits("bits", bits), stochastic)
     with torch.no_grad():
-        mean, _ = _gathered_mean(values, codec, ctx, _draws("quantised", ctx), None, own=False)
+        mean, _ = _gathered_mean(_constant(values), codec, ctx, _draws("quantised", ctx), None, own=False)
     return mean if ctx.inplace else _straight_through(mean, _unrecorded(ctx.comm).mean(values))
 
 
@@ -209,7 +209,7 @@ class TopKSparseCommunicator(CommunicationModule):
             return ctx.comm.all_gather(values)
         codec = Quantise(self.quantization_bits)
         with torch.no_grad():
-            codes = {name: codec.encode(x) for name, x in values.items()}
+            codes = {name: codec.encode(x) for name, x in _constant(values).items()}
             received = _all_gather(codes, codec, ctx.comm)
             read = {name: _decode_all(code, codec, values[name]) for name, code in received.items()}
         return read if ctx.inplace else _straight_through(read, _unrecorded(ctx.comm).all_gather(values))
@@ -228,6 +228,12 @@ class _Compressed(CommunicationModule):
         self.codec = codec
         self.error_feedback = error_feedback
         self.reference = reference
+        weight = getattr(module, "sync_weight", None)
+        if weight is not None and not weight.binary:
+            raise ValueError(
+                f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
+                "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
+            )
         if reference:
             self._check_phases()
         if reference is not False:
@@ -296,9 +302,10 @@ class _Compressed(CommunicationModule):
         groups: Groups | None,
         weights: Sequence[float] | None,
     ) -> tuple[Tree, State]:
-        r, e = state.get("reference"), state.get("residual")
+        r, e = (_constant(state[name]) if name in state else None for name in ("reference", "residual"))
         with torch.no_grad():
-            d = x if r is None else {name: y - r[name] for name, y in x.items()}
+            x_now = _constant(x)
+            d = x_now if r is None else {name: y - r[name] for name, y in x_now.items()}
             p = d if e is None else {name: _plus(e[name], y, ctx.inplace) for name, y in d.items()}
             average, sent, codec_state = self._average(p, state.get("codec", {}), phase, ctx, groups, weights)
             if groups is not None:
@@ -447,6 +454,11 @@ def _where(chosen: Tensor, new: Tree, old: Tree) -> Tree:
     return {
         name: torch.where(chosen.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, old[name]) for name, x in new.items()
     }
+
+
+def _constant(values: Tree) -> Tree:
+    """The values without derivatives: `no_grad` alone stops those of reverse mode only."""
+    return tree.map(Tensor.detach, values)
 
 
 def _straight_through(values: Tree, smooth: Tree) -> Tree:

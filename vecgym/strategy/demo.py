@@ -56,9 +56,12 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
     """
 
     def __init__(
-        self, compression_decay: float = 0.999, compression_topk: int = 32, compression_chunk: int = 64
+        self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
     ) -> None:
-        number = isinstance(compression_decay, (int, float)) and not isinstance(compression_decay, bool)
+        number = isinstance(compression_decay, (int, float)) or (
+            isinstance(compression_decay, Tensor) and compression_decay.dim() == 0
+        )
+        number = number and not isinstance(compression_decay, bool)
         if not number or not 0 <= compression_decay < 1:
             raise ValueError(
                 f"compression_decay={compression_decay!r} must be in [0, 1): what is kept of the momentum at each "
@@ -115,8 +118,9 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         strips = g.reshape(num_strips, strip.height, strip.columns * strip.width)
         length = cut.rows if exact else max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
         sent: list[tuple[Tensor, Tensor]] = []
+        decay = torch.as_tensor(self.compression_decay, dtype=torch.float64).item()
         for momentum, block in zip(momenta.split(length), strips.split(length)):
-            accumulate_dct_(momentum, block, strip, self.compression_decay)
+            accumulate_dct_(momentum, block, strip, decay)
             indices = strongest(momentum, self.compression_topk)
             sent.append((indices, momentum.gather(-1, indices)))
             momentum.scatter_(-1, indices, 0.0)
@@ -174,7 +178,7 @@ class DeMoStrategy(Strategy):
 
     def __init__(
         self,
-        compression_decay: float = 0.999,
+        compression_decay: float | Tensor = 0.999,
         compression_topk: int = 32,
         compression_chunk: int = 64,
         weight_decay: float | Tensor = 0.0,
@@ -205,7 +209,9 @@ class DeMoStrategy(Strategy):
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """SGD on the signs; the gradients were clipped before the exchange."""
-        return self._rule.update(params, grads, state, lr=self.lr(ctx), inplace=ctx.inplace)
+        spec = self.inner_optim.at(ctx.step)
+        rule = self._rule if spec is self.inner_optim else spec.rule()
+        return rule.update(params, grads, state, lr=self.lr(ctx), inplace=ctx.inplace)
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from vecgym.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.compression import with_compression
 from vecgym.strategy.fedavg import warn_if_never
+from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
 from vecgym.tree import Tree
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
+DEFAULT_H = 100
 
 
 class DiLoCoCommunicator(CommunicationModule):
@@ -31,29 +34,42 @@ class DiLoCoCommunicator(CommunicationModule):
             `OptimSpec` is taken as it is; so is any other optimizer.
         H: inner steps between two outer steps.
         outer_lr: the outer learning rate.
+        sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
     """
 
     def __init__(
         self,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = 100,
+        H: int = DEFAULT_H,
         outer_lr: float | Tensor | None = None,
+        sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
     ) -> None:
         self.outer_optim = _outer_spec(outer_optim, outer_lr)
         self.H = check_interval("H", H)
+        self.sync_weight = make_sync_weight(sync_weight, self.H, DEFAULT_H)
+        if self.sync_weight is not None:
+            self.H = 1
         self._rule = self.outer_optim.rule()
 
     def check(self, num_nodes: int, max_steps: int) -> None:
+        self.outer_optim.check_steps(num_nodes, max_steps // self.H, "outer optimizer")
+        if self.sync_weight is not None:
+            self.sync_weight.check(max_steps)
         warn_if_never(self.H, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"params": params, "optimizer": self._rule.init(params)}
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % self.H != 0:
-            return params, state
+        if self.sync_weight is not None:
+            return self.sync_weight.exchange(self._outer_step, params, state, ctx)
+        return self._outer_step(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
+
+    def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params))  # [1, *]
-        outer, optimizer = self._rule.update(state["params"], delta, state["optimizer"], inplace=ctx.inplace)
+        spec = self.outer_optim.at(ctx.step // self.H)
+        rule = self._rule if spec is self.outer_optim else spec.rule()
+        outer, optimizer = rule.update(state["params"], delta, state["optimizer"], inplace=ctx.inplace)
         return outer, {"params": outer, "optimizer": optimizer}
 
 
@@ -71,6 +87,7 @@ class DiLoCoStrategy(Strategy):
         inner_optim: the local optimizer, AdamW when not given.
         outer_optim: SGD(lr=0.7, momentum=0.9, nesterov=True) when not given, or given as "sgd".
         H: inner steps per round; the outer step follows every H-th optimizer step.
+        sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
         compression: how each node sends its movement theta_outer - theta_i: "topk", "randomk", "int8", "int4", "sign",
@@ -90,8 +107,9 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = 100,
+        H: int = DEFAULT_H,
         *,
+        sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         lr: float | Tensor | None = None,
         inner_lr: float | Tensor | None = None,
         outer_lr: float | Tensor | None = None,
@@ -105,7 +123,9 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
             raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
         super().__init__(
             inner_optim,
-            communication_modules=[with_compression(DiLoCoCommunicator(outer_optim, H, outer_lr), compression)],
+            communication_modules=[
+                with_compression(DiLoCoCommunicator(outer_optim, H, outer_lr, sync_weight), compression)
+            ],
             lr=inner_lr if lr is None else lr,
             max_norm=max_norm,
             lr_scheduler=lr_scheduler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vecgym.optim import OptimSpec
 from vecgym.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.fedopt import ServerOptimizer
+from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
 from vecgym.topology import random_islands, sample_nodes
 from vecgym.tree import Tree
 
@@ -28,6 +30,8 @@ class AveragingCommunicator(CommunicationModule):
         participation: the fraction of the nodes, drawn anew for each round of H steps (at least one), that
             trains and averages in it; the others keep parameters and optimizer state.
         weighting: "equal", or "examples": w_k is the number of examples of node k.
+        sync_weight: `[T]`, in place of H: a_t, one for each step, theta_i <- (1 - a_t) theta_i + a_t mean theta; see
+            `SyncWeight`.
 
     Raises:
         ValueError: for H or island_size < 1, participation outside (0, 1]; at `fit` for an island larger than
@@ -40,6 +44,7 @@ class AveragingCommunicator(CommunicationModule):
         H: int = 1,
         participation: float = 1.0,
         weighting: str = "equal",
+        sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
     ) -> None:
         if island_size is not None and (
             isinstance(island_size, bool) or not isinstance(island_size, int) or island_size < 1
@@ -49,8 +54,11 @@ class AveragingCommunicator(CommunicationModule):
         self.H = check_interval("H", H)
         self.participation = check_participation(participation)
         self.weighting = check_weighting(weighting)
+        self.sync_weight = make_sync_weight(sync_weight, self.H, default=1)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
+        if self.sync_weight is not None:
+            self.sync_weight.check(max_steps)
         count = num_participants(self.participation, num_nodes)
         if self.island_size is not None and self.island_size > count:
             raise ValueError(
@@ -63,8 +71,11 @@ class AveragingCommunicator(CommunicationModule):
         return participants(self.participation, self.H, ctx) if self.participation < 1 else None
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % self.H != 0:
-            return params, state
+        if self.sync_weight is not None:
+            return self.sync_weight.exchange(self._average, params, state, ctx)
+        return self._average(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
+
+    def _average(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         weights = node_weights(self.weighting, ctx)
         if self.island_size is None and self.participation == 1:
             return ctx.comm.mean(params, weights=weights), state
@@ -158,7 +169,7 @@ class FedAvgStrategy(Strategy):
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         H: local steps per round.
-        island_size, participation, weighting: see `AveragingCommunicator`.
+        island_size, participation, weighting, sync_weight: see `AveragingCommunicator`.
         proximal_mu: FedProx's mu; 0: none.
         server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
         server_lr, server_betas, server_tau: of the server's optimizer.
@@ -181,11 +192,12 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         participation: float = 1.0,
         *,
         weighting: str = "equal",
+        sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         proximal_mu: float | Tensor = 0.0,
         server_optim: str | None = None,
         server_lr: float | Tensor | None = None,
-        server_betas: tuple[float, float] | None = None,
-        server_tau: float | None = None,
+        server_betas: tuple[float | Tensor, float | Tensor] | None = None,
+        server_tau: float | Tensor | None = None,
         lr: float | Tensor | None = None,
         max_norm: float | None = None,
         lr_scheduler: str | Schedule | None = None,
@@ -194,19 +206,23 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
     ) -> None:
         modules: list[CommunicationModule]
         given = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
+        has_mu = isinstance(proximal_mu, Tensor) or proximal_mu != 0
+        if sync_weight is not None and (server_optim is not None or has_mu):
+            other = "proximal_mu" if has_mu else "server_optim"
+            raise ValueError(f"{other} works in rounds of H steps, and sync_weight has none: give H, or no {other}.")
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if server_optim is None:
             if options:
                 names = ", ".join(f"server_{name}" for name in options)
                 raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
-            modules = [AveragingCommunicator(island_size, H, participation, weighting)]
+            modules = [AveragingCommunicator(island_size, H, participation, weighting, sync_weight)]
         else:
             if island_size is not None:
                 raise ValueError(
                     f"island_size={island_size} and server_optim={server_optim!r}: a server has no islands."
                 )
             modules = [ServerCommunicator(ServerOptimizer(server_optim, **options), H, participation, weighting)]
-        if isinstance(proximal_mu, Tensor) or proximal_mu != 0:
+        if has_mu:
             modules.append(ProximalTerm(proximal_mu, H))
         super().__init__(
             inner_optim,

@@ -15,24 +15,24 @@ from vecgym.tree import Tree
 Slots = dict[str, Tree]
 
 
-def _momentum(v: Tensor, delta: Tensor, beta: float) -> Tensor:
+def _momentum(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
     return beta * v + delta
 
 
-def _adagrad(v: Tensor, delta: Tensor, beta: float) -> Tensor:
+def _adagrad(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
     return v + delta.square()
 
 
-def _adam(v: Tensor, delta: Tensor, beta: float) -> Tensor:
+def _adam(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
     return beta * v + (1 - beta) * delta.square()
 
 
-def _yogi(v: Tensor, delta: Tensor, beta: float) -> Tensor:
+def _yogi(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
     square = delta.square()
     return v - (1 - beta) * square * torch.sign(v - square)
 
 
-SECOND_MOMENTS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+SECOND_MOMENTS: dict[str, Callable[[Tensor, Tensor, float | Tensor], Tensor]] = {
     "adagrad": _adagrad,
     "adam": _adam,
     "yogi": _yogi,
@@ -71,8 +71,8 @@ class ServerOptimizer:
 
     name: str = "avg"
     lr: float | Tensor = 1.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    tau: float = 1e-3
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99)
+    tau: float | Tensor = 1e-3
 
     def __post_init__(self) -> None:
         if self.name not in SERVER_OPTIMIZERS:
@@ -82,7 +82,7 @@ class ServerOptimizer:
             raise ValueError(f"server_optim={self.name!r} is not known; allowed: {allowed}.{hint}")
         if not isinstance(self.lr, Tensor) and not self.lr >= 0:
             raise ValueError(f"server_lr={self.lr!r} must be >= 0.")
-        if len(self.betas) != 2 or not all(0 <= float(beta) < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"server_betas={self.betas!r} must be two numbers in [0, 1).")
         if not self.tau > 0:
             raise ValueError(f"server_tau={self.tau!r} must be > 0.")
@@ -94,7 +94,7 @@ class ServerOptimizer:
         zeros = tree.map(torch.zeros_like, params)
         if self.name == "avgm":
             return {"momentum": zeros}
-        return {"momentum": zeros, "second_moment": tree.map(lambda z: torch.full_like(z, self.tau**2), zeros)}
+        return {"momentum": zeros, "second_moment": tree.map(lambda z: z + self.tau**2, zeros)}
 
     def update(self, params: Tree, delta: Tree, slots: Slots) -> tuple[Tree, Slots]:
         """One step; nothing given is changed."""

@@ -468,6 +468,12 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
 
 
 def _check_rate(name: str, value: Any, high: float = 1.0) -> float:
+    if isinstance(value, Tensor):
+        raise ValueError(
+            f"{name} is a tensor: no derivative can be taken by a rate at which coordinates are drawn, since a "
+            f"coordinate is either drawn or not. Give the number, {name}={float(value.detach().mean()):g}; how much is "
+            "averaged can be differentiated by sync_weight of AveragingCommunicator."
+        )
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
         raise ValueError(
             f"{name}={value!r} must be a number in [0, {high:g}]: the fraction of the parameters that is exchanged, "

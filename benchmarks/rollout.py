@@ -1,0 +1,182 @@
+"""What the gradient of a whole run costs: time and memory of loss + gradient over T steps, against T plain steps.
+
+DiLoCo (H = 10) on 8 nodes; the gradient is that of the final loss of the average by the inner and the outer learning
+rate. Each row is a fresh process, in which these run interleaved:
+
+- plain: T steps of `Simulation.step`, which overwrite their state;
+- stored: `rollout` and its gradient, with every step stored;
+- segments: the same in about sqrt(T) parts, each computed again in the backward pass;
+- forward mode: `rollout_jvp` by one of the two numbers; no memory grows with T, and there is no backward pass.
+
+Time is the median over the repeats, in units of that of the plain steps. "forward" is the part of it that the rollout
+itself takes; the rest is the backward pass. Memory is the peak resident memory less what it was before, after a rollout
+of two steps had made torch import what it needs. A row that would take more than `--memory` GB, by what the row before
+took per step, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from workloads import WORKLOADS, header, machine, markdown
+
+NUM_NODES, H = 8, 10
+STEPS = [10, 100, 1000]
+MODES = ["stored", "segments", "forward mode"]
+RATES = {"sgd": 0.05, "adamw": 1e-3}  # of the inner optimizers
+TARGETS = {"stored": 5.0, "segments": 8.0}  # times the plain steps, with SGD inside
+TARGET_BYTES = 2e9  # of 1000 steps in segments
+
+
+def peak_bytes() -> int:
+    """The most resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def measure_here(name: str, inner: str, mode: str, num_steps: int, threads: int, repeats: int) -> dict[str, float]:
+    """Seconds of the plain steps, of the rollout and of all, and the peak bytes, of one row, in this process."""
+    from vecgym import rollout, rollout_jvp
+    from vecgym.collectives import StackedCollectives
+    from vecgym.local import Engine
+    from vecgym.simulate import Simulation
+    from vecgym.strategy import DiLoCoStrategy
+
+    torch.set_num_threads(threads)
+    workload = WORKLOADS[name]
+    model = workload.model()
+    batches = [workload.batch(NUM_NODES, seed % 20) for seed in range(num_steps)]
+    data = {"num_nodes": NUM_NODES, "eval_batch": workload.data(64, seed=100)}
+    engine = Engine(model, engine="vmap", node_threads=1)
+    engine.prepare(batches[0])
+    segments = min(num_steps, round(math.sqrt(num_steps))) if mode == "segments" else None
+
+    def strategy(lr: Any, outer_lr: Any = 0.7) -> DiLoCoStrategy:
+        return DiLoCoStrategy(inner, H=min(H, num_steps), lr=lr, outer_lr=outer_lr)
+
+    def plain() -> None:
+        simulation = Simulation(model, strategy(RATES[inner]), StackedCollectives(NUM_NODES), engine=engine)
+        state = simulation.init()
+        for batch in batches:
+            state, _ = simulation.step(state, batch)
+
+    def gradient(batches: list[Any] = batches, segments: int | None = segments) -> float:
+        numbers = [torch.tensor(x, requires_grad=True) for x in (RATES[inner], 0.7)]
+        start = time.perf_counter()
+        loss = rollout(model, strategy(*numbers), batches, segments=segments, engine=engine, **data).loss
+        forward = time.perf_counter() - start
+        torch.autograd.grad(loss, numbers)
+        return forward
+
+    def forward_mode(batches: list[Any] = batches) -> float:
+        start = time.perf_counter()
+        lr: list[Tensor] = [torch.tensor(RATES[inner])]
+        rollout_jvp(model, strategy, batches, lr, [torch.tensor(1.0)], engine=engine, **data)
+        return time.perf_counter() - start
+
+    once: Callable[..., float] = forward_mode if mode == "forward mode" else gradient
+    once(batches[:H]) if mode == "forward mode" else gradient(batches[:H], segments and 2)
+    plain()
+    before = peak_bytes()
+    seconds: dict[str, list[float]] = {"plain": [], "forward": [], "all": []}
+    for _ in range(repeats):
+        start = time.perf_counter()
+        plain()
+        seconds["plain"].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        seconds["forward"].append(once())
+        seconds["all"].append(time.perf_counter() - start)
+    return {**{key: statistics.median(x) for key, x in seconds.items()}, "peak_bytes": peak_bytes() - before}
+
+
+def measure(name: str, inner: str, mode: str, num_steps: int, threads: int, repeats: int) -> dict[str, float]:
+    """The same in a fresh process."""
+    command = [sys.executable, __file__, "--one", name, inner, mode, str(num_steps), str(threads), str(repeats)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800).stdout)
+
+
+def rows_of(name: str, inner: str, steps: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each mode and number of steps, where the memory allows it."""
+    rows = []
+    for mode in MODES:
+        per_step = 0.0
+        for num_steps in steps:
+            # The memory of a stored run grows with T, of one in segments with its root.
+            growth = {"stored": num_steps, "segments": math.sqrt(num_steps)}.get(mode, 1)
+            if per_step * growth > args.memory * 1e9:
+                break
+            found = measure(name, inner, mode, num_steps, args.threads, args.repeats if num_steps < 1000 else 1)
+            per_step = found["peak_bytes"] / growth
+            rows.append({"workload": name, "inner": inner, "mode": mode, "num_steps": num_steps, **found})
+            print(".", end="", file=sys.stderr, flush=True)
+    return rows
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """All rows, then the targets."""
+    cells = [
+        [
+            f"{row['workload']}, {row['inner']}, {row['mode']}",
+            str(row["num_steps"]),
+            f"{1e3 * row['plain'] / row['num_steps']:.2f}",
+            f"{row['forward'] / row['plain']:.1f}",
+            f"{row['all'] / row['plain']:.1f}",
+            f"{row['peak_bytes'] / 1e6:.0f}",
+        ]
+        for row in rows
+    ]
+    columns = ["loss + gradient", "T", "plain ms / step", "forward / plain", "all / plain", "peak MB"]
+    checks = []
+    for row in rows:
+        title = f"{row['workload']}, {row['mode']}, T = {row['num_steps']}"
+        if row["inner"] == "sgd" and row["mode"] in TARGETS:
+            ratio, target = row["all"] / row["plain"], TARGETS[row["mode"]]
+            met = "yes" if ratio <= target else "**no**"
+            checks.append([f"{title}: time / plain", f"<= {target:g}", f"{ratio:.1f}", met])
+            if row["mode"] == "segments" and row["num_steps"] == 1000:
+                peak = row["peak_bytes"]
+                met = "yes" if peak < TARGET_BYTES else "**no**"
+                checks.append([f"{title}: GB", f"< {TARGET_BYTES / 1e9:g}", f"{peak / 1e9:.2f}", met])
+    return markdown(columns, cells) + "\n\n" + markdown(["target", "", "measured", "met"], checks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=["tiny", "mlp"], choices=list(WORKLOADS), metavar="NAME",
+                        help=f"any of {', '.join(WORKLOADS)}; default: tiny mlp")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement; 1000 steps: once (default 3)")
+    parser.add_argument("--memory", type=float, default=4.0, help="GB that a row may take (default 4)")
+    parser.add_argument("--quick", action="store_true", help="few steps of a small model: does it work?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--one", nargs=6, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        name, inner, mode, *numbers = args.one
+        print(json.dumps(measure_here(name, inner, mode, *map(int, numbers))))
+        return
+    torch.set_num_threads(args.threads)
+    print(header(), flush=True)
+    steps, inners = STEPS, list(RATES)
+    if args.quick:
+        steps, inners, args.workloads, args.repeats = [10], ["sgd"], args.workloads[:1], 1
+    rows = [row for name in args.workloads for inner in inners for row in rows_of(name, inner, steps, args)]
+    print("\n" + report(rows))
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
