@@ -201,7 +201,7 @@ def test_bad_settings() -> None:
 
 
 def test_exact_is_exact_where_kernels_round_by_place() -> None:
-    """torch's fused SGD fuses multiplication and addition except in the last values of a tensor; 10 fill no register."""
+    """torch's SGD fuses multiplication and addition, except in the last values of a tensor: 10 fill no register."""
     strategy = FedAvgStrategy(vecgym.OptimSpec("sgd", lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1), H=3)
     report = checked(strategy, num_processes=4, steps=6, dtype=torch.float32)
     assert report.passed
