@@ -58,7 +58,7 @@ def measure_here(name: str, inner: str, mode: str, num_steps: int, threads: int,
     workload = WORKLOADS[name]
     model = workload.model()
     batches = [workload.batch(NUM_NODES, seed % 20) for seed in range(num_steps)]
-    data = {"num_nodes": NUM_NODES, "eval_batch": workload.data(64, seed=100)}
+    data: dict[str, Any] = {"num_nodes": NUM_NODES, "eval_batch": workload.data(64, seed=100)}
     engine = Engine(model, engine="vmap", node_threads=1)
     engine.prepare(batches[0])
     segments = min(num_steps, round(math.sqrt(num_steps))) if mode == "segments" else None

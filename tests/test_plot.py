@@ -219,9 +219,10 @@ def make_schedule(matrices: bool = False) -> OptimizedSchedule:
 
 def test_sensitivity_shows_each_step_and_where_the_run_exchanges() -> None:
     axes = plot_sensitivity(torch.tensor([-0.5, 0.25, -0.125]), schedule=[0, 1, 1]).axes[0]
-    bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in axes.patches}
+    patches: Any = axes.patches
+    bars = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in patches}
     assert bars == {1: -0.5, 2: 0.25, 3: -0.125}
-    colours = {round(b.get_x() + b.get_width() / 2): to_hex(b.get_facecolor()).upper() for b in axes.patches}
+    colours = {round(b.get_x() + b.get_width() / 2): to_hex(b.get_facecolor()).upper() for b in patches}
     assert colours[1] == colours[3] == COLOURS[0] != colours[2]
     marks = next(line for line in axes.lines if line.get_label() == "exchanges of the run")
     assert list(np.asarray(marks.get_xdata())) == [2, 3]
@@ -234,7 +235,8 @@ def test_sensitivity_shows_each_step_and_where_the_run_exchanges() -> None:
 def test_an_optimized_schedule_beside_the_uniform_one(tmp_path: Any) -> None:
     figure = plot_schedule(make_schedule(), tmp_path / "schedule.png")
     left, right = figure.axes
-    assert [bar.get_height() for bar in left.patches] == pytest.approx([0.9, 0.2, 0.1, 0.8])
+    patches: Any = left.patches
+    assert [bar.get_height() for bar in patches] == pytest.approx([0.9, 0.2, 0.1, 0.8])
     at = {line.get_label(): list(np.asarray(line.get_xdata())) for line in left.lines}
     assert at["optimized, rounded"] == [1, 4]
     assert at["every H"] == [2, 4]

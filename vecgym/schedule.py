@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from typing import Any
 
-Schedule = Callable[[int], float]
+Schedule = Callable[[int], Any]  # step -> factor, a number or a tensor
 
 NAMES = ("constant", "cosine", "lambda_cosine")
 
