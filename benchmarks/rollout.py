@@ -120,7 +120,9 @@ def rows_of(name: str, inner: str, steps: list[int], args: argparse.Namespace) -
             found = measure(name, inner, mode, num_steps, args.threads, args.repeats if num_steps < 1000 else 1)
             per_step = found["peak_bytes"] / growth
             rows.append({"workload": name, "inner": inner, "mode": mode, "num_steps": num_steps, **found})
-            print(".", end="", file=sys.stderr, flush=True)
+            ratio = found["all"] / found["plain"]
+            line = f"{name}, {inner}, {mode}, T = {num_steps}: {ratio:.1f} times the plain steps"
+            print(f"{line}, {found['peak_bytes'] / 1e6:.0f} MB", file=sys.stderr, flush=True)
     return rows
 
 

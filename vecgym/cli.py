@@ -33,7 +33,7 @@ ENGINES = ("auto", "vmap", "loop", "fastest")  # those of vecgym.local, which wo
 
 # What `vecgym compare` takes for the options that are not given, and what it takes with --quick.
 DEFAULTS: dict[str, Any] = {
-    "steps": 1000, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 6e-3,
+    "steps": 700, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 6e-3,
     "outer_lr": 0.7, "outer_momentum": 0.6,
 }  # fmt: skip
 QUICK: dict[str, Any] = {**DEFAULTS, "steps": 200, "context": 32, "width": 32, "H": 10}

@@ -145,7 +145,8 @@ def rollout_jvp(
 ) -> tuple[Outcome, Outcome]:
     """A rollout and its derivative in one direction, in forward mode: no memory grows with the number of steps.
 
-    For few numbers over long horizons: one call for each direction, at about the price of two or three rollouts.
+    For few numbers over long horizons: one call for each direction. Measured: the price of about three rollouts with
+    SGD inside, of six to nine with AdamW.
 
     Args:
         strategy: `primals` -> the strategy.
