@@ -350,14 +350,18 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGKILL])
-def test_the_processes_end_with_the_one_that_started_them(which: signal.Signals) -> None:
+def test_the_processes_end_with_the_one_that_started_them(
+    which: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C after a whole step, with the nodes as they are then; and nobody outlives a parent that was killed."""
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
     program = run(SLOW, wait=False)
     pids = [int(text) for text in program.stdout.readline().split()]
     assert len(pids) == 2, program.stderr.read()
     program.send_signal(which)
     output, errors = program.communicate(timeout=30)
     assert until(lambda: all(gone(pid) for pid in pids))
+    assert not list(tmp_path.glob("vecgym-*"))
     if which == signal.SIGINT:
         assert "interrupted: interrupted after step" in output, errors
         assert output.split()[-1] == "4"  # nodes

@@ -18,6 +18,7 @@ import datetime
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -406,7 +407,7 @@ def _settle(link: Link, settings: _Settings) -> None:
     if hasattr(signal, "SIGUSR1"):
         trace = Path(settings.folder, f"trace-{link.rank}").open("w")  # noqa: SIM115 - open as long as the process
         faulthandler.register(signal.SIGUSR1, trace)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=_follow_parent, args=(settings.folder,), daemon=True).start()
     torch.set_num_threads(settings.num_threads)
     warnings.simplefilter("ignore" if link.rank else "default")
 
@@ -417,11 +418,12 @@ def _settle(link: Link, settings: _Settings) -> None:
     warnings.showwarning = show
 
 
-def _follow_parent() -> None:
-    """End with the parent, also when that is killed."""
+def _follow_parent(folder: str) -> None:
+    """End with the parent, also when that is killed, and clean up in its place."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 
