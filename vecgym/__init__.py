@@ -2,6 +2,7 @@
 
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
+Sweeps:      sweep, SweepResult, Uniform, LogUniform
 Logging:     CSVLogger, Logger
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
 """
@@ -12,6 +13,7 @@ from vecgym.logger import CSVLogger, Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
+from vecgym.sweep import LogUniform, SweepResult, Uniform, sweep
 from vecgym.trainer import LocalTrainer, Trainer
 
 __version__ = "0.1.0"
@@ -22,9 +24,13 @@ __all__ = [
     "History",
     "Ledger",
     "LocalTrainer",
+    "LogUniform",
     "Logger",
     "Nodes",
     "OptimSpec",
+    "SweepResult",
     "Trainer",
+    "Uniform",
     "VecgymWarning",
+    "sweep",
 ]
