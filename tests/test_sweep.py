@@ -84,7 +84,8 @@ def check_row(result: SweepResult, index: int, model: Any = "MLP", tolerance: fl
     history = result.history(index)
     for column in COLUMNS:
         found, expected = (
-            [None if x is None else torch.as_tensor(x, dtype=F64) for x in h[column]] for h in (history, trainer.history)
+            [None if x is None else torch.as_tensor(x, dtype=F64) for x in h[column]]
+            for h in (history, trainer.history)
         )
         assert [x is None for x in found] == [x is None for x in expected], column
         here = [torch.stack([x for x in side if x is not None]) for side in (found, expected)]

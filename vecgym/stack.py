@@ -7,7 +7,7 @@ optimizer is one update for all neighbours in the stack that share its class, wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from vecgym.data import EvalBatches
 from vecgym.local import Engine, Local
 from vecgym.optim import OptimSpec, clip_grad_norm
 from vecgym.optim.formulas import ELEMENTWISE
-from vecgym.strategy import Context, Strategy
+from vecgym.strategy import CommunicationModule, Context, Strategy
 from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
 from vecgym.tree import Tree
 
@@ -111,6 +111,7 @@ class Stack:
         values = [{**dict(m.model.named_parameters()), **dict(m.model.named_buffers())} for m in self.members]
         self._set_params({n: torch.stack([v[n].detach() for v in values]) for n in engine.params})
         self.buffers = {n: self._start(n, [v[n].detach() for v in values]) for n in engine.buffers}
+        self._exchanges_gradients = any(touches_gradients(member.strategy) for member in self.members)
         self._form_groups()
         for c, member in enumerate(self.members):
             state, member.modules = member.strategy.init(self._views[c], self._context(member, inplace=False))
@@ -156,13 +157,16 @@ class Stack:
     ) -> tuple[Tensor, list[float]]:
         local = self._gradients(self._wide_params(), self.buffers, batch, range(self.num_configs * self.num_nodes))
         self.buffers = local.buffers
-        each = self._exchanged(local.grads, contexts)
+        each = self._exchanged(local.grads, contexts) if self._exchanges_gradients else [local.grads]
         if self.rows == 1 and self.num_nodes > 1 and any(x.shape[0] > 1 for g in each for x in g.values()):
             self._widen()
         lrs = [0.0] * self.num_configs
         for group in self.groups:
             params = self._of_group(group, self.params)
-            grads = self._joined(each[group.start : group.stop])
+            if self._exchanges_gradients:
+                grads = self._joined(each[group.start : group.stop])
+            else:
+                grads = self._of_group(group, local.grads)
             new = group.update(params, grads, contexts, [self.rows] * group.size)
             for name, p in params.items():
                 if new[name] is not p:
@@ -251,61 +255,55 @@ class Stack:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[EvalBatches]) -> StackEvaluation:
-        """Evaluate in eval mode, each configuration on its own of `batches`; nothing is changed."""
+        """Evaluate in eval mode, each configuration on its own of `batches`; nothing is changed.
+
+        Every batch is one call, for the averaged models and for each node's own.
+        """
         C, K = self.num_configs, self.num_nodes
-        average = torch.zeros(C, dtype=torch.float64)
-        each = torch.zeros(C, K, dtype=torch.float64)
-        sets: dict[int, list[int]] = {}
-        for c, own in enumerate(batches):
-            sets.setdefault(id(own), []).append(c)
-        for members in sets.values():
-            average[members], each[members] = self._evaluate(batches[members[0]], members)
-        return StackEvaluation(average, each)
-
-    def _evaluate(self, batches: EvalBatches, members: list[int]) -> tuple[Tensor, Tensor]:
-        """Of some configurations, on the same batches: `[m]` and `[m, K]`."""
-        K, m = self.num_nodes, len(members)
-        mine = torch.tensor(members)
-        mean = {n: self._average(p, mine) for n, p in self.params.items()}
-        own = {n: self._own(p, mine) for n, p in self.params.items()}
-        mean_buffers, own_buffers = dict(self.buffers), dict(self.buffers)
-        for name in filter(self._changes, self.buffers):
-            mean_buffers[name] = self._average(self.buffers[name], mine)
-            own_buffers[name] = self._own(self.buffers[name], mine)
+        sets = list({id(each): each for each in batches}.values())
+        which = torch.tensor([next(i for i, one in enumerate(sets) if one is each) for each in batches])
+        per_node = sets[0].per_node
         same = self.rows == 1 and not any(map(self._changes, self.buffers))
-        sums = torch.zeros(2, m, K, dtype=torch.float64)
-        count = 0
-        for batch, size in batches:
-            if batches.per_node:
-                batch = tree.map_leaves(lambda x: x.repeat(m, *[1] * (x.dim() - 1)), batch)
-                wide = (tree.map(lambda x: x.repeat_interleave(K, 0), mean), self._spread(mean_buffers))
-                global_losses = self._losses(*wide, batch, True, m * K).view(m, K)
-            else:
-                global_losses = self._losses(mean, mean_buffers, batch, False, m).view(m, 1).expand(m, K)
-            local = global_losses
-            if not same:
-                wide_own = own if self.rows == K else tree.map(lambda x: x.repeat_interleave(K, 0), own)
-                local = self._losses(wide_own, own_buffers, batch, batches.per_node, m * K).view(m, K)
-            sums[0] += global_losses * size
-            sums[1] += local * size
+        params = self._models(self.params, per_node, same)
+        changing = self._models({n: b for n, b in self.buffers.items() if self._changes(n)}, per_node, same)
+        num_average = C * K if per_node else C
+        sums, count = torch.zeros(2, C, K, dtype=torch.float64), 0
+        for each in zip(*sets):
+            batch, size = [one for one, _ in each], each[0][1]
+            own_batches = per_node or len(sets) > 1
+            here = self._eval_batch(batch, which, per_node, same) if own_batches else batch[0]
+            losses = self.engine.losses(params, {**self.buffers, **changing}, here, own_batches=own_batches)
+            losses = losses.cpu().double()
+            average = losses[:num_average].view(C, -1)
+            sums[0] += size * average
+            sums[1] += size * (average if same else losses[num_average:].view(C, K))
             count += size
-        return sums[0].mean(1) / count, sums[1] / count
+        return StackEvaluation(sums[0].mean(1) / count, sums[1] / count)
 
-    def _losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, count: int) -> Tensor:
-        losses = self.engine.losses(params, buffers, batch, own_batches=own_batches)
-        return losses.expand(count).cpu().double()
+    def _models(self, values: Tree, per_node: bool, same: bool) -> Tree:
+        """A row for each model to evaluate: the averages `[C, *]` (`per_node`: `[C * K, *]`), then the nodes' own."""
+        K, models = self.num_nodes, {}
+        for name, x in values.items():
+            y = x.unflatten(0, (self.num_configs, -1))  # [C, 1 or K, *]
+            numbers = y.is_floating_point() or y.is_complex()
+            mean = y.mean(1) if y.shape[1] > 1 and numbers else y[:, 0]
+            mean = mean.repeat_interleave(K, 0) if per_node else mean
+            own = x if x.shape[0] == self.num_configs * K else x.repeat_interleave(K, 0)
+            models[name] = mean if same else torch.cat([mean, own])
+        return models
 
-    def _spread(self, buffers: Tree) -> Tree:
-        return {n: b.repeat_interleave(self.num_nodes, 0) if self._changes(n) else b for n, b in buffers.items()}
+    def _eval_batch(self, batches: list[Any], which: Tensor, per_node: bool, same: bool) -> Any:
+        """The batch of each row of `_models`."""
+        if per_node:  # [C * K, B, ...] for the averages, and the same for the nodes' own
+            chosen = chosen_batches(batches, which)
+            return chosen if same else joined_batches([chosen, chosen])
+        average = combined(lambda x: torch.stack(list(x))[which.to(x[0].device)], batches)  # [C, B, ...]
+        own = tree.map_leaves(lambda x: x.repeat_interleave(self.num_nodes, 0), average)
+        return average if same else joined_batches([average, own])
 
     def _own(self, x: Tensor, members: Tensor) -> Tensor:
         """The rows of some configurations."""
         return x.unflatten(0, (self.num_configs, -1))[members.to(x.device)].flatten(0, 1)
-
-    def _average(self, x: Tensor, members: Tensor) -> Tensor:
-        """Their averages, `[m, *]`; integers: those of node 0."""
-        y = x.unflatten(0, (self.num_configs, -1))[members.to(x.device)]
-        return y.mean(1) if y.shape[1] > 1 and (y.is_floating_point() or y.is_complex()) else y[:, 0]
 
     def consensus_distance(self) -> list[float]:
         """How far each configuration's nodes are apart; see `vecgym.nodes.consensus_distance`."""
@@ -456,6 +454,44 @@ class _Group:
         if key not in self._specs:
             self._specs = {key: merged_spec([s.inner_optim for s in self.strategies], counts).rule()}
         return self._specs[key]
+
+
+def touches_gradients(strategy: Strategy) -> bool:
+    """Whether anything is done to gradients between the nodes' own work and the inner optimizer.
+
+    >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+    >>> touches_gradients(AllReduceStrategy()), touches_gradients(DiLoCoStrategy())
+    (True, False)
+    """
+    names = ("local_gradients", "exchange_gradients")
+    usual = all(getattr(type(strategy), name) is getattr(Strategy, name) for name in names)
+    modules = strategy.communication_modules
+    own = [(type(module), name) for module in modules for name in names]
+    return not usual or any(getattr(cls, name) is not getattr(CommunicationModule, name) for cls, name in own)
+
+
+def combined(fn: Callable[[Sequence[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
+    """`fn` of the corresponding tensors of trees of one form."""
+    columns = zip(*[list(tree.leaves(x)) for x in trees])
+    return tree.map_leaves(lambda _: fn(next(columns)), trees[0])
+
+
+def joined_batches(batches: Sequence[Any]) -> Any:
+    """The batches `[K, B, ...]` of C configurations as one, `[C * K, B, ...]`."""
+    return combined(lambda x: torch.cat(list(x)), batches) if len(batches) > 1 else batches[0]
+
+
+def chosen_batches(batches: Sequence[Any], which: Tensor) -> Any:
+    """S different batches `[K, B, ...]` -> that of each configuration, `[C * K, B, ...]`.
+
+    >>> chosen_batches([torch.tensor([[1]]), torch.tensor([[2]])], torch.tensor([0, 1, 1])).T
+    tensor([[1, 2, 2]])
+    """
+    if len(which) == 1:
+        return batches[int(which)]
+    if len(batches) == 1:
+        return tree.map_leaves(lambda x: x.repeat(len(which), *[1] * (x.dim() - 1)), batches[0])
+    return combined(lambda x: torch.stack(list(x))[which.to(x[0].device)].flatten(0, 1), batches)
 
 
 def optimizer_key(strategy: Strategy) -> Key | None:

@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from vecgym.errors import VecgymWarning
 from vecgym.local import Engine, check_settings
 from vecgym.metrics import History
 from vecgym.settings import check_counts, check_run, interrupts, kind_of, resolve_device
-from vecgym.stack import Member, Stack, optimizer_key
+from vecgym.stack import Member, Stack, chosen_batches, joined_batches, optimizer_key
 from vecgym.strategy import Context, Strategy
 
 if TYPE_CHECKING:
@@ -664,7 +664,7 @@ class _Runner:
             seconds = []
             for step in range(3):  # the first warms up
                 start = time.perf_counter()
-                stack.step(_joined([self.batches(c).batch(step) for c in chunk]))
+                stack.step(joined_batches([self.batches(c).batch(step) for c in chunk]))
                 seconds.append(time.perf_counter() - start)
         finally:
             engine.close()
@@ -703,7 +703,7 @@ class _Runner:
             copy.deepcopy(first.model).to(self.device), engine=kind, chunk_size=chunk_size, node_threads=node_threads
         )
         with torch.enable_grad():
-            engine.prepare(_joined([self.batches(config).batch(0) for config in chunk]))
+            engine.prepare(joined_batches([self.batches(config).batch(0) for config in chunk]))
         members = [
             Member(
                 config.model if self.device.type == "cpu" else copy.deepcopy(config.model).to(self.device),
@@ -769,7 +769,7 @@ class _Runner:
     ) -> tuple[list[int], list[int]]:
         """One step of a stack; those that go on, and those that diverged."""
         t = stack.done
-        metrics = stack.step(_chosen(list(each), which))
+        metrics = stack.step(chosen_batches(list(each), which))
         losses = metrics.losses.to("cpu", torch.promote_types(metrics.losses.dtype, torch.float32)).numpy()
         arrays = record.arrays
         arrays["train_losses"][t, alive] = losses
@@ -896,26 +896,6 @@ def _costs(config: Configuration, batch: Any, engine: str) -> tuple[int, int]:
     of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + sum(saved.values()) + tree.num_bytes(batch)
     recorded = 8 * config.num_steps * (config.num_nodes + 5)
     return config.num_nodes * of_node + tree.num_bytes(modules) + recorded, one.facts.flop
-
-
-def _combined(fn: Callable[[Sequence[Tensor]], Tensor], trees: Sequence[Any]) -> Any:
-    """`fn` of the corresponding tensors of trees of one form."""
-    columns = zip(*[list(tree.leaves(x)) for x in trees])
-    return tree.map_leaves(lambda _: fn(next(columns)), trees[0])
-
-
-def _joined(batches: Sequence[Any]) -> Any:
-    """The batches `[K, B, ...]` of C configurations as one, `[C * K, B, ...]`."""
-    return _combined(torch.cat, batches) if len(batches) > 1 else batches[0]
-
-
-def _chosen(batches: Sequence[Any], which: Tensor) -> Any:
-    """S different batches `[K, B, ...]` -> that of each configuration, `[C * K, B, ...]`."""
-    if len(which) == 1:
-        return batches[int(which)]
-    if len(batches) == 1:
-        return tree.map_leaves(lambda x: x.repeat(len(which), *[1] * (x.dim() - 1)), batches[0])
-    return _combined(lambda x: torch.stack(list(x))[which.to(x[0].device)].flatten(0, 1), batches)
 
 
 def _selected(record: Record, chosen: list[int]) -> Record:
