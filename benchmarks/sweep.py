@@ -35,7 +35,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 GRID: dict[str, list[Any]] = {
     "H": [5, 10, 20, 50], "lr": [1e-3, 3e-3], "outer_lr": [0.4, 0.7], "seed": [0, 1],
 }  # fmt: skip  # 32 configurations
-SMALL = {"H": [5, 10], "lr": [1e-3, 3e-3], "outer_lr": [0.7], "seed": [0]}
+SMALL: dict[str, list[Any]] = {"H": [5, 10], "lr": [1e-3, 3e-3], "outer_lr": [0.7], "seed": [0]}
 EXAMPLES = (4096, 256)  # to train on, and to validate on
 
 
@@ -72,7 +72,7 @@ class Setting:
         self.data = TensorDataset(*workload.data(EXAMPLES[0]))
         self.val_data = TensorDataset(*workload.data(EXAMPLES[1], seed=1))
         self.grid = {name: values[:1] for name, values in case.grid.items()} | {"seed": [0, 1]} if quick else case.grid
-        self.common = {"batch_size": workload.batch_size, "max_steps": 4 if quick else case.max_steps,
+        self.common: dict[str, Any] = {"batch_size": workload.batch_size, "max_steps": 4 if quick else case.max_steps,
                        "device": "cpu", "progress": False}  # fmt: skip
 
     def sweep(self) -> tuple[float, SweepResult]:

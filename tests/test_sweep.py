@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ import vecgym.strategy
 from tests.fitting import Rows
 from tests.helpers import assert_close
 from tests.models import make_data, make_model
-from vecgym import OptimSpec, SweepResult, Trainer, sweep, tree
+from vecgym import DivergenceError, LogUniform, OptimSpec, SweepResult, Trainer, Uniform, VecgymWarning, sweep, tree
 from vecgym.compress import TopK
+from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -43,6 +47,7 @@ from vecgym.strategy import (
     delayed,
     every,
 )
+from vecgym.sweep import _points
 
 K = 4
 STEPS = 7
@@ -185,7 +190,7 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
         {"codec": ["int8", TopK(0.2)], "n": [1, 2]},
     ),
     "DeMoCommunicator": (
-        lambda k, lr: CommunicateOptimizeStrategy([DeMoCommunicator(compression_topk=k, compression_chunk=16)], "adam", lr=lr),
+        lambda k, lr: composed(DeMoCommunicator(compression_topk=k, compression_chunk=16), lr=lr),
         {"k": [2, 4], "lr": [1e-2, 1e-3]},
     ),
     "Strategy": (lambda lr, seed: Strategy("adagrad", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}),
@@ -385,3 +390,284 @@ def test_a_sweep_that_would_not_fit_is_split() -> None:
     assert [len(chunk) for chunk in result._runner.programs[0].chunks] == [2, 2]
     assert "each of" in result.explain()
     check_row(result, 3)
+
+
+# ----------------------------------------------------------------------- what goes wrong, and going on later
+
+
+@pytest.mark.parametrize("name", ["DiLoCo", "participation", "DDP"])
+def test_a_configuration_that_diverges_leaves(name: str) -> None:
+    """... with the curve of the run alone, which ends in the same step; the others go on unharmed."""
+    make: Callable[..., Strategy] = {
+        "DiLoCo": lambda lr: DiLoCoStrategy("sgd", H=2, lr=lr, max_norm=None),
+        "participation": lambda lr: FedAvgStrategy(OptimSpec("sgd", lr=lr, momentum=0.5), H=2, participation=0.5),
+        "DDP": lambda lr: AllReduceStrategy("sgd", lr=lr),
+    }[name]
+    result = run_sweep(make, {"lr": [0.1, 1e200, 0.02, 1e305], "seed": [0, 1]})
+    status = [row["status"] for row in result.rows]
+    assert status == ["finished"] * 2 + ["diverged"] * 2 + ["finished"] * 2 + ["diverged"] * 2
+    for index in (0, 1, 4, 5):
+        check_row(result, index)
+    for index in (2, 3, 6, 7):
+        with pytest.raises(DivergenceError) as caught:
+            run_alone(result, index)
+        row = result.rows[index]
+        assert row["steps"] == caught.value.step + 1 < STEPS
+        assert not torch.tensor(row["train_loss"]).isfinite()
+    assert result.best("val_loss")["lr"] in (0.1, 0.02)
+    assert "4 finished, 4 diverged" in repr(result)
+
+
+def test_all_may_diverge() -> None:
+    result = run_sweep(lambda lr: FedAvgStrategy("sgd", lr=lr), {"lr": [1e200, 1e300]})
+    assert [row["status"] for row in result.rows] == ["diverged"] * 2
+    with pytest.raises(ValueError, match="no configuration that finished"):
+        result.best("val_loss")
+
+
+class Interrupting(TensorDataset):
+    """Ctrl-C comes while some batch is read."""
+
+    def __init__(self, *tensors: Tensor, after: int) -> None:
+        super().__init__(*tensors)
+        self.left = after
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return [tuple(x[i] for x in self.tensors) for i in indices]
+
+
+RESUMED: dict[str, Callable[..., Strategy]] = {
+    "DiLoCo": lambda H, lr: DiLoCoStrategy("adamw", H=H, lr=lr),
+    "SPARTA": lambda H, lr: SPARTAStrategy(None, "sgd", lr=lr, index_selector=PartitionedSelector(1 / H), delay=1),
+    "participation": lambda H, lr: FedAvgStrategy("adam", H=H, lr=lr, participation=0.5),
+    "per rank": lambda H, lr: PerRank("sgd", lr=lr),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("after", [2, 7, 15])  # before the first step; in the first stack; in the second
+def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
+    """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
+    path = tmp_path / "results" / "sweep.pt"
+    tensors = make_data("MLP", 90, 0, F64)
+    assert isinstance(tensors, tuple)
+    model = make_model("MLP", dtype=F64)
+
+    def call(dataset: Any, resume: Any = path) -> SweepResult:
+        return sweep(
+            model, dataset, data("MLP", 10, seed=1), strategy=RESUMED[name], resume=resume, num_nodes=K,
+            grid={"H": [2, 3], "lr": [0.01, 0.02, 1e200]}, max_steps=STEPS, batch_size=4, val_interval=3,
+            chunk_configs=3, device="cpu", progress=False, keep_models=True,
+        )  # fmt: skip
+
+    with pytest.warns(VecgymWarning, match="interrupted: SweepResult"):
+        first = call(Interrupting(*tensors, after=after))
+    assert 0 < first.num_pending <= 6
+    assert path.exists()
+    assert {row["status"] for row in first.rows} & {"interrupted", "pending"}
+    counted = Interrupting(*tensors, after=-1)
+    second = call(counted)
+    whole = call(Interrupting(*tensors, after=-1), None)
+    assert second.num_pending == 0
+    assert str(second.rows) == str(whole.rows)  # nan is not equal to nan
+    for i, row in enumerate(whole.rows):
+        if row["status"] == "finished":
+            assert second.history(i)["train_loss"] == whole.history(i)["train_loss"]
+            assert_close(dict(second.model(i).state_dict()), dict(whole.model(i).state_dict()), 0.0)
+    calls = -counted.left  # fewer than from the start: the steps done were not done again
+    third = Interrupting(*tensors, after=-1)
+    assert call(third).rows[0] == second.rows[0]
+    assert third.left > -5, "a finished sweep reads nothing but what it is planned with"
+    assert calls > -third.left
+
+
+def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.pt"
+    run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2)
+    with pytest.raises(ValueError, match="holds another sweep"):
+        run_sweep(outer, {"lr": [1e-3]}, resume=path, max_steps=2)
+    before = path.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["sweep.pt"]
+    assert run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2).num_pending == 0
+    assert len(before) > 0
+
+
+# ------------------------------------------------------------------------------------------ random search
+
+
+def test_random_search() -> None:
+    grid = {"lr": LogUniform(1e-3, 1e-1), "H": [1, 2, 3], "outer": Uniform(0.4, 1.0)}
+    make = lambda lr, H, outer: DiLoCoStrategy("sgd", H=H, lr=lr, outer_lr=outer)  # noqa: E731
+    result, again = (run_sweep(make, grid, samples=6, sample_seed=s) for s in (3, 3))
+    other = run_sweep(make, grid, samples=6, sample_seed=4, dry_run=True)
+    assert result.rows == again.rows
+    assert [row["lr"] for row in result.rows] != [row["lr"] for row in other.rows]
+    assert all(1e-3 <= row["lr"] <= 1e-1 and 0.4 <= row["outer"] <= 1 and row["H"] in (1, 2, 3) for row in result.rows)
+    assert len({row["lr"] for row in result.rows}) == 6
+    check_all(result)
+    many = [p["lr"] for p in _points({"lr": LogUniform(1e-4, 1e-2)}, 400, 0)]
+    assert 0.4 < sum(lr < 1e-3 for lr in many) / 400 < 0.6  # as many below the geometric mean as above
+
+
+# --------------------------------------------------------------------------------------------- the result
+
+
+def test_the_result_reads_as_a_table(tmp_path: Path) -> None:
+    result = run_sweep(
+        lambda cls, lr: cls("sgd", lr=lr), {"cls": [FedAvgStrategy, AllReduceStrategy], "lr": [0.1, 1e200]}
+    )
+    rows = result.rows
+    assert [(row["cls"].__name__, row["lr"]) for row in rows] == [
+        ("FedAvgStrategy", 0.1), ("FedAvgStrategy", 1e200), ("AllReduceStrategy", 0.1), ("AllReduceStrategy", 1e200),
+    ]  # fmt: skip
+    trainer, _ = run_alone(result, 0)
+    for name in ("train_loss", "val_loss", "val_loss_local"):
+        assert rows[0][name] == pytest.approx(trainer.history.last(name), rel=1e-10)
+    assert rows[0]["bytes"] == trainer.ledger.total_bytes > 0
+    assert (rows[0]["steps"], rows[0]["status"], rows[1]["status"]) == (STEPS, "finished", "diverged")
+    lines = result.table().splitlines()
+    assert len(lines) == 6
+    assert all(name in lines[0] for name in ("cls", "lr", "val_loss", "bytes", "status"))
+    assert "FedAvgStrategy" in lines[2]
+    result.to_csv(tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert float(read[0]["val_loss"]) == rows[0]["val_loss"]
+    assert [row["cls"] for row in read[1:3]] == ["FedAvgStrategy", "AllReduceStrategy"]
+    assert result.best()["lr"] == 0.1
+    assert result.best("bytes")["status"] == "finished"
+    with pytest.raises(ValueError, match="'loss' is not a column; there are cls, lr, status"):
+        result.best("loss")
+
+
+def test_models_are_kept_when_asked_for() -> None:
+    result = run_sweep(outer, {"lr": [1e-2]}, keep_models=False, max_steps=2)
+    with pytest.raises(ValueError, match="keep_models=True"):
+        result.model(0)
+
+
+def test_a_dry_run_trains_nothing() -> None:
+    result = run_sweep(outer, {"lr": [1e-2, 1e-3]}, dry_run=True)
+    assert [row["status"] for row in result.rows] == ["pending"] * 2
+    assert "2 configurations in 1 programs" in result.explain()
+    assert len(result.history(0)) == 0
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, r"grid\['rl'\] is not used.*Did you mean 'lr'", {"grid": {"rl": [0.1], "lr": [0.1]}}),
+    (ValueError, r"grid\['lr'\] is empty: give at least one value", {"grid": {"lr": []}}),
+    (TypeError, r"grid\['lr'\]=0.1 is of type float; an axis is a list of values: \[0.1\]", {"grid": {"lr": 0.1}}),
+    (TypeError, r"an axis is a list of values: \['abc'\]", {"grid": {"lr": "abc"}}),
+    (TypeError, "grid is of type list; give a dict of axes", {"grid": [0.1]}),
+    (ValueError, "strategy takes lr, which the grid does not have", {"grid": {"seed": [1]}}),
+    (ValueError, r"strategy takes lr, .*its axes are H", {"grid": {"H": [1]}}),
+    (ValueError, "there is no strategy", {"strategy": None, "grid": {"seed": [0]}}),
+    (TypeError, "strategy is of type int; give a function of the axes", {"strategy": 3, "grid": {"seed": [0]}}),
+    (TypeError, r"strategy\(lr=0.1\) returned 0.1; give a function", {"strategy": lambda lr: lr}),
+    (ValueError, r"strategy\(lr=-1\): ", {"grid": {"lr": [0.1, -1]}}),
+    (ValueError, "give the number of nodes once", {"num_nodes": None}),
+    (ValueError, "num_nodes=0 must be an integer >= 1", {"num_nodes": 0}),
+    (ValueError, "minibatch_size=3 must divide batch_size=4", {"minibatch_size": 3}),
+    (ValueError, "batch_size=4000 is larger than a node's shard", {"batch_size": 4000}),
+    (ValueError, "samples=0 must be an integer >= 1", {"samples": 0}),
+    (ValueError, "chunk_configs=0 must be an integer >= 1", {"chunk_configs": 0}),
+    (ValueError, r"has no end: say how many to draw, samples=50", {"grid": {"lr": LogUniform(1e-4, 1e-2)}}),
+    (ValueError, "engine='gpu' is not known", {"engine": "gpu"}),
+    (ValueError, "device='nowhere'", {"device": "nowhere"}),
+    (ValueError, "no trainable parameter", {"model": lambda: make_model("MLP").requires_grad_(False)}),
+    (TypeError, "model is of type str", {"model": "MLP"}),
+    (TypeError, r"model\(\) returned None", {"model": lambda: None}),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "settings"), BAD, ids=[message[:30] for _, message, _ in BAD])
+def test_bad_input(kind: type[Exception], message: str, settings: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
+        "model": make_model("MLP", dtype=F64), "strategy": lambda lr: DiLoCoStrategy("sgd", lr=lr, H=2),
+        "grid": {"lr": [0.1]}, "num_nodes": K, "max_steps": 2, "batch_size": 4, "progress": False, **settings,
+    }  # fmt: skip
+    with pytest.raises(kind, match=message):
+        sweep(given.pop("model"), data(), **given)
+
+
+def test_ranges_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="must be smaller than high"):
+        Uniform(1.0, 0.5)
+    with pytest.raises(ValueError, match="must be > 0 for a logarithm"):
+        LogUniform(0.0, 0.5)
+
+
+def test_a_grid_of_a_million_is_refused_with_its_price() -> None:
+    grid = {"lr": [10.0**-i for i in range(1, 11)] * 10, "H": range(1, 101), "seed": range(100)}
+    price = r"1,000,000 configurations, more than max_configs=10,000: about .* (days|hours|minutes) and .* here"
+    with pytest.raises(ValueError, match=price + ".*samples=100.*max_configs=1000000"):
+        run_sweep(outer, grid)
+
+
+# -------------------------------------------------------------------------------------------------- plots
+
+ROWS = [
+    {"H": H, "lr": lr, "seed": seed, "kind": kind, "val_loss": H * lr + seed, "bytes": 1e6 / H}
+    for H in (1, 10, 100) for lr in (0.1, 0.2) for seed in (0, 1) for kind in ("a", "b")
+]  # fmt: skip
+
+
+def test_a_column_against_an_axis(tmp_path: Path) -> None:
+    figure = plot_axis(ROWS, "H", hue="lr", path=tmp_path / "new" / "a.png")
+    axes = figure.axes[0]
+    assert [[float(y) for y in line.get_ydata()] for line in axes.lines] == [
+        pytest.approx([0.6, 1.5, 10.5]), pytest.approx([0.7, 2.5, 20.5])]  # fmt: skip
+    assert axes.get_xscale() == "log"
+    assert len(axes.collections) == 2  # a band for each
+    low, high = (f(axes.collections[0].get_paths()[0].vertices[:, 1]) for f in (min, max))
+    assert (low, high) == pytest.approx((0.1, 11.0))  # over the seeds
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr = 0.1", "lr = 0.2"]
+    assert (tmp_path / "new" / "a.png").stat().st_size > 5000
+    named = plot_axis(ROWS, "kind", best=True).axes[0]
+    assert [text.get_text() for text in named.get_xticklabels()] == ["a", "b"]
+    assert [float(y) for y in named.lines[0].get_ydata()] == pytest.approx([0.1, 0.1])
+
+
+def test_two_axes_make_a_heat_map() -> None:
+    rows = [*ROWS, {**ROWS[0], "H": 1000, "val_loss": float("nan")}]
+    figure = plot_heatmap(rows, "lr", "H")
+    axes = figure.axes[0]
+    cells = axes.images[0].get_array()
+    assert cells.shape == (4, 2)
+    assert cells[0].tolist() == pytest.approx([0.6, 0.7])
+    assert cells.mask[3].all() if hasattr(cells, "mask") else torch.tensor(cells[3]).isnan().all()
+    assert len(axes.texts) == 6
+    assert axes.patches[0].get_xy() == (-0.5, -0.5)  # the frame of the lowest
+    assert "1 of 25 configurations left out" in figure.get_suptitle()
+
+
+def test_the_pareto_front_is_marked() -> None:
+    axes = plot_pareto(ROWS, hue="kind").axes[0]
+    front = axes.lines[0]
+    assert front.get_xdata().tolist() == [1e4, 1e5, 1e6]
+    assert [float(y) for y in front.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Pareto front", "kind = a", "kind = b"]
+    silent = [{"bytes": 0.0, "val_loss": 3.0}, {"bytes": 1e5, "val_loss": 1.0}]
+    assert plot_pareto(silent).axes[0].get_xscale() == "symlog"
+    assert pareto_front([(2.0, 1.0), (1.0, 1.0), (3.0, 0.5)]) == [1, 2]
+
+
+def test_the_result_draws_itself() -> None:
+    result = run_sweep(
+        lambda cls, lr: cls("sgd", lr=lr), {"cls": [FedAvgStrategy, AllReduceStrategy], "lr": [0.1, 0.2]}
+    )
+    lines = result.plot(x="lr", hue="cls").axes[0].lines
+    assert [float(y) for line in lines for y in line.get_ydata()] == [row["val_loss"] for row in result.rows]
+    assert result.plot_heatmap("lr", "cls").axes[0].images[0].get_array().shape == (2, 2)
+    assert result.plot_pareto(hue="cls").axes[0].get_xlabel() == "bytes sent per node"
+    with pytest.raises(ValueError, match="'loss' is not a column; there are cls, lr"):
+        result.plot("lr", "loss")
+    with pytest.raises(ValueError, match="no row has a finite number as 'val_loss'"):
+        plot_axis([{"lr": 0.1, "val_loss": None}], "lr")
+    with pytest.raises(ValueError, match="no row to plot"):
+        plot_pareto([])

@@ -115,8 +115,9 @@ class Stack:
         self._form_groups()
         for c, member in enumerate(self.members):
             state, member.modules = member.strategy.init(self._views[c], self._context(member, inplace=False))
-            if self._own_group[c] is not None:
-                self._own_group[c].state = state
+            group = next(group for group in self.groups if group.start <= c < group.stop)
+            if group.is_own:
+                group.state = state
         for group in self.groups:
             if not group.is_own:
                 group.state = group.init(self._of_group(group, self.params))
@@ -401,7 +402,6 @@ class Stack:
             if c == len(keys) or keys[c] != keys[start]:
                 self.groups.append(_Group(start, [m.strategy for m in self.members[start:c]], keys[start]))
                 start = c
-        self._own_group = [group if group.is_own else None for group in self.groups for _ in range(group.size)]
 
     def _of_group(self, group: _Group, values: Tree) -> Tree:
         return {n: x[group.start * self.rows : group.stop * self.rows] for n, x in values.items()}

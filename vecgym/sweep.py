@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 Point = dict[str, Any]
 SETTINGS = ("num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed", "shuffle")
-# On a CPU, a step of more arithmetic than this gains nothing from being stacked with others: what it costs is no
-# longer Python, and its tensors fit the cache better alone. Calibrated by benchmarks/sweep.py.
-MAX_FLOP_IN_STACK = 4e8
+# On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
+# Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units.
+MAX_FLOP_IN_STACK = 1.3e9
 SAVE_INTERVAL_S = 60.0
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
 
@@ -107,13 +107,18 @@ def _axes(grid: Any, samples: int | None) -> dict[str, list[Any] | Uniform]:
 
 
 def _count(axes: Mapping[str, list[Any] | Uniform], samples: int | None) -> int:
-    return samples if samples is not None else math.prod(len(values) for values in axes.values())  # type: ignore[arg-type]
+    return samples if samples is not None else math.prod([len(_values(values)) for values in axes.values()])
+
+
+def _values(axis: list[Any] | Uniform) -> list[Any]:
+    assert not isinstance(axis, Uniform), "without samples, every axis is a list"
+    return axis
 
 
 def _points(axes: Mapping[str, list[Any] | Uniform], samples: int | None, sample_seed: int) -> Iterator[Point]:
     """Every point of the grid, as `itertools.product` orders them; or random ones."""
     if samples is None:
-        yield from (dict(zip(axes, values)) for values in itertools.product(*axes.values()))  # type: ignore[arg-type]
+        yield from (dict(zip(axes, values)) for values in itertools.product(*map(_values, axes.values())))
         return
     for i in range(samples):
         point = {}
@@ -184,7 +189,7 @@ def _check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
         allowed.add("strategy")
     for name in axes if not anything else ():
         if name not in allowed:
-            close = difflib.get_close_matches(name, sorted(allowed), 1)
+            close = difflib.get_close_matches(name, sorted(allowed), 1, cutoff=0.4)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(
                 f"grid[{name!r}] is not used: strategy does not take it, and it is no setting. Allowed: "
@@ -332,14 +337,17 @@ class Curve:
 
     def state(self) -> dict[str, Any]:
         columns = {n: torch.from_numpy(x) for n, x in self.columns.items()}
-        evaluations = {t: {n: torch.as_tensor(x) for n, x in row.items()} for t, row in self.evaluations.items()}
+        evaluations = {
+            t: {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in row.items()}
+            for t, row in self.evaluations.items()
+        }
         return {"columns": columns, "evaluations": evaluations, "status": self.status, "average": self.average}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Curve:
         columns = {n: x.numpy() for n, x in state["columns"].items()}
         evaluations = {
-            t: {n: x.numpy() if x.dim() else x.item() for n, x in row.items()}
+            t: {n: x.numpy() if isinstance(x, Tensor) else x for n, x in row.items()}
             for t, row in state["evaluations"].items()
         }
         return cls(columns, evaluations, state["status"], state["average"])
@@ -553,6 +561,7 @@ class _Runner:
         self.max_memory_bytes = max_memory_bytes
         self.keep_models = keep_models
         self.curves: dict[int, Curve] = {}
+        self._engines: dict[tuple[int, int], Engine] = {}
         self._partial: tuple[list[int], list[int], Record, dict[str, Any]] | None = None
         self._batches: dict[tuple[Any, ...], Batches] = {}
         self._val_batches: dict[tuple[Any, ...], EvalBatches] = {}
@@ -659,7 +668,7 @@ class _Runner:
         """Seconds and bytes for so many configurations like the first ones, from a few timed steps."""
         program = self.programs[0]
         chunk = [self.configs[i] for i in program.chunks[0]]
-        stack, engine = self._stack(chunk)
+        stack = self._stack(chunk)
         try:
             seconds = []
             for step in range(3):  # the first warms up
@@ -667,7 +676,7 @@ class _Runner:
                 stack.step(joined_batches([self.batches(c).batch(step) for c in chunk]))
                 seconds.append(time.perf_counter() - start)
         finally:
-            engine.close()
+            self._close()
         each = min(seconds[1:]) / len(chunk) * chunk[0].num_steps
         return each * num_configs, min(num_configs * program.bytes_per_config, self.max_memory_bytes)
 
@@ -675,6 +684,12 @@ class _Runner:
 
     def run(self, save: Callable[[], None] | None, progress: bool) -> bool:
         """Train all that is not at its end; whether it came to the end, or was interrupted."""
+        try:
+            return self._run(save, progress)
+        finally:
+            self._close()
+
+    def _run(self, save: Callable[[], None] | None, progress: bool) -> bool:
         total = sum(config.num_steps for config in self.configs)
         with (
             torch.enable_grad(),
@@ -696,14 +711,9 @@ class _Runner:
     def _is_open(self, index: int) -> bool:
         return index not in self.curves or self.curves[index].status in (PENDING, PARTIAL)
 
-    def _stack(self, chunk: list[Configuration]) -> tuple[Stack, Engine]:
+    def _stack(self, chunk: list[Configuration]) -> Stack:
         first = chunk[0]
-        kind, chunk_size, node_threads = self.engine_settings
-        engine = Engine(
-            copy.deepcopy(first.model).to(self.device), engine=kind, chunk_size=chunk_size, node_threads=node_threads
-        )
-        with torch.enable_grad():
-            engine.prepare(joined_batches([self.batches(config).batch(0) for config in chunk]))
+        engine = self._engine(chunk)
         members = [
             Member(
                 config.model if self.device.type == "cpu" else copy.deepcopy(config.model).to(self.device),
@@ -712,8 +722,25 @@ class _Runner:
             )
             for config in chunk
         ]  # fmt: skip
-        stack = Stack(members, engine, max_steps=first.num_steps, minibatch_size=first.settings["minibatch_size"])
-        return stack, engine
+        return Stack(members, engine, max_steps=first.num_steps, minibatch_size=first.settings["minibatch_size"])
+
+    def _engine(self, chunk: list[Configuration]) -> Engine:
+        """The engine of a stack; stacks of equal size of a program share one."""
+        program = next(i for i, one in enumerate(self.programs) if any(chunk[0] is config for config in one.configs))
+        key = program, len(chunk)
+        if key not in self._engines:
+            kind, chunk_size, node_threads = self.engine_settings
+            model = copy.deepcopy(chunk[0].model).to(self.device)
+            engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads)
+            with torch.enable_grad():
+                engine.prepare(joined_batches([self.batches(config).batch(0) for config in chunk]))
+            self._engines[key] = engine
+        return self._engines[key]
+
+    def _close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
 
     def _run_chunk(
         self, chunk: list[int], todo: list[int], interrupted: list[int], save: Callable[[], None] | None, bar: tqdm
@@ -725,44 +752,41 @@ class _Runner:
         alive = list(range(len(configs)))
         if held is not None:
             alive, record = held[1], held[2]
-        stack, engine = self._stack([configs[c] for c in alive])
+        stack = self._stack([configs[c] for c in alive])
         if held is not None:
             stack.load(held[3])
         bar.update(stack.done * len(alive))
         T = configs[0].num_steps
         start = saved = time.perf_counter()
         before = float(record.arrays["seconds"][stack.done - 1]) if stack.done else 0.0
-        try:
-            if stack.done == 0:
-                self._evaluate(stack, record, configs, alive)
-            sources, which = self._sources([configs[c] for c in alive])
-            for each in zip(*[source.iterate(stack.done, T) for source in sources]):
-                alive, diverged = self._step(stack, record, each, which, alive)
-                record.arrays["seconds"][stack.done - 1 if alive else -1] = before + time.perf_counter() - start
-                bar.update(len(alive))
-                if diverged:
-                    for c in diverged:
-                        self._finish(configs[c], record, c, DIVERGED)
-                        bar.update(T - int(record.steps[c]) + 1)
-                    which = self._which([configs[c] for c in alive], sources)
-                    if not alive:
-                        break
-                if stack.done == T or (self.val_interval and stack.done % self.val_interval == 0):
-                    self._evaluate(stack, record, configs, alive)
-                if interrupted:
+        if stack.done == 0:
+            self._evaluate(stack, record, configs, alive)
+        sources, which = self._sources([configs[c] for c in alive])
+        for each in zip(*[source.iterate(stack.done, T) for source in sources]):
+            alive, diverged = self._step(stack, record, each, which, alive)
+            record.arrays["seconds"][stack.done - 1] = before + time.perf_counter() - start
+            bar.update(len(alive))
+            if diverged:
+                for c in diverged:
+                    self._finish(configs[c], record, c, DIVERGED)
+                    bar.update(T - int(record.steps[c]) + 1)
+                which = self._which([configs[c] for c in alive], sources)
+                if not alive:
                     break
-                if save is not None and time.perf_counter() - saved > SAVE_INTERVAL_S:
-                    self._keep_partial(todo, alive, record, stack, configs)
-                    save()
-                    saved = time.perf_counter()
-            if alive and stack.done < T:
+            if stack.done == T or (self.val_interval and stack.done % self.val_interval == 0):
+                self._evaluate(stack, record, configs, alive)
+            if interrupted:
+                break
+            if save is not None and time.perf_counter() - saved > SAVE_INTERVAL_S:
                 self._keep_partial(todo, alive, record, stack, configs)
-                return
-            for place, c in enumerate(alive):
-                self._finish(configs[c], record, c, FINISHED, stack, place)
-            self._partial = None
-        finally:
-            engine.close()
+                save()
+                saved = time.perf_counter()
+        if alive and stack.done < T:
+            self._keep_partial(todo, alive, record, stack, configs)
+            return
+        for place, c in enumerate(alive):
+            self._finish(configs[c], record, c, FINISHED, stack, place)
+        self._partial = None
 
     def _step(
         self, stack: Stack, record: Record, each: tuple[Any, ...], which: Tensor, alive: list[int]
