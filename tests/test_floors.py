@@ -19,8 +19,8 @@ FLOORS = [
     ["collectives", "local", "optim"],
     ["strategy"],
     ["simulate"],
-    ["evaluate", "metrics", "logger", "checkpoint", "sweep", "rollout", "optimize"],
-    ["trainer", "plot"],
+    ["evaluate", "metrics", "logger", "checkpoint", "settings", "stack", "sweep", "rollout", "optimize", "plot"],
+    ["trainer"],
     ["cli", "__main__", "verify", "compat"],
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -3,6 +3,7 @@
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
+Sweeps:      sweep, SweepResult, Uniform, LogUniform
 Logging:     CSVLogger, Logger
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
@@ -16,6 +17,7 @@ from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule
 from vecgym.rollout import Outcome, rollout, rollout_jvp
+from vecgym.sweep import LogUniform, SweepResult, Uniform, sweep
 from vecgym.trainer import LocalTrainer, Trainer
 from vecgym.verify import verify
 
@@ -27,16 +29,20 @@ __all__ = [
     "History",
     "Ledger",
     "LocalTrainer",
+    "LogUniform",
     "Logger",
     "Nodes",
     "OptimSpec",
     "OptimizedSchedule",
     "Outcome",
     "ProcessError",
+    "SweepResult",
     "Trainer",
+    "Uniform",
     "VecgymWarning",
     "optimize_schedule",
     "rollout",
     "rollout_jvp",
+    "sweep",
     "verify",
 ]

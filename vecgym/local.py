@@ -302,7 +302,7 @@ class Engine:
         buffers: Tree,
         batch: Any,
         *,
-        seed: int,
+        seed: int | Sequence[int],
         step: int,
         node_ids: Sequence[int] | None = None,
         minibatch_size: int | None = None,
@@ -315,7 +315,7 @@ class Engine:
             params: `[L, *]`, or `[1, *]`: the same on every node.
             buffers: likewise; those that training changes may be overwritten, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
-            seed, step, node_ids: what dropout is keyed by.
+            seed, step, node_ids: what dropout is keyed by; one seed for all, or one for each node.
             minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
             mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
@@ -722,7 +722,7 @@ def _cause(error: Exception) -> str:
 class _Keys(NamedTuple):
     """What the random numbers of a pass are keyed by."""
 
-    seed: int
+    seed: int | Sequence[int]
     step: int
     node_ids: list[int]
     start: int = 0  # first example of the part of the batch
@@ -731,7 +731,8 @@ class _Keys(NamedTuple):
         return self._replace(start=start)
 
     def of(self, row: int) -> int:
-        return rng.key(self.seed, "model", self.step, self.node_ids[row], self.start)
+        seed = self.seed if isinstance(self.seed, int) else self.seed[row]
+        return rng.key(seed, "model", self.step, self.node_ids[row], self.start)
 
 
 _GENERATORS = threading.RLock()  # torch's global generators, while a run has seeded them: two runs may share a process

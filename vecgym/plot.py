@@ -1,4 +1,4 @@
-"""Figures from recorded histories. Matplotlib's object interface only: no global state, no display needed."""
+"""Figures of recorded histories, sweeps and schedules. Matplotlib's object interface only: no global state."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from matplotlib.transforms import Transform
 from torch import Tensor
@@ -205,6 +206,207 @@ def plot_schedule(
     _finish(right, "final loss at equal bytes", "accepted steps of the descent", "loss")
     right.legend(frameon=False)
     return _done(figure, title or f"{EngFormatter(unit='B')(found.total_bytes)} sent per node", path)
+
+
+# -------------------------------------------------------------------------------------------------- sweeps
+
+Rows = Sequence[Mapping[str, Any]]  # one per configuration, as `SweepResult.rows` has them
+
+
+def plot_axis(
+    rows: Rows,
+    x: str,
+    y: str = "val_loss",
+    hue: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+    best: bool = False,
+) -> Figure:
+    """A column of a sweep against one of its axes, a line for each value of `hue`.
+
+    A line is the mean over all configurations that share x and hue, such as the seeds; the band reaches from the
+    lowest to the highest of them. Rows without a finite number, such as those that diverged, are left out and counted
+    in the title. Numbers that span a factor of 20 and more are on a logarithmic axis, others than numbers side by side.
+
+    Args:
+        rows: of a `SweepResult`.
+        x, hue: axes; y: a column.
+        path, title: see `plot_comparison`.
+        best: draw the lowest of the configurations instead of their mean: every other axis at its best value.
+
+    Raises:
+        ValueError: for a column that is not there, or without a finite number.
+
+    >>> rows = [{"lr": lr, "seed": seed, "val_loss": lr + seed} for lr in (0.1, 0.2) for seed in (0, 1)]
+    >>> [[float(v) for v in line.get_ydata()] for line in plot_axis(rows, "lr").axes[0].lines]
+    [[0.6, 0.7]]
+    """
+    there = _finite_rows(rows, y, x, hue)
+    figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    places = _places(axes, [row[x] for row in there])
+    for i, value in enumerate(_values(there, hue)):
+        mine = [row for row in there if hue is None or row[hue] == value]
+        at = [v for v in places if any(row[x] == v for row in mine)]
+        each = [np.array([row[y] for row in mine if row[x] == v]) for v in at]
+        middle = [float(values.min() if best else values.mean()) for values in each]
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        label = None if hue is None else f"{hue} = {_shown(value)}"
+        axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **style)  # type: ignore[arg-type]
+        if any(len(values) > 1 for values in each) and not best:
+            low, high = [values.min() for values in each], [values.max() for values in each]
+            axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
+    _finish(axes, "", x, y)
+    if hue is not None:
+        axes.legend(frameon=False)
+    return _done(figure, _with_left_out(title, rows, there), path)
+
+
+def plot_heatmap(
+    rows: Rows,
+    x: str,
+    y: str,
+    value: str = "val_loss",
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+    best: bool = False,
+) -> Figure:
+    """A column of a sweep against two of its axes, the mean over the others written into each cell.
+
+    The lowest cell has a frame; cells without a finite number are empty. Args: as for `plot_axis`.
+
+    >>> rows = [{"lr": lr, "H": H, "val_loss": lr * H} for lr in (0.1, 0.2) for H in (1, 5)]
+    >>> plot_heatmap(rows, "lr", "H").axes[0].images[0].get_array().tolist()
+    [[0.1, 0.2], [0.5, 1.0]]
+    """
+    there = _finite_rows(rows, value, x, y)
+    columns, lines = _values(rows, x), _values(rows, y)
+    cells = np.full((len(lines), len(columns)), np.nan)
+    for i, of_y in enumerate(lines):
+        for j, of_x in enumerate(columns):
+            found = [row[value] for row in there if row[x] == of_x and row[y] == of_y]
+            if found:
+                cells[i, j] = min(found) if best else np.mean(found)
+    figure = NotebookFigure(figsize=(2.2 + 0.9 * len(columns), 1.8 + 0.6 * len(lines)), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(cells, cmap="viridis", origin="lower", aspect="auto")
+    middle = (np.nanmin(cells) + np.nanmax(cells)) / 2
+    for i, j in zip(*np.nonzero(np.isfinite(cells))):
+        colour = "white" if cells[i, j] <= middle else "black"
+        axes.text(j, i, f"{cells[i, j]:.4g}", ha="center", va="center", color=colour, fontsize=9)
+    i, j = divmod(int(np.nanargmin(cells)), len(columns))
+    axes.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor=COLOURS[1], linewidth=2.5))
+    axes.set_xticks(range(len(columns)), [_shown(v) for v in columns])
+    axes.set_yticks(range(len(lines)), [_shown(v) for v in lines])
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    figure.colorbar(image, label=value)
+    return _done(figure, _with_left_out(title, rows, there), path)
+
+
+def plot_pareto(
+    rows: Rows,
+    y: str = "val_loss",
+    hue: str | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+) -> Figure:
+    """A column of a sweep against the bytes sent per node: a point per configuration, and the Pareto front.
+
+    On the front are those that no other beats in both; a line connects them. Args: as for `plot_axis`.
+
+    >>> rows = [{"H": H, "bytes": 1e6 / H, "val_loss": 1.0 + 0.1 * H} for H in (1, 2, 4)]
+    >>> [round(float(v), 2) for v in plot_pareto(rows).axes[0].lines[0].get_ydata()]
+    [1.4, 1.2, 1.1]
+    """
+    there = _finite_rows(rows, y, "bytes", hue)
+    figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    front = [there[i] for i in pareto_front([(row["bytes"], row[y]) for row in there])]
+    axes.plot([row["bytes"] for row in front], [row[y] for row in front], color="0.4", zorder=1, label="Pareto front")
+    for i, value in enumerate(_values(there, hue)):
+        mine = [row for row in there if hue is None or row[hue] == value]
+        label = None if hue is None else f"{hue} = {_shown(value)}"
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        axes.scatter([row["bytes"] for row in mine], [row[y] for row in mine], s=24, zorder=2, label=label, **style)  # type: ignore[arg-type]
+    axes.scatter([row["bytes"] for row in front], [row[y] for row in front], s=90, facecolors="none", edgecolors="0.2")
+    _finish(axes, "", "bytes sent per node", y)
+    if any(row["bytes"] > 0 for row in there):
+        if any(row["bytes"] == 0 for row in there):  # a logarithmic axis has no place for 0
+            axes.set_xscale("symlog", linthresh=min(row["bytes"] for row in there if row["bytes"] > 0))
+        else:
+            axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.legend(frameon=False)
+    return _done(figure, _with_left_out(title, rows, there), path)
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The points that no other one beats in one coordinate and matches in the other, by the first coordinate.
+
+    >>> pareto_front([(1.0, 5.0), (2.0, 6.0), (3.0, 1.0), (3.0, 2.0)])
+    [0, 2]
+    """
+    order = sorted(range(len(points)), key=lambda i: points[i])
+    front: list[int] = []
+    for i in order:
+        if not front or points[i][1] < points[front[-1]][1]:
+            front.append(i)
+    return front
+
+
+def _finite_rows(rows: Rows, value: str, *names: str | None) -> list[Mapping[str, Any]]:
+    """The rows whose `value` is a finite number."""
+    if not rows:
+        raise ValueError("there is no row to plot.")
+    for name in (value, *names):
+        if name is not None and name not in rows[0]:
+            raise ValueError(f"{name!r} is not a column; there are {', '.join(rows[0])}.")
+    there = [row for row in rows if isinstance(row[value], (int, float)) and np.isfinite(row[value])]
+    if not there:
+        raise ValueError(f"no row has a finite number as {value!r}.")
+    return there
+
+
+def _values(rows: Rows, name: str | None) -> list[Any]:
+    """The values of an axis: numbers ascending, others as they come."""
+    if name is None:
+        return [None]
+    found = list(dict.fromkeys(row[name] for row in rows))
+    return sorted(found) if all(map(_is_number, found)) else found
+
+
+def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
+    """Where each value is drawn."""
+    found = list(dict.fromkeys(values))
+    if not all(map(_is_number, found)):
+        axes.set_xticks(range(len(found)), [_shown(v) for v in found])
+        return {v: float(i) for i, v in enumerate(found)}
+    found = sorted(found)
+    if found[0] > 0 and found[-1] / found[0] >= 20:
+        axes.set_xscale("log")
+    return {v: float(v) for v in found}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _with_left_out(title: str | None, rows: Rows, there: Rows) -> str | None:
+    if len(there) == len(rows):
+        return title
+    left_out = f"{len(rows) - len(there)} of {len(rows)} configurations left out: no finite number"
+    return left_out if title is None else f"{title}\n{left_out}"
+
+
+# ------------------------------------------------------------------------------------------------- helpers
 
 
 def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:

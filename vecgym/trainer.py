@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +27,11 @@ from vecgym.local import Engine, ModelFacts, check_settings
 from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
+from vecgym.settings import check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Metrics, Simulation, State
 from vecgym.strategy import Strategy
 from vecgym.tree import Tree
 
-ON_DIVERGENCE = ("raise", "warn", "ignore")
 BACKENDS = ("stacked", "processes", "distributed")
 
 
@@ -70,7 +68,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model is {_kind(model)}; give an nn.Module object whose forward(batch) returns a loss.")
+            raise TypeError(f"model is {kind_of(model)}; give an nn.Module object whose forward(batch) returns a loss.")
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -159,13 +157,13 @@ class Trainer:
         """
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
-                f"the model, {_kind(self.model)}, has no trainable parameter: nothing can be trained. "
+                f"the model, {kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
                 "Fix: model.requires_grad_(True), at least for a part of it."
             )
-        _check(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
-        _check_counts(num_epochs=num_epochs, log_interval=log_interval)
+        check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
+        check_counts(num_epochs=num_epochs, log_interval=log_interval)
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
-        _check_counts(or_none=True, **optional)
+        check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)
         _check_backend(backend, num_processes, num_nodes, timeout_s)
         loggers = _Loggers(logger, log_interval)
@@ -257,7 +255,7 @@ class Trainer:
         try:
             with (
                 torch.enable_grad(),
-                _interrupts() as interrupted,
+                interrupts() as interrupted,
                 tqdm(total=steps, disable=not progress, unit="step") as bar,
             ):
                 recorder.start(settings, bar)
@@ -545,7 +543,7 @@ class _Loggers:
         for one in given:
             if not isinstance(one, Logger):
                 raise TypeError(
-                    f"logger is {_kind(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+                    f"logger is {kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
                 )
         self._alive = given
         self._interval = interval
@@ -569,82 +567,10 @@ class _Loggers:
                 warnings.warn(f"{type(one).__name__} failed and is left out: {error!r}", VecgymWarning, stacklevel=2)
 
 
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
-
-    Yields a list that is empty until the first Ctrl-C. Outside the main thread, where no handler can be set, it
-    stays empty.
-    """
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-
-    def handler(signum: int, frame: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(signum)
-
-    try:
-        before = signal.signal(signal.SIGINT, handler)
-    except ValueError:  # a sub-interpreter
-        yield seen
-        return
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, if it is there; None: cuda, else mps, else cpu.
-
-    >>> resolve_device("cpu")
-    device(type='cpu')
-    """
-    present = ["cpu"]
-    if torch.backends.mps.is_available():
-        present.insert(0, "mps")
-    if torch.cuda.is_available():
-        present.insert(0, "cuda")
-    if device is None:
-        return torch.device(present[0])
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is not a device; allowed here: {', '.join(present)}, or None.") from None
-    count = torch.cuda.device_count() if chosen.type == "cuda" else 1
-    if chosen.type not in present or (chosen.index or 0) >= count:
-        raise ValueError(f"device={str(device)!r} is not there; present: {', '.join(present)}. None takes the best.")
-    return chosen
-
-
-def _check(
-    strategy: Any, num_nodes: Any, batch_size: Any, minibatch_size: Any, val_size: Any, on_divergence: Any
-) -> None:
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"strategy is {_kind(strategy)}; give a Strategy object such as DiLoCoStrategy('adamw', H=100)."
-        )
-    _check_counts(num_nodes=num_nodes, batch_size=batch_size)
-    _check_counts(or_none=True, minibatch_size=minibatch_size)
-    if minibatch_size is not None and batch_size % minibatch_size != 0:
-        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        raise ValueError(f"minibatch_size={minibatch_size} must divide batch_size={batch_size}: one of {divisors}.")
-    if val_size is not None and (isinstance(val_size, bool) or not isinstance(val_size, int) or val_size < 0):
-        raise ValueError(
-            f"val_size={val_size!r} must be an integer >= 0 (0: never evaluate), or None for all examples."
-        )
-    if on_divergence not in ON_DIVERGENCE:
-        allowed = ", ".join(map(repr, ON_DIVERGENCE))
-        raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {allowed}.")
-
-
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; allowed: {', '.join(map(repr, BACKENDS))}.")
-    _check_counts(or_none=True, num_processes=num_processes)
+    check_counts(or_none=True, num_processes=num_processes)
     if num_processes is not None:
         if backend != "processes":
             raise ValueError(
@@ -656,22 +582,6 @@ def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: 
         raise ValueError(f'backend="processes" needs num_processes=W, a divisor of num_nodes={num_nodes}.')
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds > 0.")
-
-
-def _check_counts(or_none: bool = False, **values: Any) -> None:
-    for name, value in values.items():
-        if or_none and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an integer >= 1{', or None' if or_none else ''}.")
-
-
-def _kind(value: Any) -> str:
-    """
-    >>> _kind(3), _kind(Trainer)
-    ('of type int', 'the class Trainer')
-    """
-    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
 def _readable(num_bytes: float) -> str:

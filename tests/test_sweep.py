@@ -1,0 +1,673 @@
+"""Sweeps: what a configuration records in a stack is what `Trainer.fit` records of it alone."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import vecgym.strategy
+from tests.fitting import Rows
+from tests.helpers import assert_close
+from tests.models import make_data, make_model
+from vecgym import DivergenceError, LogUniform, OptimSpec, SweepResult, Trainer, Uniform, VecgymWarning, sweep, tree
+from vecgym.compress import TopK
+from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
+from vecgym.strategy import (
+    AllReduceStrategy,
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Context,
+    DeMoCommunicator,
+    DeMoStrategy,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GossipCommunicator,
+    GossipStrategy,
+    GradientAveraging,
+    PartitionedSelector,
+    ScheduledSelector,
+    ShuffledSequentialSelector,
+    SparseCommunicator,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
+    Strategy,
+    TopKSparseCommunicator,
+    all_reduce,
+    compressed,
+    delayed,
+    every,
+)
+from vecgym.sweep import _points
+
+K = 4
+STEPS = 7
+F64 = torch.float64
+
+
+def data(name: str = "MLP", num_examples: int = 90, seed: int = 0) -> Any:
+    made = make_data(name, num_examples, seed, F64)
+    return Rows(made) if isinstance(made, dict) else TensorDataset(*made)
+
+
+def run_sweep(strategy: Any, grid: Mapping[str, Any], model: Any = "MLP", **settings: Any) -> SweepResult:
+    name = model if isinstance(model, str) else "MLP"
+    module = make_model(model, dtype=F64) if isinstance(model, str) else model
+    settings = {"num_nodes": K, "max_steps": STEPS, "batch_size": 4, "val_interval": 3, **settings}
+    if "num_nodes" in grid:
+        del settings["num_nodes"]
+    common = {"device": "cpu", "progress": False, "keep_models": True}
+    return sweep(module, data(name), data(name, 10, seed=1), strategy=strategy, grid=grid, **{**common, **settings})
+
+
+def run_alone(result: SweepResult, index: int, model: Any = "MLP", **settings: Any) -> tuple[Trainer, nn.Module]:
+    """`Trainer.fit` of one row."""
+    name = model if isinstance(model, str) else "MLP"
+    config = result._runner.configs[index]
+    own = {key: value for key, value in config.settings.items() if key != "num_nodes"}
+    trainer = Trainer(config.model, data(name), data(name, 10, seed=1))
+    settings = {"val_interval": 3, "device": "cpu", "progress": False, **own, **settings}
+    return trainer, trainer.fit(config.strategy, config.num_nodes, **settings)
+
+
+COLUMNS = ("step", "epoch", "examples", "train_loss", "train_losses", "lr", "bytes", "total_bytes", "val_loss",
+           "val_loss_local", "val_losses", "consensus_distance")  # fmt: skip
+
+
+def check_row(result: SweepResult, index: int, model: Any = "MLP", tolerance: float = 1e-10, **settings: Any) -> None:
+    """The curve of a row, and the model that it ends with, are those of the run of it alone."""
+    trainer, averaged = run_alone(result, index, model, **settings)
+    history = result.history(index)
+    for column in COLUMNS:
+        found, expected = (
+            [None if x is None else torch.as_tensor(x, dtype=F64) for x in h[column]]
+            for h in (history, trainer.history)
+        )
+        assert [x is None for x in found] == [x is None for x in expected], column
+        here = [torch.stack([x for x in side if x is not None]) for side in (found, expected)]
+        assert_close(here[0], here[1], tolerance, f"row {index}, {column}")
+    own = result.model(index)
+    assert_close(dict(own.state_dict()), dict(averaged.state_dict()), tolerance, f"row {index}")
+    assert result.rows[index]["status"] == "finished"
+
+
+def check_all(result: SweepResult, model: Any = "MLP", stacks: int = 1, **settings: Any) -> None:
+    assert sum(len(program.chunks) for program in result._runner.programs) == stacks, result.explain()
+    for index in range(len(result)):
+        check_row(result, index, model, **settings)
+
+
+# ---------------------------------------------------------------------------- every strategy, two or three axes
+
+RING = [[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25, 0, 0.25, 0.5]]
+PAIRS = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5], [0, 0, 0.5, 0.5]]
+
+
+def composed(*modules: CommunicationModule, lr: float = 0.1) -> Strategy:
+    return CommunicateOptimizeStrategy(modules, OptimSpec("sgd", lr=lr, momentum=0.9))
+
+
+CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
+    "AllReduceStrategy": (
+        lambda lr, norm: AllReduceStrategy("adamw", lr=lr, max_norm=norm),
+        {"lr": [1e-2, 1e-3], "norm": [0.5, 1.0], "seed": [1, 2]},
+    ),
+    "FedAvgStrategy": (
+        lambda H, lr, optim: FedAvgStrategy(optim, H=H, lr=lr),
+        {"H": [1, 3], "lr": [0.1, 0.02], "optim": ["sgd", "adam"], "seed": [0, 1]},
+    ),
+    "FedAvgStrategy islands": (
+        lambda size, mu: FedAvgStrategy("sgd", H=2, island_size=size, proximal_mu=mu, lr=0.1),
+        {"size": [2, 3], "mu": [0.0, 0.1, 0.5], "seed": [1, 2]},
+    ),
+    "FedAvgStrategy participation": (
+        lambda part, lr, b2: FedAvgStrategy(OptimSpec("adam", lr=lr, betas=(0.9, b2)), H=2, participation=part),
+        {"part": [0.25, 0.5, 1.0], "lr": [1e-2, 1e-3], "b2": [0.9, 0.999]},
+    ),
+    "FedAvgStrategy server": (
+        lambda server, lr: FedAvgStrategy("sgd", H=2, participation=0.75, server_optim=server, server_lr=lr, lr=0.1),
+        {"server": ["avgm", "yogi"], "lr": [0.5, 1.0]},
+    ),
+    "DiLoCoStrategy": (
+        lambda H, lr, outer_lr, warmup: DiLoCoStrategy(
+            "adamw", H=H, lr=lr, outer_lr=outer_lr, warmup_steps=warmup, cosine_anneal=True
+        ),
+        {"H": [2, 3], "lr": [1e-2, 1e-3], "outer_lr": [0.4, 1.0], "warmup": [0, 3], "seed": [0, 1]},
+    ),
+    "DiLoCoStrategy decay": (
+        lambda H, mu, decay: DiLoCoStrategy(OptimSpec("sgd", lr=0.1, momentum=mu, weight_decay=decay), H=H),
+        {"H": [2, 8], "mu": [0.0, 0.9], "decay": [0.0, 0.1]},
+    ),
+    "DiLoCoStrategy compressed": (
+        lambda code, lr: DiLoCoStrategy("sgd", H=2, lr=lr, compression=code),
+        {"code": ["topk", "randomk", "int8", "int4", "sign", "powersgd"], "lr": [0.1, 0.02]},
+    ),
+    "SPARTAStrategy": (
+        lambda p, lr, delay: SPARTAStrategy(p, "adamw", lr=lr, delay=delay),
+        {"p": [0.1, 0.5], "lr": [1e-2, 1e-3], "delay": [0, 2], "seed": [0, 1]},
+    ),
+    "SPARTAStrategy selectors": (
+        lambda selector: SPARTAStrategy(None, "sgd", lr=0.1, index_selector=selector),
+        {"selector": [PartitionedSelector(0.3), ShuffledSequentialSelector(0.5), ScheduledSelector(0.4, 3)]},
+    ),
+    "SPARTAStrategy topk": (
+        lambda p, bits: SPARTAStrategy(p, "sgd", lr=0.1, compression_method="topk", quantization_bits=bits),
+        {"p": [0.1, 0.3], "bits": [None, 8, 4]},
+    ),
+    "SPARTADiLoCoStrategy": (
+        lambda p, every, H: SPARTADiLoCoStrategy(p, every, H, "sgd", lr=0.1),
+        {"p": [0.1, 0.5], "every": [1, 2], "H": [3, 5]},
+    ),
+    "GossipStrategy": (
+        lambda topology, lr, every: GossipStrategy(topology, every, "sgd", lr=lr),
+        {"topology": ["ring", "random_matching", "one_peer_exponential", RING, PAIRS, [RING, PAIRS]],
+         "lr": [0.1, 0.02], "every": [1, 2]},
+    ),
+    "DeMoStrategy": (
+        lambda k, lr, decay: DeMoStrategy(compression_topk=k, compression_chunk=16, lr=lr, weight_decay=decay),
+        {"k": [2, 4], "lr": [1e-2, 1e-3], "decay": [0.0, 0.1], "seed": [0, 1]},
+    ),
+    "CommunicateOptimizeStrategy": (
+        lambda first, lr: composed(first, AveragingCommunicator(H=3), lr=lr),
+        {"first": [SparseCommunicator(0.2), AveragingCommunicator(island_size=2), GossipCommunicator("ring"),
+                   TopKSparseCommunicator(0.1), DiLoCoCommunicator(H=2)], "lr": [0.1, 0.02]},
+    ),
+    "combinators": (
+        lambda n, d, lr: composed(delayed(every(n, AveragingCommunicator()), d), lr=lr),
+        {"n": [1, 2], "d": [0, 1, 2], "lr": [0.1, 0.02]},
+    ),
+    "compressed gradients": (
+        lambda codec, n: composed(every(n, compressed(GradientAveraging(), codec))),
+        {"codec": ["int8", TopK(0.2)], "n": [1, 2]},
+    ),
+    "DeMoCommunicator": (
+        lambda k, lr: composed(DeMoCommunicator(compression_topk=k, compression_chunk=16), lr=lr),
+        {"k": [2, 4], "lr": [1e-2, 1e-3]},
+    ),
+    "Strategy": (lambda lr, seed: Strategy("adagrad", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_configuration_is_what_it_is_alone(name: str) -> None:
+    make, grid = CASES[name]
+    result = run_sweep(make, grid)
+    assert len(result.rows) == torch.tensor([len(values) for values in grid.values()]).prod()
+    check_all(result)
+
+
+def test_every_exported_strategy_is_there() -> None:
+    names = {name for name in vecgym.strategy.__all__ if name.endswith("Strategy")}
+    assert names - {"SimpleReduceStrategy"} <= set(CASES)
+
+
+# --------------------------------------------------------------------------------- what an axis may be
+
+
+def outer(lr: float, H: int = 2) -> Strategy:
+    return DiLoCoStrategy("adamw", H=H, lr=lr)
+
+
+@pytest.mark.parametrize("model", ["CNN", "GPT", "WithFrozen", "LSTM"])
+def test_models_of_all_kinds(model: str) -> None:
+    """Batch norm, tied weights, frozen parameters and integer buffers, and a model that only the loop runs."""
+    settings = {"engine": "loop"} if model == "LSTM" else {}
+    result = run_sweep(outer, {"lr": [1e-2, 1e-3], "seed": [0, 1]}, model, **settings)
+    check_all(result, model, **settings)
+
+
+def test_axes_of_settings_are_programs() -> None:
+    grid = {"num_nodes": [2, 3], "batch_size": [4, 8], "lr": [1e-2, 1e-3]}
+    result = run_sweep(outer, grid)
+    check_all(result, stacks=4)
+    text = result.explain()
+    assert "8 configurations in 4 programs" in text
+    assert "another num_nodes" in text
+    assert "another batch_size" in text
+
+
+def test_strategy_classes_share_a_program() -> None:
+    makes = {"cls": [FedAvgStrategy, GossipStrategy, DiLoCoStrategy, AllReduceStrategy], "lr": [0.1, 0.02]}
+    result = run_sweep(lambda cls, lr: cls(inner_optim="sgd", lr=lr), makes)
+    check_all(result, stacks=2)  # AllReduce: one copy of the parameters
+    assert [row["cls"] for row in result.rows[::2]] == makes["cls"]
+    assert "place of the parameters" in result.explain()
+
+
+def test_strategies_may_be_an_axis() -> None:
+    strategies = [FedAvgStrategy("adam", lr=0.01), SPARTAStrategy(0.1, "sgd", lr=0.1)]
+    check_all(run_sweep(None, {"strategy": strategies, "seed": [0, 1]}))
+
+
+def test_one_strategy_may_serve_all() -> None:
+    check_all(run_sweep(AllReduceStrategy("sgd", lr=0.1), {"seed": [0, 1, 2]}))
+
+
+def seeded_model(seed: int, width: int = 8) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 10))
+
+            def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+                return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        return Net().to(F64)
+
+
+class Scaled(nn.Module):
+    """Its structure has a number that no parameter shows."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.net = make_model("MLP", dtype=F64)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.scale * self.net(batch)
+
+
+def test_initial_parameters_may_differ() -> None:
+    def model(seed: int) -> nn.Module:
+        net = make_model("MLP", dtype=F64)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(0.1 * torch.randn(p.shape, dtype=F64, generator=torch.Generator().manual_seed(seed)))
+        return net
+
+    result = run_sweep(outer, {"lr": [1e-2, 1e-3], "seed": [1, 2]}, model)
+    check_all(result, model)
+    first = [result.history(i)["val_loss"][0] for i in range(4)]
+    assert first[0] == pytest.approx(first[2]) != pytest.approx(first[1])
+
+
+@pytest.mark.parametrize("model", [lambda width: seeded_model(0, width), Scaled])
+def test_models_of_other_structure_are_other_programs(model: Any) -> None:
+    axis = "scale" if model is Scaled else "width"
+    result = run_sweep(outer, {axis: [1, 2], "lr": [1e-2, 1e-3]}, model)
+    check_all(result, model, stacks=2)
+    assert "another model" in result.explain()
+
+
+def test_other_optimizers_share_a_program() -> None:
+    specs = [OptimSpec("sgd", lr=0.1), OptimSpec("sgd", lr=0.1, momentum=0.9), OptimSpec("sgd", lr=0.1, nesterov=True,
+             momentum=0.5), OptimSpec("rmsprop", lr=1e-3), OptimSpec("rmsprop", lr=1e-2, centered=True),
+             OptimSpec(Signed, lr=0.01), OptimSpec(Signed, lr=0.02)]  # fmt: skip
+    specs += [OptimSpec("adamw", lr=lr, param_groups=no_decay) for lr in (1e-2, 1e-3)]
+    check_all(run_sweep(lambda spec: FedAvgStrategy(spec, H=2), {"spec": specs}))
+
+
+def no_decay(name: str, p: Tensor) -> dict[str, Any]:
+    return {} if p.dim() > 1 else {"weight_decay": 0.0}
+
+
+class Signed(torch.optim.SGD):
+    """An optimizer that is not known to be elementwise."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data -= self.param_groups[0]["lr"] * p.grad.sign()
+
+
+class PerRank(Strategy):
+    """DDP as written for one rank."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            all_reduce(p.grad, op="mean")
+        self.optim.step()
+        super().step()
+
+
+class Halves(CommunicationModule):
+    """A user's own: every H steps the nodes move half-way to their mean."""
+
+    def __init__(self, H: int) -> None:
+        self.H = H
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        if (ctx.step + 1) % self.H:
+            return params, state
+        return tree.map(lambda p, m: (p + m) / 2, params, ctx.comm.mean(params)), state
+
+
+def test_a_users_own_strategies() -> None:
+    check_all(run_sweep(lambda lr: PerRank("sgd", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}))
+    check_all(run_sweep(lambda H, lr: composed(Halves(H), lr=lr), {"H": [1, 2, 3], "lr": [0.1, 0.02]}))
+
+
+@pytest.mark.parametrize("settings", [{"minibatch_size": 2}, {"chunk_size": 3}, {"engine": "loop"},
+                                      {"max_steps": None, "num_epochs": 2, "batch_size": 5}])  # fmt: skip
+def test_settings_of_fit(settings: dict[str, Any]) -> None:
+    result = run_sweep(outer, {"lr": [1e-2, 1e-3], "shuffle": [True, False]}, **settings)
+    check_all(result, **settings)
+
+
+def test_data_of_each_nodes_own() -> None:
+    def factory(rank: int, num_nodes: int, train: bool) -> Any:
+        return TensorDataset(*make_data("MLP", 10 + rank, seed=rank + 10 * train, dtype=F64))
+
+    model = make_model("MLP", dtype=F64)
+    common = {"max_steps": 5, "batch_size": 4, "val_interval": 2, "device": "cpu", "progress": False}
+    grid = {"weighting": ["equal", "examples"], "seed": [0, 1]}
+    result = sweep(model, factory, factory, strategy=weighted, grid=grid, num_nodes=3, keep_models=True, **common)
+    for i, row in enumerate(result.rows):
+        trainer = Trainer(model, factory, factory)
+        averaged = trainer.fit(weighted(row["weighting"]), 3, seed=row["seed"], **common)
+        assert_close(dict(result.model(i).state_dict()), dict(averaged.state_dict()), 1e-10)
+        for column in ("val_loss", "val_loss_local", "examples"):
+            assert result.history(i).last(column) == pytest.approx(trainer.history.last(column), rel=1e-10)
+
+
+def weighted(weighting: str) -> Strategy:
+    return FedAvgStrategy("sgd", H=2, lr=0.1, weighting=weighting)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_split_sweep_is_the_same(chunk: int) -> None:
+    grid = {"lr": [1e-2, 1e-3], "H": [2, 3], "seed": [0, 1]}
+    result = run_sweep(outer, grid, chunk_configs=chunk)
+    check_all(result, stacks=-(-8 // chunk))
+    assert f"chunk_configs={chunk}" in result.explain()
+
+
+def test_a_sweep_that_would_not_fit_is_split() -> None:
+    grid = {"lr": [1e-2, 1e-3], "seed": [0, 1]}
+    each = run_sweep(outer, grid, dry_run=True)._runner.programs[0].bytes_per_config
+    result = run_sweep(outer, grid, max_memory_bytes=int(2.5 * each))
+    assert [len(chunk) for chunk in result._runner.programs[0].chunks] == [2, 2]
+    assert "each of" in result.explain()
+    check_row(result, 3)
+
+
+# ----------------------------------------------------------------------- what goes wrong, and going on later
+
+
+@pytest.mark.parametrize("name", ["DiLoCo", "participation", "DDP"])
+def test_a_configuration_that_diverges_leaves(name: str) -> None:
+    """... with the curve of the run alone, which ends in the same step; the others go on unharmed."""
+    make: Callable[..., Strategy] = {
+        "DiLoCo": lambda lr: DiLoCoStrategy("sgd", H=2, lr=lr, max_norm=None),
+        "participation": lambda lr: FedAvgStrategy(OptimSpec("sgd", lr=lr, momentum=0.5), H=2, participation=0.5),
+        "DDP": lambda lr: AllReduceStrategy("sgd", lr=lr),
+    }[name]
+    result = run_sweep(make, {"lr": [0.1, 1e200, 0.02, 1e305], "seed": [0, 1]})
+    status = [row["status"] for row in result.rows]
+    assert status == ["finished"] * 2 + ["diverged"] * 2 + ["finished"] * 2 + ["diverged"] * 2
+    for index in (0, 1, 4, 5):
+        check_row(result, index)
+    for index in (2, 3, 6, 7):
+        with pytest.raises(DivergenceError) as caught:
+            run_alone(result, index)
+        row = result.rows[index]
+        assert row["steps"] == caught.value.step + 1 < STEPS
+        assert not torch.tensor(row["train_loss"]).isfinite()
+    assert result.best("val_loss")["lr"] in (0.1, 0.02)
+    assert "4 finished, 4 diverged" in repr(result)
+
+
+def test_all_may_diverge() -> None:
+    result = run_sweep(lambda lr: FedAvgStrategy("sgd", lr=lr), {"lr": [1e200, 1e300]})
+    assert [row["status"] for row in result.rows] == ["diverged"] * 2
+    with pytest.raises(ValueError, match="no configuration that finished"):
+        result.best("val_loss")
+
+
+class Interrupting(TensorDataset):
+    """Ctrl-C comes while some batch is read."""
+
+    def __init__(self, *tensors: Tensor, after: int) -> None:
+        super().__init__(*tensors)
+        self.left = after
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return [tuple(x[i] for x in self.tensors) for i in indices]
+
+
+RESUMED: dict[str, Callable[..., Strategy]] = {
+    "DiLoCo": lambda H, lr: DiLoCoStrategy("adamw", H=H, lr=lr),
+    "SPARTA": lambda H, lr: SPARTAStrategy(None, "sgd", lr=lr, index_selector=PartitionedSelector(1 / H), delay=1),
+    "participation": lambda H, lr: FedAvgStrategy("adam", H=H, lr=lr, participation=0.5),
+    "per rank": lambda H, lr: PerRank("sgd", lr=lr),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("after", [2, 7, 15])  # before the first step; in the first stack; in the second
+def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
+    """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
+    path = tmp_path / "results" / "sweep.pt"
+    tensors = make_data("MLP", 90, 0, F64)
+    assert isinstance(tensors, tuple)
+    model = make_model("MLP", dtype=F64)
+
+    def call(dataset: Any, resume: Any = path) -> SweepResult:
+        return sweep(
+            model, dataset, data("MLP", 10, seed=1), strategy=RESUMED[name], resume=resume, num_nodes=K,
+            grid={"H": [2, 3], "lr": [0.01, 0.02, 1e200]}, max_steps=STEPS, batch_size=4, val_interval=3,
+            chunk_configs=3, device="cpu", progress=False, keep_models=True,
+        )  # fmt: skip
+
+    with pytest.warns(VecgymWarning, match="interrupted: SweepResult"):
+        first = call(Interrupting(*tensors, after=after))
+    assert 0 < first.num_pending <= 6
+    assert path.exists()
+    assert {row["status"] for row in first.rows} & {"interrupted", "pending"}
+    counted = Interrupting(*tensors, after=-1)
+    second = call(counted)
+    whole = call(Interrupting(*tensors, after=-1), None)
+    assert second.num_pending == 0
+    assert str(second.rows) == str(whole.rows)  # nan is not equal to nan
+    for i, row in enumerate(whole.rows):
+        if row["status"] == "finished":
+            assert second.history(i)["train_loss"] == whole.history(i)["train_loss"]
+            assert_close(dict(second.model(i).state_dict()), dict(whole.model(i).state_dict()), 0.0)
+    calls = -counted.left  # fewer than from the start: the steps done were not done again
+    third = Interrupting(*tensors, after=-1)
+    assert call(third).rows[0] == second.rows[0]
+    assert third.left > -5, "a finished sweep reads nothing but what it is planned with"
+    assert calls > -third.left
+
+
+def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.pt"
+    run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2)
+    with pytest.raises(ValueError, match="holds another sweep"):
+        run_sweep(outer, {"lr": [1e-3]}, resume=path, max_steps=2)
+    before = path.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["sweep.pt"]
+    assert run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2).num_pending == 0
+    assert len(before) > 0
+
+
+# ------------------------------------------------------------------------------------------ random search
+
+
+def test_random_search() -> None:
+    grid = {"lr": LogUniform(1e-3, 1e-1), "H": [1, 2, 3], "outer": Uniform(0.4, 1.0)}
+    make = lambda lr, H, outer: DiLoCoStrategy("sgd", H=H, lr=lr, outer_lr=outer)  # noqa: E731
+    result, again = (run_sweep(make, grid, samples=6, sample_seed=s) for s in (3, 3))
+    other = run_sweep(make, grid, samples=6, sample_seed=4, dry_run=True)
+    assert result.rows == again.rows
+    assert [row["lr"] for row in result.rows] != [row["lr"] for row in other.rows]
+    assert all(1e-3 <= row["lr"] <= 1e-1 and 0.4 <= row["outer"] <= 1 and row["H"] in (1, 2, 3) for row in result.rows)
+    assert len({row["lr"] for row in result.rows}) == 6
+    check_all(result)
+    many = [p["lr"] for p in _points({"lr": LogUniform(1e-4, 1e-2)}, 400, 0)]
+    assert 0.4 < sum(lr < 1e-3 for lr in many) / 400 < 0.6  # as many below the geometric mean as above
+
+
+# --------------------------------------------------------------------------------------------- the result
+
+
+def test_the_result_reads_as_a_table(tmp_path: Path) -> None:
+    result = run_sweep(
+        lambda cls, lr: cls("sgd", lr=lr), {"cls": [FedAvgStrategy, AllReduceStrategy], "lr": [0.1, 1e200]}
+    )
+    rows = result.rows
+    assert [(row["cls"].__name__, row["lr"]) for row in rows] == [
+        ("FedAvgStrategy", 0.1), ("FedAvgStrategy", 1e200), ("AllReduceStrategy", 0.1), ("AllReduceStrategy", 1e200),
+    ]  # fmt: skip
+    trainer, _ = run_alone(result, 0)
+    for name in ("train_loss", "val_loss", "val_loss_local"):
+        assert rows[0][name] == pytest.approx(trainer.history.last(name), rel=1e-10)
+    assert rows[0]["bytes"] == trainer.ledger.total_bytes > 0
+    assert (rows[0]["steps"], rows[0]["status"], rows[1]["status"]) == (STEPS, "finished", "diverged")
+    lines = result.table().splitlines()
+    assert len(lines) == 6
+    assert all(name in lines[0] for name in ("cls", "lr", "val_loss", "bytes", "status"))
+    assert "FedAvgStrategy" in lines[2]
+    result.to_csv(tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert float(read[0]["val_loss"]) == rows[0]["val_loss"]
+    assert [row["cls"] for row in read[1:3]] == ["FedAvgStrategy", "AllReduceStrategy"]
+    assert result.best()["lr"] == 0.1
+    assert result.best("bytes")["status"] == "finished"
+    with pytest.raises(ValueError, match="'loss' is not a column; there are cls, lr, status"):
+        result.best("loss")
+
+
+def test_models_are_kept_when_asked_for() -> None:
+    result = run_sweep(outer, {"lr": [1e-2]}, keep_models=False, max_steps=2)
+    with pytest.raises(ValueError, match="keep_models=True"):
+        result.model(0)
+
+
+def test_a_dry_run_trains_nothing() -> None:
+    result = run_sweep(outer, {"lr": [1e-2, 1e-3]}, dry_run=True)
+    assert [row["status"] for row in result.rows] == ["pending"] * 2
+    assert "2 configurations in 1 programs" in result.explain()
+    assert len(result.history(0)) == 0
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, r"grid\['rl'\] is not used.*Did you mean 'lr'", {"grid": {"rl": [0.1], "lr": [0.1]}}),
+    (ValueError, r"grid\['lr'\] is empty: give at least one value", {"grid": {"lr": []}}),
+    (TypeError, r"grid\['lr'\]=0.1 is of type float; an axis is a list of values: \[0.1\]", {"grid": {"lr": 0.1}}),
+    (TypeError, r"an axis is a list of values: \['abc'\]", {"grid": {"lr": "abc"}}),
+    (TypeError, "grid is of type list; give a dict of axes", {"grid": [0.1]}),
+    (ValueError, "strategy takes lr, which the grid does not have", {"grid": {"seed": [1]}}),
+    (ValueError, r"strategy takes lr, .*its axes are H", {"grid": {"H": [1]}}),
+    (ValueError, "there is no strategy", {"strategy": None, "grid": {"seed": [0]}}),
+    (TypeError, "strategy is of type int; give a function of the axes", {"strategy": 3, "grid": {"seed": [0]}}),
+    (TypeError, r"strategy\(lr=0.1\) returned 0.1; give a function", {"strategy": lambda lr: lr}),
+    (ValueError, r"strategy\(lr=-1\): ", {"grid": {"lr": [0.1, -1]}}),
+    (ValueError, "give the number of nodes once", {"num_nodes": None}),
+    (ValueError, "num_nodes=0 must be an integer >= 1", {"num_nodes": 0}),
+    (ValueError, "minibatch_size=3 must divide batch_size=4", {"minibatch_size": 3}),
+    (ValueError, "batch_size=4000 is larger than a node's shard", {"batch_size": 4000}),
+    (ValueError, "samples=0 must be an integer >= 1", {"samples": 0}),
+    (ValueError, "chunk_configs=0 must be an integer >= 1", {"chunk_configs": 0}),
+    (ValueError, r"has no end: say how many to draw, samples=50", {"grid": {"lr": LogUniform(1e-4, 1e-2)}}),
+    (ValueError, "engine='gpu' is not known", {"engine": "gpu"}),
+    (ValueError, "device='nowhere'", {"device": "nowhere"}),
+    (ValueError, "no trainable parameter", {"model": lambda: make_model("MLP").requires_grad_(False)}),
+    (TypeError, "model is of type str", {"model": "MLP"}),
+    (TypeError, r"model\(\) returned None", {"model": lambda: None}),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "settings"), BAD, ids=[message[:30] for _, message, _ in BAD])
+def test_bad_input(kind: type[Exception], message: str, settings: dict[str, Any]) -> None:
+    given: dict[str, Any] = {
+        "model": make_model("MLP", dtype=F64), "strategy": lambda lr: DiLoCoStrategy("sgd", lr=lr, H=2),
+        "grid": {"lr": [0.1]}, "num_nodes": K, "max_steps": 2, "batch_size": 4, "progress": False, **settings,
+    }  # fmt: skip
+    with pytest.raises(kind, match=message):
+        sweep(given.pop("model"), data(), **given)
+
+
+def test_ranges_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="must be smaller than high"):
+        Uniform(1.0, 0.5)
+    with pytest.raises(ValueError, match="must be > 0 for a logarithm"):
+        LogUniform(0.0, 0.5)
+
+
+def test_a_grid_of_a_million_is_refused_with_its_price() -> None:
+    grid = {"lr": [10.0**-i for i in range(1, 11)] * 10, "H": range(1, 101), "seed": range(100)}
+    price = r"1,000,000 configurations, more than max_configs=10,000: about .* (days|hours|minutes) and .* here"
+    with pytest.raises(ValueError, match=price + ".*samples=100.*max_configs=1000000"):
+        run_sweep(outer, grid)
+
+
+# -------------------------------------------------------------------------------------------------- plots
+
+ROWS = [
+    {"H": H, "lr": lr, "seed": seed, "kind": kind, "val_loss": H * lr + seed, "bytes": 1e6 / H}
+    for H in (1, 10, 100) for lr in (0.1, 0.2) for seed in (0, 1) for kind in ("a", "b")
+]  # fmt: skip
+
+
+def test_a_column_against_an_axis(tmp_path: Path) -> None:
+    figure = plot_axis(ROWS, "H", hue="lr", path=tmp_path / "new" / "a.png")
+    axes = figure.axes[0]
+    assert [[float(y) for y in line.get_ydata()] for line in axes.lines] == [
+        pytest.approx([0.6, 1.5, 10.5]), pytest.approx([0.7, 2.5, 20.5])]  # fmt: skip
+    assert axes.get_xscale() == "log"
+    assert len(axes.collections) == 2  # a band for each
+    low, high = (f(axes.collections[0].get_paths()[0].vertices[:, 1]) for f in (min, max))
+    assert (low, high) == pytest.approx((0.1, 11.0))  # over the seeds
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr = 0.1", "lr = 0.2"]
+    assert (tmp_path / "new" / "a.png").stat().st_size > 5000
+    named = plot_axis(ROWS, "kind", best=True).axes[0]
+    assert [text.get_text() for text in named.get_xticklabels()] == ["a", "b"]
+    assert [float(y) for y in named.lines[0].get_ydata()] == pytest.approx([0.1, 0.1])
+
+
+def test_two_axes_make_a_heat_map() -> None:
+    rows = [*ROWS, {**ROWS[0], "H": 1000, "val_loss": float("nan")}]
+    figure = plot_heatmap(rows, "lr", "H")
+    axes = figure.axes[0]
+    cells = axes.images[0].get_array()
+    assert cells.shape == (4, 2)
+    assert cells[0].tolist() == pytest.approx([0.6, 0.7])
+    assert cells.mask[3].all() if hasattr(cells, "mask") else torch.tensor(cells[3]).isnan().all()
+    assert len(axes.texts) == 6
+    assert axes.patches[0].get_xy() == (-0.5, -0.5)  # the frame of the lowest
+    assert "1 of 25 configurations left out" in figure.get_suptitle()
+
+
+def test_the_pareto_front_is_marked() -> None:
+    axes = plot_pareto(ROWS, hue="kind").axes[0]
+    front = axes.lines[0]
+    assert front.get_xdata().tolist() == [1e4, 1e5, 1e6]
+    assert [float(y) for y in front.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Pareto front", "kind = a", "kind = b"]
+    silent = [{"bytes": 0.0, "val_loss": 3.0}, {"bytes": 1e5, "val_loss": 1.0}]
+    assert plot_pareto(silent).axes[0].get_xscale() == "symlog"
+    assert pareto_front([(2.0, 1.0), (1.0, 1.0), (3.0, 0.5)]) == [1, 2]
+
+
+def test_the_result_draws_itself() -> None:
+    result = run_sweep(
+        lambda cls, lr: cls("sgd", lr=lr), {"cls": [FedAvgStrategy, AllReduceStrategy], "lr": [0.1, 0.2]}
+    )
+    lines = result.plot(x="lr", hue="cls").axes[0].lines
+    assert [float(y) for line in lines for y in line.get_ydata()] == [row["val_loss"] for row in result.rows]
+    assert result.plot_heatmap("lr", "cls").axes[0].images[0].get_array().shape == (2, 2)
+    assert result.plot_pareto(hue="cls").axes[0].get_xlabel() == "bytes sent per node"
+    with pytest.raises(ValueError, match="'loss' is not a column; there are cls, lr"):
+        result.plot("lr", "loss")
+    with pytest.raises(ValueError, match="no row has a finite number as 'val_loss'"):
+        plot_axis([{"lr": 0.1, "val_loss": None}], "lr")
+    with pytest.raises(ValueError, match="no row to plot"):
+        plot_pareto([])

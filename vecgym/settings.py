@@ -1,0 +1,106 @@
+"""What a run may be given, checked before it begins; and how Ctrl-C ends one between two steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vecgym.strategy import Strategy
+
+ON_DIVERGENCE = ("raise", "warn", "ignore")
+
+
+def check_run(
+    strategy: Any, num_nodes: Any, batch_size: Any, minibatch_size: Any, val_size: Any, on_divergence: Any
+) -> None:
+    """Raise an error for settings of a run that cannot work."""
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy is {kind_of(strategy)}; give a Strategy object such as DiLoCoStrategy('adamw', H=100)."
+        )
+    check_counts(num_nodes=num_nodes, batch_size=batch_size)
+    check_counts(or_none=True, minibatch_size=minibatch_size)
+    if minibatch_size is not None and batch_size % minibatch_size != 0:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ValueError(f"minibatch_size={minibatch_size} must divide batch_size={batch_size}: one of {divisors}.")
+    if val_size is not None and (isinstance(val_size, bool) or not isinstance(val_size, int) or val_size < 0):
+        raise ValueError(
+            f"val_size={val_size!r} must be an integer >= 0 (0: never evaluate), or None for all examples."
+        )
+    if on_divergence not in ON_DIVERGENCE:
+        allowed = ", ".join(map(repr, ON_DIVERGENCE))
+        raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {allowed}.")
+
+
+def check_counts(or_none: bool = False, **values: Any) -> None:
+    """Raise a ValueError unless each value is an integer >= 1 (or None, if allowed)."""
+    for name, value in values.items():
+        if or_none and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be an integer >= 1{', or None' if or_none else ''}.")
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
+
+    Yields a list that is empty until the first Ctrl-C. Outside the main thread, where no handler can be set, it
+    stays empty.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def handler(signum: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    try:
+        before = signal.signal(signal.SIGINT, handler)
+    except ValueError:  # a sub-interpreter
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, if it is there; None: cuda, else mps, else cpu.
+
+    >>> resolve_device("cpu")
+    device(type='cpu')
+    """
+    present = ["cpu"]
+    if torch.backends.mps.is_available():
+        present.insert(0, "mps")
+    if torch.cuda.is_available():
+        present.insert(0, "cuda")
+    if device is None:
+        return torch.device(present[0])
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not a device; allowed here: {', '.join(present)}, or None.") from None
+    count = torch.cuda.device_count() if chosen.type == "cuda" else 1
+    if chosen.type not in present or (chosen.index or 0) >= count:
+        raise ValueError(f"device={str(device)!r} is not there; present: {', '.join(present)}. None takes the best.")
+    return chosen
+
+
+def kind_of(value: Any) -> str:
+    """What a wrong argument is, for a message.
+
+    >>> kind_of(3), kind_of(Strategy)
+    ('of type int', 'the class Strategy')
+    """
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
