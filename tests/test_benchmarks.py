@@ -92,6 +92,16 @@ def test_backends(tmp_path: Path) -> None:
     assert "spawn" in result["start_up_s"]
 
 
+def test_sweep(tmp_path: Path) -> None:
+    table, result = run_quick("sweep.py", tmp_path, "--cases", "tiny", "tiny allreduce")
+    assert "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap |" in table
+    assert "2 configurations in 1 programs" in table
+    for found in result["cases"].values():
+        assert (found["num_configs"], found["steps"]) == (2, 4)
+        assert found["ratio"] > 0
+        assert found["val_loss_gap"] < 1e-5  # float32: the two sides train the same
+
+
 def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """What vecgym is compared with computes what vecgym computes, outer steps included."""
     monkeypatch.syspath_prepend(FOLDER)

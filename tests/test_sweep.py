@@ -220,7 +220,7 @@ def outer(lr: float, H: int = 2) -> Strategy:
 @pytest.mark.parametrize("model", ["CNN", "GPT", "WithFrozen", "LSTM"])
 def test_models_of_all_kinds(model: str) -> None:
     """Batch norm, tied weights, frozen parameters and integer buffers, and a model that only the loop runs."""
-    settings = {"engine": "loop"} if model == "LSTM" else {}
+    settings: dict[str, Any] = {"engine": "loop"} if model == "LSTM" else {}
     result = run_sweep(outer, {"lr": [1e-2, 1e-3], "seed": [0, 1]}, model, **settings)
     check_all(result, model, **settings)
 
@@ -316,7 +316,7 @@ def no_decay(name: str, p: Tensor) -> dict[str, Any]:
 class Signed(torch.optim.SGD):
     """An optimizer that is not known to be elementwise."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             p.data -= self.param_groups[0]["lr"] * p.grad.sign()
 
@@ -326,6 +326,7 @@ class PerRank(Strategy):
 
     def step(self) -> None:
         for p in self.model.parameters():
+            assert p.grad is not None
             all_reduce(p.grad, op="mean")
         self.optim.step()
         super().step()
@@ -360,8 +361,8 @@ def test_data_of_each_nodes_own() -> None:
         return TensorDataset(*make_data("MLP", 10 + rank, seed=rank + 10 * train, dtype=F64))
 
     model = make_model("MLP", dtype=F64)
-    common = {"max_steps": 5, "batch_size": 4, "val_interval": 2, "device": "cpu", "progress": False}
-    grid = {"weighting": ["equal", "examples"], "seed": [0, 1]}
+    common: dict[str, Any] = {"max_steps": 5, "batch_size": 4, "val_interval": 2, "device": "cpu", "progress": False}
+    grid: dict[str, Any] = {"weighting": ["equal", "examples"], "seed": [0, 1]}
     result = sweep(model, factory, factory, strategy=weighted, grid=grid, num_nodes=3, keep_models=True, **common)
     for i, row in enumerate(result.rows):
         trainer = Trainer(model, factory, factory)
@@ -618,7 +619,7 @@ ROWS = [
 
 
 def test_a_column_against_an_axis(tmp_path: Path) -> None:
-    figure = plot_axis(ROWS, "H", hue="lr", path=tmp_path / "new" / "a.png")
+    figure: Any = plot_axis(ROWS, "H", hue="lr", path=tmp_path / "new" / "a.png")
     axes = figure.axes[0]
     assert [[float(y) for y in line.get_ydata()] for line in axes.lines] == [
         pytest.approx([0.6, 1.5, 10.5]), pytest.approx([0.7, 2.5, 20.5])]  # fmt: skip
@@ -628,14 +629,14 @@ def test_a_column_against_an_axis(tmp_path: Path) -> None:
     assert (low, high) == pytest.approx((0.1, 11.0))  # over the seeds
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr = 0.1", "lr = 0.2"]
     assert (tmp_path / "new" / "a.png").stat().st_size > 5000
-    named = plot_axis(ROWS, "kind", best=True).axes[0]
+    named: Any = plot_axis(ROWS, "kind", best=True).axes[0]
     assert [text.get_text() for text in named.get_xticklabels()] == ["a", "b"]
     assert [float(y) for y in named.lines[0].get_ydata()] == pytest.approx([0.1, 0.1])
 
 
 def test_two_axes_make_a_heat_map() -> None:
     rows = [*ROWS, {**ROWS[0], "H": 1000, "val_loss": float("nan")}]
-    figure = plot_heatmap(rows, "lr", "H")
+    figure: Any = plot_heatmap(rows, "lr", "H")
     axes = figure.axes[0]
     cells = axes.images[0].get_array()
     assert cells.shape == (4, 2)
@@ -647,7 +648,7 @@ def test_two_axes_make_a_heat_map() -> None:
 
 
 def test_the_pareto_front_is_marked() -> None:
-    axes = plot_pareto(ROWS, hue="kind").axes[0]
+    axes: Any = plot_pareto(ROWS, hue="kind").axes[0]
     front = axes.lines[0]
     assert front.get_xdata().tolist() == [1e4, 1e5, 1e6]
     assert [float(y) for y in front.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
@@ -661,9 +662,10 @@ def test_the_result_draws_itself() -> None:
     result = run_sweep(
         lambda cls, lr: cls("sgd", lr=lr), {"cls": [FedAvgStrategy, AllReduceStrategy], "lr": [0.1, 0.2]}
     )
-    lines = result.plot(x="lr", hue="cls").axes[0].lines
+    lines: Any = result.plot(x="lr", hue="cls").axes[0].lines
     assert [float(y) for line in lines for y in line.get_ydata()] == [row["val_loss"] for row in result.rows]
-    assert result.plot_heatmap("lr", "cls").axes[0].images[0].get_array().shape == (2, 2)
+    image: Any = result.plot_heatmap("lr", "cls").axes[0].images[0]
+    assert image.get_array().shape == (2, 2)
     assert result.plot_pareto(hue="cls").axes[0].get_xlabel() == "bytes sent per node"
     with pytest.raises(ValueError, match="'loss' is not a column; there are cls, lr"):
         result.plot("lr", "loss")
