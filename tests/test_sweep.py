@@ -217,10 +217,13 @@ def outer(lr: float, H: int = 2) -> Strategy:
     return DiLoCoStrategy("adamw", H=H, lr=lr)
 
 
-@pytest.mark.parametrize("model", ["CNN", "GPT", "WithFrozen", "LSTM"])
+@pytest.mark.parametrize("model", ["CNN", "GPT", "WithFrozen", "LSTM", "DictBatch", "Dropout"])
 def test_models_of_all_kinds(model: str) -> None:
-    """Batch norm, tied weights, frozen parameters and integer buffers, and a model that only the loop runs."""
-    settings: dict[str, Any] = {"engine": "loop"} if model == "LSTM" else {}
+    """Batch norm, tied weights, frozen parameters and integer buffers, another form of batch, and two for the loop.
+
+    There a node's dropout masks are keyed by seed, step and node, so they too are those of the single run.
+    """
+    settings: dict[str, Any] = {"engine": "loop"} if model in ("LSTM", "Dropout") else {}
     result = run_sweep(outer, {"lr": [1e-2, 1e-3], "seed": [0, 1]}, model, **settings)
     check_all(result, model, **settings)
 
@@ -299,6 +302,16 @@ def test_models_of_other_structure_are_other_programs(model: Any) -> None:
     result = run_sweep(outer, {axis: [1, 2], "lr": [1e-2, 1e-3]}, model)
     check_all(result, model, stacks=2)
     assert "another model" in result.explain()
+
+
+def test_other_frozen_parameters_are_another_program() -> None:
+    def model(shift: float) -> nn.Module:
+        net = make_model("MLP", dtype=F64)
+        with torch.no_grad():
+            net.get_parameter("first.weight").requires_grad_(False).add_(shift)
+        return net
+
+    check_all(run_sweep(outer, {"shift": [0.0, 0.5], "lr": [1e-2, 1e-3]}, model), model, stacks=2)
 
 
 def test_other_optimizers_share_a_program() -> None:
@@ -417,6 +430,16 @@ def test_a_configuration_that_diverges_leaves(name: str) -> None:
         assert not torch.tensor(row["train_loss"]).isfinite()
     assert result.best("val_loss")["lr"] in (0.1, 0.02)
     assert "4 finished, 4 diverged" in repr(result)
+
+
+def test_the_first_of_a_stack_may_leave() -> None:
+    result = run_sweep(lambda outer_lr, H: DiLoCoStrategy("adamw", H=H, lr=0.01, outer_lr=outer_lr),
+                       {"outer_lr": [1e250, 0.4, 1e300, 1.0], "H": [2, 3], "seed": [0, 1]})  # fmt: skip
+    assert [row["status"] for row in result.rows] == (["diverged"] * 4 + ["finished"] * 4) * 2
+    steps = [row["steps"] for row in result.rows]
+    assert steps[0] < steps[2], "one after the other"
+    for index in [*range(4, 8), *range(12, 16)]:
+        check_row(result, index)
 
 
 def test_all_may_diverge() -> None:
