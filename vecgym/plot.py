@@ -239,7 +239,7 @@ def plot_axis(
         ValueError: for a column that is not there, or without a finite number.
 
     >>> rows = [{"lr": lr, "seed": seed, "val_loss": lr + seed} for lr in (0.1, 0.2) for seed in (0, 1)]
-    >>> [[float(v) for v in line.get_ydata()] for line in plot_axis(rows, "lr").axes[0].lines]
+    >>> [[round(float(v), 3) for v in line.get_ydata()] for line in plot_axis(rows, "lr").axes[0].lines]
     [[0.6, 0.7]]
     """
     there = _finite_rows(rows, y, x, hue)
