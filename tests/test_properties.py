@@ -271,6 +271,9 @@ STRATEGIES: dict[str, Row] = {
     "gossip-ring": Row(lambda **kw: GossipStrategy("ring", **kw), STEPS * 2.0),
     "gossip-one-peer": Row(lambda **kw: GossipStrategy("one_peer_exponential", every=2, **kw), STEPS // 2 * 1.0),
     "gossip-exponential": Row(lambda **kw: GossipStrategy("exponential", **kw), STEPS * 3.0),
+    "diloco-scheduled": Row(
+        lambda **kw: DiLoCoStrategy(sync_weight=[0, 0, 1, 0, 0, 1, 0], **kw), ROUNDS * ring(K), outer=nesterov
+    ),
     "averaging-rare-and-late": Row(
         composed(delayed(every(2, AveragingCommunicator()), 2)),
         STEPS // 2 * ring(K),
@@ -732,6 +735,8 @@ class Changes:
     also: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
+WEIGHTS = [0.0, 0.5, 1.0, 0.0, 0.25, 0.0, 1.0]  # of exchanges, in place of H, which is then left at its default
+
 ARGUMENTS: dict[type, Changes] = {
     Strategy: Changes(Strategy, {"inner_optim": "sgd"}, {**COMMON, "communication_modules": MODULES}),
     CommunicateOptimizeStrategy: Changes(
@@ -754,13 +759,26 @@ ARGUMENTS: dict[type, Changes] = {
             "server_lr": 0.5,
             "server_betas": (0.1, 0.2),
             "server_tau": 0.1,
+            "sync_weight": WEIGHTS,
         },
-        also={name: {"server_optim": "yogi"} for name in ("server_lr", "server_betas", "server_tau")},
+        also={
+            **{name: {"server_optim": "yogi"} for name in ("server_lr", "server_betas", "server_tau")},
+            "sync_weight": {"H": 1},
+        },
     ),
     DiLoCoStrategy: Changes(
         DiLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
-        {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3, "compression": "topk"},
+        {
+            **COMMON,
+            "H": 3,
+            "inner_lr": 0.3,
+            "outer_optim": "adam",
+            "outer_lr": 0.3,
+            "compression": "topk",
+            "sync_weight": WEIGHTS,
+        },
+        also={"sync_weight": {"H": 100}},
     ),
     SPARTAStrategy: Changes(
         SPARTAStrategy,
@@ -815,7 +833,8 @@ ARGUMENTS: dict[type, Changes] = {
     AveragingCommunicator: Changes(
         with_module(AveragingCommunicator),
         {"H": 2},
-        {"H": 3, "island_size": 2, "participation": 0.6, "weighting": "examples"},
+        {"H": 3, "island_size": 2, "participation": 0.6, "weighting": "examples", "sync_weight": WEIGHTS},
+        also={"sync_weight": {"H": 1}},
     ),
     ServerCommunicator: Changes(
         with_module(ServerCommunicator),
@@ -828,7 +847,8 @@ ARGUMENTS: dict[type, Changes] = {
     DiLoCoCommunicator: Changes(
         with_module(DiLoCoCommunicator),
         {"H": 2},
-        {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3},
+        {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3, "sync_weight": WEIGHTS},
+        also={"sync_weight": {"H": 100}},
     ),
 }
 SETTINGS = [(cls, name) for cls in ARGUMENTS for name in inspect.signature(cls).parameters]

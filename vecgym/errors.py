@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+
 
 class VecgymWarning(UserWarning):
     """A setting has no effect, or not the one that its name suggests."""
+
+
+def warn(message: str) -> None:
+    """Warn, pointing at the line outside of vecgym that led here, however deep inside it was noticed."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, VecgymWarning, stacklevel=level)
 
 
 class DivergenceError(ArithmeticError):

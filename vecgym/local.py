@@ -30,7 +30,7 @@ from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym import rng, tree
-from vecgym.errors import VecgymWarning
+from vecgym.errors import warn
 from vecgym.folding import Folding, Observer, TwiceDifferentiable
 from vecgym.tree import Tree
 
@@ -193,18 +193,12 @@ class Engine:
             plan = replace(plan, node_threads=min(node_threads, num_nodes))
             if node_threads > 1 and (self.facts.random or self.device.type != "cpu"):
                 why = "draws random numbers" if self.facts.random else f"runs on {self.device.type}"
-                warnings.warn(
-                    f"node_threads={node_threads} has no effect: the model {why}.",
-                    VecgymWarning,
-                    stacklevel=3,
-                )
+                warn(f"node_threads={node_threads} has no effect: the model {why}.")
                 plan = replace(plan, node_threads=1)
         if self.facts.vmap_error is not None and engine in ("auto", "fastest"):
-            warnings.warn(
+            warn(
                 f"{str(self.facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
-                'engine="loop" chooses that without this warning.',
-                VecgymWarning,
-                stacklevel=3,
+                'engine="loop" chooses that without this warning.'
             )
         self.plan = plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
         if engine == "fastest":
