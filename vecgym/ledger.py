@@ -105,3 +105,16 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({len(self)} collectives, {self.total_bytes:,.0f} bytes sent per node)"
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """A number of bytes as a person reads it.
+
+    >>> readable_bytes(1234567)
+    '1.23 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

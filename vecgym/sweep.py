@@ -29,6 +29,7 @@ from vecgym import nodes, rng, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.errors import VecgymWarning
+from vecgym.ledger import readable_bytes
 from vecgym.local import Engine, check_settings
 from vecgym.metrics import History
 from vecgym.settings import check_counts, check_run, interrupts, kind_of, resolve_device
@@ -633,7 +634,8 @@ class _Runner:
                 size, why = best, f"{K * flop / 1e9:.2g} GFLOP a step each: a larger stack is not faster"
         fitting = max(1, self.max_memory_bytes // max(1, program.bytes_per_config))
         if fitting < size:
-            size, why = fitting, f"{readable(program.bytes_per_config)} each of {readable(self.max_memory_bytes)}"
+            each, all_of_it = readable_bytes(program.bytes_per_config), readable_bytes(self.max_memory_bytes)
+            size, why = fitting, f"{each} each of {all_of_it}"
         indices = [config.index for config in program.configs]
         number = -(-len(indices) // size)
         size = -(-len(indices) // number)  # equal parts
@@ -652,7 +654,7 @@ class _Runner:
                 f"program {i}: {len(program.configs)} configurations, num_nodes={s['num_nodes']}, "
                 f"batch_size={s['batch_size']}, {config.num_steps} steps, {type(config.model).__name__}, "
                 f"{', '.join(shared)}; {stacks} ({program.why}), "
-                f"about {readable(len(program.chunks[0]) * program.bytes_per_config)}"
+                f"about {readable_bytes(len(program.chunks[0]) * program.bytes_per_config)}"
             )
             if i > 0:
                 lines.append(f"  not with program 0: another {' and another '.join(self._differences(program))}")
@@ -972,19 +974,6 @@ def available_bytes(device: torch.device) -> int:
         return 4 * 2**30
 
 
-def readable(num_bytes: float) -> str:
-    """A number of bytes as a person reads it.
-
-    >>> readable(1234567)
-    '1.23 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
-
-
 def sweep(
     model: nn.Module | Callable[..., nn.Module],
     train_dataset: Any,
@@ -1094,7 +1083,7 @@ def sweep(
         seconds, needed = few.estimate(count)
         raise ValueError(
             f"the grid has {count:,} configurations, more than max_configs={max_configs:,}: about "
-            f"{duration(seconds)} and {readable(needed)} here, going by a few steps of the first ones. Give "
+            f"{duration(seconds)} and {readable_bytes(needed)} here, going by a few steps of the first ones. Give "
             f"samples=100 for a random choice, shorter axes, or max_configs={count}."
         )
     runner = runner_of(_points(axes, samples, sample_seed))

@@ -22,7 +22,7 @@ from vecgym.collectives.distributed import DistributedCollectives, Wire, check_d
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.errors import DivergenceError, VecgymWarning
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate, everyone
-from vecgym.ledger import Ledger
+from vecgym.ledger import Ledger, readable_bytes
 from vecgym.local import Engine, ModelFacts, check_settings
 from vecgym.logger import Logger
 from vecgym.metrics import History
@@ -521,7 +521,8 @@ class _Recorder:
     def _show(self, loss: float) -> None:
         assert self._bar is not None
         if self._bar.update():  # it has just redrawn itself, some times a second
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {_readable(self.ledger.total_bytes)} per node", refresh=False)
+            sent = readable_bytes(self.ledger.total_bytes)
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {sent} per node", refresh=False)
 
     def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:
         if self.on_divergence == "ignore":
@@ -582,16 +583,3 @@ def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: 
         raise ValueError(f'backend="processes" needs num_processes=W, a divisor of num_nodes={num_nodes}.')
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds > 0.")
-
-
-def _readable(num_bytes: float) -> str:
-    """A number of bytes as a person reads it.
-
-    >>> _readable(1234567)
-    '1.23 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
