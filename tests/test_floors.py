@@ -14,16 +14,16 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    ["tree", "rng", "schedule", "topology", "errors", "folding", "compress", "held"],
-    ["nodes", "ledger", "data", "corpus", "models", "launch"],
-    ["collectives", "local", "optim"],
-    ["strategy"],
-    ["simulate"],
-    ["evaluate", "metrics", "logger", "checkpoint", "settings", "stack", "sweep", "rollout", "optimize", "plot"],
-    ["trainer"],
-    ["cli", "__main__", "verify", "compat"],
+    "tree rng schedule topology errors folding compress held",
+    "nodes ledger data corpus models launch",
+    "collectives local optim",
+    "strategy",
+    "simulate",
+    "evaluate metrics logger checkpoint settings together recorder stack sweep rollout optimize plot",
+    "trainer",
+    "cli __main__ verify compat",
 ]
-FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FACADE = "vecgym"  # vecgym/__init__.py shows what is there up to the trainer: for the commands above it
 FLOOR[FACADE] = FLOOR["trainer"]
 
