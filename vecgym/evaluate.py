@@ -21,7 +21,11 @@ from vecgym.tree import Tree
 
 
 class Evaluation(NamedTuple):
-    """Mean losses over the validation examples."""
+    """Mean losses over the validation examples.
+
+    >>> Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0])).nodes.mean()
+    tensor(1.5000)
+    """
 
     average: float  # of the averaged model ("global")
     nodes: Tensor  # [K]: of each node's own model ("local")
@@ -29,7 +33,20 @@ class Evaluation(NamedTuple):
 
 @torch.no_grad()
 def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectives) -> Evaluation:
-    """Evaluate in eval mode; neither the state nor any random state is changed."""
+    """Evaluate in eval mode; neither the state nor any random state is changed.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> class Line(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = torch.nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> state = State(0, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {})
+    >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
+    >>> evaluate(Engine(Line()), state, batches, StackedCollectives(2))
+    Evaluation(average=0.0, nodes=tensor([1., 1.], dtype=torch.float64))
+    """
     values = state.params, state.buffers
     means = [tree.map(lambda x: x[None], average(x, comm)) for x in values]
     num_local = len(comm.node_ids)
@@ -52,13 +69,23 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
 
 
 def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -> Tensor:
-    """A value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU."""
+    """A value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> everyone(torch.tensor([1.0, 3.0]), StackedCollectives(2))
+    tensor([1., 3.])
+    """
     return comm.everyone({"": x.to(device)})[""].cpu()
 
 
 @torch.no_grad()
 def average(values: Tree, comm: Collectives) -> Tree:
-    """The mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.nodes.mean`."""
+    """The mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.nodes.mean`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> average({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
+    {'w': tensor(2.)}
+    """
     if not comm.native:
         return nodes.mean(comm.everyone(values))
     aside = _unrecorded(comm)
@@ -70,7 +97,12 @@ def average(values: Tree, comm: Collectives) -> Tree:
 
 @torch.no_grad()
 def consensus_distance(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.nodes.consensus_distance`; between processes only sums cross."""
+    """See `vecgym.nodes.consensus_distance`; between processes only sums cross.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> consensus_distance({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
+    1.0
+    """
     if not comm.native:
         return float(nodes.consensus_distance(comm.everyone(params)))
     aside = _unrecorded(comm)
@@ -82,7 +114,12 @@ def consensus_distance(params: Tree, comm: Collectives) -> float:
 
 
 def correlation(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.nodes.correlation`; every process gathers the parameters of all nodes."""
+    """See `vecgym.nodes.correlation`; every process gathers the parameters of all nodes.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> round(correlation({"w": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, StackedCollectives(2)), 6)
+    -1.0
+    """
     return nodes.correlation(comm.everyone(params), comm.num_nodes)
 
 

@@ -15,6 +15,13 @@ class Logger:
     """Receives the settings of a run at its start, then its rows, then its end.
 
     A logger that fails is reported once by a warning and not called again; it never ends the training.
+
+    >>> class Printing(Logger):
+    ...     def log(self, row):
+    ...         print(row["step"], row["train_loss"])
+    >>> logger = Printing()
+    >>> logger.start({"num_nodes": 2}); logger.log({"step": 1, "train_loss": 0.5}); logger.finish()
+    1 0.5
     """
 
     def start(self, settings: dict[str, Any]) -> None:

@@ -84,12 +84,20 @@ class OptimSpec:
 
     @property
     def hyper(self) -> dict[str, Any]:
-        """Every hyperparameter, the class's defaults included."""
+        """Every hyperparameter, the class's defaults included.
+
+        >>> OptimSpec("sgd", lr=0.1, momentum=0.9).hyper["momentum"]
+        0.9
+        """
         return {**self._defaults, **self.kwargs}
 
     @property
     def lr(self) -> Any:
-        """The base learning rate: a number or a tensor `[]` or `[N]`."""
+        """The base learning rate: a number or a tensor `[]` or `[N]`.
+
+        >>> OptimSpec("sgd", lr=0.1).lr, OptimSpec("adamw").lr
+        (0.1, 0.001)
+        """
         if "lr" not in self.hyper:
             raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
         return self.hyper["lr"]

@@ -33,6 +33,15 @@ class Context:
         rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
         exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
             operations and reductions of each node by itself never do; a matrix product over all nodes may.
+
+    >>> from dataclasses import replace
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(4), step=3, seed=7)
+    >>> a, b = (torch.rand(3, generator=ctx.generator("mask", ctx.step)) for _ in range(2))
+    >>> torch.equal(a, b)  # the same (seed, purpose, ids), the same numbers
+    True
+    >>> replace(ctx, rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    tensor([0.2000, 0.4000])
     """
 
     comm: Collectives
@@ -133,6 +142,14 @@ class Strategy:
 
     Raises:
         TypeError, ValueError: at construction, saying what is allowed.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> strategy = Strategy("sgd", lr=0.1, warmup_steps=4)  # no modules: every node by itself
+    >>> ctx = Context(StackedCollectives(2), step=2, max_steps=10)
+    >>> params, grads = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 2.0])}
+    >>> optimizer, modules = strategy.init(params, ctx)
+    >>> strategy.lr(ctx), strategy.optimize(params, grads, optimizer, ctx)[0]
+    (0.05, {'w': tensor([-0.0500, -0.1000])})
     """
 
     def __init__(

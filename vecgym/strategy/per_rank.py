@@ -77,7 +77,27 @@ def _meeting() -> tuple[Meeting, int]:
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Replace `tensor` by its sum (or `op="mean"`: its mean) over all nodes, in place, and return it."""
+    """Replace `tensor` by its sum (or `op="mean"`: its mean) over all nodes, in place, and return it.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.simulate import Simulation
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> class DDP(Strategy):
+    ...     def step(self):
+    ...         for p in self.model.parameters():
+    ...             all_reduce(p.grad, op="mean")
+    ...         self.optim.step()
+    ...         super().step()
+    >>> simulation = Simulation(Line(), DDP("sgd", lr=0.5), StackedCollectives(2))
+    >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0]]))
+    >>> state.params["w"]
+    tensor([2., 2.])
+    """
     if op not in ("sum", "mean"):
         raise ValueError(f'op={op!r} is not known; allowed: "sum", "mean".')
     meeting, node = _meeting()
@@ -87,7 +107,27 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """Replace `tensor` by that of node `src`, in place, and return it."""
+    """Replace `tensor` by that of node `src`, in place, and return it.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.simulate import Simulation
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> class OfNodeOne(Strategy):
+    ...     def step(self):
+    ...         self.optim.step()
+    ...         for p in self.model.parameters():
+    ...             broadcast(p, src=1)
+    ...         super().step()
+    >>> simulation = Simulation(Line(), OfNodeOne("sgd", lr=0.5), StackedCollectives(2))
+    >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0]]))
+    >>> state.params["w"]
+    tensor([3., 3.])
+    """
     meeting, node = _meeting()
     found = meeting.exchange(node, f"broadcast from {src}", tensor, lambda x: meeting.comm.broadcast(x, src))
     with torch.no_grad():
@@ -95,7 +135,27 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Every node's tensor: `[K, *]`."""
+    """Every node's tensor: `[K, *]`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.simulate import Simulation
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> class Median(Strategy):
+    ...     def step(self):
+    ...         for p in self.model.parameters():
+    ...             p.grad = all_gather(p.grad).median(0).values  # [K, *] -> [*]
+    ...         self.optim.step()
+    ...         super().step()
+    >>> simulation = Simulation(Line(), Median("sgd", lr=0.5), StackedCollectives(3))
+    >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0], [50.0]]))
+    >>> state.params["w"]
+    tensor([3., 3., 3.])
+    """
     meeting, node = _meeting()
     return meeting.exchange(node, "all_gather", tensor, meeting.comm.all_gather)[0].clone()
 

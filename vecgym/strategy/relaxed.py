@@ -50,7 +50,15 @@ class SyncWeight:
             )
 
     def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The exchange of this step, made as far as the weight says."""
+        """The exchange of this step, made as far as the weight says.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> def average(params, state, ctx):
+        ...     return ctx.comm.mean(params), state
+        >>> params, ctx = {"w": torch.tensor([0.0, 4.0])}, Context(StackedCollectives(2))
+        >>> SyncWeight([0.5]).exchange(average, params, {}, ctx)[0]  # half of the way to the mean, 2
+        {'w': tensor([1., 3.])}
+        """
         weight = self.weights[ctx.step]
         if not self.differentiated:
             if weight == 0:

@@ -30,6 +30,30 @@ class SweepResult:
             "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
             `consensus_distance`, and `bytes`, sent per node in all.
         axes: the names of the axes.
+
+    >>> import torch
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> from vecgym.sweep import sweep
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> result = sweep(
+    ...     Line(), torch.arange(8.0), torch.arange(8.0), strategy=lambda H: DiLoCoStrategy("sgd", H=H, lr=0.1),
+    ...     grid={"H": [1, 2]}, num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False, keep_models=True,
+    ... )
+    >>> result
+    SweepResult(2 configurations: 2 finished)
+    >>> [(row["H"], row["status"], row["steps"], row["bytes"]) for row in result.rows], result.num_pending
+    ([(1, 'finished', 4, 16.0), (2, 'finished', 4, 8.0)], 0)
+    >>> result.best("val_loss")["H"], result.history(0)["step"], type(result.model(0)).__name__
+    (2, [0, 1, 2, 3, 4], 'Line')
+    >>> result.table().splitlines()[0]
+    '| H |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes |'
+    >>> result.plot("H").axes[0].get_xlabel()
+    'H'
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -38,6 +62,7 @@ class SweepResult:
 
     @property
     def rows(self) -> list[Point]:
+        """One dict per configuration, in the order of the grid; see the class for what is in it."""
         return [self._row(config) for config in self._runner.configs]
 
     def _row(self, config: Configuration) -> Point:

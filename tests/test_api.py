@@ -1,0 +1,214 @@
+"""The reference: every public name exists, has a docstring and shows an example, which the doctests run."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import vecgym
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+# What a user imports from. In a package without `__all__`, and in a module, all that it defines is public.
+MODULES = (
+    "vecgym",
+    "vecgym.collectives",
+    "vecgym.compress",
+    "vecgym.corpus",
+    "vecgym.data",
+    "vecgym.errors",
+    "vecgym.evaluate",
+    "vecgym.launch",
+    "vecgym.ledger",
+    "vecgym.local",
+    "vecgym.logger",
+    "vecgym.metrics",
+    "vecgym.models",
+    "vecgym.nodes",
+    "vecgym.optim",
+    "vecgym.optimize",
+    "vecgym.plot",
+    "vecgym.rng",
+    "vecgym.rollout",
+    "vecgym.schedule",
+    "vecgym.simulate",
+    "vecgym.strategy",
+    "vecgym.sweep",
+    "vecgym.topology",
+    "vecgym.trainer",
+    "vecgym.tree",
+    "vecgym.verify",
+)
+
+EXEMPT = {
+    "vecgym.compress.Compressor": "a type alias: Codec | PowerSGD, which have theirs",
+    "vecgym.optim.ELEMENTWISE": "a table, optimizer class -> formulas; a dict has no docstring of its own",
+    "vecgym.optim.OPTIMIZERS": "a table, name -> optimizer class; OptimSpec's docstring lists the names",
+    "vecgym.optim.OptState": "a type alias: nested dicts of tensors",
+    "vecgym.optim.Rule": "a type alias: ElementwiseRule | PerNodeRule, which have theirs",
+    "vecgym.verify.STRATEGIES": "a table, name -> function that makes a strategy, for the command",
+}
+
+
+def module_of(name: str) -> ModuleType:
+    importlib.import_module(name)
+    return sys.modules[name]  # `vecgym.sweep` as an attribute is the function
+
+
+def public_names(module: ModuleType) -> list[str]:
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def own_docstring(value: Any) -> str:
+    """Without that of a base class; "" for what a dataclass or NamedTuple makes up."""
+    text = (value.__doc__ or "") if inspect.isclass(value) else (inspect.getdoc(value) or "")
+    return "" if inspect.isclass(value) and text.startswith(f"{value.__name__}(") else text
+
+
+def public_methods(cls: type) -> Iterator[tuple[str, str]]:
+    """The public methods and properties that a class defines, with their docstrings, or those of what they override."""
+    for name, value in vars(cls).items():
+        plain = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        is_own = inspect.isroutine(plain) and getattr(plain, "__module__", "").startswith("vecgym")
+        if not name.startswith("_") and is_own:
+            yield name, inspect.getdoc(getattr(cls, name)) or ""
+
+
+def lacking(full_name: str, value: Any) -> Iterator[str]:
+    """What of a public name, and of its methods, lacks a docstring or an example."""
+    text = own_docstring(value)
+    if ">>>" not in text:
+        yield f"{full_name}: no {'example' if text else 'docstring'}"
+    if not inspect.isclass(value):
+        return
+    for name, found in public_methods(value):
+        if not found:
+            yield f"{full_name}.{name}: no docstring"
+        elif ">>>" not in found + text:
+            yield f"{full_name}.{name}: no example, nor has the class one"
+
+
+def all_lacking(modules: tuple[str, ...]) -> list[str]:
+    named = [(f"{name}.{public}", module_of(name), public) for name in modules for public in public_names(module_of(name))]
+    return [
+        line
+        for full_name, module, public in named
+        if full_name not in EXEMPT
+        for line in lacking(full_name, getattr(module, public))
+    ]
+
+
+def test_every_public_name_has_a_docstring_with_an_example() -> None:
+    assert all_lacking(MODULES) == []
+
+
+def test_a_name_without_them_is_found() -> None:
+    class Bare:
+        def method(self) -> None: ...
+
+    class Shown:
+        """A line.
+
+        >>> Shown()
+        """
+
+        def method(self) -> None: ...
+
+        def told(self) -> None:
+            """A line: the class has an example."""
+
+    def function() -> None:
+        """A line."""
+
+    Bare.method.__module__ = Shown.method.__module__ = Shown.told.__module__ = "vecgym.x"
+    assert list(lacking("Bare", Bare)) == ["Bare: no docstring", "Bare.method: no docstring"]
+    assert list(lacking("Shown", Shown)) == ["Shown.method: no docstring"]
+    assert list(lacking("function", function)) == ["function: no example"]
+
+
+def test_every_exempted_name_is_public_and_needs_it() -> None:
+    for full_name in EXEMPT:
+        name, public = full_name.rsplit(".", 1)
+        assert public in public_names(module_of(name))
+        assert list(lacking(full_name, getattr(module_of(name), public))), f"{full_name} need not be exempt any more"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_and_exports_what_exists(name: str) -> None:
+    module = module_of(name)
+    assert module.__doc__
+    names = public_names(module)
+    assert len(set(names)) == len(names) > 0
+    assert [public for public in names if not hasattr(module, public)] == []
+
+
+def test_the_overview_of_the_package_shows_all_of_it() -> None:
+    """Both ways: what is exported is in the docstring, under a theme."""
+    assert vecgym.__doc__
+    words = set(re.findall(r"\w+", vecgym.__doc__))
+    assert [name for name in vecgym.__all__ if name not in words] == []
+
+
+def code_blocks() -> str:
+    return "\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", README, re.DOTALL))
+
+
+def readme_names() -> dict[str, list[str]]:
+    """Where the README says that a name is: module -> names."""
+    found: dict[str, list[str]] = {}
+    for module, names in re.findall(r"^\s*from (vecgym[\w.]*) import ([\w, ]+)", code_blocks(), re.MULTILINE):
+        found.setdefault(module, []).extend(name.strip() for name in names.split(","))
+    for path in re.findall(r"\bvecgym(?:\.[A-Za-z_]\w*)+", README):
+        if not path.endswith((".py", ".com", ".git")):
+            module, _, name = path.rpartition(".")
+            found.setdefault(module, []).append(name)
+    return found
+
+
+def test_what_the_readme_mentions_exists() -> None:
+    found = readme_names()
+    assert len(found) >= 4
+    missing = [f"{module}.{name}" for module, names in found.items() for name in names if not exists(module, name)]
+    assert missing == []
+
+
+def exists(module: str, name: str) -> bool:
+    """`name` is there: in a module, a class of the package (`vecgym.Trainer.fit`), or as a module."""
+    try:
+        value: Any = module_of(module)
+    except ModuleNotFoundError:
+        outer, _, inner = module.rpartition(".")
+        value = getattr(module_of(outer), inner, None)
+    if hasattr(value, name):
+        return True
+    try:
+        module_of(f"{module}.{name}")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def test_the_classes_and_functions_in_the_readme_exist() -> None:
+    """`FedAvgStrategy(...)` and the like in its prose and tables are names of some public module."""
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    mentioned = {
+        name for code in re.findall(r"`([^`\n]+)`", prose) for name in re.findall(r"\b([A-Z]\w*[a-z]\w*)\(", code)
+    }
+    public = {name for module in MODULES for name in public_names(module_of(module))}
+    assert len(mentioned) >= 8
+    assert sorted(mentioned - public - set(dir(builtins))) == []
