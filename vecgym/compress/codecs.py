@@ -317,7 +317,11 @@ class PowerSGD:
         return {name: values[name].new_zeros(1, columns, self.rank) for name, (_, columns) in shapes.items()}
 
     def compresses(self, x: Tensor) -> bool:
-        """Whether two matrices are smaller than the tensor of one node, `x[0]`."""
+        """Whether two matrices are smaller than the tensor of one node, `x[0]`.
+
+        >>> PowerSGD(rank=2).compresses(torch.zeros(1, 10, 10)), PowerSGD(rank=2).compresses(torch.zeros(1, 10))
+        (True, False)
+        """
         rows, columns = _matrix_shape(x)
         return x.dim() > 2 and self.rank * (rows + columns) < rows * columns
 

@@ -71,12 +71,8 @@ def grid(shape: tuple[int, ...], limit: int) -> Grid:
 def to_chunks(x: Tensor, cut: Grid) -> Tensor:
     """`[L, *shape]` -> `[L, chunks, height, width]`, the chunks in row-major order.
 
-    >>> to_chunks(torch.arange(8.0).view(1, 2, 4), grid((2, 4), limit=2))
-    tensor([[[[0., 1.],
-              [4., 5.]],
-
-             [[2., 3.],
-              [6., 7.]]]])
+    >>> to_chunks(torch.arange(8.0).view(1, 2, 4), grid((2, 4), limit=2)).tolist()
+    [[[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]]
     """
     matrix = x.reshape(x.shape[0], cut.rows * cut.height, cut.columns * cut.width)
     return rearrange(matrix, "l (r h) (c w) -> l (r c) h w", h=cut.height, w=cut.width)

@@ -42,7 +42,13 @@ class SyncWeight:
         self.binary = not self.differentiated and bool(((self.weights == 0) | (self.weights == 1)).all())
 
     def check(self, max_steps: int) -> None:
-        """Raise a ValueError unless there is a weight for each step."""
+        """Raise a ValueError unless there is a weight for each step.
+
+        >>> SyncWeight([0, 1]).check(max_steps=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: sync_weight has 2 weights and the run 3 steps: give one for each, or max_steps=2.
+        """
         if len(self.weights) != max_steps:
             raise ValueError(
                 f"sync_weight has {len(self.weights)} weights and the run {max_steps} steps: give one for each, "

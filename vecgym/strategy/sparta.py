@@ -44,7 +44,12 @@ class Selector(ABC):
     """
 
     def init(self, shapes: Shapes, ctx: Context) -> State:
-        """What `select` needs to keep from one exchange to the next: nested dicts of tensors."""
+        """What `select` needs to keep from one exchange to the next: nested dicts of tensors.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> ShuffledSequentialSelector(0.5).init({"w": torch.Size([2, 3])}, Context(StackedCollectives(4)))["w"].shape
+        torch.Size([1, 6])
+        """
         return {}
 
     @abstractmethod

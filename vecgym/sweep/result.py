@@ -31,6 +31,7 @@ class SweepResult:
             `consensus_distance`, and `bytes`, sent per node in all.
         axes: the names of the axes.
 
+    >>> import tempfile
     >>> import torch
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> from vecgym.sweep import sweep
@@ -41,19 +42,27 @@ class SweepResult:
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
     >>> result = sweep(
-    ...     Line(), torch.arange(8.0), torch.arange(8.0), strategy=lambda H: DiLoCoStrategy("sgd", H=H, lr=0.1),
-    ...     grid={"H": [1, 2]}, num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False, keep_models=True,
+    ...     Line(), torch.arange(8.0), torch.arange(8.0), strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr),
+    ...     grid={"H": [1, 2], "lr": [0.01, 0.1]}, num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False,
+    ...     keep_models=True,
     ... )
     >>> result
-    SweepResult(2 configurations: 2 finished)
-    >>> [(row["H"], row["status"], row["steps"], row["bytes"]) for row in result.rows], result.num_pending
-    ([(1, 'finished', 4, 16.0), (2, 'finished', 4, 8.0)], 0)
-    >>> result.best("val_loss")["H"], result.history(0)["step"], type(result.model(0)).__name__
-    (2, [0, 1, 2, 3, 4], 'Line')
+    SweepResult(4 configurations: 4 finished)
+    >>> {row["H"]: row["bytes"] for row in result.rows}, result.num_pending
+    ({1: 16.0, 2: 8.0}, 0)
+    >>> result.best("val_loss")["lr"], result.history(0)["step"], type(result.model(0)).__name__
+    (0.1, [0, 1, 2, 3, 4], 'Line')
     >>> result.table().splitlines()[0]
-    '| H |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes |'
-    >>> result.plot("H").axes[0].get_xlabel()
-    'H'
+    '| H |   lr |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes |'
+    >>> result.explain().splitlines()[0]
+    '4 configurations in 1 programs:'
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     result.to_csv(Path(directory) / "sweep.csv")
+    ...     len((Path(directory) / "sweep.csv").read_text().splitlines())
+    5
+    >>> figures = result.plot("H", hue="lr"), result.plot_heatmap("H", "lr"), result.plot_pareto(hue="lr")
+    >>> [figure.axes[0].get_xlabel() for figure in figures]
+    ['H', 'H', 'bytes sent per node']
     """
 
     def __init__(self, runner: Runner) -> None:
