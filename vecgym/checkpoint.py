@@ -1,12 +1,14 @@
 """Checkpoints: a run saved from time to time, and gone on with as if it had never stopped.
 
-A checkpoint has everything that evolves: the simulation's state of all nodes, the ledger, the history, the states of the
-global random generators. Batches and a model's own random numbers are functions of (seed, step, node), so that the step
-says where they are. What a run is given (model, data, strategy, settings) is not in it: it is given again, and checked.
+A checkpoint has everything that evolves: the simulation's state of all nodes, the ledger, the history, the states of
+the global random generators. Batches and a model's own random numbers are functions of (seed, step, node), so that the
+step says where they are. What a run is given (model, data, strategy, settings) is not in it: it is given again, and
+checked. The folder must be seen by all processes of a run; the first of them writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -79,7 +81,6 @@ class Run:
     simulation: Simulation
     recorder: Recorder
     train: Batches
-    first_batch: Any
     options: FitOptions
     together: Together
     device: torch.device
@@ -88,10 +89,9 @@ class Run:
 
     def describe(self) -> None:
         """Say what the run is given, before anything in it has changed."""
-        batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], self.first_batch)
+        batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], self.train.batch(0))
         digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(self.simulation.num_local)]
         first_batch = digest(torch.tensor(self.together.joined(digests)))
-        self.first_batch = None
         self.identity = identity(self.strategy, self.model, self.simulation, self.train, self.options)
         self.arithmetic = arithmetic(
             self.simulation, self.options, self.device, self.together.num_processes, first_batch
@@ -177,15 +177,16 @@ class Checkpoints:
         self.interval = options.checkpoint_interval
         self.keep = options.keep_checkpoints
         self.together = run.together
-        self.last: Path | None = None  # saved by this run
+        self.last: Path | None = None  # the newest from which this run can go on
         self._held: dict[str, Any] | None = None
         if self.folder is None and options.resume is False:
             return
         run.describe()
         path = self.together.first(lambda: self._found(options.resume))
         if path is not None:
-            self._held = saved.read(path, mmap=self.together.num_processes > 1)
+            self._held = saved.read(path, mmap=self.together.num_processes > 1, check=False)
             run.check(self._held, path)
+            self.last = path
         self.together.first(lambda: self._make_folder(path))
 
     def resumed(self) -> State | None:
@@ -224,29 +225,26 @@ class Checkpoints:
         """Only what is not newer than what was just written: that one is good."""
         older = [path for path in checkpoints_in(self.folder or "") if _step_of(path) <= step]
         for path in older[: -self.keep]:
-            try:
+            with contextlib.suppress(OSError):
                 path.unlink()
-            except OSError as error:
-                warn(f"{path} could not be removed: {error}")
 
     def _found(self, resume: bool | str | os.PathLike[str]) -> Path | None:
         """The checkpoint to go on from, which can be read; None: there is none, and none was asked for by name."""
         if resume is False:
             return None
         assert self.folder is not None or resume is not True
-        folder = self.folder if resume is True else Path(resume).absolute()  # type: ignore[arg-type]
+        folder = self.folder if resume is True else Path(resume).absolute()
         assert folder is not None
         if resume is not True and not folder.is_dir():
-            saved.read(folder)
+            saved.read(folder, mmap=True)
             return folder
-        for path in reversed(checkpoints_in(folder)):
-            try:
-                saved.read(path)
-            except ValueError as error:
-                warn(f"{error}. The next older checkpoint is taken.")
-            else:
+        there = checkpoints_in(folder)
+        for path in reversed(there):
+            wrong = _damage(path)
+            if wrong is None:
                 return path
-        if checkpoints_in(folder):
+            warn(f"{wrong}. The next older checkpoint is taken, if there is one.")
+        if there:
             raise ValueError(
                 f"none of the checkpoints in {folder} can be read. Give resume=False and another save_dir."
             )
@@ -255,7 +253,7 @@ class Checkpoints:
         return None
 
     def _make_folder(self, resumed: Path | None) -> None:
-        """So that what cannot be written to is known before the first step, and no other run's checkpoints are taken."""
+        """See before the first step that it can be written to, and that no other run's checkpoints are in it."""
         if self.folder is None:
             return
         later = checkpoints_in(self.folder)
@@ -274,6 +272,14 @@ class Checkpoints:
             remove_partial(self.folder, "step-*")
         except OSError as error:
             raise ValueError(f"save_dir={str(self.folder)!r} cannot be written to: {error}") from None
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        saved.read(path, mmap=True)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _placed(values: Any, template: Any, device: torch.device) -> Any:

@@ -140,15 +140,18 @@ def _parts(x: Any) -> list[tuple[str, Any]]:
     if isinstance(x, types.MethodType):
         return [(".self", x.__self__)]
     if isinstance(x, types.FunctionType):
-        held = {**dict(enumerate(x.__defaults__ or ())), **(x.__kwdefaults__ or {})}
-        for variable, cell in zip(x.__code__.co_freevars, x.__closure__ or ()):
-            try:
-                held[variable] = cell.cell_contents
-            except ValueError:  # not set yet
-                continue
+        held: dict[Any, Any] = {**dict(enumerate(x.__defaults__ or ())), **(x.__kwdefaults__ or {})}
+        held |= {name: _closed_over(cell) for name, cell in zip(x.__code__.co_freevars, x.__closure__ or ())}
         return [(f".{variable}", value) for variable, value in held.items()]
     public = {key: value for key, value in getattr(x, "__dict__", {}).items() if not key.startswith("_")}
     return [(f".{key}", value) for key, value in public.items()]
+
+
+def _closed_over(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
 
 
 def _kind(x: Any) -> str:
@@ -180,7 +183,7 @@ def digest(values: Any) -> str:
     """
     found = hashlib.blake2b(digest_size=7)
     for x in tree.leaves(values):
-        found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Files of runs: how they are written and read, and what a finished one gives: `vecgym.load`.
 
-A file is what `torch.save` writes, nested dicts of tensors and plain values, so that `torch.load(weights_only=True)` reads
-it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not.
+A file is what `torch.save` writes, nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
+reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not.
 """
 
 from __future__ import annotations
@@ -120,14 +120,28 @@ def record(
 
 
 def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
-    """Write nested dicts and lists of tensors and plain values; the file appears whole or not at all."""
+    """Write nested dicts and lists of tensors and plain values; the file appears whole or not at all.
+
+    Raises:
+        OSError: where it cannot be written; what was at `path` stays.
+    """
     whole = plain({"format": FORMAT, "version": VERSION, **held}, "file")
     with write_atomically(path) as file:
-        torch.save(whole, file)
+        try:
+            torch.save(whole, file)
+        except RuntimeError as error:  # torch's writer ends with one of its own once a write has failed
+            wrong: BaseException | None = error
+            while wrong is not None and not isinstance(wrong, OSError):
+                wrong = wrong.__context__
+            raise wrong or error
 
 
-def read(path: str | os.PathLike[str], mmap: bool = False) -> dict[str, Any]:
-    """What `write` has written, on the CPU. With `mmap`, tensors are read when they are used.
+def read(path: str | os.PathLike[str], *, mmap: bool = False, check: bool = True) -> dict[str, Any]:
+    """What `write` has written, on the CPU.
+
+    Args:
+        mmap: tensors are read when they are used.
+        check: read all of the file, to see whether it is whole.
 
     Raises:
         FileNotFoundError: where there is no such file.
@@ -136,7 +150,7 @@ def read(path: str | os.PathLike[str], mmap: bool = False) -> dict[str, Any]:
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as parts:
-            damaged = parts.testzip()
+            damaged = parts.testzip() if check else None
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -231,9 +245,9 @@ def _packed(values: list[Any], name: str) -> dict[str, Any]:
         return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.int64)}
     if all(isinstance(x, float) for x in values):
         return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.float64)}
-    if isinstance(first, np.ndarray) and first.dtype.kind in "biuf":
-        if all(isinstance(x, np.ndarray) and (x.dtype, x.shape) == (first.dtype, first.shape) for x in values):
-            return {"kind": "arrays", "values": torch.from_numpy(np.stack(values))}
+    alike = all(isinstance(x, np.ndarray) and (x.dtype, x.shape) == (first.dtype, first.shape) for x in values)
+    if alike and first.dtype.kind in "biuf":
+        return {"kind": "arrays", "values": torch.from_numpy(np.stack(values))}
     return {"kind": "values", "values": plain(values, f"history[{name!r}]")}
 
 

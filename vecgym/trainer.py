@@ -238,8 +238,7 @@ class Trainer:
         model = copy.deepcopy(self.model).to(where)
         local = _engine(model, options)
         with torch.enable_grad():
-            first_batch = train.batch(0)
-            plan = local.prepare(first_batch, together.facts)
+            plan = local.prepare(train.batch(0), together.facts)
         simulation = Simulation(
             model, strategy, comm, engine=local, max_steps=steps, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=together.joined(train.shard_sizes),
@@ -254,7 +253,7 @@ class Trainer:
         self.ledger = comm.ledger
         self.history = History(settings)
         recorder = Recorder(self.history, comm.ledger, train, options.on_divergence, loggers)
-        run = Run(strategy, model, simulation, recorder, train, first_batch, options, together, where)
+        run = Run(strategy, model, simulation, recorder, train, options, together, where)
         checkpoints = Checkpoints(run)
         resumed = checkpoints.resumed()
         self.state = resumed or simulation.init()
