@@ -130,10 +130,10 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
         try:
             torch.save(whole, file)
         except RuntimeError as error:  # torch's writer ends with one of its own once a write has failed
-            wrong: BaseException | None = error
-            while wrong is not None and not isinstance(wrong, OSError):
-                wrong = wrong.__context__
-            raise wrong or error
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
 
 
 def read(path: str | os.PathLike[str], *, mmap: bool = False, check: bool = True) -> dict[str, Any]:

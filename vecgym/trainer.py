@@ -91,16 +91,15 @@ class Trainer:
             AttributeError: before `fit`.
             ValueError: after `backend="distributed"`, where each process has its own nodes only.
         """
+        nodes = self.nodes
         num_nodes = self.history.settings["num_nodes"]
-        if len(self.nodes) < num_nodes:
+        if len(nodes) < num_nodes:
             raise ValueError(
-                f"this process has {len(self.nodes)} of {num_nodes} nodes: give fit a save_dir, and vecgym.load the "
+                f"this process has {len(nodes)} of {num_nodes} nodes: give fit a save_dir, and vecgym.load the "
                 "checkpoint at its end, which has all of them."
             )
         step = self.history.last("step") or 0
-        saved.write(
-            path, saved.record(self.model, num_nodes, step, self.nodes.params, self.nodes.buffers, self.history)
-        )
+        saved.write(path, saved.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
 
     def fit(
         self,
