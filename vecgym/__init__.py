@@ -5,6 +5,7 @@ Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy,
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
 Logging:     CSVLogger, Logger
+Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
 """
@@ -17,6 +18,7 @@ from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule
 from vecgym.rollout import Outcome, rollout, rollout_jvp
+from vecgym.saved import Saved, load
 from vecgym.sweep import LogUniform, SweepResult, Uniform, sweep
 from vecgym.trainer import LocalTrainer, Trainer
 from vecgym.verify import verify
@@ -36,10 +38,12 @@ __all__ = [
     "OptimizedSchedule",
     "Outcome",
     "ProcessError",
+    "Saved",
     "SweepResult",
     "Trainer",
     "Uniform",
     "VecgymWarning",
+    "load",
     "optimize_schedule",
     "rollout",
     "rollout_jvp",

@@ -20,6 +20,13 @@ class Logger:
     def start(self, settings: dict[str, Any]) -> None:
         """The run begins."""
 
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """The run goes on from a checkpoint, in place of `start`; `rows` are those that were logged up to there.
+
+        What a logger kept of steps after the checkpoint is to be dropped: they are logged again.
+        """
+        self.start(settings)
+
     def log(self, row: dict[str, Any]) -> None:
         """One row of `vecgym.metrics.SCALARS` and `PER_NODE`; not every row has every column."""
 
@@ -33,7 +40,8 @@ class CSVLogger(Logger):
     Each row is on disk as soon as it was logged.
 
     Args:
-        directory: made if it does not exist; files of an earlier run in it are replaced.
+        directory: made if it does not exist; files of an earlier run in it are replaced. A run that is resumed
+            writes its rows anew, so that none is lost or there twice.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -55,6 +63,11 @@ class CSVLogger(Logger):
         for name in PER_NODE:
             (self.directory / f"{name}.csv").unlink(missing_ok=True)
         self._write("history", list(SCALARS))
+
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.start(settings)
+        for row in rows:
+            self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
         self._write("history", [row.get(name, "") for name in SCALARS])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,10 @@ class FitOptions:
     log_interval: int
     dataloader_kwargs: Mapping[str, Any] | None
     exact: bool
+    save_dir: Path | None
+    checkpoint_interval: int | None
+    resume: bool | str | os.PathLike[str]
+    keep_checkpoints: int
 
     @property
     def recorded(self) -> dict[str, Any]:
