@@ -228,6 +228,7 @@ class Trainer:
             ):
                 recorder.start(settings, bar)
                 self._evaluate(recorder, local, val, comm)
+                self.after_step(recorder.row)
                 for batch in train.iterate(0, steps):
                     self.state, metrics = simulation.step(self.state, batch)
                     metrics = together.observed(metrics, interrupted)
@@ -237,6 +238,7 @@ class Trainer:
                         recorder.add(correlation=correlation(self.state.params, comm))
                     if done == steps or (options.val_interval and done % options.val_interval == 0):
                         self._evaluate(recorder, local, val, comm)
+                    self.after_step(recorder.row)
                     if together.stop(interrupted):
                         break
                 recorder.flush()
@@ -247,6 +249,9 @@ class Trainer:
             local.close()
             recorder.finish()
         return nodes.fill(model, {**average(self._trained(model, local), comm), **average(self.state.buffers, comm)})
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        """For subclasses: called with the row of each step once it is complete, and before the first with that of 0."""
 
     def _data(
         self, comm: Collectives, together: Together, where: torch.device, options: FitOptions
