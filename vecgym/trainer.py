@@ -23,7 +23,7 @@ from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers, Recorder
-from vecgym.settings import FitOptions, check_counts, check_run, interrupts, kind_of, resolve_device
+from vecgym.settings import FitOptions, accumulated, check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
 from vecgym.together import Together, one_thread
@@ -90,6 +90,7 @@ class Trainer:
         max_steps: int | None = None,
         batch_size: int = 16,
         minibatch_size: int | None = None,
+        gradient_accumulation: int | None = None,
         shuffle: bool = True,
         device: str | torch.device | None = None,
         seed: int = 42,
@@ -119,6 +120,7 @@ class Trainer:
             max_steps: optimizer steps; the data repeats as needed.
             batch_size: examples per node and step.
             minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+            gradient_accumulation: the same said in parts: N means `minibatch_size=batch_size / N`.
             shuffle: a new order in each epoch.
             device: "cpu", "cuda", "mps"; None: the best one present.
             seed: of data order, dropout and everything else that is random.
@@ -157,6 +159,7 @@ class Trainer:
                 f"the model, {kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
                 "Fix: model.requires_grad_(True), at least for a part of it."
             )
+        minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
         check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
         check_counts(num_epochs=num_epochs, log_interval=log_interval)
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}

@@ -214,9 +214,9 @@ class DilocoSimulatorConfig:
         outer = DiLoCoCommunicator(
             OptimSpec(self.outer_optimizer_cls, **self.outer_optimizer_kwargs), H=self.diloco_interval
         )
-        modules: list[CommunicationModule] = [_BeforeSteps(sparse)] if self.p_sparta > 0 else []
+        modules = [_BeforeSteps(sparse, "sparta_interval", self.sparta_interval)] if self.p_sparta > 0 else []
         return CommunicateOptimizeStrategy(
-            [*modules, _BeforeSteps(outer)],
+            [*modules, _BeforeSteps(outer, "diloco_interval", self.diloco_interval)],
             OptimSpec(self.optimizer_cls, **self.optimizer_kwargs),
             max_norm=self.max_norm,
             warmup_steps=self.warmup_steps,
@@ -395,11 +395,16 @@ class _BeforeSteps(CommunicationModule):
     equal nodes, is written when its delay is over.
     """
 
-    def __init__(self, module: CommunicationModule) -> None:
+    def __init__(self, module: CommunicationModule, name: str, interval: int) -> None:
         self.module = module
+        self._interval = (name, interval)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        self.module.check(num_nodes, max_steps - 1)
+        name, interval = self._interval
+        if interval >= max_steps:
+            warn(f"{name}={interval} in a run of {max_steps} steps: it never exchanges anything.")
+        else:
+            self.module.check(num_nodes, max_steps - 1)
 
     def init(self, params: Tree, ctx: Context) -> dict[str, Any]:
         state = self.module.init(params, ctx)
