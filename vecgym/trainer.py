@@ -254,7 +254,10 @@ class Trainer:
         return nodes.fill(model, {**average(self._trained(model, local), comm), **average(self.state.buffers, comm)})
 
     def after_step(self, row: dict[str, Any]) -> None:
-        """For subclasses: called with the row of each step once it is complete, and before the first with that of 0."""
+        """For subclasses: called with the row of each step once it is complete, and before the first with that of 0.
+
+        Not with `backend="processes"`, where the steps are made elsewhere.
+        """
 
     def _data(
         self, comm: Collectives, together: Together, where: torch.device, options: FitOptions
