@@ -257,6 +257,7 @@ class DilocoSimulator:
     """
 
     def __init__(self, config: DilocoSimulatorConfig | None = None, **arguments: Any) -> None:
+        _check_overridden(type(self))
         if config is None:
             config = DilocoSimulatorConfig(**_known(arguments))
         elif arguments:
@@ -271,14 +272,6 @@ class DilocoSimulator:
         _warn_without_effect(config)
         if config.model_path is not None:
             self.load_model(config.model_path)
-
-    def __init_subclass__(cls) -> None:
-        for name in ("_train_step", "_train_loop", "_train", "_outer_step", "_get_batch", "_evaluate", "_eval_model"):
-            if name in cls.__dict__:
-                raise TypeError(
-                    f"{cls.__name__}.{name} would never be called: vecgym steps all nodes at once. "
-                    "Use train_loss_hook and eval_loss_hook, or a strategy of vecgym."
-                )
 
     def load_model(self, path: str | os.PathLike[str]) -> None:
         """Start from a checkpoint: a file with the `state_dict` of the model. To be called before `train`."""
@@ -446,6 +439,15 @@ class _Trainer(Trainer):
         assert self.state is not None
         averaged: Any = nodes.fill(self.model, {**nodes.mean(self.state.params), **nodes.mean(self.state.buffers)})
         return averaged.model
+
+
+def _check_overridden(cls: type) -> None:
+    for name in ("_train", "_train_loop", "_train_step", "_outer_step", "_get_batch", "_evaluate", "_eval_model"):
+        if hasattr(cls, name):
+            raise TypeError(
+                f"{cls.__name__}.{name} would never be called: vecgym steps all nodes at once. "
+                "Use train_loss_hook and eval_loss_hook, or a strategy of vecgym."
+            )
 
 
 def _known(arguments: dict[str, Any]) -> dict[str, Any]:
