@@ -1,1 +1,1 @@
-"""The interfaces of other simulators, for scripts written for them."""
+"""The interfaces of other simulators, on vecgym."""
