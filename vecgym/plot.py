@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Transform
 from torch import Tensor
 
@@ -257,9 +257,11 @@ def plot_axis(
         if any(len(values) > 1 for values in each) and not best:
             low, high = [values.min() for values in each], [values.max() for values in each]
             axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    _finish(axes, "", x, y)
+    _finish(axes, "", x, _column(y))
     if hue is not None:
         axes.legend(frameon=False)
+    what = "the best" if best else "mean and range"
+    title = title or f"{_column(y)}: {what} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     return _done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -302,7 +304,8 @@ def plot_heatmap(
     axes.set_yticks(range(len(lines)), [_shown(v) for v in lines])
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    figure.colorbar(image, label=value)
+    figure.colorbar(image, label=_column(value))
+    title = title or f"{_column(value)}, {'the best' if best else 'mean'} of each cell"
     return _done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -333,7 +336,7 @@ def plot_pareto(
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         axes.scatter([row["bytes"] for row in mine], [row[y] for row in mine], s=24, zorder=2, label=label, **style)  # type: ignore[arg-type]
     axes.scatter([row["bytes"] for row in front], [row[y] for row in front], s=90, facecolors="none", edgecolors="0.2")
-    _finish(axes, "", "bytes sent per node", y)
+    _finish(axes, "", "bytes sent per node", _column(y))
     if any(row["bytes"] > 0 for row in there):
         if any(row["bytes"] == 0 for row in there):  # a logarithmic axis has no place for 0
             axes.set_xscale("symlog", linthresh=min(row["bytes"] for row in there if row["bytes"] > 0))
@@ -341,7 +344,7 @@ def plot_pareto(
             axes.set_xscale("log")
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
-    return _done(figure, _with_left_out(title, rows, there), path)
+    return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs", rows, there), path)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -388,7 +391,16 @@ def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
     found = sorted(found)
     if found[0] > 0 and found[-1] / found[0] >= 20:
         axes.set_xscale("log")
+        axes.set_xticks(found, [_shown(v) for v in found])
+        axes.xaxis.set_minor_locator(NullLocator())
     return {v: float(v) for v in found}
+
+
+def _column(name: str) -> str:
+    """A column of a sweep in words."""
+    words = {"train_loss": "training loss", "val_loss": "validation loss", "val_loss_local": "nodes' validation loss",
+             "consensus_distance": "consensus distance", "bytes": "bytes sent per node"}  # fmt: skip
+    return words.get(name, name)
 
 
 def _is_number(value: Any) -> bool:
