@@ -82,6 +82,11 @@ class Recorder:
             self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
         self._row.update(values)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """What is known of the present step; before the first, of the start."""
+        return {"step": 0} if self._row is None else self._row
+
     def flush(self) -> None:
         if self._row is not None:
             row, self._row = self._row, None

@@ -26,7 +26,7 @@ from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers, Recorder
-from vecgym.settings import FitOptions, check_counts, check_run, interrupts, kind_of, resolve_device
+from vecgym.settings import FitOptions, accumulated, check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
 from vecgym.together import Together, one_thread
@@ -110,6 +110,7 @@ class Trainer:
         max_steps: int | None = None,
         batch_size: int = 16,
         minibatch_size: int | None = None,
+        gradient_accumulation: int | None = None,
         shuffle: bool = True,
         device: str | torch.device | None = None,
         seed: int = 42,
@@ -143,6 +144,7 @@ class Trainer:
             max_steps: optimizer steps; the data repeats as needed.
             batch_size: examples per node and step.
             minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+            gradient_accumulation: the same said in parts: N means `minibatch_size=batch_size / N`.
             shuffle: a new order in each epoch.
             device: "cpu", "cuda", "mps"; None: the best one present.
             seed: of data order, dropout and everything else that is random.
@@ -188,6 +190,7 @@ class Trainer:
                 f"the model, {kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
                 "Fix: model.requires_grad_(True), at least for a part of it."
             )
+        minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
         check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
         check_counts(num_epochs=num_epochs, log_interval=log_interval)
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
@@ -266,6 +269,7 @@ class Trainer:
                 checkpoints.begin()
                 if resumed is None:
                     self._evaluate(recorder, local, val, comm)
+                    self.after_step(recorder.row)
                     checkpoints.save_if_due(self.state, last=False)
                 for batch in train.iterate(self.state.step, steps):
                     self.state, metrics = simulation.step(self.state, batch)
@@ -276,6 +280,7 @@ class Trainer:
                         recorder.add(correlation=correlation(self.state.params, comm))
                     if done == steps or (options.val_interval and done % options.val_interval == 0):
                         self._evaluate(recorder, local, val, comm)
+                    self.after_step(recorder.row)
                     stop = together.stop(interrupted)
                     checkpoints.save_if_due(self.state, last=stop or done == steps)
                     if stop:
@@ -290,6 +295,12 @@ class Trainer:
             local.close()
             recorder.finish()
         return nodes.fill(model, {**average(self._trained(model, local), comm), **average(self.state.buffers, comm)})
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        """For subclasses: called with the row of each step once it is complete, and before the first with that of 0.
+
+        Not with `backend="processes"`, where the steps are made elsewhere.
+        """
 
     def _data(
         self, comm: Collectives, together: Together, where: torch.device, options: FitOptions
