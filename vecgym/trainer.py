@@ -20,12 +20,14 @@ from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
 from vecgym.local import Engine, check_settings
 from vecgym.logger import Logger
+from vecgym.memory import peak_bytes
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers, Recorder
 from vecgym.settings import FitOptions, check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
+from vecgym.strategy.described import described
 from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
 
@@ -211,7 +213,8 @@ class Trainer:
             exact=options.exact,
         )  # fmt: skip
         settings = {
-            "strategy": repr(strategy), "num_nodes": comm.num_nodes, "max_steps": steps,
+            "strategy": repr(strategy), "hyperparameters": described(strategy), "num_nodes": comm.num_nodes,
+            "max_steps": steps,
             **options.recorded, "device": str(where), "backend": backend, "num_processes": together.num_processes,
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
             "engine_reason": plan.reason,
@@ -321,13 +324,11 @@ class Trainer:
         assert self.state is not None
         found: dict[str, Any] = {}
         if val is not None:
-            result = evaluate(engine, self.state, val, comm)
-            local = result.nodes.numpy()
-            found = {"val_loss": result.average, "val_loss_local": float(local.mean()), "val_losses": local}
+            found = evaluate(engine, self.state, val, comm).columns
         if self.state.step > 0:
             found["consensus_distance"] = consensus_distance(self.state.params, comm)
         if found:
-            recorder.add(**found)
+            recorder.add(**found, memory_bytes=peak_bytes(engine.device))
 
     def _trained(self, model: nn.Module, engine: Engine) -> Tree:
         """All parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""

@@ -95,6 +95,10 @@ class CommunicationModule:
         """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
         return params, state
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """Of the module's own optimizer at this step, to be recorded; None: it has none."""
+        return None
+
     def __repr__(self) -> str:
         unset = {name for name in ("sync_weight",) if getattr(self, name, None) is None}
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}
@@ -186,6 +190,11 @@ class Strategy:
         """The inner learning rate of this step."""
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
         return self.inner_optim.at(ctx.step).lr * schedule(ctx.step)
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """That of the first module that has an optimizer of its own; None: none has."""
+        found = (module.outer_learning_rate(ctx) for module in self.communication_modules)
+        return next((lr for lr in found if lr is not None), None)
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Clip, then the inner optimizer's step."""
