@@ -33,6 +33,8 @@ SCALARS = {
     "send at to keep pace with this run, if it sent during the whole step",
     "memory_bytes": "the most memory of the process up to an evaluation: resident, or on CUDA allocated",
 }
+# Those that belong to the machine and the moment: they differ between two runs that are otherwise the same.
+MEASURED = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "memory_bytes")
 # Columns with one number a node, [K].
 PER_NODE = {
     "train_losses": "each node's training loss; nan where it did not train",

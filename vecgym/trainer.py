@@ -23,7 +23,7 @@ from vecgym.logger import Logger
 from vecgym.memory import peak_bytes
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
-from vecgym.recorder import Loggers, Recorder
+from vecgym.recorder import Loggers, Recorder, show
 from vecgym.settings import FitOptions, check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
@@ -299,7 +299,8 @@ class Trainer:
             else:
                 self.history.append(value)
                 loggers.log(value)
-                bar.update(value["step"] - bar.n)
+                if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
+                    show(bar, value["train_loss"], value["total_bytes"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:
@@ -359,7 +360,8 @@ def _fit_in_process(
     found: dict[str, Any] = {"diverged": None, "interrupted": None}
     logger = _Relay(link) if link.rank == 0 else None
     try:
-        trainer.fit(strategy, num_nodes, backend="distributed", logger=logger, progress=False, **vars(options))
+        every_row = {**vars(options), "log_interval": 1}  # the user's loggers, where this was started, get fewer
+        trainer.fit(strategy, num_nodes, backend="distributed", logger=logger, progress=False, **every_row)
     except DivergenceError as error:
         found["diverged"] = error.step, error.nodes, error.loss
     except KeyboardInterrupt as error:
