@@ -95,12 +95,10 @@ class CommunicationModule:
         """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
         return params, state
 
-<<<<<<< HEAD
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         """Of the module's own optimizer at this step, to be recorded; None: it has none."""
         return None
 
-=======
     # Many small configurations in one stack are slow for what Python does for each; these two make them one.
 
     def stack_key(self) -> Hashable:
@@ -114,7 +112,6 @@ class CommunicationModule:
         """One module for the nodes of all configurations, `[C * K, *]`, in which each does what its own would."""
         raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
 
->>>>>>> main
     def __repr__(self) -> str:
         unset = {name for name in ("sync_weight",) if getattr(self, name, None) is None}
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}

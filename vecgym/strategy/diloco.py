@@ -66,12 +66,11 @@ class DiLoCoCommunicator(CommunicationModule):
             return self.sync_weight.exchange(self._outer_step, params, state, ctx)
         return self._outer_step(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
 
-<<<<<<< HEAD
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         if ctx.step // self.H >= ctx.max_steps // self.H:  # no outer step comes any more
             return None
         return self.outer_optim.at(ctx.step // self.H).hyper.get("lr")
-=======
+
     def stack_key(self) -> Hashable:
         key = merge_key(self.outer_optim)
         return None if key is None or self.sync_weight is not None else (self.H, key)
@@ -79,7 +78,6 @@ class DiLoCoCommunicator(CommunicationModule):
     def stacked(self, modules: Sequence[Any], num_nodes: int) -> DiLoCoCommunicator:
         outer = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
         return DiLoCoCommunicator(outer, self.H)
->>>>>>> main
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params))  # [1, *]
