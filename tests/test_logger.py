@@ -7,6 +7,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,12 @@ def read_wandb(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]], A
     [file] = directory.glob("wandb/offline-run-*/run-*.wandb")
     config: dict[str, Any] = {}
     rows, run = [], None
-    for record in wandb_records(file):
+    for _ in range(600):  # wandb's own process writes it
+        records = list(wandb_records(file))
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            break
+        time.sleep(0.1)
+    for record in records:
         kind = record.WhichOneof("record_type")
         if kind == "run":
             run = record.run
