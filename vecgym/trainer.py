@@ -23,12 +23,14 @@ from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
 from vecgym.local import Engine, check_settings
 from vecgym.logger import Logger
+from vecgym.memory import peak_bytes
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
-from vecgym.recorder import Loggers, Recorder
+from vecgym.recorder import Loggers, Recorder, show
 from vecgym.settings import FitOptions, accumulated, check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
+from vecgym.strategy.described import described
 from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
 
@@ -247,7 +249,8 @@ class Trainer:
             exact=options.exact,
         )  # fmt: skip
         settings = {
-            "strategy": repr(strategy), "num_nodes": comm.num_nodes, "max_steps": steps,
+            "strategy": repr(strategy), "hyperparameters": described(strategy), "num_nodes": comm.num_nodes,
+            "max_steps": steps,
             **options.recorded, "device": str(where), "backend": backend, "num_processes": together.num_processes,
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
             "engine_reason": plan.reason,
@@ -352,7 +355,8 @@ class Trainer:
             else:
                 self.history.append(value)
                 loggers.log(value)
-                bar.update(value["step"] - bar.n)
+                if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
+                    show(bar, value["train_loss"], value["total_bytes"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:
@@ -377,13 +381,11 @@ class Trainer:
         assert self.state is not None
         found: dict[str, Any] = {}
         if val is not None:
-            result = evaluate(engine, self.state, val, comm)
-            local = result.nodes.numpy()
-            found = {"val_loss": result.average, "val_loss_local": float(local.mean()), "val_losses": local}
+            found = evaluate(engine, self.state, val, comm).columns
         if self.state.step > 0:
             found["consensus_distance"] = consensus_distance(self.state.params, comm)
         if found:
-            recorder.add(**found)
+            recorder.add(**found, memory_bytes=peak_bytes(engine.device))
 
     def _trained(self, model: nn.Module, engine: Engine) -> Tree:
         """All parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""
