@@ -135,7 +135,7 @@ def finish(runs: Sequence[Run], args: argparse.Namespace, start: float, title: s
 
 
 def _as_json(run: Run) -> dict[str, Any]:
-    columns = {
+    columns: dict[str, Any] = {
         name: dict(zip(("step", name), run.history.series(name)))
         for name in ("train_loss", "val_loss", "val_loss_local", "total_bytes", "consensus_distance")
         if name in run.history.columns

@@ -9,6 +9,8 @@ python benchmarks/diloco_scaling.py [--text FILE] [--H 20 100]
 
 from __future__ import annotations
 
+from typing import Any
+
 from comparison import begin, finish, parser, seeded, train
 
 from vecgym.corpus import read_text, split_text, standard_library_text
@@ -36,7 +38,7 @@ def main() -> None:
     model = seeded(args.seed, lambda: GPT(len(vocabulary), context, 2, 2, width))
     inner = OptimSpec("adamw", lr=LR, betas=(0.9, 0.99))
     outer = OptimSpec("sgd", lr=0.7, momentum=0.6, nesterov=True)
-    recipe = {"max_norm": 1.0, "warmup_steps": warmup, "cosine_anneal": True}
+    recipe: dict[str, Any] = {"max_norm": 1.0, "warmup_steps": warmup, "cosine_anneal": True}
 
     cases: dict[str, tuple[Strategy, int]] = {"AllReduce": (AllReduceStrategy(inner, **recipe), nodes[-1])}
     for H in [5] if args.quick else args.H:

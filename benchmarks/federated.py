@@ -46,7 +46,7 @@ def main() -> None:
     def fedavg(**kwargs: Any) -> FedAvgStrategy:
         return FedAvgStrategy(OptimSpec("sgd", lr=LR), H=H, weighting="examples", **kwargs)
 
-    some = {"participation": args.participation}
+    some: dict[str, Any] = {"participation": args.participation}
     compared = {
         "all average": fedavg(),
         "islands": fedavg(island_size=args.island_size),

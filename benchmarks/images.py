@@ -91,8 +91,8 @@ def _images(name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]
     """Channels first; each channel with mean 0 and variance 1 over the images to train on."""
     x, x_test = (_channels_first(part[0]).float() for part in (train, test))
     mean, std = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
-    parts = [TensorDataset((a - mean) / std, b[1].long()) for a, b in ((x, train), (x_test, test))]
-    return Images(name, *parts)
+    train_set, test_set = (TensorDataset((a - mean) / std, b[1].long()) for a, b in ((x, train), (x_test, test)))
+    return Images(name, train_set, test_set)
 
 
 def _channels_first(x: Tensor) -> Tensor:
@@ -138,6 +138,7 @@ def cnn(images: Images, *widths: int, hidden: int = 64) -> Classifier:
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Images) -> dict[str, float]:
     """The share of the images to test on that a `Classifier` gets right."""
+    assert isinstance(model, Classifier)
     x, y = images.test.tensors
     right = sum(int((model.net(a).argmax(1) == b).sum()) for a, b in zip(x.split(500), y.split(500)))
     return {"accuracy": right / len(y)}

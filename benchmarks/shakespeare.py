@@ -13,6 +13,8 @@ About 20 minutes on one core: python benchmarks/shakespeare.py --text tinyshakes
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from comparison import begin, finish, parser, seeded, strategies, train
 from torch import Tensor, nn
@@ -59,7 +61,7 @@ def main() -> None:
     data = TokenWindows(tokens[:split], context), TokenWindows(tokens[split:], context)
     model = seeded(args.seed, lambda: GPT(len(vocabulary), context, layers, HEADS, width))
     inner = OptimSpec("adamw", lr=LR, betas=(0.9, 0.99), weight_decay=0.1, param_groups=decay_matrices_only)
-    recipe = {"max_norm": 1.0, "warmup_steps": warmup, "cosine_anneal": True}
+    recipe: dict[str, Any] = {"max_norm": 1.0, "warmup_steps": warmup, "cosine_anneal": True}
 
     compared = strategies(inner, DEMO_LR, interval, **recipe)
     cases = {"one node": (AllReduceStrategy(inner, **recipe), 1), **{name: (s, K) for name, s in compared.items()}}
