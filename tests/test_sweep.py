@@ -47,7 +47,7 @@ from vecgym.strategy import (
     delayed,
     every,
 )
-from vecgym.sweep import _points
+from vecgym.sweep.axes import points
 
 K = 4
 STEPS = 7
@@ -532,7 +532,7 @@ def test_random_search() -> None:
     assert all(1e-3 <= row["lr"] <= 1e-1 and 0.4 <= row["outer"] <= 1 and row["H"] in (1, 2, 3) for row in result.rows)
     assert len({row["lr"] for row in result.rows}) == 6
     check_all(result)
-    many = [p["lr"] for p in _points({"lr": LogUniform(1e-4, 1e-2)}, 400, 0)]
+    many = [p["lr"] for p in points({"lr": LogUniform(1e-4, 1e-2)}, 400, 0)]
     assert 0.4 < sum(lr < 1e-3 for lr in many) / 400 < 0.6  # as many below the geometric mean as above
 
 
