@@ -2,6 +2,7 @@
 
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
+Data:        vecgym.data: partition_iid, partition_dirichlet, partition_shards ...: who holds which examples
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
 Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load

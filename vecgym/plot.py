@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from vecgym.metrics import History
 from vecgym.optimize import OptimizedSchedule
+from vecgym.partition import Partition
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+MAX_LEGEND = 20  # entries
 LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 
 
@@ -206,6 +209,43 @@ def plot_schedule(
     _finish(right, "final loss at equal bytes", "accepted steps of the descent", "loss")
     right.legend(frameon=False)
     return _done(figure, title or f"{EngFormatter(unit='B')(found.total_bytes)} sent per node", path)
+
+
+def plot_partition(
+    partition: Partition, path: str | os.PathLike[str] | None = None, *, title: str | None = None
+) -> Figure:
+    """How many examples of each class each node has, as stacked bars: a bar for each node, a colour for each class.
+
+    Args:
+        partition: one with labels, such as `vecgym.data.partition_dirichlet` makes; without, one bar in one colour.
+        path, title: as for `plot_comparison`. Without a title: the partition in a line.
+
+    >>> from vecgym.data import partition_shards
+    >>> partition = partition_shards([0] * 6 + [1] * 6, num_nodes=4, shards_per_node=1)
+    >>> heights = [int(bar.get_height()) for bar in plot_partition(partition).axes[0].patches]
+    >>> sorted(heights)  # each node has one of the two classes
+    [0, 0, 0, 0, 3, 3, 3, 3]
+    """
+    nodes, each = range(partition.num_nodes), np.array(partition.sizes)[:, None]
+    labels: Sequence[int | str] = ["examples"]
+    if partition.labels is not None:
+        each, labels = partition.counts.numpy(), partition.classes
+    figure = NotebookFigure(figsize=(9, 3.8), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    shades = colormaps["viridis"](np.linspace(0, 1, len(labels)))
+    width = 0.85 if len(each) <= 50 else 1.0  # no gaps where bars are thin
+    for c, (label, top) in enumerate(zip(labels, each.cumsum(1).T)):
+        colour = COLOURS[c] if len(labels) <= len(COLOURS) else shades[c]
+        axes.bar(nodes, each[:, c], bottom=top - each[:, c], width=width, color=colour, label=str(label))
+    axes.set_xlim(-0.6, len(each) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(axes, "", "node", "examples")
+    if 1 < len(labels) <= MAX_LEGEND:
+        handles, names = axes.get_legend_handles_labels()
+        axes.legend(
+            handles[::-1], names[::-1], title="class", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False
+        )
+    return _done(figure, title or repr(partition)[len("Partition(") : -1], path)
 
 
 # -------------------------------------------------------------------------------------------------- sweeps
