@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("compare", _compare_options, _compare, "train a small GPT with several strategies, and compare them")
     add("verify", _verify_options, _verify, "show that strategies give the same numbers on real processes")
+    add("exogym", _exogym_options, _exogym, "run a script that was written for EXO Gym")
     add("info", _info_options, _info, "show versions, devices, threads and engines")
     return parser
 
@@ -350,6 +352,37 @@ def _verify(args: argparse.Namespace) -> int:
         passed &= report.passed
         print(f"{name}: {'passed' if report.passed else 'FAILED'}\n{report}\n", flush=True)
     return 0 if passed else 1
+
+
+# ---------------------------------------------------------------------------------------------- vecgym exogym
+
+
+def _exogym_options(parser: argparse.ArgumentParser) -> None:
+    """Run a script written for EXO Gym, unmodified, as python would: "import exogym" finds vecgym's classes under EXO
+    Gym's names. The exit code is the script's."""
+    parser.epilog = "example: vecgym exogym example/nanogpt_train.py --dataset shakespeare --strategy diloco"
+    parser.add_argument(
+        "--strict-timing", action="store_true",
+        help="train exactly as EXO Gym's processes do: its batches, random numbers, moments and quirks",
+    )  # fmt: skip
+    parser.add_argument("script", metavar="SCRIPT", help="the script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its command line")
+
+
+def _exogym(args: argparse.Namespace) -> int:
+    from vecgym.compat.exogym import run_script
+
+    if not os.path.isfile(args.script):
+        args.parser.error(f"can't open file {args.script!r}: there is no such file")
+    try:
+        run_script(args.script, args.args, args.strict_timing)
+    except Exception as error:  # as python shows it: from the script's own lines on
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != args.script:
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
+        return 1
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------ vecgym info
