@@ -262,7 +262,9 @@ class DiLoCoCommunicator(CommunicationModule):
         by_name = isinstance(outer_optim_spec, str) and outer_optim_spec.lower() == "sgd"
         self.outer_optim_spec = default if by_name else ensure_optim_spec(outer_optim_spec, default)
         self._asked, self._exogym_spec = self.outer_optim_spec, ensure_optim_spec(outer_optim_spec, default)
-        self.ignored: tuple[str, ...] = (f"'sgd' as the outer optimizer is there {self._exogym_spec!r}",) if by_name else ()
+        self.ignored: tuple[str, ...] = (
+            (f"'sgd' as the outer optimizer is there {self._exogym_spec!r}",) if by_name else ()
+        )
         self.master_model: nn.Module | None = None
         self.outer_optimizer: torch.optim.Optimizer | None = None
 
