@@ -221,6 +221,7 @@ class Ready(Logger):
         if row["step"] == 2:
             print("ready", flush=True)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts something in the background ignores it
 trainer = Trainer(Wait(), torch.arange(64.0))
 try:
     trainer.fit(FedAvgStrategy("sgd", lr=0.1), 2, max_steps=10**6, batch_size=4, engine="loop", device="cpu",

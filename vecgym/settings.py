@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,36 @@ import torch
 from vecgym.strategy import Strategy
 
 ON_DIVERGENCE = ("raise", "warn", "ignore")
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `Trainer.fit` was given beside strategy and nodes, the same in every process; its docstring says more."""
+
+    num_epochs: int
+    max_steps: int | None
+    batch_size: int
+    minibatch_size: int | None
+    shuffle: bool
+    device: torch.device
+    seed: int
+    val_size: int | None
+    val_interval: int | None
+    correlation_interval: int | None
+    autocast: bool
+    engine: str
+    chunk_size: int | None
+    node_threads: int | None
+    on_divergence: str
+    log_interval: int
+    dataloader_kwargs: Mapping[str, Any] | None
+    exact: bool
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What a run's settings say of them."""
+        names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
+        return {name: getattr(self, name) for name in names}
 
 
 def check_run(

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
-import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm.auto import tqdm
@@ -20,16 +15,18 @@ from vecgym import launch, nodes
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
 from vecgym.data import Batches, EvalBatches, num_steps
-from vecgym.errors import DivergenceError, VecgymWarning
-from vecgym.evaluate import average, consensus_distance, correlation, evaluate, everyone
-from vecgym.ledger import Ledger, readable_bytes
-from vecgym.local import Engine, ModelFacts, check_settings
+from vecgym.errors import DivergenceError
+from vecgym.evaluate import average, consensus_distance, correlation, evaluate
+from vecgym.ledger import Ledger
+from vecgym.local import Engine, check_settings
 from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
-from vecgym.settings import check_counts, check_run, interrupts, kind_of, resolve_device
-from vecgym.simulate import Metrics, Simulation, State
+from vecgym.recorder import Loggers, Recorder
+from vecgym.settings import FitOptions, check_counts, check_run, interrupts, kind_of, resolve_device
+from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
+from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
 
 BACKENDS = ("stacked", "processes", "distributed")
@@ -166,91 +163,62 @@ class Trainer:
         check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)
         _check_backend(backend, num_processes, num_nodes, timeout_s)
-        loggers = _Loggers(logger, log_interval)
+        loggers = Loggers(logger, log_interval)
         where = resolve_device(device)
-        options: dict[str, Any] = {
-            "num_epochs": num_epochs, "max_steps": max_steps, "batch_size": batch_size,
-            "minibatch_size": minibatch_size, "shuffle": shuffle, "seed": seed, "val_size": val_size,
-            "val_interval": val_interval, "correlation_interval": correlation_interval, "autocast": autocast,
-            "engine": engine, "chunk_size": chunk_size, "node_threads": node_threads,
-            "on_divergence": on_divergence, "dataloader_kwargs": dataloader_kwargs, "exact": exact,
-        }  # fmt: skip
+        options = FitOptions(
+            num_epochs=num_epochs, max_steps=max_steps, batch_size=batch_size, minibatch_size=minibatch_size,
+            shuffle=shuffle, device=where, seed=seed, val_size=val_size, val_interval=val_interval,
+            correlation_interval=correlation_interval, autocast=autocast, engine=engine, chunk_size=chunk_size,
+            node_threads=node_threads, on_divergence=on_divergence, log_interval=log_interval,
+            dataloader_kwargs=dataloader_kwargs, exact=exact,
+        )  # fmt: skip
         if backend == "processes":
-            options["device"] = where
             return self._fit_processes(strategy, num_nodes, num_processes or 1, options, loggers, progress, timeout_s)
         with (
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
-            _one_thread() if exact else nullcontext(),
+            one_thread() if exact else nullcontext(),
         ):
             comm: Collectives = StackedCollectives(num_nodes)
             if backend == "distributed":
                 comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
                 if comm.wire.rank > 0:
-                    loggers, progress = _Loggers(None, log_interval), False
-            return self._fit(strategy, comm, here, loggers, progress, **{**options, "backend": backend})
+                    loggers, progress = Loggers(None, log_interval), False
+            return self._fit(strategy, comm, here, backend, options, loggers, progress)
 
     def _fit(
         self,
         strategy: Strategy,
         comm: Collectives,
         where: torch.device,
-        loggers: _Loggers,
-        progress: bool,
-        *,
-        num_epochs: int,
-        max_steps: int | None,
-        batch_size: int,
-        minibatch_size: int | None,
-        shuffle: bool,
-        seed: int,
-        val_size: int | None,
-        val_interval: int | None,
-        correlation_interval: int | None,
-        autocast: bool,
-        engine: str,
-        chunk_size: int | None,
-        node_threads: int | None,
-        on_divergence: str,
-        dataloader_kwargs: Mapping[str, Any] | None,
-        exact: bool,
         backend: str,
+        options: FitOptions,
+        loggers: Loggers,
+        progress: bool,
     ) -> nn.Module:
         """`fit`, with the nodes of `comm`; all processes of it go through the same steps together."""
-        num_nodes = comm.num_nodes
-        together = _Together(comm)
-        train = Batches(
-            self.train_dataset, num_nodes, batch_size, seed=seed, shuffle=shuffle, device=where,
-            node_ids=comm.node_ids, agree=together.largest, dataloader_kwargs=dataloader_kwargs,
-        )  # fmt: skip
-        val = None
-        if self.val_dataset is not None and val_size != 0:
-            val = EvalBatches(
-                self.val_dataset, minibatch_size or batch_size, val_size, num_nodes, seed=seed, device=where,
-                node_ids=comm.node_ids, agree=together.smallest, dataloader_kwargs=dataloader_kwargs,
-            )  # fmt: skip
-        steps = num_steps(train, num_epochs, max_steps)
-        strategy.check(num_nodes, steps)
+        together = Together(comm)
+        train, val = self._data(comm, together, where, options)
+        steps = num_steps(train, options.num_epochs, options.max_steps)
+        strategy.check(comm.num_nodes, steps)
 
-        if exact:
-            engine, chunk_size, node_threads = ("vmap", 1, 1) if engine == "vmap" else ("loop", None, 1)
         model = copy.deepcopy(self.model).to(where)
-        local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads, autocast=autocast)
+        local = _engine(model, options)
         with torch.enable_grad():
             plan = local.prepare(train.batch(0), together.facts)
         simulation = Simulation(
-            model, strategy, comm, engine=local, max_steps=steps, seed=seed, minibatch_size=minibatch_size,
-            num_examples=together.joined(train.shard_sizes), exact=exact,
+            model, strategy, comm, engine=local, max_steps=steps, seed=options.seed,
+            minibatch_size=options.minibatch_size, num_examples=together.joined(train.shard_sizes),
+            exact=options.exact,
         )  # fmt: skip
         settings = {
-            "strategy": repr(strategy), "num_nodes": num_nodes, "max_steps": steps, "batch_size": batch_size,
-            "minibatch_size": minibatch_size, "shuffle": shuffle, "seed": seed, "device": str(where),
-            "autocast": autocast, "engine": plan.engine, "node_threads": plan.node_threads,
-            "chunk_size": plan.chunk_size, "engine_reason": plan.reason,
-            "backend": backend, "num_processes": together.num_processes, "exact": exact,
+            "strategy": repr(strategy), "num_nodes": comm.num_nodes, "max_steps": steps,
+            **options.recorded, "device": str(where), "backend": backend, "num_processes": together.num_processes,
+            "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
+            "engine_reason": plan.reason,
         }  # fmt: skip
         self.ledger = comm.ledger
         self.history = History(settings)
-        recorder = _Recorder(self.history, comm.ledger, train, on_divergence, loggers)
+        recorder = Recorder(self.history, comm.ledger, train, options.on_divergence, loggers)
         self.state = simulation.init()
         try:
             with (
@@ -265,9 +233,9 @@ class Trainer:
                     metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
                     done = self.state.step
-                    if correlation_interval and done % correlation_interval == 0:
+                    if options.correlation_interval and done % options.correlation_interval == 0:
                         recorder.add(correlation=correlation(self.state.params, comm))
-                    if done == steps or (val_interval and done % val_interval == 0):
+                    if done == steps or (options.val_interval and done % options.val_interval == 0):
                         self._evaluate(recorder, local, val, comm)
                     if together.stop(interrupted):
                         break
@@ -280,13 +248,33 @@ class Trainer:
             recorder.finish()
         return nodes.fill(model, {**average(self._trained(model, local), comm), **average(self.state.buffers, comm)})
 
+    def _data(
+        self, comm: Collectives, together: Together, where: torch.device, options: FitOptions
+    ) -> tuple[Batches, EvalBatches | None]:
+        """The batches of the nodes here, for training and for validation."""
+        common: dict[str, Any] = {
+            "seed": options.seed, "device": where, "node_ids": comm.node_ids,
+            "dataloader_kwargs": options.dataloader_kwargs,
+        }  # fmt: skip
+        train = Batches(
+            self.train_dataset, comm.num_nodes, options.batch_size, shuffle=options.shuffle, agree=together.largest,
+            **common,
+        )  # fmt: skip
+        if self.val_dataset is None or options.val_size == 0:
+            return train, None
+        size = options.minibatch_size or options.batch_size
+        val = EvalBatches(
+            self.val_dataset, size, options.val_size, comm.num_nodes, agree=together.smallest, **common
+        )  # fmt: skip
+        return train, val
+
     def _fit_processes(
         self,
         strategy: Strategy,
         num_nodes: int,
         num_processes: int,
-        options: dict[str, Any],
-        loggers: _Loggers,
+        options: FitOptions,
+        loggers: Loggers,
         progress: bool,
         timeout_s: float,
     ) -> nn.Module:
@@ -315,7 +303,7 @@ class Trainer:
                 found = launch.run(
                     _fit_in_process, num_processes,
                     (self.model, self.train_dataset, self.val_dataset, strategy, num_nodes, options),
-                    device=options["device"], labels=label, on_message=on_message, timeout_s=timeout_s,
+                    device=options.device, labels=label, on_message=on_message, timeout_s=timeout_s,
                 )  # fmt: skip
         finally:
             loggers.finish()
@@ -329,7 +317,7 @@ class Trainer:
             raise KeyboardInterrupt(interrupted)
         return self._nodes.average()
 
-    def _evaluate(self, recorder: _Recorder, engine: Engine, val: EvalBatches | None, comm: Collectives) -> None:
+    def _evaluate(self, recorder: Recorder, engine: Engine, val: EvalBatches | None, comm: Collectives) -> None:
         assert self.state is not None
         found: dict[str, Any] = {}
         if val is not None:
@@ -356,53 +344,6 @@ class Trainer:
 LocalTrainer = Trainer  # EXO Gym's name for it
 
 
-class _Together:
-    """What the processes of a run tell one another to stay in step; with one process, nothing."""
-
-    def __init__(self, comm: Collectives) -> None:
-        self.comm = comm
-        self.wire = comm.wire if isinstance(comm, DistributedCollectives) else None
-        self.num_processes = self.wire.num_processes if self.wire is not None else 1
-        self._interrupted = False
-
-    def largest(self, count: int) -> int:
-        return max(self._each(count))
-
-    def smallest(self, count: int) -> int:
-        return min(self._each(count))
-
-    def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """A number of each node here -> of each of all nodes."""
-        return tuple(count for part in self._each(list(counts)) for count in part)
-
-    def facts(self, facts: ModelFacts) -> ModelFacts:
-        """What the first process has seen of the model, as in one process: which parameters are trained, say."""
-        if self.wire is None:
-            return facts
-        seen = self.wire.broadcast_object(
-            {"unused": sorted(facts.unused), "mutated": sorted(facts.mutated), "random": facts.random}
-        )
-        unused, mutated = frozenset(seen["unused"]), frozenset(seen["mutated"])
-        return replace(facts, unused=unused, mutated=mutated, random=seen["random"])
-
-    def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
-        """The losses of all nodes; with them go the processes' interrupts, so that all stop after the same step."""
-        if self.num_processes == 1:
-            return metrics
-        losses = metrics.losses
-        flags = torch.full_like(losses, float(bool(interrupted)))
-        found = everyone(torch.stack([losses, flags], 1).double(), self.comm, losses.device)  # [K, 2]
-        self._interrupted = bool(found[:, 1].any())
-        return metrics._replace(losses=found[:, 0].to(losses.dtype))
-
-    def stop(self, interrupted: list[int]) -> bool:
-        """Whether the run ends after this step."""
-        return bool(interrupted) if self.num_processes == 1 else self._interrupted
-
-    def _each(self, value: Any) -> list[Any]:
-        return [value] if self.wire is None else self.wire.all_gather_object(value)
-
-
 def _fit_in_process(
     link: launch.Link,
     model: nn.Module,
@@ -410,14 +351,14 @@ def _fit_in_process(
     val_dataset: Any,
     strategy: Strategy,
     num_nodes: int,
-    options: dict[str, Any],
+    options: FitOptions,
 ) -> dict[str, Any]:
     """What a process of `backend="processes"` does: its part of the run, and the final state of its nodes."""
     trainer = Trainer(model, train_dataset, val_dataset)
     found: dict[str, Any] = {"diverged": None, "interrupted": None}
     logger = _Relay(link) if link.rank == 0 else None
     try:
-        trainer.fit(strategy, num_nodes, backend="distributed", logger=logger, progress=False, **options)
+        trainer.fit(strategy, num_nodes, backend="distributed", logger=logger, progress=False, **vars(options))
     except DivergenceError as error:
         found["diverged"] = error.step, error.nodes, error.loss
     except KeyboardInterrupt as error:
@@ -446,126 +387,11 @@ def _joined(parts: Sequence[Tree]) -> Tree:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread within operations: sums that several share depend on how many they are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-class _Recorder:
-    """Turns steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
-
-    def __init__(self, history: History, ledger: Ledger, data: Batches, on_divergence: str, loggers: _Loggers) -> None:
-        self.history = history
-        self.ledger = ledger
-        self.data = data
-        self.on_divergence = on_divergence
-        self.loggers = loggers
-        self._row: dict[str, Any] | None = None
-        self._examples = 0
-        self._bar: tqdm | None = None
-
-    def start(self, settings: dict[str, Any], bar: tqdm) -> None:
-        self.loggers.start(settings)
-        self._bar = bar
-        self._start = self._last = time.perf_counter()
-
-    def step(self, state: State, metrics: Metrics) -> None:
-        self.flush()
-        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
-        losses = metrics.losses.to("cpu", precision).numpy()
-        here = losses if metrics.active is None else losses[metrics.active]
-        now = time.perf_counter()
-        in_epoch = (state.step - 1) % self.data.steps_per_epoch
-        size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
-        self._examples += size * len(here)
-        mean = float(here.mean(dtype=np.float64))
-        self._row = {
-            "step": state.step,
-            "epoch": state.step / self.data.steps_per_epoch,
-            "examples": self._examples,
-            "train_loss": mean,
-            "train_losses": losses,
-            "lr": float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean()),  # where nodes differ: their mean
-            "bytes": self.ledger.step_bytes,
-            "total_bytes": self.ledger.total_bytes,
-            "seconds": now - self._start,
-            "steps_per_s": 1 / max(now - self._last, 1e-9),
-        }
-        self._last = now
-        self._show(mean)
-        if not math.isfinite(mean):
-            self._diverged(state.step - 1, losses, metrics.active)
-
-    def add(self, **values: Any) -> None:
-        """Add columns to the present row; before the first step, to a row of its own."""
-        if self._row is None:
-            self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
-        self._row.update(values)
-
-    def flush(self) -> None:
-        if self._row is not None:
-            row, self._row = self._row, None
-            self.history.append(row)
-            self.loggers.log(row)
-
-    def finish(self) -> None:
-        self.flush()
-        self.loggers.finish()
-
-    def _show(self, loss: float) -> None:
-        assert self._bar is not None
-        if self._bar.update():  # it has just redrawn itself, some times a second
-            sent = readable_bytes(self.ledger.total_bytes)
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {sent} per node", refresh=False)
-
-    def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:
-        if self.on_divergence == "ignore":
-            return
-        ids = range(len(losses)) if active is None else active
-        bad = [i for i in ids if not math.isfinite(losses[i])]
-        error = DivergenceError(step, bad, float(losses[bad[0]]))
-        if self.on_divergence == "raise":
-            raise error
-        warnings.warn(f"{error} Further losses are not checked.", VecgymWarning, stacklevel=4)
-        self.on_divergence = "ignore"
-
-
-class _Loggers:
-    """The user's loggers; one that fails is reported once and left out from then on."""
-
-    def __init__(self, logger: Logger | Sequence[Logger] | None, interval: int) -> None:
-        given: list[Any] = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
-        for one in given:
-            if not isinstance(one, Logger):
-                raise TypeError(
-                    f"logger is {kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
-                )
-        self._alive = given
-        self._interval = interval
-
-    def start(self, settings: dict[str, Any]) -> None:
-        self._each("start", settings)
-
-    def log(self, row: dict[str, Any]) -> None:
-        if row["step"] % self._interval == 0 or "val_loss" in row:
-            self._each("log", row)
-
-    def finish(self) -> None:
-        self._each("finish")
-
-    def _each(self, method: str, *args: Any) -> None:
-        for one in list(self._alive):
-            try:
-                getattr(one, method)(*args)
-            except Exception as error:  # noqa: PERF203 - whatever a logger does, the training goes on
-                self._alive.remove(one)
-                warnings.warn(f"{type(one).__name__} failed and is left out: {error!r}", VecgymWarning, stacklevel=2)
+def _engine(model: nn.Module, options: FitOptions) -> Engine:
+    kind, chunk_size, node_threads = options.engine, options.chunk_size, options.node_threads
+    if options.exact:
+        kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
+    return Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
 
 
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> None:

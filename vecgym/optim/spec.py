@@ -57,6 +57,7 @@ class OptimSpec:
         self.param_groups = param_groups
         self.kwargs = {key: tuple(v) if isinstance(v, list) else v for key, v in kwargs.items()}
         self._defaults = _validated(self.cls, self.kwargs)
+        self._per_step = any(x.dim() == 2 for x in leaves(self.kwargs))
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
@@ -138,7 +139,7 @@ class OptimSpec:
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]), momentum=0.9).at(1)
         OptimSpec(SGD, lr=tensor(0.0100), momentum=0.9)
         """
-        if not self._per_step():
+        if not self._per_step:
             return self
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
@@ -151,9 +152,6 @@ class OptimSpec:
                         f"{key} of the {whose} has shape {list(x.shape)}; one value for each of its {num_steps} steps "
                         f"is [{num_steps}, 1], and for each node too [{num_steps}, {num_nodes}]."
                     )
-
-    def _per_step(self) -> bool:
-        return any(x.dim() == 2 for x in leaves(self.kwargs))
 
     def rule(self) -> Rule:
         """The update on stacked tensors: elementwise where exact, else one torch optimizer per node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,19 @@ class CommunicationModule:
         """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
         return params, state
 
+    # Many small configurations in one stack are slow for what Python does for each; these two make them one.
+
+    def stack_key(self) -> Hashable:
+        """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
+
+        It must then do nothing but `exchange_parameters`, and draw no random numbers.
+        """
+        return None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        """One module for the nodes of all configurations, `[C * K, *]`, in which each does what its own would."""
+        raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
+
     def __repr__(self) -> str:
         unset = {name for name in ("sync_weight",) if getattr(self, name, None) is None}
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}
@@ -184,8 +197,11 @@ class Strategy:
 
     def lr(self, ctx: Context) -> float | Tensor:
         """The inner learning rate of this step."""
+        lr = self.inner_optim.at(ctx.step).lr
+        if self.lr_scheduler is None and not self.warmup_steps and not self.cosine_anneal:
+            return lr
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
-        return self.inner_optim.at(ctx.step).lr * schedule(ctx.step)
+        return lr * schedule(ctx.step)
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Clip, then the inner optimizer's step."""

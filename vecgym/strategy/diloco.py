@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from vecgym import tree
 from vecgym.compress import Compressor
 from vecgym.optim import OptimSpec, ensure_optim_spec
+from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.compression import with_compression
@@ -64,6 +65,14 @@ class DiLoCoCommunicator(CommunicationModule):
         if self.sync_weight is not None:
             return self.sync_weight.exchange(self._outer_step, params, state, ctx)
         return self._outer_step(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
+
+    def stack_key(self) -> Hashable:
+        key = merge_key(self.outer_optim)
+        return None if key is None or self.sync_weight is not None else (self.H, key)
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> DiLoCoCommunicator:
+        outer = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
+        return DiLoCoCommunicator(outer, self.H)
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params))  # [1, *]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,13 @@ class AveragingCommunicator(CommunicationModule):
         if self.sync_weight is not None:
             return self.sync_weight.exchange(self._average, params, state, ctx)
         return self._average(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
+
+    def stack_key(self) -> Hashable:
+        usual = self.island_size is None and self.participation == 1 and self.weighting == "equal"
+        return self.H if usual and self.sync_weight is None else None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> AveragingCommunicator:
+        return self
 
     def _average(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         weights = node_weights(self.weighting, ctx)

@@ -1,0 +1,132 @@
+"""From steps to rows: in the history, at the loggers and on the progress bar."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from vecgym.data import Batches
+from vecgym.errors import DivergenceError, VecgymWarning
+from vecgym.ledger import Ledger, readable_bytes
+from vecgym.logger import Logger
+from vecgym.metrics import History
+from vecgym.settings import kind_of
+from vecgym.simulate import Metrics, State
+
+
+class Recorder:
+    """Turns steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
+
+    def __init__(self, history: History, ledger: Ledger, data: Batches, on_divergence: str, loggers: Loggers) -> None:
+        self.history = history
+        self.ledger = ledger
+        self.data = data
+        self.on_divergence = on_divergence
+        self.loggers = loggers
+        self._row: dict[str, Any] | None = None
+        self._examples = 0
+        self._bar: tqdm | None = None
+
+    def start(self, settings: dict[str, Any], bar: tqdm) -> None:
+        self.loggers.start(settings)
+        self._bar = bar
+        self._start = self._last = time.perf_counter()
+
+    def step(self, state: State, metrics: Metrics) -> None:
+        self.flush()
+        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
+        losses = metrics.losses.to("cpu", precision).numpy()
+        here = losses if metrics.active is None else losses[metrics.active]
+        now = time.perf_counter()
+        in_epoch = (state.step - 1) % self.data.steps_per_epoch
+        size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
+        self._examples += size * len(here)
+        mean = float(here.mean(dtype=np.float64))
+        self._row = {
+            "step": state.step,
+            "epoch": state.step / self.data.steps_per_epoch,
+            "examples": self._examples,
+            "train_loss": mean,
+            "train_losses": losses,
+            "lr": float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean()),  # where nodes differ: their mean
+            "bytes": self.ledger.step_bytes,
+            "total_bytes": self.ledger.total_bytes,
+            "seconds": now - self._start,
+            "steps_per_s": 1 / max(now - self._last, 1e-9),
+        }
+        self._last = now
+        self._show(mean)
+        if not math.isfinite(mean):
+            self._diverged(state.step - 1, losses, metrics.active)
+
+    def add(self, **values: Any) -> None:
+        """Add columns to the present row; before the first step, to a row of its own."""
+        if self._row is None:
+            self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
+        self._row.update(values)
+
+    def flush(self) -> None:
+        if self._row is not None:
+            row, self._row = self._row, None
+            self.history.append(row)
+            self.loggers.log(row)
+
+    def finish(self) -> None:
+        self.flush()
+        self.loggers.finish()
+
+    def _show(self, loss: float) -> None:
+        assert self._bar is not None
+        if self._bar.update():  # it has just redrawn itself, some times a second
+            sent = readable_bytes(self.ledger.total_bytes)
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {sent} per node", refresh=False)
+
+    def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:
+        if self.on_divergence == "ignore":
+            return
+        ids = range(len(losses)) if active is None else active
+        bad = [i for i in ids if not math.isfinite(losses[i])]
+        error = DivergenceError(step, bad, float(losses[bad[0]]))
+        if self.on_divergence == "raise":
+            raise error
+        warnings.warn(f"{error} Further losses are not checked.", VecgymWarning, stacklevel=4)
+        self.on_divergence = "ignore"
+
+
+class Loggers:
+    """The user's loggers; one that fails is reported once and left out from then on."""
+
+    def __init__(self, logger: Logger | Sequence[Logger] | None, interval: int) -> None:
+        given: list[Any] = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+        for one in given:
+            if not isinstance(one, Logger):
+                raise TypeError(
+                    f"logger is {kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+                )
+        self._alive = given
+        self._interval = interval
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self._each("start", settings)
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] % self._interval == 0 or "val_loss" in row:
+            self._each("log", row)
+
+    def finish(self) -> None:
+        self._each("finish")
+
+    def _each(self, method: str, *args: Any) -> None:
+        for one in list(self._alive):
+            try:
+                getattr(one, method)(*args)
+            except Exception as error:  # noqa: PERF203 - whatever a logger does, the training goes on
+                self._alive.remove(one)
+                warnings.warn(f"{type(one).__name__} failed and is left out: {error!r}", VecgymWarning, stacklevel=2)

@@ -1,0 +1,179 @@
+"""What a sweep gives back."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from vecgym import nodes
+from vecgym.metrics import History
+from vecgym.sweep.axes import Point, label
+from vecgym.sweep.configurations import Configuration
+from vecgym.sweep.curves import FINISHED, PARTIAL, PENDING
+from vecgym.sweep.runner import Runner
+from vecgym.sweep.saving import appearing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class SweepResult:
+    """What a sweep found; complete, or as far as it came.
+
+    Attributes:
+        rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
+            "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
+            `consensus_distance`, and `bytes`, sent per node in all.
+        axes: the names of the axes.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.axes = list(runner.axes)
+
+    @property
+    def rows(self) -> list[Point]:
+        return [self._row(config) for config in self._runner.configs]
+
+    def _row(self, config: Configuration) -> Point:
+        curve = self._runner.curves.get(config.index)
+        row: Point = {**config.point, "status": PENDING if curve is None else curve.status, "steps": 0}
+        last: dict[str, Any] = dict.fromkeys(("train_loss", "val_loss", "val_loss_local", "consensus_distance"))
+        if curve is not None:
+            row["steps"] = len(curve.columns["train_loss"])
+            if row["steps"]:
+                last["train_loss"] = float(curve.columns["train_loss"][-1])
+            for found in curve.evaluations.values():
+                last.update({n: x for n, x in found.items() if n in last})
+        sent = 0.0 if curve is None else float(curve.columns["bytes"].sum())
+        return {**row, **last, "bytes": sent}
+
+    @property
+    def num_pending(self) -> int:
+        """Configurations that are not at their end."""
+        return sum(row["status"] in (PENDING, PARTIAL) for row in self.rows)
+
+    def history(self, index: int) -> History:
+        """The history of the configuration of row `index`, as `Trainer.fit` alone would have recorded it."""
+        runner = self._runner
+        config = runner.configs[index]
+        settings = {
+            **{name: label(value) for name, value in config.point.items()},
+            "strategy": repr(config.strategy), **config.settings, "max_steps": config.num_steps,
+        }  # fmt: skip
+        curve = runner.curves.get(config.index)
+        if curve is None:
+            return History(settings)
+        data = runner.batches(config)
+
+        def size(step: int) -> int:
+            place = step % data.steps_per_epoch
+            return min(data.batch_size, data.epoch_length - place * data.batch_size)
+
+        return curve.history(settings, data.steps_per_epoch, size)
+
+    def model(self, index: int) -> nn.Module:
+        """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""
+        config = self._runner.configs[index]
+        curve = self._runner.curves.get(config.index)
+        if curve is None or curve.average is None:
+            raise ValueError(
+                f"the model of row {index} was not kept: give keep_models=True, and let the configuration finish."
+            )
+        return nodes.fill(config.model, curve.average)
+
+    def best(self, column: str = "val_loss") -> Point:
+        """The row with the smallest value of a column, among the configurations that finished.
+
+        Errors: ValueError for a column that is not there or has no number.
+        """
+        rows = self.rows
+        if column not in rows[0]:
+            raise ValueError(f"{column!r} is not a column; there are {', '.join(rows[0])}.")
+        there = [row for row in rows if row["status"] == FINISHED and _is_finite(row[column])]
+        if not there:
+            hint = " Give a val_dataset." if column.startswith("val") and self._runner.val_dataset is None else ""
+            raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
+        return min(there, key=lambda row: row[column])
+
+    def table(self) -> str:
+        """The rows as text, in Markdown."""
+        rows = [{name: label(value) for name, value in row.items()} for row in self.rows]
+        columns = [name for name in rows[0] if name in self.axes or any(row[name] is not None for row in rows)]
+        cells = [columns, *[[_cell(row[name]) for name in columns] for row in rows]]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+        lines = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |" for line in cells]
+        rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+        return "\n".join([lines[0], rule, *lines[1:]])
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows; the file appears whole or not at all."""
+        rows = [{name: label(value) for name, value in row.items()} for row in self.rows]
+        with appearing(Path(path), "w") as file:
+            writer = csv.DictWriter(file, list(rows[0]), restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def plot(
+        self,
+        x: str,
+        y: str = "val_loss",
+        hue: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> Figure:
+        """A column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`."""
+        from vecgym.plot import plot_axis
+
+        return plot_axis(self._plain_rows(), x, y, hue, path, **settings)
+
+    def plot_heatmap(
+        self, x: str, y: str, value: str = "val_loss", path: str | os.PathLike[str] | None = None, **settings: Any
+    ) -> Figure:
+        """A column against two axes; see `vecgym.plot.plot_heatmap`."""
+        from vecgym.plot import plot_heatmap
+
+        return plot_heatmap(self._plain_rows(), x, y, value, path, **settings)
+
+    def plot_pareto(
+        self,
+        y: str = "val_loss",
+        hue: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> Figure:
+        """A column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`."""
+        from vecgym.plot import plot_pareto
+
+        return plot_pareto(self._plain_rows(), y, hue, path, **settings)
+
+    def explain(self) -> str:
+        """Which configurations share a program, and why the others do not."""
+        return self._runner.explain()
+
+    def _plain_rows(self) -> list[Point]:
+        return [{name: label(value) for name, value in row.items()} for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self._runner.configs)
+
+    def __repr__(self) -> str:
+        counts: dict[str, int] = {}
+        for row in self.rows:
+            counts[row["status"]] = counts.get(row["status"], 0) + 1
+        return f"SweepResult({len(self)} configurations: {', '.join(f'{n} {s}' for s, n in counts.items())})"
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
