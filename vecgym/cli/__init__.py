@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from vecgym import __version__
-from vecgym.cli import compare, info, verify
+from vecgym.cli import compare, exogym, info, verify
 from vecgym.errors import DivergenceError, ProcessError
 
 COMMANDS = {
     "compare": (compare, "train a small GPT with several strategies, and compare them"),
     "verify": (verify, "show that strategies give the same numbers on real processes"),
+    "exogym": (exogym, "run a script that was written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines"),
 }
 
