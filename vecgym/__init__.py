@@ -25,25 +25,30 @@ of size 1 means "the same on every node".
 
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
-Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
+Optimizers:  OptimSpec, an optimizer with its settings; vecgym.optim
+Data:        vecgym.data: partition_iid, partition_dirichlet, partition_shards ...: who holds which examples
+Models:      vecgym.models.GPT; vecgym.corpus, text without a download
+Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule, OptimizedSchedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
-Logging:     CSVLogger, Logger
+Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load, Saved
+Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
+Figures:     vecgym.plot: plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
-Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
-             (OptimSpec: an optimizer with its settings); vecgym.compress; vecgym.topology; vecgym.schedule; vecgym.tree
-Material:    vecgym.models.GPT; vecgym.corpus, text without a download; vecgym.data: Batches, EvalBatches, TokenWindows
-Figures:     vecgym.plot: plot_comparison, plot_history, plot_sensitivity, plot_schedule of an OptimizedSchedule ...
+Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.local.Engine, gradients of all nodes; vecgym.collectives,
+             what nodes exchange; vecgym.compress, what is sent in its place; vecgym.topology, vecgym.schedule, vecgym.tree
 Errors:      DivergenceError, ProcessError, VecgymWarning; all others are ValueError and TypeError, with the way out
+Other APIs:  vecgym.compat.exogym, vecgym.compat.diloco_sim
 """
 
 from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
-from vecgym.logger import CSVLogger, Logger
+from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule
 from vecgym.rollout import Outcome, rollout, rollout_jvp
+from vecgym.saved import Saved, load
 from vecgym.sweep import LogUniform, SweepResult, Uniform, sweep
 from vecgym.trainer import LocalTrainer, Trainer
 from vecgym.verify import verify
@@ -63,10 +68,14 @@ __all__ = [
     "OptimizedSchedule",
     "Outcome",
     "ProcessError",
+    "Saved",
     "SweepResult",
+    "TensorBoardLogger",
     "Trainer",
     "Uniform",
     "VecgymWarning",
+    "WandbLogger",
+    "load",
     "optimize_schedule",
     "rollout",
     "rollout_jvp",
