@@ -34,8 +34,9 @@ Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load, Saved
 Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
 Figures:     vecgym.plot: plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
-Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.local.Engine, gradients of all nodes; vecgym.collectives,
-             what nodes exchange; vecgym.compress, what is sent in its place; vecgym.topology, vecgym.schedule, vecgym.tree
+Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.local.Engine, the gradients of all nodes;
+             vecgym.collectives, what they exchange; vecgym.compress, what is sent in its place; vecgym.topology;
+             vecgym.schedule; vecgym.tree
 Errors:      DivergenceError, ProcessError, VecgymWarning; all others are ValueError and TypeError, with the way out
 Other APIs:  vecgym.compat.exogym, vecgym.compat.diloco_sim
 """

@@ -93,7 +93,13 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The functions of the mean validation loss that a model offers, such as its perplexity."""
+    """The functions of the mean validation loss that a model offers, such as its perplexity.
+
+    >>> model = nn.Linear(1, 1)
+    >>> model.loss_metrics = {"perplexity": torch.exp}
+    >>> loss_metrics(model)["perplexity"](torch.zeros(2)), loss_metrics(nn.Linear(1, 1))
+    (tensor([1., 1.]), {})
+    """
     found = getattr(model, "loss_metrics", {})
     if not isinstance(found, dict) or not all(isinstance(k, str) and callable(f) for k, f in found.items()):
         raise TypeError(

@@ -138,11 +138,13 @@ def run(
         KeyboardInterrupt: on Ctrl-C: the processes get it, and may return something first.
 
     >>> def work(link, x):
+    ...     total = torch.tensor(x + link.rank)
+    ...     dist.all_reduce(total)
     ...     link.send(f"process {link.rank} of {link.num_processes}")
-    ...     return x + link.rank
+    ...     return int(total)
     >>> said = []
     >>> run(work, 2, (10,), start_method="fork", on_message=lambda rank, message: said.append(message))
-    [10, 11]
+    [21, 21]
     >>> sorted(said)
     ['process 0 of 2', 'process 1 of 2']
     """

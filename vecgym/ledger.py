@@ -94,7 +94,13 @@ class Ledger:
             self._weight = before
 
     def state(self) -> dict[str, Any]:
-        """Everything that it holds, as tensors and plain values: for a file."""
+        """Everything that it holds, as tensors and plain values: for a file.
+
+        >>> ledger = Ledger()
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.state()["kinds"], ledger.state()["total_bytes"]
+        ([['mean', 400, 600.0, 4]], 600.0)
+        """
         return {
             "kinds": [list(kind) for kind in self._kinds],
             "kind_of_entry": torch.tensor(self._kind_of_entry, dtype=torch.int32),

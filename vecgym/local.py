@@ -184,6 +184,8 @@ class Engine:
     (tensor([1., 9.]), {'w': tensor([-2., -6.])})
     >>> engine.losses(params, {}, batch, own_batches=True), engine.loss({"w": torch.ones(())}, {}, batch[1])
     (tensor([1., 9.]), tensor(4.))
+    >>> engine.measures(params, {}, batch, own_batches=True)
+    {'loss': tensor([1., 9.])}
     >>> engine.close()
     """
 
@@ -721,12 +723,27 @@ def check_loss(loss: Any) -> None:
 
 
 def offers_metrics(model: nn.Module) -> bool:
-    """Whether a model says itself what validation measures; see `Engine.measures`."""
+    """Whether a model says itself what validation measures; see `Engine.measures`.
+
+    >>> class Classifier(nn.Module):
+    ...     def val_metrics(self, batch):
+    ...         return {"loss": self(batch), "accuracy": torch.tensor(0.5)}
+    >>> offers_metrics(Classifier()), offers_metrics(nn.Linear(1, 1))
+    (True, False)
+    """
     return callable(getattr(type(model), "val_metrics", None))
 
 
 def check_val_metrics(found: Any) -> None:
-    """Raise the error that tells a user what a model's `val_metrics` must return."""
+    """Raise the error that tells a user what a model's `val_metrics` must return.
+
+    >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
+    >>> try:
+    ...     check_val_metrics({"accuracy": torch.tensor(0.5)})
+    ... except TypeError as error:
+    ...     print(str(error).split(". ")[0])
+    val_metrics(batch) returned the keys ['accuracy']; a dict with "loss" is needed
+    """
     fix = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
     if not isinstance(found, dict) or "loss" not in found:
         shown = f"the keys {list(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"

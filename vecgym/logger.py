@@ -38,6 +38,14 @@ class Logger:
         """The run goes on from a checkpoint, in place of `start`; `rows` are those that were logged up to there.
 
         What a logger kept of steps after the checkpoint is to be dropped: they are logged again.
+
+        >>> class Printing(Logger):
+        ...     def start(self, settings):
+        ...         print("from the start")
+        ...     def resume(self, settings, rows):
+        ...         print(f"after step {rows[-1]['step']}")
+        >>> Printing().resume({"num_nodes": 2}, rows=[{"step": 1}, {"step": 2}])
+        after step 2
         """
         self.start(settings)
 
@@ -185,6 +193,9 @@ class WandbLogger(Logger):
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[wandb]`.
         ValueError: for two names, or a mode that is not known.
+
+    >>> logger = WandbLogger("diloco", name="H=100", mode="offline")  # doctest: +SKIP
+    >>> trainer.fit(strategy, num_nodes=8, logger=logger)  # doctest: +SKIP
     """
 
     def __init__(
@@ -255,6 +266,8 @@ class TensorBoardLogger(Logger):
 
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[tensorboard]`.
+
+    >>> trainer.fit(strategy, num_nodes=8, logger=TensorBoardLogger("runs/H=100"))  # doctest: +SKIP
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, per_node: bool = False) -> None:

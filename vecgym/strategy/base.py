@@ -139,7 +139,14 @@ class CommunicationModule:
         return params, state
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """Of the module's own optimizer at this step, to be recorded; None: it has none."""
+        """Of the module's own optimizer at this step, to be recorded; None: it has none.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
+        >>> ctx = Context(StackedCollectives(2), max_steps=1000)
+        >>> DiLoCoCommunicator(outer_lr=0.5).outer_learning_rate(ctx), AveragingCommunicator().outer_learning_rate(ctx)
+        (0.5, None)
+        """
         return None
 
     # Many small configurations in one stack are slow for what Python does for each; these two make them one.
@@ -276,7 +283,13 @@ class Strategy:
         return lr * schedule(ctx.step)
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """That of the first module that has an optimizer of its own; None: none has."""
+        """That of the first module that has an optimizer of its own; None: none has.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import DiLoCoStrategy
+        >>> DiLoCoStrategy("sgd", lr=0.1).outer_learning_rate(Context(StackedCollectives(2), max_steps=1000))
+        0.7
+        """
         found = (module.outer_learning_rate(ctx) for module in self.communication_modules)
         return next((lr for lr in found if lr is not None), None)
 
