@@ -2,17 +2,18 @@
 
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
+Data:        vecgym.data: partition_iid, partition_dirichlet, partition_shards ...: who holds which examples
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
-Logging:     CSVLogger, Logger
 Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load
+Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
 """
 
 from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
-from vecgym.logger import CSVLogger, Logger
+from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
@@ -40,9 +41,11 @@ __all__ = [
     "ProcessError",
     "Saved",
     "SweepResult",
+    "TensorBoardLogger",
     "Trainer",
     "Uniform",
     "VecgymWarning",
+    "WandbLogger",
     "load",
     "optimize_schedule",
     "rollout",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from vecgym.data import Batches
@@ -59,18 +60,23 @@ class Recorder:
         size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
         self._examples += size * len(here)
         mean = float(here.mean(dtype=np.float64))
+        seconds = max(now - self._last, 1e-9)
         self._row = {
             "step": state.step,
             "epoch": state.step / self.data.steps_per_epoch,
             "examples": self._examples,
             "train_loss": mean,
             "train_losses": losses,
-            "lr": float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean()),  # where nodes differ: their mean
+            "lr": _mean(metrics.lr),
             "bytes": self.ledger.step_bytes,
             "total_bytes": self.ledger.total_bytes,
             "seconds": now - self._start,
-            "steps_per_s": 1 / max(now - self._last, 1e-9),
+            "steps_per_s": 1 / seconds,
+            "examples_per_s": size * len(here) / seconds,
+            "bytes_per_s": self.ledger.step_bytes / seconds,
         }
+        if metrics.outer_lr is not None:
+            self._row["outer_lr"] = _mean(metrics.outer_lr)
         self._last = now
         self._show(mean)
         if not math.isfinite(mean):
@@ -81,6 +87,11 @@ class Recorder:
         if self._row is None:
             self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
         self._row.update(values)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What is known of the present step; before the first, of the start."""
+        return {"step": 0} if self._row is None else self._row
 
     def flush(self) -> None:
         if self._row is not None:
@@ -94,9 +105,9 @@ class Recorder:
 
     def _show(self, loss: float) -> None:
         assert self._bar is not None
-        if self._bar.update():  # it has just redrawn itself, some times a second
-            sent = readable_bytes(self.ledger.total_bytes)
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {sent} per node", refresh=False)
+        # It redraws itself some times a second, and at the end.
+        if self._bar.update() or self._bar.n == self._bar.total:
+            show(self._bar, loss, self.ledger.total_bytes)
 
     def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:
         if self.on_divergence == "ignore":
@@ -108,6 +119,16 @@ class Recorder:
             raise error
         warnings.warn(f"{error} Further losses are not checked.", VecgymWarning, stacklevel=4)
         self.on_divergence = "ignore"
+
+
+def show(bar: tqdm, loss: float, total_bytes: float) -> None:
+    """Put the loss and what was sent beside a progress bar, which itself shows steps per second."""
+    bar.set_postfix_str(f"loss {loss:.4f}, {readable_bytes(total_bytes)} per node", refresh=False)
+
+
+def _mean(lr: float | Tensor) -> float:
+    """Where nodes differ, their mean."""
+    return float(lr.detach().double().mean()) if isinstance(lr, Tensor) else float(lr)
 
 
 class Loggers:

@@ -23,12 +23,14 @@ from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
 from vecgym.local import Engine, check_settings
 from vecgym.logger import Logger
+from vecgym.memory import peak_bytes
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
-from vecgym.recorder import Loggers, Recorder
-from vecgym.settings import FitOptions, check_counts, check_run, interrupts, kind_of, resolve_device
+from vecgym.recorder import Loggers, Recorder, show
+from vecgym.settings import FitOptions, accumulated, check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
+from vecgym.strategy.described import described
 from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
 
@@ -110,6 +112,7 @@ class Trainer:
         max_steps: int | None = None,
         batch_size: int = 16,
         minibatch_size: int | None = None,
+        gradient_accumulation: int | None = None,
         shuffle: bool = True,
         device: str | torch.device | None = None,
         seed: int = 42,
@@ -143,6 +146,7 @@ class Trainer:
             max_steps: optimizer steps; the data repeats as needed.
             batch_size: examples per node and step.
             minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+            gradient_accumulation: the same said in parts: N means `minibatch_size=batch_size / N`.
             shuffle: a new order in each epoch.
             device: "cpu", "cuda", "mps"; None: the best one present.
             seed: of data order, dropout and everything else that is random.
@@ -188,6 +192,7 @@ class Trainer:
                 f"the model, {kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
                 "Fix: model.requires_grad_(True), at least for a part of it."
             )
+        minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
         check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
         check_counts(num_epochs=num_epochs, log_interval=log_interval)
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
@@ -244,7 +249,8 @@ class Trainer:
             exact=options.exact,
         )  # fmt: skip
         settings = {
-            "strategy": repr(strategy), "num_nodes": comm.num_nodes, "max_steps": steps,
+            "strategy": repr(strategy), "hyperparameters": described(strategy), "num_nodes": comm.num_nodes,
+            "max_steps": steps,
             **options.recorded, "device": str(where), "backend": backend, "num_processes": together.num_processes,
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
             "engine_reason": plan.reason,
@@ -266,6 +272,7 @@ class Trainer:
                 checkpoints.begin()
                 if resumed is None:
                     self._evaluate(recorder, local, val, comm)
+                    self.after_step(recorder.row)
                     checkpoints.save_if_due(self.state, last=False)
                 for batch in train.iterate(self.state.step, steps):
                     self.state, metrics = simulation.step(self.state, batch)
@@ -276,6 +283,7 @@ class Trainer:
                         recorder.add(correlation=correlation(self.state.params, comm))
                     if done == steps or (options.val_interval and done % options.val_interval == 0):
                         self._evaluate(recorder, local, val, comm)
+                    self.after_step(recorder.row)
                     stop = together.stop(interrupted)
                     checkpoints.save_if_due(self.state, last=stop or done == steps)
                     if stop:
@@ -290,6 +298,12 @@ class Trainer:
             local.close()
             recorder.finish()
         return nodes.fill(model, {**average(self._trained(model, local), comm), **average(self.state.buffers, comm)})
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        """For subclasses: called with the row of each step once it is complete, and before the first with that of 0.
+
+        Not with `backend="processes"`, where the steps are made elsewhere.
+        """
 
     def _data(
         self, comm: Collectives, together: Together, where: torch.device, options: FitOptions
@@ -341,7 +355,8 @@ class Trainer:
             else:
                 self.history.append(value)
                 loggers.log(value)
-                bar.update(value["step"] - bar.n)
+                if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
+                    show(bar, value["train_loss"], value["total_bytes"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:
@@ -366,13 +381,11 @@ class Trainer:
         assert self.state is not None
         found: dict[str, Any] = {}
         if val is not None:
-            result = evaluate(engine, self.state, val, comm)
-            local = result.nodes.numpy()
-            found = {"val_loss": result.average, "val_loss_local": float(local.mean()), "val_losses": local}
+            found = evaluate(engine, self.state, val, comm).columns
         if self.state.step > 0:
             found["consensus_distance"] = consensus_distance(self.state.params, comm)
         if found:
-            recorder.add(**found)
+            recorder.add(**found, memory_bytes=peak_bytes(engine.device))
 
     def _trained(self, model: nn.Module, engine: Engine) -> Tree:
         """All parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""
