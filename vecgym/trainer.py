@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +31,9 @@ from vecgym.strategy import Strategy
 from vecgym.strategy.described import described
 from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BACKENDS = ("stacked", "processes", "distributed")
 
@@ -82,6 +86,18 @@ class Trainer:
         if self._nodes is None:
             raise AttributeError("trainer.nodes is there once fit() has begun.")
         return self._nodes
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
+        """Draw the last run: losses with the nodes' spread, and the consensus distance; see `vecgym.plot.plot_runs`.
+
+        Args:
+            path: where to save the figure as well, such as "run.png".
+            x: "step", "examples", "bytes" or "seconds".
+            title: above the figure.
+        """
+        from vecgym.plot import plot_runs  # matplotlib takes a while to import
+
+        return plot_runs({"run": self.history}, path, x=x, title=title)
 
     def fit(
         self,
