@@ -9,6 +9,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 
 from tests.fitting import dataset, fit
 from vecgym import History, Trainer
@@ -267,6 +268,12 @@ def test_optimized_matrices_beside_those_of_the_start() -> None:
 # ---------------------------------------------------------------------------------------------- plot_runs
 
 
+def legend_of(axes: Axes) -> Legend:
+    legend = axes.get_legend()
+    assert legend is not None
+    return legend
+
+
 def measured(every: int = 1, num_nodes: int = 4) -> History:
     """`make_history` with the other axes, and distances at the evaluations."""
     history = make_history(every)
@@ -297,7 +304,7 @@ def test_runs_against_every_axis(x: str) -> None:
         found = line_of(distances, colour, marker=True)
         assert found[0].tolist() == history.series("consensus_distance", column)[0]
         assert found[1].tolist() == pytest.approx(history.series("consensus_distance")[1])
-    texts = [text.get_text() for text in losses.get_legend().get_texts()]
+    texts = [text.get_text() for text in legend_of(losses).get_texts()]
     assert texts == [
         "one", "other", "validation, averaged model", "training (smoothed)", "training, lowest to highest node"
     ]  # fmt: skip
@@ -310,7 +317,7 @@ def test_the_band_of_many_nodes_is_between_percentiles(num_nodes: int, edges: tu
     low, high = band_of(axes)
     for step, loss in zip(*history.series("train_loss")):
         assert (low[step], high[step]) == pytest.approx((edges[0] * loss, edges[1] * loss))
-    last = axes.get_legend().get_texts()[-1].get_text()
+    last = legend_of(axes).get_texts()[-1].get_text()
     assert ("10 % to 90 %" in last) == (num_nodes == 21)
 
 

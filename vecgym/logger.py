@@ -27,6 +27,13 @@ class Logger:
     def start(self, settings: dict[str, Any]) -> None:
         """The run begins."""
 
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """The run goes on from a checkpoint, in place of `start`; `rows` are those that were logged up to there.
+
+        What a logger kept of steps after the checkpoint is to be dropped: they are logged again.
+        """
+        self.start(settings)
+
     def log(self, row: dict[str, Any]) -> None:
         """One row of `vecgym.metrics.SCALARS` and `PER_NODE`, and what the model measures; see there."""
 
@@ -40,7 +47,8 @@ class CSVLogger(Logger):
     Each row is on disk as soon as it was logged. `read_csv` reads all of it back.
 
     Args:
-        directory: made if it does not exist; files of an earlier run in it are replaced.
+        directory: made if it does not exist; files of an earlier run in it are replaced. A run that is resumed
+            writes its rows anew, so that none is lost or there twice.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -64,6 +72,11 @@ class CSVLogger(Logger):
             (self.directory / f"{name}.csv").unlink(missing_ok=True)
         self._columns = list(SCALARS)
         self._write("history", self._columns)
+
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.start(settings)
+        for row in rows:
+            self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
         if new := [name for name in row if name not in self._columns and name not in PER_NODE]:

@@ -33,12 +33,22 @@ class Recorder:
         self.loggers = loggers
         self._row: dict[str, Any] | None = None
         self._examples = 0
+        self._seconds = 0.0  # before this program took the run over
         self._bar: tqdm | None = None
 
     def start(self, settings: dict[str, Any], bar: tqdm) -> None:
-        self.loggers.start(settings)
+        """The run begins, or goes on where it was when the history's rows were recorded."""
+        self.loggers.start(settings, self.history.rows)
         self._bar = bar
-        self._start = self._last = time.perf_counter()
+        self._last = time.perf_counter()
+        self._start = self._last - self._seconds
+
+    def state(self) -> dict[str, Any]:
+        """What is counted beside the history."""
+        return {"examples": self._examples, "seconds": time.perf_counter() - self._start}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._examples, self._seconds = state["examples"], state["seconds"]
 
     def step(self, state: State, metrics: Metrics) -> None:
         self.flush()
@@ -77,6 +87,11 @@ class Recorder:
         if self._row is None:
             self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
         self._row.update(values)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What is known of the present step; before the first, of the start."""
+        return {"step": 0} if self._row is None else self._row
 
     def flush(self) -> None:
         if self._row is not None:
@@ -129,12 +144,19 @@ class Loggers:
         self._alive = given
         self._interval = interval
 
-    def start(self, settings: dict[str, Any]) -> None:
-        self._each("start", settings)
+    def start(self, settings: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> None:
+        """With rows from before, the run goes on after them."""
+        if before:
+            self._each("resume", settings, [row for row in before if self._is_due(row)])
+        else:
+            self._each("start", settings)
 
     def log(self, row: dict[str, Any]) -> None:
-        if row["step"] % self._interval == 0 or "val_loss" in row:
+        if self._is_due(row):
             self._each("log", row)
+
+    def _is_due(self, row: dict[str, Any]) -> bool:
+        return row["step"] % self._interval == 0 or "val_loss" in row
 
     def finish(self) -> None:
         self._each("finish")

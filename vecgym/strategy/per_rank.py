@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
+from vecgym.contents import contents, fill
 from vecgym.optim import OptimSpec
 from vecgym.strategy.base import Context, State, Strategy
 from vecgym.tree import Tree
@@ -164,6 +165,25 @@ class PerRankStrategy(Strategy):
                 if own[name].data_ptr() != p[node].data_ptr():
                     p[node].copy_(own[name].detach())
         return stacked, {}
+
+    def state(self) -> list[dict[str, Any]]:
+        """What the copies hold, a tree each, for a file; their models' parameters are the simulation's.
+
+        Raises:
+            TypeError: for something in them that cannot be saved, naming it.
+        """
+        return [contents(rank, self._kept_elsewhere(rank), self._name(node)) for node, rank in enumerate(self._ranks)]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Go on from there; `init` has made the copies."""
+        for node, (rank, held) in enumerate(zip(self._ranks, state)):
+            fill(rank, held, self._kept_elsewhere(rank), self._name(node))
+
+    def _kept_elsewhere(self, rank: Strategy) -> dict[str, Tensor]:
+        return dict(rank.model.named_parameters())
+
+    def _name(self, node: int) -> str:
+        return f"{type(self.strategy).__name__} of node {node}: self"
 
     def lr(self, ctx: Context) -> float | Tensor:
         return self._lr  # of the step just made: its end has already set the next one

@@ -503,6 +503,8 @@ class _Group(_Neighbours):
         self.strategies = [member.strategy for member in members]
         self.is_own = optimizer_key(self.strategies[0]) is None
         self.lrs: list[float] = []
+        self._lr_of: tuple[list[float], list[int]] = ([], [])
+        self._lr: Any = None  # `per_row` of these
         self._specs: dict[tuple[int, ...], Any] = {}
 
     def init(self, params: Tree) -> dict[str, Any]:
@@ -516,10 +518,12 @@ class _Group(_Neighbours):
             self.lrs = [float(self.strategies[0].lr(own[0]))]
             return params
         self.lrs = [float(strategy.lr(ctx)) for strategy, ctx in zip(self.strategies, own)]
+        if self._lr_of != (self.lrs, counts):  # most often they stay
+            self._lr_of, self._lr = (self.lrs, counts), per_row(self.lrs, counts)
         if self.strategies[0].max_norm is not None:
             max_norm = per_row([strategy.max_norm for strategy in self.strategies], counts)
             grads, _ = clip_grad_norm(grads, max_norm)
-        params, self.state = self._rule(counts).update(params, grads, self.state, lr=per_row(self.lrs, counts))
+        params, self.state = self._rule(counts).update(params, grads, self.state, lr=self._lr)
         return params
 
     def _rule(self, counts: list[int]) -> Any:
