@@ -154,7 +154,7 @@ class Failing(Strategy):
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Uneven(), "node 0 in the end of step"),
+        (Uneven(), "node 0 in the end of its work"),
         (Mixed(), r"all_reduce sum of shape \[1\]"),
         (Failing(), "node 2: KeyError: 'oops'"),
     ],

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from vecgym import __version__
-from vecgym.cli import compare, info, plot, run, sweep, verify
+from vecgym.cli import compare, exogym, info, plot, run, sweep, verify
 from vecgym.errors import DivergenceError, ProcessError
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "sweep": (sweep, "run a grid of configurations as a function in a file says"),
     "plot": (plot, "draw runs that were logged"),
     "verify": (verify, "show that strategies give the same numbers on real processes"),
+    "exogym": (exogym, "run a script that was written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines"),
 }
 

@@ -42,7 +42,7 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def load(args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...]) -> dict[str, Any]:
+def read_configuration(args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...]) -> dict[str, Any]:
     """What the function of `args.config` returns for the settings of `args.set`.
 
     Raises:

@@ -7,7 +7,7 @@ import inspect
 import os
 from pathlib import Path
 
-from vecgym.cli.configuration import add_options, load
+from vecgym.cli.configuration import add_options, read_configuration
 from vecgym.cli.values import table
 
 OWN = ("model", "train_dataset", "val_dataset")  # of Trainer; all others are arguments of Trainer.fit
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from vecgym.trainer import Trainer
 
     parameters = tuple(inspect.signature(Trainer.fit).parameters)[1:]
-    found = load(args, NEEDED, (*OWN, *parameters))
+    found = read_configuration(args, NEEDED, (*OWN, *parameters))
     trainer = Trainer(*[found.pop(name, None) for name in OWN])
     output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
     given = found.pop("logger", None)

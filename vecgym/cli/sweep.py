@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vecgym.cli.configuration import add_options, load
+from vecgym.cli.configuration import add_options, read_configuration
 
 if TYPE_CHECKING:
     from vecgym.sweep import SweepResult
@@ -28,7 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from vecgym.sweep import sweep
 
-    found = load(args, NEEDED, tuple(inspect.signature(sweep).parameters))
+    found = read_configuration(args, NEEDED, tuple(inspect.signature(sweep).parameters))
     output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
     output.mkdir(parents=True, exist_ok=True)
     if args.resume:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     result = sweep(**found)
     (output / "explain.txt").write_text(result.explain() + "\n")
     print(result.explain())
-    if not any(row["status"] != "not run" for row in result.rows):
+    if found.get("dry_run"):
         return 0
     (output / "table.md").write_text(result.table() + "\n")
     result.to_csv(output / "rows.csv")
