@@ -25,6 +25,7 @@ from vecgym.ledger import Ledger
 from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
+from vecgym.recorder import Loggers
 from vecgym.settings import check_counts, kind_of, resolve_device
 
 # What `fit` takes besides the arguments in its signature.
@@ -152,7 +153,7 @@ class Trainer:
                 val_interval=val_interval, autocast=autocast, correlation_interval=correlation_interval,
                 dataloader_kwargs=dict(dataloader_kwargs or {}), kwargs=options,
             )  # fmt: skip
-            return self._fit_strict(config, loggers, progress)
+            return self._fit_strict(config, Loggers(loggers, options.get("log_interval", 1)), progress)
         if minibatch_size is not None and batch_size % minibatch_size:
             used = batch_size - batch_size % minibatch_size
             warn(f"fit(): of batch_size={batch_size}, minibatches of {minibatch_size} leave {used} examples a step.")
@@ -171,7 +172,7 @@ class Trainer:
         finally:
             self.history, self.ledger, self.nodes = trainer.history, trainer.ledger, trainer._nodes
 
-    def _fit_strict(self, config: strict.TrainConfig, loggers: list[Logger], progress: bool) -> nn.Module:
+    def _fit_strict(self, config: strict.TrainConfig, loggers: Loggers, progress: bool) -> nn.Module:
         for text in (*config.strategy.ignored, *self._ignored_modules(config.strategy)):
             warn(f"EXO Gym ignores, and so does strict timing: {text}.")
         if self.val_dataset is not None and 0 < config.val_size < config.batch_size:
