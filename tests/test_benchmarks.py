@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,91 @@ def test_rollout(tmp_path: Path) -> None:
     for row in result["rows"]:
         assert 0 < row["forward"] <= row["all"]
         assert row["plain"] > 0
+
+
+# ------------------------------------------------------------------------------------- comparisons of training
+
+SIX = ["AllReduce", "FedAvg", "DiLoCo", "SPARTA", "SPARTA + DiLoCo", "DeMo"]
+
+
+def compare_quick(script: str, folder: Path, *arguments: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """What is printed, and the runs by name; the figure is there."""
+    figure = folder / "figure.png"
+    printed, result = run_quick(script, folder, "--figure", str(figure), *arguments)
+    assert figure.stat().st_size > 10_000
+    assert re.search(r"^\d+ s in all$", printed, re.MULTILINE)
+    runs = {found["name"]: found for found in result["runs"]}
+    for name, found in runs.items():
+        assert f"| {name} | {found['num_nodes']} | {found['batch_size']} |" in printed
+        assert found["train_loss"]["step"] == list(range(1, found["steps"] + 1))
+        assert found["val_loss"]["step"][-1] == found["steps"]
+    return printed, runs
+
+
+def test_shakespeare(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 100)
+    _, runs = compare_quick("shakespeare.py", tmp_path, "--text", str(text))
+    assert list(runs) == ["one node", *SIX]
+    assert {found["num_nodes"] * found["batch_size"] for found in runs.values()} == {12}, "not the same tokens"
+    # 4 nodes that exchange gradients at every step are one node with the whole batch
+    for column in ("val_loss", "train_loss"):
+        one, four = (runs[name][column][column] for name in ("one node", "AllReduce"))
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(four), rtol=1e-4, atol=1e-4)
+    sent = {name: found["total_bytes"]["total_bytes"][-1] for name, found in runs.items()}
+    assert sent["one node"] == 0
+    assert sent["AllReduce"] == 5 * sent["FedAvg"] == 5 * sent["DiLoCo"]  # H = 5
+    assert sent["SPARTA"] < sent["DeMo"] < sent["AllReduce"]
+
+
+def test_mnist(tmp_path: Path) -> None:
+    printed, runs = compare_quick("mnist.py", tmp_path, "--data", str(tmp_path))
+    assert list(runs) == SIX
+    assert "MNIST is not in" in printed or "MNIST needs torchvision" in printed
+    assert all(0 <= found["scores"]["accuracy"] <= 1 for found in runs.values())
+
+
+def test_cifar10(tmp_path: Path) -> None:
+    printed, runs = compare_quick("cifar10.py", tmp_path, "--data", str(tmp_path))
+    assert "Instead, to see that it runs: random images." in printed
+    assert list(runs) == SIX
+
+
+def test_cifar10_without_data_says_so() -> None:
+    command = [sys.executable, str(FOLDER / "cifar10.py"), "--data", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr == "Nothing was trained.\n"
+    assert "CIFAR10" in done.stdout
+
+
+def test_federated(tmp_path: Path) -> None:
+    printed, runs = compare_quick(
+        "federated.py", tmp_path, "--num-clients", "12", "--island-size", "3", "--participation", "0.5"
+    )
+    assert "Partition(12 nodes" in printed
+    assert (tmp_path / "figure_partition.png").exists()
+    assert {found["num_nodes"] for found in runs.values()} == {12}
+    assert len(runs) == 7
+
+
+def test_diloco_scaling(tmp_path: Path) -> None:
+    _, runs = compare_quick("diloco_scaling.py", tmp_path)
+    assert [(found["num_nodes"], found["batch_size"]) for found in runs.values()] == [
+        (2, 8), (1, 16), (2, 8),
+    ]  # fmt: skip
+
+
+def test_images_have_channels_first_and_unit_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    images = importlib.import_module("images")
+    x = torch.randint(256, (20, 6, 6, 3), dtype=torch.uint8)  # as CIFAR-10 comes
+    found = images._images("x", (x, torch.arange(20)), (x[:5], torch.arange(5)))
+    assert found.shape == (3, 6, 6)
+    got = found.train.tensors[0]
+    assert torch.allclose(got.mean((0, 2, 3)), torch.zeros(3), atol=1e-5)
+    assert torch.allclose(got.std((0, 2, 3)), torch.ones(3), atol=1e-5)
+    green = x[..., 1].float()
+    torch.testing.assert_close(got[:, 1], (green - green.mean()) / green.std())
+    assert torch.equal(found.test.tensors[0], got[:5])  # scaled by the images to train on
+    assert images._images("x", (x[..., 0], torch.arange(20)), (x[:5, ..., 0], torch.arange(5))).shape == (1, 6, 6)

@@ -35,12 +35,12 @@ from tests.helpers import (
     simulation,
     stacked,
 )
-from tests.models import MLP, make_batches, make_data, make_model
+from tests.models import MLP, make_batches, make_model
 from tests.reference import common
 from tests.reference.demo import basis as twin_basis
 from tests.reference.demo import dct as twin_dct
 from tests.reference.demo import demo, fold, make_chunks
-from vecgym import Trainer, tree
+from vecgym import tree
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
 from vecgym.strategy import (
@@ -465,20 +465,6 @@ def test_the_module_with_another_optimizer() -> None:
 
 
 # ------------------------------------------------------------------------------------------- arguments
-
-
-def test_the_call_of_the_documents_trains() -> None:
-    strategy = DeMoStrategy(
-        compression_decay=0.999,  # Residual accumulation rate
-        compression_topk=32,  # Frequency components to transmit
-        compression_chunk=64,  # DCT chunk size
-        weight_decay=1e-4,
-    )
-    model, data = make_model("GPT"), torch.utils.data.TensorDataset(*make_data("GPT", 256))
-    trainer = Trainer(model, data)
-    trainer.fit(strategy=strategy, num_nodes=4, batch_size=8, max_steps=30, progress=False, device="cpu")
-    _, losses = trainer.history.series("train_loss")
-    assert sum(losses[-5:]) < sum(losses[:5]) - 5 * 0.3
 
 
 CHANGES: dict[str, Any] = {

@@ -14,12 +14,12 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    "tree rng schedule topology errors folding compress held",
-    "nodes ledger data corpus models launch",
+    "tree rng schedule topology errors files contents folding compress held",
+    "nodes ledger data partition corpus models launch",
     "collectives local optim",
     "strategy",
     "simulate",
-    "evaluate metrics logger checkpoint settings together recorder sweep rollout optimize plot",
+    "evaluate metrics logger saved identity checkpoint settings memory together recorder sweep rollout optimize plot",
     "trainer",
     "cli __main__ verify compat",
 ]

@@ -2,21 +2,24 @@
 
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
+Data:        vecgym.data: partition_iid, partition_dirichlet, partition_shards ...: who holds which examples
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
-Logging:     CSVLogger, Logger
+Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load
+Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
 """
 
 from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
-from vecgym.logger import CSVLogger, Logger
+from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule
 from vecgym.rollout import Outcome, rollout, rollout_jvp
+from vecgym.saved import Saved, load
 from vecgym.sweep import LogUniform, SweepResult, Uniform, sweep
 from vecgym.trainer import LocalTrainer, Trainer
 from vecgym.verify import verify
@@ -36,10 +39,14 @@ __all__ = [
     "OptimizedSchedule",
     "Outcome",
     "ProcessError",
+    "Saved",
     "SweepResult",
+    "TensorBoardLogger",
     "Trainer",
     "Uniform",
     "VecgymWarning",
+    "WandbLogger",
+    "load",
     "optimize_schedule",
     "rollout",
     "rollout_jvp",

@@ -2,7 +2,8 @@
 
 `Batches` gives trees of `[L, B, ...]` for training, `EvalBatches` ordinary batches `[B, ...]` for evaluation.
 Nothing depends on which other nodes are in this process, on the number of workers, or on what was read
-before, so a run resumes at any step without reading the steps before it.
+before, so a run resumes at any step without reading the steps before it. `partition_dirichlet` and its like
+say which node holds which examples, where they are not simply dealt.
 
 Three ways to read, fastest first:
 
@@ -40,6 +41,30 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from vecgym import rng, tree
 from vecgym.errors import VecgymWarning
+from vecgym.partition import (
+    Partition,
+    partition_dirichlet,
+    partition_iid,
+    partition_quantity_skew,
+    partition_shards,
+)
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "EvalBatches",
+    "Examples",
+    "Factory",
+    "Partition",
+    "TokenWindows",
+    "decode_text",
+    "encode_text",
+    "num_steps",
+    "partition_dirichlet",
+    "partition_iid",
+    "partition_quantity_skew",
+    "partition_shards",
+]
 
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory once it was read
 

@@ -118,6 +118,15 @@ class _Skeleton:
             places = {name: self._places[name][0] for name in self._buffers}
             return loss, {name: held[key] for name, (held, key) in places.items()}, grads
 
+    def measure(self, tensors: Tree, batch: Any) -> Tree:
+        """What validation measures: the loss, or all of what the model's own `val_metrics` gives."""
+        with self._holding(tensors):
+            if not offers_metrics(self.model):
+                return {"loss": self.model(batch)}
+            found = self.model.val_metrics(batch)  # type: ignore[operator]
+            check_val_metrics(found)
+            return dict(found)
+
     @contextlib.contextmanager
     def _holding(self, tensors: Tree) -> Iterator[None]:
         """Hold other tensors for a while."""
@@ -165,7 +174,7 @@ class Engine:
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self.buffers = {name: b.detach() for name, b in model.named_buffers()}
-        self._model = model
+        self.model = model
         self._train = [_Skeleton(model, training=True)]
         self._eval = _Skeleton(model, training=False)
         self._pool: ThreadPoolExecutor | None = None
@@ -258,7 +267,7 @@ class Engine:
         self.close()
         count = self.plan.node_threads
         while len(self._train) < count:  # functional_call changes its module for a while: one for each thread
-            self._train.append(_Skeleton(self._model, training=True))
+            self._train.append(_Skeleton(self.model, training=True))
         if count > 1:
             own = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(count, "vecgym-node", initializer=torch.set_num_threads, initargs=(1,))
@@ -520,9 +529,16 @@ class Engine:
         ):  # fmt: skip
             return self._eval.call({**params, **self.frozen}, _clones(buffers), batch)[0]
 
-    @torch.no_grad()
     def losses(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tensor:
-        """The loss of each row of `params` in eval mode, `[L]`; nothing is changed.
+        """The loss of each row of `params` in eval mode, `[L]`; see `measures`."""
+        return self.measures(params, buffers, batch, own_batches=own_batches)["loss"]
+
+    @torch.no_grad()
+    def measures(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tree:
+        """What validation measures of each row of `params` in eval mode, `[L]` each; nothing is changed.
+
+        That is the loss. A model that defines `val_metrics(batch)` is asked for that instead of its forward: a dict of
+        scalars, each a mean over the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`.
 
         Args:
             params, buffers: `[L, *]` or `[1, *]`.
@@ -535,35 +551,36 @@ class Engine:
             part = _rows(params, a, b), _rows(buffers, a, b)
             here = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
             with _seeded(rng.key(0, "evaluation", a), self.device, self._random):
-                found.append(self._chunk_losses(*part, here, own_batches, b - a))
-        return torch.cat(found)
+                found.append(self._chunk_measures(*part, here, own_batches, b - a))
+        return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
-    def _chunk_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+    def _chunk_measures(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
         if self.plan.engine == "vmap":
-            return self._vmap_losses(params, buffers, batch, own_batches, size)
-        return self._loop_losses(params, buffers, batch, own_batches, size)
+            return self._vmap_measures(params, buffers, batch, own_batches, size)
+        return self._loop_measures(params, buffers, batch, own_batches, size)
 
-    def _vmap_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+    def _vmap_measures(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
         values = {**params, **buffers}
         dims = {name: 0 if x.shape[0] == size and size > 1 else None for name, x in values.items()}
         given = {name: x if dims[name] == 0 else x[0] for name, x in values.items()}
 
-        def loss_of_one(values: Tree, rows: Any) -> Tensor:
-            return self._eval.call({**values, **self.frozen}, {}, rows)[0]
+        def of_one(values: Tree, rows: Any) -> Tree:
+            return self._eval.measure({**values, **self.frozen}, rows)
 
         if size == 1:
-            return loss_of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)[None]
+            one = of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)
+            return tree.map(lambda x: x[None], one)
         with _explaining(), Folding(), self._casting(), _plain_attention():
-            return vmap(loss_of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
+            return vmap(of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
 
-    def _loop_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+    def _loop_measures(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
         found = []
         for i in range(size):
             rows = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
             values = tree.map(lambda x: _row(x, i), {**params, **buffers})  # noqa: B023
             with self._casting():
-                found.append(self._eval.call({**values, **self.frozen}, {}, rows)[0])
-        return torch.stack(found)
+                found.append(self._eval.measure({**values, **self.frozen}, rows))
+        return _stacked(found)
 
     # --------------------------------------------------------------------------------------------- helpers
 
@@ -652,6 +669,23 @@ def check_loss(loss: Any) -> None:
             "the model's loss does not depend on any trainable parameter: check for .detach(), .item(), "
             "torch.no_grad() in its forward, and that some parameters have requires_grad=True."
         )
+
+
+def offers_metrics(model: nn.Module) -> bool:
+    """Whether a model says itself what validation measures; see `Engine.measures`."""
+    return callable(getattr(type(model), "val_metrics", None))
+
+
+def check_val_metrics(found: Any) -> None:
+    """Raise the error that tells a user what a model's `val_metrics` must return."""
+    fix = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
+    if not isinstance(found, dict) or "loss" not in found:
+        shown = f"the keys {list(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise TypeError(f'val_metrics(batch) returned {shown}; a dict with "loss" is needed. {fix}')
+    for name, x in found.items():
+        if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
+            shown = f"a {x.dtype} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise TypeError(f"val_metrics(batch) returned {shown} as {name!r}. {fix}")
 
 
 @contextlib.contextmanager

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-# Columns with one number a row, and what they are. Loggers write these.
+# Columns with one number a row, and what they are. Loggers write these, and for each metric that a model offers (see
+# `vecgym.evaluate.evaluate`) `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
 SCALARS = {
     "step": "optimizer steps done",
     "epoch": "passes over the data done",
     "examples": "examples seen by all nodes together",
     "train_loss": "mean over the nodes of the loss on their batches, before the step's update",
-    "lr": "inner learning rate of the step",
+    "lr": "inner learning rate of the step; where nodes differ, their mean",
+    "outer_lr": "learning rate of the outer or server optimizer, where the strategy has one",
     "bytes": "bytes sent per node in the step",
     "total_bytes": "bytes sent per node since the start",
     "val_loss": "validation loss of the average of the nodes",
@@ -26,7 +28,13 @@ SCALARS = {
     "correlation": "mean correlation between the parameters of two nodes",
     "seconds": "since the start of the first step",
     "steps_per_s": "steps per second since the row before",
+    "examples_per_s": "examples per second of all nodes together, since the row before",
+    "bytes_per_s": "implied bandwidth: `bytes` / seconds of the step, as simulated here: what each node would have to "
+    "send at to keep pace with this run, if it sent during the whole step",
+    "memory_bytes": "the most memory of the process up to an evaluation: resident, or on CUDA allocated",
 }
+# Those that belong to the machine and the moment: they differ between two runs that are otherwise the same.
+MEASURED = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "memory_bytes")
 # Columns with one number a node, [K].
 PER_NODE = {
     "train_losses": "each node's training loss; nan where it did not train",

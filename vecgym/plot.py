@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Transform
 from torch import Tensor
 
 from vecgym.metrics import History
 from vecgym.optimize import OptimizedSchedule
+from vecgym.partition import Partition
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+MAX_LEGEND = 20  # entries
 LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 
 
@@ -208,6 +211,43 @@ def plot_schedule(
     return _done(figure, title or f"{EngFormatter(unit='B')(found.total_bytes)} sent per node", path)
 
 
+def plot_partition(
+    partition: Partition, path: str | os.PathLike[str] | None = None, *, title: str | None = None
+) -> Figure:
+    """How many examples of each class each node has, as stacked bars: a bar for each node, a colour for each class.
+
+    Args:
+        partition: one with labels, such as `vecgym.data.partition_dirichlet` makes; without, one bar in one colour.
+        path, title: as for `plot_comparison`. Without a title: the partition in a line.
+
+    >>> from vecgym.data import partition_shards
+    >>> partition = partition_shards([0] * 6 + [1] * 6, num_nodes=4, shards_per_node=1)
+    >>> heights = [int(bar.get_height()) for bar in plot_partition(partition).axes[0].patches]
+    >>> sorted(heights)  # each node has one of the two classes
+    [0, 0, 0, 0, 3, 3, 3, 3]
+    """
+    nodes, each = range(partition.num_nodes), np.array(partition.sizes)[:, None]
+    labels: Sequence[int | str] = ["examples"]
+    if partition.labels is not None:
+        each, labels = partition.counts.numpy(), partition.classes
+    figure = NotebookFigure(figsize=(9, 3.8), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    shades = colormaps["viridis"](np.linspace(0, 1, len(labels)))
+    width = 0.85 if len(each) <= 50 else 1.0  # no gaps where bars are thin
+    for c, (label, top) in enumerate(zip(labels, each.cumsum(1).T)):
+        colour = COLOURS[c] if len(labels) <= len(COLOURS) else shades[c]
+        axes.bar(nodes, each[:, c], bottom=top - each[:, c], width=width, color=colour, label=str(label))
+    axes.set_xlim(-0.6, len(each) - 0.4)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(axes, "", "node", "examples")
+    if 1 < len(labels) <= MAX_LEGEND:
+        handles, names = axes.get_legend_handles_labels()
+        axes.legend(
+            handles[::-1], names[::-1], title="class", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False
+        )
+    return _done(figure, title or repr(partition)[len("Partition(") : -1], path)
+
+
 # -------------------------------------------------------------------------------------------------- sweeps
 
 Rows = Sequence[Mapping[str, Any]]  # one per configuration, as `SweepResult.rows` has them
@@ -257,9 +297,11 @@ def plot_axis(
         if any(len(values) > 1 for values in each) and not best:
             low, high = [values.min() for values in each], [values.max() for values in each]
             axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    _finish(axes, "", x, y)
+    _finish(axes, "", x, _column(y))
     if hue is not None:
         axes.legend(frameon=False)
+    what = "the best" if best else "mean and range"
+    title = title or f"{_column(y)}: {what} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     return _done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -302,7 +344,8 @@ def plot_heatmap(
     axes.set_yticks(range(len(lines)), [_shown(v) for v in lines])
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    figure.colorbar(image, label=value)
+    figure.colorbar(image, label=_column(value))
+    title = title or f"{_column(value)}, {'the best' if best else 'mean'} of each cell"
     return _done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -333,7 +376,7 @@ def plot_pareto(
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         axes.scatter([row["bytes"] for row in mine], [row[y] for row in mine], s=24, zorder=2, label=label, **style)  # type: ignore[arg-type]
     axes.scatter([row["bytes"] for row in front], [row[y] for row in front], s=90, facecolors="none", edgecolors="0.2")
-    _finish(axes, "", "bytes sent per node", y)
+    _finish(axes, "", "bytes sent per node", _column(y))
     if any(row["bytes"] > 0 for row in there):
         if any(row["bytes"] == 0 for row in there):  # a logarithmic axis has no place for 0
             axes.set_xscale("symlog", linthresh=min(row["bytes"] for row in there if row["bytes"] > 0))
@@ -341,7 +384,7 @@ def plot_pareto(
             axes.set_xscale("log")
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
-    return _done(figure, _with_left_out(title, rows, there), path)
+    return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs", rows, there), path)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -388,7 +431,16 @@ def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
     found = sorted(found)
     if found[0] > 0 and found[-1] / found[0] >= 20:
         axes.set_xscale("log")
+        axes.set_xticks(found, [_shown(v) for v in found])
+        axes.xaxis.set_minor_locator(NullLocator())
     return {v: float(v) for v in found}
+
+
+def _column(name: str) -> str:
+    """A column of a sweep in words."""
+    words = {"train_loss": "training loss", "val_loss": "validation loss", "val_loss_local": "nodes' validation loss",
+             "consensus_distance": "consensus distance", "bytes": "bytes sent per node"}  # fmt: skip
+    return words.get(name, name)
 
 
 def _is_number(value: Any) -> bool:

@@ -41,6 +41,7 @@ class Metrics(NamedTuple):
     losses: Tensor  # [L], before the update; nan where a node did not train
     lr: float | Tensor
     active: list[int] | None = None  # the nodes that trained; None: all
+    outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
 
 
 class Simulation:
@@ -135,7 +136,7 @@ class Simulation:
 
         params = _own_storage(shared, params) if ctx.inplace else shared
         return State(state.step + 1, params, local.buffers, optimizer, exchanged), Metrics(
-            local.losses, self.strategy.lr(ctx)
+            local.losses, self.strategy.lr(ctx), None, self.strategy.outer_learning_rate(ctx)
         )
 
     def _partial_step(self, state: State, batch: Any, active: list[int], ctx: Context) -> tuple[State, Metrics]:
@@ -151,7 +152,7 @@ class Simulation:
         shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
         params = _own_storage(shared, params) if ctx.inplace else shared
         return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(
-            losses, self.strategy.lr(ctx), active
+            losses, self.strategy.lr(ctx), active, self.strategy.outer_learning_rate(ctx)
         )
 
     def _train_rows(

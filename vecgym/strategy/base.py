@@ -95,6 +95,10 @@ class CommunicationModule:
         """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
         return params, state
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """Of the module's own optimizer at this step, to be recorded; None: it has none."""
+        return None
+
     # Many small configurations in one stack are slow for what Python does for each; these two make them one.
 
     def stack_key(self) -> Hashable:
@@ -202,6 +206,11 @@ class Strategy:
             return lr
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
         return lr * schedule(ctx.step)
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """That of the first module that has an optimizer of its own; None: none has."""
+        found = (module.outer_learning_rate(ctx) for module in self.communication_modules)
+        return next((lr for lr in found if lr is not None), None)
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Clip, then the inner optimizer's step."""

@@ -66,6 +66,11 @@ class DiLoCoCommunicator(CommunicationModule):
             return self.sync_weight.exchange(self._outer_step, params, state, ctx)
         return self._outer_step(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        if ctx.step // self.H >= ctx.max_steps // self.H:  # no outer step comes any more
+            return None
+        return self.outer_optim.at(ctx.step // self.H).hyper.get("lr")
+
     def stack_key(self) -> Hashable:
         key = merge_key(self.outer_optim)
         return None if key is None or self.sync_weight is not None else (self.H, key)

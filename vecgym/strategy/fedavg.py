@@ -135,6 +135,9 @@ class ServerCommunicator(CommunicationModule):
         theta, slots = self.server.update(state["params"], delta, state["slots"])
         return theta, {"params": theta, "slots": slots}
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        return self.server.lr
+
 
 class ProximalTerm(CommunicationModule):
     """FedProx: each node's loss gets mu / 2 |theta_i - theta_i(start of the round)|^2, so g_i += mu (theta_i - start).

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vecgym import rng
 from vecgym.collectives import Collectives
+from vecgym.contents import contents, fill
 from vecgym.optim import OptimSpec
 from vecgym.rng import GlobalStates
 from vecgym.strategy.base import Context, State, Strategy
@@ -266,6 +267,29 @@ class PerRankStrategy(Strategy):
                 if own[name].data_ptr() != p[node].data_ptr():
                     p[node].copy_(own[name].detach())
         return stacked, {}
+
+    def state(self) -> list[dict[str, Any]]:
+        """What the copies hold, and their random states, a tree each, for a file; parameters are the simulation's.
+
+        Raises:
+            TypeError: for something in them that cannot be saved, naming it.
+        """
+        return [
+            {"held": contents(rank, self._kept_elsewhere(rank), self._name(node)), "random": states.packed()}
+            for node, (rank, states) in enumerate(zip(self._ranks, self._states))
+        ]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Go on from there; `init` has made the copies."""
+        for node, (rank, saved) in enumerate(zip(self._ranks, state)):
+            fill(rank, saved["held"], self._kept_elsewhere(rank), self._name(node))
+            self._states[node] = GlobalStates.unpacked(saved["random"])
+
+    def _kept_elsewhere(self, rank: Strategy) -> dict[str, Tensor]:
+        return dict(rank.model.named_parameters())
+
+    def _name(self, node: int) -> str:
+        return f"{type(self.strategy).__name__} of node {node}: self"
 
     def lr(self, ctx: Context) -> float | Tensor:
         return self._lr  # of the step just made: its end has already set the next one

@@ -1,0 +1,242 @@
+"""`vecgym compare`: several strategies on the same small GPT."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vecgym.cli.values import ENGINES, count, positive, table
+from vecgym.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vecgym.data import TokenWindows
+    from vecgym.metrics import History
+    from vecgym.strategy import Strategy
+
+STRATEGIES = ("allreduce", "fedavg", "diloco")  # what `vecgym compare` compares
+MORE_STRATEGIES = (*STRATEGIES, "sparta", "sparta-diloco", "gossip", "demo")  # what it can
+
+# What `vecgym compare` takes for the options that are not given, and what it takes with --quick.
+DEFAULTS: dict[str, Any] = {
+    "steps": 700, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 6e-3,
+    "outer_lr": 0.7, "outer_momentum": 0.6,
+}  # fmt: skip
+QUICK: dict[str, Any] = {**DEFAULTS, "steps": 200, "context": 32, "width": 32, "H": 10}
+
+NUM_EVALUATIONS = 10  # in a run, besides the one at the start
+VAL_SIZE = 128  # windows of text in an evaluation
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Train a small GPT, character by character, on 8 nodes with each strategy; print what validation loss each
+    reaches and how many bytes each node sends for it; draw both as curves. By default in one to two minutes."""
+    parser.epilog = "example: vecgym compare --text book.txt --strategies allreduce diloco --H 50"
+
+    def add(option: str, kind: Callable[[str], Any], about: str) -> None:
+        name = option.lstrip("-").replace("-", "_")
+        default, quick = DEFAULTS[name], QUICK[name]
+        shown = f"{default:g}" if default == quick else f"{default:g}; with --quick {quick:g}"
+        parser.add_argument(option, type=kind, metavar="X" if kind is positive else "N", help=f"{about} ({shown})")
+
+    parser.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (Python's standard library)")
+    parser.add_argument(
+        "--strategies", nargs="+", choices=MORE_STRATEGIES, default=STRATEGIES, metavar="NAME",
+        help=f"what to compare: any of {', '.join(MORE_STRATEGIES)} (the first {len(STRATEGIES)})",
+    )  # fmt: skip
+    parser.add_argument("--num-nodes", type=count, default=8, metavar="N", help="K (8)")
+    add("--steps", count, "optimizer steps of every node")
+    add("--batch-size", count, "examples per node and step")
+    add("--context", count, "characters that the model sees at once")
+    add("--width", count, "size of the vector of a character")
+    add("--layers", count, "transformer blocks")
+    add("--heads", count, "attention heads; must divide the width")
+    add("--H", count, "steps between two exchanges of fedavg and diloco")
+    add("--lr", positive, "largest learning rate of AdamW, after a warm-up and before a cosine")
+    add("--outer-lr", positive, "learning rate of diloco's outer optimizer, SGD with Nesterov momentum")
+    add("--outer-momentum", positive, "its momentum; the paper's 0.9 is for longer runs")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initialisation and data order (0)")
+    parser.add_argument("--device", help="cpu, cuda or mps (the best one present)")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="how the nodes are computed (auto)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("vecgym-runs/compare"),
+        metavar="DIR",
+        help="where the results go (%(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps: some seconds")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bars")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one strategy did, and how long it took to simulate."""
+
+    history: History
+    seconds: float
+
+
+def run(args: argparse.Namespace) -> int:
+    for name, value in (QUICK if args.quick else DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    strategies = {name: make_strategy(name, args) for name in dict.fromkeys(args.strategies)}
+    train, val, vocab_size = _data(args)
+    model = _model(args, vocab_size)
+    num_params = sum(p.numel() for p in model.parameters())
+    args.output.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{args.num_nodes} nodes, {args.steps} steps of {args.batch_size} x {args.context} characters per node.\n"
+        f"GPT of {num_params:,} parameters on {args.text or 'the source text of Python itself'}."
+    )
+    runs: dict[str, Run] = {}
+    stopped: KeyboardInterrupt | DivergenceError | None = None
+    for name, strategy in strategies.items():
+        print(f"\n{strategy}", flush=True)
+        try:
+            runs[name] = _train(strategy, model, train, val, args.output / name, args)
+        except (KeyboardInterrupt, DivergenceError) as reason:
+            stopped = reason
+            break
+    if runs:
+        _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
+    if stopped is not None:
+        print(f"\n{name} stopped early; what was recorded of it is in {args.output / name}", file=sys.stderr)
+        raise stopped
+    return 0
+
+
+def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
+    """One of `MORE_STRATEGIES`, all with the same inner optimizer: AdamW, a warm-up, then a cosine down to a tenth.
+
+    Only DeMo has none: its steps are signs, and a sixth of AdamW's learning rate suits them.
+    """
+    import torch
+
+    from vecgym.strategy import (
+        AllReduceStrategy,
+        DeMoStrategy,
+        DiLoCoStrategy,
+        FedAvgStrategy,
+        GossipStrategy,
+        OptimSpec,
+        SPARTADiLoCoStrategy,
+        SPARTAStrategy,
+    )
+
+    adamw = OptimSpec(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.99))  # a short memory for a short run
+    inner: dict[str, Any] = {"warmup_steps": args.steps // 20, "cosine_anneal": True, "max_norm": 1.0}
+    if name == "allreduce":
+        return AllReduceStrategy(adamw, **inner)
+    if name == "fedavg":
+        return FedAvgStrategy(adamw, H=args.H, **inner)
+    outer = OptimSpec(torch.optim.SGD, lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True)
+    if name == "diloco":
+        return DiLoCoStrategy(adamw, outer, H=args.H, **inner)
+    if name == "sparta":
+        return SPARTAStrategy(0.005, adamw, **inner)
+    if name == "sparta-diloco":
+        return SPARTADiLoCoStrategy(0.005, 1, args.H, adamw, outer, **inner)
+    if name == "gossip":
+        return GossipStrategy("ring", 1, adamw, **inner)
+    if name == "demo":
+        return DeMoStrategy(lr=args.lr / 6, **inner)
+    raise ValueError(f"strategy {name!r} is not known; allowed: {', '.join(MORE_STRATEGIES)}.")
+
+
+def _data(args: argparse.Namespace) -> tuple[TokenWindows, TokenWindows, int]:
+    """Windows to train on, windows to validate on, and the number of different characters."""
+    from vecgym.corpus import read_text, split_text, standard_library_text
+    from vecgym.data import TokenWindows, encode_text
+
+    text = read_text(args.text) if args.text else standard_library_text()
+    vocabulary = "".join(sorted(set(text)))
+    train, val = (TokenWindows(encode_text(part, vocabulary)[0], args.context) for part in split_text(text))
+    return train, val, len(vocabulary)
+
+
+def _model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
+    import torch
+
+    from vecgym.models import GPT
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        return GPT(vocab_size, args.context, args.layers, args.heads, args.width)
+
+
+def _train(
+    strategy: Strategy, model: nn.Module, train: TokenWindows, val: TokenWindows, output: Path, args: argparse.Namespace
+) -> Run:
+    from vecgym.logger import CSVLogger
+    from vecgym.trainer import Trainer
+
+    start = time.perf_counter()
+    trainer = Trainer(model, train, val)
+    trainer.fit(
+        strategy,
+        args.num_nodes,
+        max_steps=args.steps,
+        batch_size=args.batch_size,
+        val_size=VAL_SIZE,
+        val_interval=max(1, args.steps // NUM_EVALUATIONS),
+        seed=args.seed,
+        device=args.device,
+        engine=args.engine,
+        logger=CSVLogger(output),
+        progress=not args.no_progress,
+    )
+    return Run(trainer.history, time.perf_counter() - start)
+
+
+def _report(runs: dict[str, Run], reference_bytes: float, args: argparse.Namespace) -> None:
+    """The table and the figure."""
+    from vecgym.plot import plot_comparison
+
+    print(f"\n{comparison_table(runs, reference_bytes)}\n")
+    print("val loss: nats per character; sent: by each node, in all; less: than allreduce, with as many steps")
+    figure = args.output / "comparison.png"
+    plot_comparison(
+        {name: run.history for name, run in runs.items()},
+        figure,
+        title=f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}",
+        loss_label="loss (nats per character)",
+    )
+    print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
+
+
+def comparison_table(runs: dict[str, Run], reference_bytes: float) -> str:
+    """One line per run; `reference_bytes` is what AllReduce sends per node.
+
+    >>> from vecgym.metrics import History
+    >>> history = History()
+    >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "total_bytes": 5e6})
+    >>> print(comparison_table({"fedavg": Run(history, seconds=3.0)}, reference_bytes=1e8))
+    strategy  val loss  val loss of nodes    sent  less  seconds
+    fedavg      2.0000             2.1000  5.0 MB   20x      3.0
+    """
+    from matplotlib.ticker import EngFormatter
+
+    rows = [["strategy", "val loss", "val loss of nodes", "sent", "less", "seconds"]]
+    for name, run in runs.items():
+        average, nodes, sent = map(run.history.last, ("val_loss", "val_loss_local", "total_bytes"))
+        less = f"{reference_bytes / sent:.3g}x" if sent else "-"
+        sent = EngFormatter(unit="B", places=1)(sent)
+        rows.append([name, f"{average:.4f}", f"{nodes:.4f}", sent, less, f"{run.seconds:.1f}"])
+    return table(rows)
+
+
+def allreduce_bytes(num_nodes: int, num_params: int, steps: int) -> float:
+    """Bytes that a node sends when float32 gradients are averaged at every step, by a ring all-reduce.
+
+    >>> allreduce_bytes(num_nodes=8, num_params=1000, steps=10)
+    70000.0
+    """
+    return 2 * (num_nodes - 1) / num_nodes * 4 * num_params * steps
