@@ -27,6 +27,7 @@ import vecgym
 from tests.fitting import alone, dataset, params
 from tests.models import MLP, make_data, make_model
 from vecgym import CSVLogger, DivergenceError, LocalTrainer, Logger, OptimSpec, Trainer, VecgymWarning
+from vecgym.compat import exogym
 from vecgym.compat.diloco_sim import DilocoSimulator, EvalStats, TrainStats
 from vecgym.data import Batches
 from vecgym.settings import resolve_device
@@ -158,6 +159,30 @@ def test_a_documented_run_is_silent(trainer: LocalTrainer, capfd: pytest.Capture
         warnings.simplefilter("error")
         trainer.fit(strategy=DiLoCoStrategy("adamw", H=5, lr=1e-3), num_nodes=4, max_steps=10, **QUIET)
     assert capfd.readouterr() == ("", "")
+
+
+IMPORTS = """
+from exogym import LocalTrainer
+from exogym.strategy import DiLoCoStrategy
+from exogym.strategy import FedAvgStrategy
+from exogym.strategy import SPARTAStrategy
+from exogym.strategy import DeMoStrategy
+from exogym.strategy import CommunicateOptimizeStrategy
+from exogym.strategy.sparta import SparseCommunicator
+from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.logger import WandbLogger, CSVLogger
+from exogym.strategy import Strategy
+"""
+
+
+def test_imports_under_exogyms_own_name() -> None:
+    """Every import of the documents, as it stands, and with "exogym" read as "vecgym"."""
+    exec(IMPORTS.replace("exogym", "vecgym"), {})
+    exogym.install()
+    try:
+        exec(IMPORTS, {})
+    finally:
+        exogym.uninstall()
 
 
 # -------------------------------------------------------------------------------------------- Codebase Structure
