@@ -22,6 +22,13 @@ class Logger:
     """Receives the settings of a run at its start, then its rows, then its end.
 
     A logger that fails is reported once by a warning and not called again; it never ends the training.
+
+    >>> class Printing(Logger):
+    ...     def log(self, row):
+    ...         print(row["step"], row["train_loss"])
+    >>> logger = Printing()
+    >>> logger.start({"num_nodes": 2}); logger.log({"step": 1, "train_loss": 0.5}); logger.finish()
+    1 0.5
     """
 
     def start(self, settings: dict[str, Any]) -> None:
@@ -31,6 +38,14 @@ class Logger:
         """The run goes on from a checkpoint, in place of `start`; `rows` are those that were logged up to there.
 
         What a logger kept of steps after the checkpoint is to be dropped: they are logged again.
+
+        >>> class Printing(Logger):
+        ...     def start(self, settings):
+        ...         print("from the start")
+        ...     def resume(self, settings, rows):
+        ...         print(f"after step {rows[-1]['step']}")
+        >>> Printing().resume({"num_nodes": 2}, rows=[{"step": 1}, {"step": 2}])
+        after step 2
         """
         self.start(settings)
 
@@ -178,6 +193,9 @@ class WandbLogger(Logger):
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[wandb]`.
         ValueError: for two names, or a mode that is not known.
+
+    >>> logger = WandbLogger("diloco", name="H=100", mode="offline")  # doctest: +SKIP
+    >>> trainer.fit(strategy, num_nodes=8, logger=logger)  # doctest: +SKIP
     """
 
     def __init__(
@@ -248,6 +266,8 @@ class TensorBoardLogger(Logger):
 
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[tensorboard]`.
+
+    >>> trainer.fit(strategy, num_nodes=8, logger=TensorBoardLogger("runs/H=100"))  # doctest: +SKIP
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, per_node: bool = False) -> None:

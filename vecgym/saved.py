@@ -36,6 +36,11 @@ class Saved:
         history: what was recorded; see `vecgym.metrics`.
         settings: what the run was given and what was chosen for it.
         params, buffers: of every node, `[K, *]`, or `[1, *]` where all nodes have the same.
+
+    >>> params = {"w": torch.tensor([1.0, 3.0])}
+    >>> saved = Saved(10, 2, History(), settings={}, params=params, buffers={}, keys={"w": "w"}, extra={})
+    >>> saved, saved.average, saved.node(1)
+    (Saved(2 nodes after step 10, 0 rows), {'w': tensor(2.)}, {'w': tensor(3.)})
     """
 
     step: int
