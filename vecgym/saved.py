@@ -83,10 +83,12 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> import tempfile
     >>> from vecgym import Trainer
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> model = nn.Linear(1, 1)
-    >>> model.forward = lambda x: (model.weight * x).mean()
-    >>> trainer = Trainer(model, torch.arange(8.0))
-    >>> averaged = trainer.fit(FedAvgStrategy("sgd", H=3), num_nodes=2, batch_size=2, max_steps=2, progress=False)
+    >>> class Line(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x).square().mean()
+    >>> model = Line(1, 1)
+    >>> trainer = Trainer(model, torch.arange(8.0)[:, None])
+    >>> averaged = trainer.fit(FedAvgStrategy("sgd", lr=0.01), num_nodes=2, batch_size=2, max_steps=2, progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     trainer.save(Path(folder, "run.pt"))
     ...     saved = load(Path(folder, "run.pt"))

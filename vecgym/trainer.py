@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from vecgym.strategy import Strategy
 from vecgym.strategy.described import described
 from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BACKENDS = ("stacked", "processes", "distributed")
 
@@ -121,6 +124,18 @@ class Trainer:
             )
         step = self.history.last("step") or 0
         saved.write(path, saved.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
+        """Draw the last run: losses with the nodes' spread, and the consensus distance; see `vecgym.plot.plot_runs`.
+
+        Args:
+            path: where to save the figure as well, such as "run.png".
+            x: "step", "examples", "bytes" or "seconds".
+            title: above the figure.
+        """
+        from vecgym.plot import plot_runs  # matplotlib takes a while to import
+
+        return plot_runs({"run": self.history}, path, x=x, title=title)
 
     def fit(
         self,

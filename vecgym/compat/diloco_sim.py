@@ -42,14 +42,16 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vecgym import nodes
 from vecgym.errors import warn
+from vecgym.files import write_atomically
 from vecgym.ledger import Ledger
+from vecgym.logger import WandbLogger
 from vecgym.metrics import History
 from vecgym.optim import OptimSpec
 from vecgym.settings import check_counts, kind_of
@@ -335,21 +337,15 @@ class DilocoSimulator:
     def _save(self, model: nn.Module) -> None:
         """Write its `state_dict`; the file appears whole or not at all."""
         assert self.config.save_dir is not None
-        target = Path(self.config.save_dir) / f"{self.local_step}.pt"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(f".{os.getpid()}.part")
-        try:
-            torch.save(model.state_dict(), part)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        with write_atomically(Path(self.config.save_dir) / f"{self.local_step}.pt") as file:
+            torch.save(model.state_dict(), file)
 
 
 def install() -> None:
     """Let `import diloco_sim` find this module, in this process.
 
     Raises:
-        RuntimeError: if another diloco_sim is imported already.
+        ImportError: if another diloco_sim is imported already.
 
     >>> install()
     >>> from diloco_sim import DilocoSimulator as found
@@ -358,7 +354,7 @@ def install() -> None:
     """
     present = sys.modules.get("diloco_sim")
     if present is not None and getattr(present, "DilocoSimulator", None) is not DilocoSimulator:
-        raise RuntimeError("diloco_sim is imported already: call install() before anything imports it.")
+        raise ImportError("diloco_sim is imported already: call install() before anything imports it.")
     package = types.ModuleType("diloco_sim", __doc__)
     package.__path__ = []  # a package, of the modules that the original has
     for name, members in _MODULES.items():
@@ -413,6 +409,8 @@ class _BeforeSteps(CommunicationModule):
 
 class _WithLoss(nn.Module):
     """The model and `loss_fn` as vecgym wants a model: a batch in, its loss out."""
+
+    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         super().__init__()
@@ -486,10 +484,8 @@ def _minibatch_size(config: DilocoSimulatorConfig) -> int | None:
     return max(n for n in range(1, most + 1) if config.batch_size % n == 0)
 
 
-def _logger(config: DilocoSimulatorConfig) -> Any:
-    if config.wandb_project is not None:
-        warn("wandb_project has no effect yet.")
-    return None
+def _logger(config: DilocoSimulatorConfig) -> WandbLogger | None:
+    return WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
 
 
 def _exp(loss: float) -> float:

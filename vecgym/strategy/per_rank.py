@@ -328,17 +328,21 @@ class PerRankStrategy(Strategy):
         return stacked, {}
 
     def state(self) -> list[dict[str, Any]]:
-        """What the copies hold, a tree each, for a file; their models' parameters are the simulation's.
+        """What the copies hold, and their random states, a tree each, for a file; parameters are the simulation's.
 
         Raises:
             TypeError: for something in them that cannot be saved, naming it.
         """
-        return [contents(rank, self._kept_elsewhere(rank), self._name(node)) for node, rank in enumerate(self._ranks)]
+        return [
+            {"held": contents(rank, self._kept_elsewhere(rank), self._name(node)), "random": states.packed()}
+            for node, (rank, states) in enumerate(zip(self._ranks, self._states))
+        ]
 
     def load(self, state: list[dict[str, Any]]) -> None:
         """Go on from there; `init` has made the copies."""
-        for node, (rank, held) in enumerate(zip(self._ranks, state)):
-            fill(rank, held, self._kept_elsewhere(rank), self._name(node))
+        for node, (rank, saved) in enumerate(zip(self._ranks, state)):
+            fill(rank, saved["held"], self._kept_elsewhere(rank), self._name(node))
+            self._states[node] = GlobalStates.unpacked(saved["random"])
 
     def _kept_elsewhere(self, rank: Strategy) -> dict[str, Tensor]:
         return dict(rank.model.named_parameters())
