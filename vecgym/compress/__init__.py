@@ -1,6 +1,6 @@
 """What is sent instead of a whole tensor, and its bytes.
 
-Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; PowerSGD, which averages two factors; Compressor: any of them
+Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; PowerSGD, two averages; a Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
 Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
 Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
