@@ -469,6 +469,7 @@ def _process_group(link: Link, settings: _Settings) -> Iterator[None]:
         yield
     finally:
         if sys.exc_info()[0] is None:
+            dist.barrier()  # one that is done at once must not close while another still connects
             dist.destroy_process_group()
 
 
