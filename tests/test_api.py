@@ -20,6 +20,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 MODULES = (
     "vecgym",
     "vecgym.collectives",
+    "vecgym.compat.diloco_sim",
     "vecgym.compress",
     "vecgym.corpus",
     "vecgym.data",

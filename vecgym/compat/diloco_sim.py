@@ -71,7 +71,11 @@ PORT = 12355  # the original's default
 
 @dataclass(frozen=True)
 class TrainStats:
-    """What `train_loss_hook` is given after a local step: the mean over the nodes of their loss; exp of it."""
+    """What `train_loss_hook` is given after a local step: the mean over the nodes of their loss; exp of it.
+
+    >>> TrainStats(loss=0.0, perplexity=1.0)
+    TrainStats(loss=0.0, perplexity=1.0)
+    """
 
     loss: float
     perplexity: float
@@ -79,7 +83,11 @@ class TrainStats:
 
 @dataclass(frozen=True)
 class EvalStats:
-    """What `eval_loss_hook` is given: `glob`, of the average of the nodes; not `glob`, the mean of their own losses."""
+    """What `eval_loss_hook` is given: `glob`, of the average of the nodes; not `glob`, the mean of their own losses.
+
+    >>> EvalStats(loss=0.0, perplexity=1.0, glob=True).glob
+    True
+    """
 
     loss: float
     perplexity: float
@@ -127,6 +135,15 @@ class DilocoSimulatorConfig:
 
     Raises:
         TypeError, ValueError: at construction, for what cannot work.
+
+    >>> config = DilocoSimulatorConfig(
+    ...     model_cls=nn.Linear, model_kwargs={"in_features": 2, "out_features": 1}, loss_fn=nn.functional.mse_loss,
+    ...     train_dataset=torch.utils.data.TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)), num_nodes=2,
+    ... )
+    >>> config.num_local_steps  # 64 examples, 2 * 16 at a time
+    2
+    >>> config.strategy().inner_optim
+    OptimSpec(AdamW, lr=0.001)
     """
 
     model_cls: type[nn.Module]
@@ -254,8 +271,8 @@ class DilocoSimulator:
     ...     optimizer_kwargs={"lr": 0.1}, num_nodes=2, batch_size=2, num_epochs=10, diloco_interval=5, progress=False,
     ... )
     >>> model = simulator.train()
-    >>> simulator.local_step, [entry.step for entry in simulator.ledger]
-    (20, [4, 9, 14])
+    >>> simulator.local_step, [entry.step for entry in simulator.ledger], simulator.history["lr"][-1]
+    (20, [4, 9, 14], 0.1)
     """
 
     def __init__(self, config: DilocoSimulatorConfig | None = None, **arguments: Any) -> None:
@@ -276,7 +293,21 @@ class DilocoSimulator:
             self.load_model(config.model_path)
 
     def load_model(self, path: str | os.PathLike[str]) -> None:
-        """Start from a checkpoint: a file with the `state_dict` of the model. To be called before `train`."""
+        """Start from a checkpoint: a file with the `state_dict` of the model. To be called before `train`.
+
+        >>> import tempfile
+        >>> x = torch.ones(64, 1)
+        >>> simulator = DilocoSimulator(
+        ...     model_cls=nn.Linear, model_kwargs={"in_features": 1, "out_features": 1}, num_nodes=2,
+        ...     loss_fn=nn.functional.mse_loss, train_dataset=torch.utils.data.TensorDataset(x, x),
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, f"{folder}/500.pt")
+        ...     simulator.load_model(f"{folder}/500.pt")
+        >>> simulator.master_model.weight
+        Parameter containing:
+        tensor([[1.]], requires_grad=True)
+        """
         self.master_model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def train(self) -> nn.Module:
