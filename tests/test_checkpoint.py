@@ -37,7 +37,7 @@ from vecgym.strategy import (
 
 ROOT = Path(__file__).parent.parent
 K = 4
-TIMES = ("seconds", "steps_per_s")
+TIMES = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "memory_bytes")  # what a machine says, not the run
 
 
 BACKENDS: dict[str, dict[str, Any]] = {
