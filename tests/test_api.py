@@ -171,7 +171,7 @@ def test_every_module_says_what_it_is_and_exports_what_exists(name: str) -> None
     assert [public for public in names if not hasattr(module, public)] == []
 
 
-@pytest.mark.parametrize("name", ["vecgym", "vecgym.strategy"])
+@pytest.mark.parametrize("name", ["vecgym", "vecgym.compress", "vecgym.optim", "vecgym.strategy"])
 def test_the_overview_of_a_package_shows_all_of_it(name: str) -> None:
     """What is exported is in the docstring, under a theme."""
     module = module_of(name)

@@ -132,6 +132,18 @@ class Trainer:
             path: where to save the figure as well, such as "run.png".
             x: "step", "examples", "bytes" or "seconds".
             title: above the figure.
+
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> class Line(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = nn.Parameter(torch.zeros(()))
+        ...     def forward(self, x):
+        ...         return (self.w - x).square().mean()
+        >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", lr=0.1)
+        >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        >>> [axes.get_xlabel() for axes in trainer.plot().axes if axes.get_xlabel()]
+        ['optimizer steps', 'optimizer steps']
         """
         from vecgym.plot import plot_runs  # matplotlib takes a while to import
 
