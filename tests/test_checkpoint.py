@@ -23,7 +23,7 @@ from tests.fitting import dataset, fit, same, same_run
 from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
-from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning, launch, saved
+from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning, launch, saved
 from vecgym.checkpoint import checkpoints_in
 from vecgym.errors import ProcessError
 from vecgym.metrics import MEASURED
@@ -266,6 +266,17 @@ def test_what_is_counted_and_logged_goes_on(tmp_path: Path) -> None:
     assert resumed.history["seconds"][:6] == whole.history["seconds"][:6]
     assert resumed.history["seconds"] == sorted(resumed.history["seconds"])
     assert resumed.history["seconds"][6] > whole.history["seconds"][5]
+
+
+def test_curves_of_tensorboard_go_on(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install vecgym[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path / "checkpoints", logger=TensorBoardLogger(tmp_path / "log"))
+    time.sleep(1.1)  # the files are read in the order of the second in their names
+    train(resume=at(tmp_path / "checkpoints", 3), logger=TensorBoardLogger(tmp_path / "log"))
+    found = EventAccumulator(str(tmp_path / "log")).Reload()
+    assert [event.step for event in found.Scalars("train_loss")] == list(range(1, STEPS + 1))
 
 
 # ------------------------------------------------------------------------------------- written for one rank

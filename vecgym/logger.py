@@ -174,6 +174,8 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
 class WandbLogger(Logger):
     """Write a run of Weights & Biases: the settings as its config, the rows as its history.
 
+    A training that is resumed from a checkpoint begins another run of wandb's, with the rows from there on.
+
     Names are those of the columns; of columns with one number a node the lowest and the highest, `train_losses/min`
     and `train_losses/max`.
 
@@ -264,6 +266,8 @@ class TensorBoardLogger(Logger):
             in one.
         per_node: draw each node's number as well, `train_losses/node_3`; else the lowest and the highest.
 
+    A run that is resumed goes on with its curves: what was drawn of later steps than the checkpoint's is dropped.
+
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[tensorboard]`.
 
@@ -279,9 +283,12 @@ class TensorBoardLogger(Logger):
         self.directory = Path(directory)
         self.per_node = per_node
 
-    def start(self, settings: dict[str, Any]) -> None:
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.start(settings, purge_step=max((row["step"] for row in rows), default=-1) + 1)
+
+    def start(self, settings: dict[str, Any], purge_step: int | None = None) -> None:
         self.finish()
-        self._writer = self._make(str(self.directory))
+        self._writer = self._make(str(self.directory), purge_step=purge_step)
         text = json.dumps(settings, indent=2, default=str)
         self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()), 0)
 
