@@ -14,6 +14,7 @@ Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecg
 from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
 from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from vecgym.memory import MemoryEstimate, estimate_memory
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
@@ -34,6 +35,7 @@ __all__ = [
     "LocalTrainer",
     "LogUniform",
     "Logger",
+    "MemoryEstimate",
     "Nodes",
     "OptimSpec",
     "OptimizedSchedule",
@@ -46,6 +48,7 @@ __all__ = [
     "Uniform",
     "VecgymWarning",
     "WandbLogger",
+    "estimate_memory",
     "load",
     "optimize_schedule",
     "rollout",
