@@ -474,7 +474,7 @@ def test_calls_of_torch_distributed_inside_a_strategy(strict: bool) -> None:
         (lambda: DiLoCoStrategy(SGD, p=0.05), "p=0.05 has no effect"),
         (lambda: Trainer(make_model("MLP"), dataset("MLP"), None, start_port=15000), "start_port=15000 has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), devices=[0]), "devices=.* has no effect"),
-        (lambda: fit(SimpleReduceStrategy(SGD), checkpoint_interval=5), "checkpoint_interval has no effect"),
+        (lambda: fit(SimpleReduceStrategy(SGD), 2, True, checkpoint_interval=5), "checkpoint_interval has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), batch_size=5, minibatch_size=2), "leave 4 examples a step"),
     ],
 )
@@ -530,6 +530,11 @@ def test_tables_as_exo_gym_writes_them(strict: bool, exogym: None) -> None:
     assert val[0]["global_loss"] == pytest.approx(val[0]["local_loss"]) or strict  # there, of other batches
     assert set(val[0]) == {"step", "local_loss", "local_perplexity", "global_loss", "global_perplexity"}
     assert '"dataset_name": "x"' in Path("logs", "mine", "config.json").read_text()
+
+
+def test_checkpoints(exogym: None) -> None:
+    fit(SimpleReduceStrategy(SGD), checkpoint_interval=5, save_dir="kept", run_name="mine")
+    assert vecgym.load(sorted(Path("kept", "mine").iterdir())[-1]).history["step"][-1] == STEPS
 
 
 def test_wandb_missing_means_tables(exogym: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,11 @@ LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 
 
 class NotebookFigure(Figure):
-    """A matplotlib `Figure` that notebooks show even if pyplot was never imported."""
+    """A matplotlib `Figure` that notebooks show even if pyplot was never imported.
+
+    >>> NotebookFigure(figsize=(1, 1))._repr_png_()[1:4]
+    b'PNG'
+    """
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -288,6 +292,13 @@ def plot_schedule(
     Args:
         found: what `optimize_schedule` returned.
         path, title: as for `plot_comparison`. Without a title: the bytes.
+
+    >>> import torch
+    >>> from vecgym.optimize import OptimizedSchedule
+    >>> late, uniform = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    >>> found = OptimizedSchedule(late, late, uniform, 1.0, 1.0, uniform_loss=1.5, total_bytes=800.0, losses=(1.5, 1.0))
+    >>> [axes.get_xlabel() for axes in plot_schedule(found).axes]
+    ['optimizer steps', 'accepted steps of the descent']
     """
     figure = NotebookFigure(figsize=(11, 4.2), dpi=120, layout="constrained")
     if found.schedule.ndim == 1:
@@ -582,7 +593,14 @@ def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
 
 
 def default_window(history: History) -> int:
-    """Steps to smooth over when nothing is given: a fortieth of the run."""
+    """Steps to smooth over when nothing is given: a fortieth of the run.
+
+    >>> history = History()
+    >>> for step in range(200):
+    ...     history.append({"step": step, "train_loss": 1.0})
+    >>> default_window(history)
+    5
+    """
     return max(1, len(history) // 40)
 
 

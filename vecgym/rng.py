@@ -74,3 +74,30 @@ class GlobalStates(NamedTuple):
             torch.cuda.set_rng_state_all(self.cuda)
         np.random.set_state(self.numpy)  # noqa: NPY002
         random.setstate(self.python)
+
+    def packed(self) -> dict[str, Any]:
+        """The same in tensors, numbers and strings, for a file.
+
+        >>> sorted(GlobalStates.now().packed())
+        ['cpu', 'cuda', 'numpy', 'python']
+        """
+        name, keys, *rest = self.numpy
+        version, words, gauss = self.python
+        return {
+            "cpu": self.cpu, "cuda": self.cuda,
+            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+            "python": [version, torch.tensor(words), gauss],
+        }  # fmt: skip
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> GlobalStates:
+        """The inverse of `packed`.
+
+        >>> state = GlobalStates.seeded(0)
+        >>> GlobalStates.unpacked(state.packed()).python == state.python
+        True
+        """
+        name, keys, *rest = packed["numpy"]
+        version, words, gauss = packed["python"]
+        numpy = (name, keys.numpy().astype(np.uint32), *rest)
+        return cls(packed["cpu"], packed["cuda"], numpy, (version, tuple(words.tolist()), gauss))

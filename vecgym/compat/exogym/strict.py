@@ -24,9 +24,9 @@ from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.strategies import Strategy
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.ledger import Ledger
-from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
+from vecgym.recorder import Loggers
 from vecgym.rng import GlobalStates
 from vecgym.settings import interrupts
 from vecgym.strategy import per_rank
@@ -74,7 +74,7 @@ class Run:
 class Recorder:
     """What the nodes observe, as rows; node 0 writes them."""
 
-    def __init__(self, history: History, ledger: Ledger, loggers: Sequence[Logger], bar: tqdm, num_nodes: int) -> None:
+    def __init__(self, history: History, ledger: Ledger, loggers: Loggers, bar: tqdm, num_nodes: int) -> None:
         self.history = history
         self.ledger = ledger
         self.loggers = loggers
@@ -86,8 +86,7 @@ class Recorder:
     def row(self, **values: Any) -> None:
         """One row, to the history and to the loggers."""
         self.history.append(values)
-        for logger in self.loggers:
-            logger.log(values)
+        self.loggers.log(values)
 
     def step(self, **values: Any) -> None:
         """The row of a step; Ctrl-C ends the run after it."""
@@ -232,7 +231,7 @@ class TrainNode(LogModule):
         return super().__config__(hidden)
 
 
-def run(config: TrainConfig, loggers: Sequence[Logger], settings: dict[str, Any], progress: bool, result: Run) -> None:
+def run(config: TrainConfig, loggers: Loggers, settings: dict[str, Any], progress: bool, result: Run) -> None:
     """Train, and put what comes of it into `result`, also when it is interrupted."""
     num_nodes = config.num_nodes
     comm = StackedCollectives(num_nodes, ledger=result.ledger)
@@ -258,12 +257,10 @@ def run(config: TrainConfig, loggers: Sequence[Logger], settings: dict[str, Any]
             trained[rank].train()  # type: ignore[union-attr]
 
         try:
-            for logger in loggers:
-                logger.start(settings)
+            loggers.start(settings)
             per_rank.run_ranks(work, meeting, threads)
         finally:
-            for logger in loggers:
-                logger.finish()
+            loggers.finish()
             _gather(config, trained, result)
     if recorder.stop:
         raise KeyboardInterrupt(f"interrupted after step {len(result.history)}")

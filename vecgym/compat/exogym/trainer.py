@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -25,6 +26,7 @@ from vecgym.ledger import Ledger
 from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
+from vecgym.recorder import Loggers
 from vecgym.settings import check_counts, kind_of, resolve_device
 
 # What `fit` takes besides the arguments in its signature.
@@ -116,8 +118,8 @@ class Trainer:
             kwargs: anything, for the record: it goes into the logged settings.
             logger, log_interval: vecgym's own loggers, instead.
             disable_logging: neither files nor a progress bar.
-            save_dir, checkpoint_interval, start_port, port, devices, force_minibatch_recalculate: without effect,
-                with a warning.
+            checkpoint_interval: checkpoints go to `save_dir/run_name`; without it there are none.
+            start_port, port, devices, force_minibatch_recalculate: without effect, with a warning.
 
         Raises:
             TypeError: for an unknown option, and for what is missing.
@@ -125,11 +127,6 @@ class Trainer:
         """
         refuse_unknown("fit()", options, [*FIT_OPTIONS, *SIGNATURE])
         warn_without_effect("fit()", options, OF_RUNS)
-        if checkpoint_interval is not None:
-            warn(
-                "fit(): checkpoint_interval has no effect here (in EXO Gym it ends the run with an error): use "
-                "vecgym.Trainer for checkpoints."
-            )
         if not isinstance(strategy, Strategy):
             raise TypeError(
                 f"strategy is {kind_of(strategy)}; give a strategy of exogym.strategy, or of a class made of one."
@@ -141,10 +138,13 @@ class Trainer:
         if minibatch_size is not None and minibatch_size > batch_size:
             raise ValueError(f"minibatch_size={minibatch_size} must not be larger than batch_size={batch_size}.")
         device = resolve_device(options.get("device") or self.device or None)
-        loggers = self._loggers(strategy, options, num_nodes=num_nodes, batch_size=batch_size)
+        name = options.get("run_name") or datetime.now().strftime("%Y%m%d_%H%M%S")
+        loggers = self._loggers(strategy, name, options, num_nodes=num_nodes, batch_size=batch_size)
         progress = not options.get("disable_logging", False)
         strict_timing = _defaults["strict_timing"] if self.strict_timing is None else self.strict_timing
         if strict_timing:
+            if checkpoint_interval is not None:
+                warn("fit(): checkpoint_interval has no effect with strict timing; in EXO Gym it ends in an error.")
             config = strict.TrainConfig(
                 self.model_orig, self.train_dataset, self.val_dataset, strategy, num_nodes, device=device,
                 num_epochs=num_epochs, max_steps=max_steps, batch_size=batch_size,
@@ -152,7 +152,7 @@ class Trainer:
                 val_interval=val_interval, autocast=autocast, correlation_interval=correlation_interval,
                 dataloader_kwargs=dict(dataloader_kwargs or {}), kwargs=options,
             )  # fmt: skip
-            return self._fit_strict(config, loggers, progress)
+            return self._fit_strict(config, Loggers(loggers, options.get("log_interval", 1)), progress)
         if minibatch_size is not None and batch_size % minibatch_size:
             used = batch_size - batch_size % minibatch_size
             warn(f"fit(): of batch_size={batch_size}, minibatches of {minibatch_size} leave {used} examples a step.")
@@ -166,12 +166,13 @@ class Trainer:
                     seed=options.get("seed", 42), val_size=val_size, val_interval=val_interval, autocast=autocast,
                     correlation_interval=correlation_interval, logger=loggers,
                     log_interval=options.get("log_interval", 1), dataloader_kwargs=dataloader_kwargs,
-                    progress=progress,
+                    progress=progress, checkpoint_interval=checkpoint_interval,
+                    save_dir=None if checkpoint_interval is None else os.path.join(save_dir, name),
                 )  # fmt: skip
         finally:
             self.history, self.ledger, self.nodes = trainer.history, trainer.ledger, trainer._nodes
 
-    def _fit_strict(self, config: strict.TrainConfig, loggers: list[Logger], progress: bool) -> nn.Module:
+    def _fit_strict(self, config: strict.TrainConfig, loggers: Loggers, progress: bool) -> nn.Module:
         for text in (*config.strategy.ignored, *self._ignored_modules(config.strategy)):
             warn(f"EXO Gym ignores, and so does strict timing: {text}.")
         if self.val_dataset is not None and 0 < config.val_size < config.batch_size:
@@ -193,7 +194,7 @@ class Trainer:
         }
         return sorted(own - set(strategy.ignored))
 
-    def _loggers(self, strategy: Strategy, options: Mapping[str, Any], **settings: Any) -> list[Logger]:
+    def _loggers(self, strategy: Strategy, name: str, options: Mapping[str, Any], **settings: Any) -> list[Logger]:
         """Where the run is logged."""
         if options.get("disable_logging", False):
             return []
@@ -202,7 +203,6 @@ class Trainer:
             return list(given) if isinstance(given, (list, tuple)) else [given]
         extra = {**settings, "kwargs": options.get("kwargs") or {}}
         config = create_config(self.model_orig, strategy, None, extra)
-        name = options.get("run_name") or datetime.now().strftime("%Y%m%d_%H%M%S")
         project = options.get("wandb_project")
         if project is not None:
             try:

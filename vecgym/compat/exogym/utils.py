@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -89,8 +89,10 @@ def safe_log_dict(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def print_dataset_size(dataset: Any) -> None:
-    """Print how large the dataset is as a pickle."""
-    print(f"Dataset size: {len(pickle.dumps(dataset, pickle.HIGHEST_PROTOCOL)) // 2**20} MB")
+    """Print how large the dataset is as a file."""
+    file = io.BytesIO()
+    torch.save(dataset, file)
+    print(f"Dataset size: {file.tell() // 2**20} MB")
 
 
 def get_device() -> str:
