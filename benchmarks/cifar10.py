@@ -25,7 +25,7 @@ def main() -> None:
     steps, warmup, H = (4, 1, 2) if args.quick else (1200, 60, 50)
     model = seeded(args.seed, lambda: cnn(images, 32, 64, 64))
     compared = strategies(
-        OptimSpec("adamw", lr=2e-3), 3e-4, H, p=0.01, outer_momentum=0.6, warmup_steps=warmup, cosine_anneal=True
+        OptimSpec("adamw", lr=2e-3), 2e-3, H, p=0.01, outer_momentum=0.6, warmup_steps=warmup, cosine_anneal=True
     )
     runs = [
         train(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def train(
     )  # fmt: skip
     seconds = time.perf_counter() - start
     run = Run(name, trainer.history, averaged, seconds, num_nodes, batch_size, steps, score(averaged.eval()))
-    print(f"{seconds:.0f} s: {', '.join(run.row(0))}", flush=True)
+    print(f"{seconds:.0f} s: {', '.join(run.row(math.nan)[:-2])}", flush=True)
     return run
 
 

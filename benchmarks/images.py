@@ -40,8 +40,10 @@ def torchvision_images(name: str, folder: Path, download: bool) -> Images:
     """`MNIST` or `CIFAR10` as torchvision reads it."""
     try:
         import torchvision
-    except ImportError as error:
-        raise Missing(f"{name} needs torchvision, which is not installed: pip install torchvision.") from error
+    except (ImportError, RuntimeError) as error:  # RuntimeError: one that was built for another torch
+        raise Missing(
+            f"{name} needs torchvision, which cannot be imported: {error}. pip install torchvision?"
+        ) from error
     try:
         parts = [getattr(torchvision.datasets, name)(str(folder), train=train, download=download)
                  for train in (True, False)]  # fmt: skip

@@ -26,7 +26,7 @@ def main() -> None:
     small = images.shape[-1] == 8
     model = seeded(args.seed, lambda: mlp(images, 64) if small else cnn(images, 16, 32))
     compared = strategies(
-        OptimSpec("adamw", lr=3e-3), 5e-4, H, p=0.02, outer_momentum=0.6, warmup_steps=warmup, cosine_anneal=True
+        OptimSpec("adamw", lr=3e-3), 3e-3, H, p=0.02, outer_momentum=0.6, warmup_steps=warmup, cosine_anneal=True
     )
     runs = [
         train(

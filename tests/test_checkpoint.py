@@ -6,6 +6,7 @@ import io
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -22,14 +23,29 @@ from tests.fitting import dataset, fit, same, same_run
 from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
-from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning, launch, saved
+from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning, launch, saved
 from vecgym.checkpoint import checkpoints_in
 from vecgym.errors import ProcessError
-from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy, all_reduce
+from vecgym.metrics import MEASURED
+from vecgym.strategy import (
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    Strategy,
+    all_reduce,
+)
 
 ROOT = Path(__file__).parent.parent
 K = 4
-TIMES = ("seconds", "steps_per_s")
+TIMES = MEASURED  # differ from run to run
+
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "stacked": {},
+    "2 processes": {"backend": "processes", "num_processes": 2},
+    "4 processes": {"backend": "processes", "num_processes": 4},
+}
 
 
 def train(folder: Path | None = None, model: str = "MLP", strategy: Any = "diloco", **settings: Any) -> Trainer:
@@ -98,12 +114,13 @@ def test_every_engine(model: str, engine: str, tmp_path: Path) -> None:
     assert_same(train(resume=at(tmp_path, 3), **given), whole)
 
 
+class Own(torch.optim.Adagrad):
+    """Any class but torch's own is run node by node."""
+
+
 @pytest.mark.parametrize("model", ["LSTM", "GPT", "WithFrozen", "DataDependent"])
 def test_every_kind_of_model(model: str, tmp_path: Path) -> None:
     """Tied weights, frozen parameters, integer buffers; a vectorised optimizer, and one that runs node by node."""
-
-    class Own(torch.optim.Adagrad):
-        """Any class but torch's own is run node by node."""
 
     for optim in (torch.optim.AdamW, Own):
         given: dict[str, Any] = {
@@ -141,6 +158,62 @@ def test_a_finished_run_is_not_repeated_and_may_be_prolonged(tmp_path: Path) -> 
     longer = train(tmp_path, resume=True)
     assert same_run(longer, train())
     assert longer.history["step"] == list(range(STEPS + 1))
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from the global generators with every example."""
+
+    def __init__(self, rank: int, num_nodes: int, train_dataset: bool) -> None:
+        self.data = dataset("MLP", 10 + rank, seed=rank)
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + torch.rand(16) + random.random() + np.random.rand(), y  # noqa: NPY002
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_of_each_node_with_random_transforms(num_workers: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"data": Noisy, "dataloader_kwargs": {"num_workers": num_workers}}
+    whole = train(tmp_path, checkpoint_interval=5, **given)
+    assert_same(train(resume=at(tmp_path, 5), **given), whole)
+
+
+class Plain(AveragingCommunicator):
+    """Whose state has whatever a file can hold."""
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return {"count": 0, "none": None, "empty": {}, "list": [torch.zeros(1, 2)], "pair": (True, "text"), 3: 0.5}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        shared, _ = super().exchange_parameters(params, {}, ctx)
+        grown = [*state["list"], torch.full((1, 2), float(state["count"]))]
+        factor = 1 + 1e-3 * state["count"]
+        return {n: p * factor for n, p in shared.items()}, {**state, "count": state["count"] + 1, "list": grown}
+
+
+def test_the_state_of_a_module_may_be_anything_plain(tmp_path: Path) -> None:
+    strategy = CommunicateOptimizeStrategy([Plain(H=2)], "sgd", lr=0.1)
+    whole = train(tmp_path, strategy=strategy, exact=True)
+    assert whole.state is not None
+    for settings in ({}, BACKENDS["2 processes"]):
+        resumed = train(tmp_path / "2", strategy=strategy, resume=at(tmp_path, 4), exact=True, **settings)
+        assert same_run(resumed, whole)
+        held = saved.read(at(tmp_path / "2", STEPS))["state"]["strategy"]["0"]
+        for found in (held, resumed.state.strategy["0"] if resumed.state else held):
+            assert repr(found) == repr(whole.state.strategy["0"])
+        shutil.rmtree(tmp_path / "2")
+
+
+def test_what_a_module_cannot_keep_in_a_file_is_named_at_the_start(tmp_path: Path) -> None:
+    class Odd(AveragingCommunicator):
+        def init(self, params: Any, ctx: Any) -> Any:
+            return {"random": random.Random(1)}
+
+    with pytest.raises(TypeError, match=r"state\['strategy'\]\['0'\]\['random'\] is of type Random"):
+        train(tmp_path, strategy=CommunicateOptimizeStrategy([Odd()], "sgd", lr=0.1))
 
 
 def test_parameters_that_are_not_trained_and_the_start_come_from_the_checkpoint(tmp_path: Path) -> None:
@@ -195,6 +268,17 @@ def test_what_is_counted_and_logged_goes_on(tmp_path: Path) -> None:
     assert resumed.history["seconds"][6] > whole.history["seconds"][5]
 
 
+def test_curves_of_tensorboard_go_on(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install vecgym[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path / "checkpoints", logger=TensorBoardLogger(tmp_path / "log"))
+    time.sleep(1.1)  # the files are read in the order of the second in their names
+    train(resume=at(tmp_path / "checkpoints", 3), logger=TensorBoardLogger(tmp_path / "log"))
+    found = EventAccumulator(str(tmp_path / "log")).Reload()
+    assert [event.step for event in found.Scalars("train_loss")] == list(range(1, STEPS + 1))
+
+
 # ------------------------------------------------------------------------------------- written for one rank
 
 
@@ -217,7 +301,8 @@ class OnOneRank(Strategy):
         self.log.append({"step": self.local_step, "noise": torch.rand(2, generator=self.generator)})
         if self.local_step % 3 == 0:
             for master, p in zip(self.master, self.model.parameters()):
-                master.grad = all_reduce(master.detach() - p.detach(), op="mean")
+                kept = 0.0 if master.grad is None else 0.1 * master.grad
+                master.grad = all_reduce(master.detach() - p.detach(), op="mean") + kept
             self.outer.step()
             self.decay.step()
             for master, p in zip(self.master, self.model.parameters()):
@@ -488,21 +573,15 @@ def test_wrong_settings_are_refused(given: dict[str, Any], error: type[Exception
 
 def test_the_checkpoints_of_another_run_are_not_mixed_with_those_of_a_new_one(tmp_path: Path) -> None:
     train(tmp_path)
-    with pytest.raises(ValueError, match=r"holds checkpoints of another run, up to step-000000007\.pt"):
+    with pytest.raises(ValueError, match=r"has checkpoints already, up to step-000000007\.pt"):
         train(tmp_path)
-    with pytest.raises(ValueError, match="holds checkpoints of another run"):
+    with pytest.raises(ValueError, match="has checkpoints already"):
         train(tmp_path, resume=at(tmp_path, 3))
     other = train(tmp_path / "other", resume=at(tmp_path, 3))
     assert_same(train(tmp_path / "other", resume=True), other)
 
 
 # -------------------------------------------------------------------------------------------- real processes
-
-BACKENDS: dict[str, dict[str, Any]] = {
-    "stacked": {},
-    "2 processes": {"backend": "processes", "num_processes": 2},
-    "4 processes": {"backend": "processes", "num_processes": 4},
-}
 
 
 @pytest.mark.parametrize("name", ["diloco", "demo", "averaging-rare-and-late", "fedavg-participation"])
@@ -520,11 +599,13 @@ def test_a_run_goes_on_in_as_many_processes_as_wanted(name: str, tmp_path: Path)
         assert list(resumed.ledger) == list(whole.ledger)
 
 
-def test_what_processes_save_is_what_one_process_saves(tmp_path: Path) -> None:
-    """The state of all nodes, in the same shapes: what is the same on every node once."""
+@pytest.mark.parametrize("optim", [torch.optim.AdamW, Own])
+def test_what_processes_save_is_what_one_process_saves(optim: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    """The state of all nodes, in the same shapes: what is the same on every node once. One node of four trains."""
     found = []
     for backend, settings in BACKENDS.items():
-        train(tmp_path / backend, strategy="fedavg-participation", exact=True, **settings)
+        strategy = FedAvgStrategy(optim, H=3, participation=0.25, lr=0.01)
+        train(tmp_path / backend, strategy=strategy, exact=True, max_steps=4, **settings)
         found.append([saved.read(path) for path in checkpoints_in(tmp_path / backend)])
     for stacked, *others in zip(*found):
         for other in others:
@@ -577,7 +658,7 @@ def test_errors_of_processes_keep_their_kind(tmp_path: Path) -> None:
     train(tmp_path, **BACKENDS["2 processes"])
     with pytest.raises(ValueError, match="strategy: saved DiLoCoStrategy, given FedAvgStrategy"):
         train(tmp_path, strategy="fedavg", resume=True, **BACKENDS["2 processes"])
-    with pytest.raises(ValueError, match="holds checkpoints of another run"):
+    with pytest.raises(ValueError, match="has checkpoints already"):
         train(tmp_path, **BACKENDS["2 processes"])
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from vecgym import VecgymWarning
+from vecgym import Logger, VecgymWarning
 from vecgym.compat import diloco_sim
 from vecgym.compat.diloco_sim import DilocoSimulator, DilocoSimulatorConfig, EvalStats, TrainStats
 
@@ -372,6 +372,28 @@ def test_correlation_is_recorded() -> None:
     assert 0.5 < values[1] < 1
 
 
+def test_wandb_gets_what_the_original_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wandb(Logger):
+        def __init__(self, project: str, name: str | None) -> None:
+            self.project, self.name = project, name
+            self.rows: list[dict[str, Any]] = []
+            made.append(self)
+
+        def log(self, row: dict[str, Any]) -> None:
+            self.rows.append(row)
+
+    made: list[Any] = []
+    monkeypatch.setattr(diloco_sim, "WandbLogger", Wandb)
+    run()
+    assert made == []
+    run(wandb_project="owt", wandb_name="dlc2", eval_interval=3, corr_interval=3)
+    (logger,) = made
+    assert (logger.project, logger.name) == ("owt", "dlc2")
+    assert [row["step"] for row in logger.rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert {"train_loss", "lr", "val_loss", "val_perplexity", "correlation"} <= set(logger.rows[3])
+    assert logger.rows[3]["val_perplexity"] == pytest.approx(math.exp(logger.rows[3]["val_loss"]))
+
+
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -453,7 +475,7 @@ def test_scripts_run_unmodified(monkeypatch: pytest.MonkeyPatch, plain: Tensor) 
 
 def test_another_diloco_sim_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diloco_sim", type(sys)("diloco_sim"))
-    with pytest.raises(RuntimeError, match="imported already"):
+    with pytest.raises(ImportError, match="imported already"):
         diloco_sim.install()
 
 

@@ -27,6 +27,7 @@ import vecgym
 from tests.fitting import alone, dataset, params
 from tests.models import MLP, make_data, make_model
 from vecgym import CSVLogger, DivergenceError, LocalTrainer, Logger, OptimSpec, Trainer, VecgymWarning
+from vecgym.compat import exogym
 from vecgym.compat.diloco_sim import DilocoSimulator, EvalStats, TrainStats
 from vecgym.data import Batches
 from vecgym.settings import resolve_device
@@ -158,6 +159,30 @@ def test_a_documented_run_is_silent(trainer: LocalTrainer, capfd: pytest.Capture
         warnings.simplefilter("error")
         trainer.fit(strategy=DiLoCoStrategy("adamw", H=5, lr=1e-3), num_nodes=4, max_steps=10, **QUIET)
     assert capfd.readouterr() == ("", "")
+
+
+IMPORTS = """
+from exogym import LocalTrainer
+from exogym.strategy import DiLoCoStrategy
+from exogym.strategy import FedAvgStrategy
+from exogym.strategy import SPARTAStrategy
+from exogym.strategy import DeMoStrategy
+from exogym.strategy import CommunicateOptimizeStrategy
+from exogym.strategy.sparta import SparseCommunicator
+from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.logger import WandbLogger, CSVLogger
+from exogym.strategy import Strategy
+"""
+
+
+def test_imports_under_exogyms_own_name() -> None:
+    """Every import of the documents, as it stands, and with "exogym" read as "vecgym"."""
+    exec(IMPORTS.replace("exogym", "vecgym"), {})
+    exogym.install()
+    try:
+        exec(IMPORTS, {})
+    finally:
+        exogym.uninstall()
 
 
 # -------------------------------------------------------------------------------------------- Codebase Structure
@@ -512,6 +537,27 @@ def test_a_failure_is_detected_and_leaves_what_there_is() -> None:
     assert torch.isfinite(trainer.nodes.params["first.weight"][:2]).all()
 
 
+def test_a_run_recovers_from_its_checkpoints(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "batch_size": 4,
+        "max_steps": 6,
+        "save_dir": tmp_path,
+        "checkpoint_interval": 2,
+        **QUIET,
+    }
+    strategy = DiLoCoStrategy("adamw", H=3, lr=0.01)
+    whole = LocalTrainer(make_model("MLP"), dataset("MLP")).fit(strategy, 2, **settings)
+    for path in sorted(tmp_path.glob("*.pt"))[1:]:  # as if the run had been killed before it wrote these
+        path.unlink()
+    again = LocalTrainer(make_model("MLP"), dataset("MLP"))
+    resumed = again.fit(strategy, 2, resume=True, **settings)
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters()))
+    again.save(tmp_path / "run.pt")
+    saved = vecgym.load(tmp_path / "run.pt")
+    resumed.load_state_dict(saved.average)
+    assert saved.step == 6
+
+
 # ---------------------------------------------------------------------------------------------------- Advanced Features
 
 
@@ -535,6 +581,67 @@ def test_composition(trainer: LocalTrainer) -> None:
     assert all(0 < sparse < 0.05 * 4 * NUM_PARAMETERS for sparse in payloads[0::2])
     assert len(params(trainer).unique(dim=0)) == 2  # the islands of the last step
     assert strategy.inner_optim.cls is torch.optim.AdamW
+
+
+def test_logging(trainer: LocalTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="needs wandb: pip install vecgym[wandb]")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_X_DISABLE_STATS": "true"}.items():
+        monkeypatch.setenv(name, value)
+    from vecgym.logger import CSVLogger, WandbLogger
+
+    # Multiple logging backends
+    logger = WandbLogger(
+        project="distributed_training_research",
+        experiment_name="diloco_vs_sparta_comparison"
+    )  # fmt: skip
+
+    # Automatic metrics tracking
+    trainer.fit(
+        strategy=FedAvgStrategy("sgd", H=5, lr=0.1),
+        logger=[logger, CSVLogger(tmp_path / "csv")],
+        log_interval=50,      # Log every 50 steps
+        **{**QUIET, "num_nodes": 2, "max_steps": 60, "val_size": 0},
+    )  # fmt: skip
+    (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"diloco_vs_sparta_comparison" in written.read_bytes()
+    assert (tmp_path / "csv" / "history.csv").read_text().count("\n") == 2
+
+
+class WithAccuracy(MLP):
+    """A model that says more of itself than its loss."""
+
+    loss_metrics = {"perplexity": torch.exp}  # noqa: RUF012
+
+    def val_metrics(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        logits = self.second(self.first(x).relu())
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(1) == y).float().mean()}
+
+
+TRACKED = {
+    "training/validation loss and accuracy": {"train_loss", "train_losses", "val_loss", "val_losses", "val_accuracy"},
+    "communication volume and bandwidth usage": {"bytes", "total_bytes", "bytes_per_s"},
+    "training speed and throughput": {"steps_per_s", "examples_per_s", "seconds"},
+    "memory usage and device utilization": {"memory_bytes"},
+    "hyperparameter evolution and learning rates": {"lr", "outer_lr"},
+}
+
+
+def test_tracked_metrics() -> None:
+    trainer = LocalTrainer(WithAccuracy(), dataset("MLP", 64), dataset("MLP", 20, seed=1))
+    strategy = DiLoCoStrategy("sgd", H=2, lr=0.1, lr_scheduler="cosine")
+    trainer.fit(strategy, 2, batch_size=8, val_interval=2, **QUIET)
+    for names in TRACKED.values():
+        assert names <= set(trainer.history.columns)
+    last = trainer.history.rows[-1]
+    assert last["bytes"] == all_reduce_bytes(2)
+    assert 0 <= last["val_accuracy"] <= 1
+    assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
+    assert last["bytes_per_s"] == pytest.approx(last["bytes"] * last["steps_per_s"], rel=0.5)
+    assert last["memory_bytes"] > 2**20
+    assert trainer.history["lr"][1] > trainer.history["lr"][-1]
+    assert "'H': 2" in repr(trainer.history.settings["hyperparameters"])
 
 
 def test_log_interval(trainer: LocalTrainer, tmp_path: Path) -> None:
@@ -573,6 +680,25 @@ def test_a_hundred_clients_in_islands_of_ten() -> None:
     trainer.fit(FedAvgStrategy("sgd", island_size=10, H=2, lr=0.05), num_nodes=100, batch_size=2, **QUIET)
     assert len(params(trainer).unique(dim=0)) == 10
     assert trainer.ledger.total_bytes == pytest.approx(all_reduce_bytes(10))
+
+
+# The document's commands, and what became of them.
+COMMANDS = {
+    "run/mnist.py": "benchmarks/mnist.py",
+    "run/nanogpt_diloco.py --dataset shakespeare": "benchmarks/shakespeare.py --text",
+    "run/cifar10_comparison.py": "benchmarks/cifar10.py",
+    "run/federated_mnist.py --num_clients 100 --island_size 10": "benchmarks/federated.py --num-clients --island-size",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_example_scripts(command: str) -> None:
+    """They are there and have the options; that they run, tests/test_benchmarks.py shows."""
+    script, *options = COMMANDS[command].split()
+    text = (ROOT / script).read_text()
+    assert "def main()" in text
+    for option in options:
+        assert f'options.add_argument("{option}"' in text
 
 
 # -------------------------------------------------------------------------------------- Configuration & Customization
@@ -688,6 +814,13 @@ def test_gradient_accumulation(trainer: LocalTrainer) -> None:
 def test_gradient_accumulation_refused(trainer: LocalTrainer, how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer.fit(AllReduceStrategy(), 2, **{"batch_size": 32, **how})
+
+
+def test_no_memory_limit_is_taken_and_ignored(trainer: LocalTrainer) -> None:
+    """`max_memory_usage=0.8` of the document: sizes are given, `chunk_size` and `minibatch_size`."""
+    unknown: dict[str, Any] = {"max_memory_usage": 0.8}
+    with pytest.raises(TypeError, match="max_memory_usage"):
+        trainer.fit(AllReduceStrategy(), 2, **unknown)
 
 
 def test_bandwidth_optimized_sparta(trainer: LocalTrainer) -> None:

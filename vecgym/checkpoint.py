@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vecgym import saved, tree
 from vecgym.data import Batches
 from vecgym.errors import warn
-from vecgym.files import remove_partial
+from vecgym.files import remove_partial, write_atomically
 from vecgym.identity import arithmetic, check_learning_rates, differences, digest, identity, learning_rates
 from vecgym.recorder import Recorder
 from vecgym.settings import FitOptions, check_counts
@@ -256,20 +256,22 @@ class Checkpoints:
         """See before the first step that it can be written to, and that no other run's checkpoints are in it."""
         if self.folder is None:
             return
-        later = checkpoints_in(self.folder)
-        if resumed is not None:
-            inside = resumed.parent == self.folder
-            later = [path for path in later if _step_of(path) > _step_of(resumed)] if inside else later
-            if inside and self.run.options.resume is True:
-                later = []  # they cannot be read, and are written anew when the run gets there
-        if later:
+        there = checkpoints_in(self.folder)
+        if resumed is not None and resumed.parent == self.folder:
+            # Those that resume=True has passed over cannot be read, and are written anew when the run gets there.
+            there = [
+                path for path in there if _step_of(path) > _step_of(resumed) and self.run.options.resume is not True
+            ]
+        if there:
             raise ValueError(
-                f"save_dir={str(self.folder)!r} holds checkpoints of another run, up to {later[-1].name}. Fix: "
-                "resume=True to go on from them, another save_dir, or remove them."
+                f"save_dir={str(self.folder)!r} has checkpoints already, up to {there[-1].name}, which would be mixed "
+                "with those of this run. Fix: resume=True to go on from them, another save_dir, or remove them."
             )
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             remove_partial(self.folder, "step-*")
+            with write_atomically(self.folder / "step.probe"):
+                pass
+            (self.folder / "step.probe").unlink()
         except OSError as error:
             raise ValueError(f"save_dir={str(self.folder)!r} cannot be written to: {error}") from None
 

@@ -22,7 +22,13 @@ from vecgym.tree import Tree
 
 
 class Evaluation(NamedTuple):
-    """Means over the validation examples."""
+    """Means over the validation examples.
+
+    >>> accuracy = (0.75, torch.tensor([0.5, 1.0]))
+    >>> found = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
+    >>> found.columns["val_loss_local"], found.columns["val_accuracy"], found.columns["val_accuracy_local"]
+    (1.5, 0.75, 0.75)
+    """
 
     average: float  # loss of the averaged model ("global")
     nodes: Tensor  # [K]: loss of each node's own model ("local")
@@ -45,6 +51,18 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
     Measured are the loss; what the model's `val_metrics(batch)` gives beside it, each a mean over the examples (see
     `Engine.measures`); and the functions of the mean loss in its attribute `loss_metrics`, a dict such as
     `{"perplexity": torch.exp}`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> class Line(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = torch.nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> state = State(0, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {})
+    >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
+    >>> evaluate(Engine(Line()), state, batches, StackedCollectives(2))
+    Evaluation(average=0.0, nodes=tensor([1., 1.], dtype=torch.float64), more={})
     """
     values = state.params, state.buffers
     means = [tree.map(lambda x: x[None], average(x, comm)) for x in values]
@@ -75,7 +93,13 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The functions of the mean validation loss that a model offers, such as its perplexity."""
+    """The functions of the mean validation loss that a model offers, such as its perplexity.
+
+    >>> model = nn.Linear(1, 1)
+    >>> model.loss_metrics = {"perplexity": torch.exp}
+    >>> loss_metrics(model)["perplexity"](torch.zeros(2)), loss_metrics(nn.Linear(1, 1))
+    (tensor([1., 1.]), {})
+    """
     found = getattr(model, "loss_metrics", {})
     if not isinstance(found, dict) or not all(isinstance(k, str) and callable(f) for k, f in found.items()):
         raise TypeError(
@@ -86,13 +110,23 @@ def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -> Tensor:
-    """A value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU."""
+    """A value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> everyone(torch.tensor([1.0, 3.0]), StackedCollectives(2))
+    tensor([1., 3.])
+    """
     return comm.everyone({"": x.to(device)})[""].cpu()
 
 
 @torch.no_grad()
 def average(values: Tree, comm: Collectives) -> Tree:
-    """The mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.nodes.mean`."""
+    """The mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.nodes.mean`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> average({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
+    {'w': tensor(2.)}
+    """
     if not comm.native:
         return nodes.mean(comm.everyone(values))
     aside = _unrecorded(comm)
@@ -104,7 +138,12 @@ def average(values: Tree, comm: Collectives) -> Tree:
 
 @torch.no_grad()
 def consensus_distance(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.nodes.consensus_distance`; between processes only sums cross."""
+    """See `vecgym.nodes.consensus_distance`; between processes only sums cross.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> consensus_distance({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
+    1.0
+    """
     if not comm.native:
         return float(nodes.consensus_distance(comm.everyone(params)))
     aside = _unrecorded(comm)
@@ -116,7 +155,12 @@ def consensus_distance(params: Tree, comm: Collectives) -> float:
 
 
 def correlation(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.nodes.correlation`; every process gathers the parameters of all nodes."""
+    """See `vecgym.nodes.correlation`; every process gathers the parameters of all nodes.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> round(correlation({"w": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, StackedCollectives(2)), 6)
+    -1.0
+    """
     return nodes.correlation(comm.everyone(params), comm.num_nodes)
 
 

@@ -136,15 +136,21 @@ def _parts(x: Any) -> list[tuple[str, Any]]:
     if isinstance(x, (list, tuple)):
         return [(f"[{i}]", value) for i, value in enumerate(x)]
     if isinstance(x, functools.partial):
-        return [(".func", x.func), (".args", x.args), (".keywords", x.keywords)]
+        return _numbers({"func": x.func, **dict(enumerate(x.args)), **x.keywords})
     if isinstance(x, types.MethodType):
-        return [(".self", x.__self__)]
+        return []
     if isinstance(x, types.FunctionType):
         held: dict[Any, Any] = {**dict(enumerate(x.__defaults__ or ())), **(x.__kwdefaults__ or {})}
         held |= {name: _closed_over(cell) for name, cell in zip(x.__code__.co_freevars, x.__closure__ or ())}
-        return [(f".{variable}", value) for variable, value in held.items()]
+        return _numbers(held)
     public = {key: value for key, value in getattr(x, "__dict__", {}).items() if not key.startswith("_")}
     return [(f".{key}", value) for key, value in public.items()]
+
+
+def _numbers(held: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Of what a function holds, what is simple: it may close over a whole script's settings."""
+    simple = (bool, int, float, str, Tensor, types.FunctionType)
+    return [(f".{name}", value) for name, value in held.items() if isinstance(value, simple)]
 
 
 def _closed_over(cell: Any) -> Any:

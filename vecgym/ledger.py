@@ -25,7 +25,13 @@ from torch import Tensor
 
 
 class Entry(NamedTuple):
-    """One collective: `operation` at `step`, `payload_bytes` of each participant, `sent_bytes` per node."""
+    """One collective: `operation` at `step`, `payload_bytes` of each participant, `sent_bytes` per node.
+
+    >>> ledger = Ledger()
+    >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+    >>> next(iter(ledger))
+    Entry(step=0, operation='mean', payload_bytes=400, sent_bytes=600.0, participants=4)
+    """
 
     step: int
     operation: str
@@ -88,7 +94,13 @@ class Ledger:
             self._weight = before
 
     def state(self) -> dict[str, Any]:
-        """Everything that it holds, as tensors and plain values: for a file."""
+        """Everything that it holds, as tensors and plain values: for a file.
+
+        >>> ledger = Ledger()
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.state()["kinds"], ledger.state()["total_bytes"]
+        ([['mean', 400, 600.0, 4]], 600.0)
+        """
         return {
             "kinds": [list(kind) for kind in self._kinds],
             "kind_of_entry": torch.tensor(self._kind_of_entry, dtype=torch.int32),
@@ -120,7 +132,14 @@ class Ledger:
             yield Entry(step, operation, payload_bytes, sent_bytes, participants)
 
     def summary(self) -> dict[str, tuple[int, float]]:
-        """Operation -> (number of calls, bytes sent per node in all)."""
+        """Operation -> (number of calls, bytes sent per node in all).
+
+        >>> ledger = Ledger()
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.summary()
+        {'mean': (2, 1200.0)}
+        """
         totals: dict[str, tuple[int, float]] = {}
         for entry in self:
             count, sent = totals.get(entry.operation, (0, 0.0))

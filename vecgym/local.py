@@ -48,7 +48,12 @@ MAX_TENSOR_BYTES = 2**25 - 2**16
 
 
 class Local(NamedTuple):
-    """The result of the nodes' own work."""
+    """The result of the nodes' own work.
+
+    >>> local = Local(grads={"w": torch.tensor([[2.0], [4.0]])}, losses=torch.tensor([1.0, 2.0]), buffers={})
+    >>> local.grads["w"].mean(0)
+    tensor([3.])
+    """
 
     grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss
     losses: Tensor  # [L]
@@ -57,7 +62,11 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes."""
+    """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes.
+
+    >>> print(Plan("loop", node_threads=2, reason="asked for"))
+    loop, 2 node threads (asked for)
+    """
 
     engine: str
     node_threads: int = 1
@@ -72,7 +81,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one forward and backward pass of one node shows."""
+    """What one forward and backward pass of one node shows.
+
+    >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True, flop=1000)  # a model with dropout
+    >>> facts.random, facts.vmap_error is None
+    (True, True)
+    """
 
     unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
     mutated: frozenset[str]  # buffers that a training step changes
@@ -155,6 +169,24 @@ class Engine:
         chunk_size: the most nodes in one vectorised call; None: no bound.
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
+
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
+    >>> engine.prepare(batch).engine, engine.device
+    ('vmap', device(type='cpu'))
+    >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
+    >>> local.losses, local.grads
+    (tensor([1., 9.]), {'w': tensor([-2., -6.])})
+    >>> engine.losses(params, {}, batch, own_batches=True), engine.loss({"w": torch.ones(())}, {}, batch[1])
+    (tensor([1., 9.]), tensor(4.))
+    >>> engine.measures(params, {}, batch, own_batches=True)
+    {'loss': tensor([1., 9.])}
+    >>> engine.close()
     """
 
     def __init__(
@@ -217,6 +249,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
+        """Where the model is, and so all that is computed."""
         values = self.params or self.frozen
         return next(iter(values.values())).device if values else torch.device("cpu")
 
@@ -619,6 +652,10 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
     2. On CPU the nodes are spread over the threads when each gets enough arithmetic
        (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
     3. On CPU `vmap` takes as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
+
+    >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=False, flop=10**9)
+    >>> print(choose_plan(facts, num_nodes=8, device=torch.device("cpu"), num_threads=2, engine="auto"))
+    vmap, 2 node threads (all nodes in one call; 8 GFLOP a step are worth 2 node threads)
     """
     if engine in ("vmap", "loop"):
         chosen, reason = engine, "asked for"
@@ -643,7 +680,13 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
 
 
 def check_settings(engine: str, chunk_size: int | None, node_threads: int | None) -> None:
-    """Raise a ValueError for settings of the engine that cannot work."""
+    """Raise a ValueError for settings of the engine that cannot work.
+
+    >>> check_settings("vmap", chunk_size=0, node_threads=None)
+    Traceback (most recent call last):
+    ...
+    ValueError: chunk_size=0 must be an integer >= 1, or None to let vecgym choose.
+    """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is not known; allowed: {', '.join(map(repr, ENGINES))}.")
     for name, value in (("chunk_size", chunk_size), ("node_threads", node_threads)):
@@ -652,7 +695,15 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
 
 
 def check_loss(loss: Any) -> None:
-    """Raise the error that tells a user what the model's forward must return."""
+    """Raise the error that tells a user what the model's forward must return.
+
+    >>> check_loss(torch.ones((), requires_grad=True))
+    >>> try:
+    ...     check_loss(torch.ones(8, requires_grad=True))
+    ... except ValueError as error:
+    ...     print(str(error).split(". ")[0])
+    the model returned a tensor of shape [8], not a scalar
+    """
     fix = (
         "The model is called as model(batch) and must return the mean loss over the batch as one number: wrap "
         "it in a module whose forward(batch) unpacks the batch and returns, say, "
@@ -672,12 +723,27 @@ def check_loss(loss: Any) -> None:
 
 
 def offers_metrics(model: nn.Module) -> bool:
-    """Whether a model says itself what validation measures; see `Engine.measures`."""
+    """Whether a model says itself what validation measures; see `Engine.measures`.
+
+    >>> class Classifier(nn.Module):
+    ...     def val_metrics(self, batch):
+    ...         return {"loss": self(batch), "accuracy": torch.tensor(0.5)}
+    >>> offers_metrics(Classifier()), offers_metrics(nn.Linear(1, 1))
+    (True, False)
+    """
     return callable(getattr(type(model), "val_metrics", None))
 
 
 def check_val_metrics(found: Any) -> None:
-    """Raise the error that tells a user what a model's `val_metrics` must return."""
+    """Raise the error that tells a user what a model's `val_metrics` must return.
+
+    >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
+    >>> try:
+    ...     check_val_metrics({"accuracy": torch.tensor(0.5)})
+    ... except TypeError as error:
+    ...     print(str(error).split(". ")[0])
+    val_metrics(batch) returned the keys ['accuracy']; a dict with "loss" is needed
+    """
     fix = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
     if not isinstance(found, dict) or "loss" not in found:
         shown = f"the keys {list(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"

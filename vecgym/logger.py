@@ -22,6 +22,13 @@ class Logger:
     """Receives the settings of a run at its start, then its rows, then its end.
 
     A logger that fails is reported once by a warning and not called again; it never ends the training.
+
+    >>> class Printing(Logger):
+    ...     def log(self, row):
+    ...         print(row["step"], row["train_loss"])
+    >>> logger = Printing()
+    >>> logger.start({"num_nodes": 2}); logger.log({"step": 1, "train_loss": 0.5}); logger.finish()
+    1 0.5
     """
 
     def start(self, settings: dict[str, Any]) -> None:
@@ -31,6 +38,14 @@ class Logger:
         """The run goes on from a checkpoint, in place of `start`; `rows` are those that were logged up to there.
 
         What a logger kept of steps after the checkpoint is to be dropped: they are logged again.
+
+        >>> class Printing(Logger):
+        ...     def start(self, settings):
+        ...         print("from the start")
+        ...     def resume(self, settings, rows):
+        ...         print(f"after step {rows[-1]['step']}")
+        >>> Printing().resume({"num_nodes": 2}, rows=[{"step": 1}, {"step": 2}])
+        after step 2
         """
         self.start(settings)
 
@@ -159,6 +174,8 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
 class WandbLogger(Logger):
     """Write a run of Weights & Biases: the settings as its config, the rows as its history.
 
+    A training that is resumed from a checkpoint begins another run of wandb's, with the rows from there on.
+
     Names are those of the columns; of columns with one number a node the lowest and the highest, `train_losses/min`
     and `train_losses/max`.
 
@@ -178,6 +195,9 @@ class WandbLogger(Logger):
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[wandb]`.
         ValueError: for two names, or a mode that is not known.
+
+    >>> logger = WandbLogger("diloco", name="H=100", mode="offline")  # doctest: +SKIP
+    >>> trainer.fit(strategy, num_nodes=8, logger=logger)  # doctest: +SKIP
     """
 
     def __init__(
@@ -246,8 +266,12 @@ class TensorBoardLogger(Logger):
             in one.
         per_node: draw each node's number as well, `train_losses/node_3`; else the lowest and the highest.
 
+    A run that is resumed goes on with its curves: what was drawn of later steps than the checkpoint's is dropped.
+
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[tensorboard]`.
+
+    >>> trainer.fit(strategy, num_nodes=8, logger=TensorBoardLogger("runs/H=100"))  # doctest: +SKIP
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, per_node: bool = False) -> None:
@@ -259,9 +283,12 @@ class TensorBoardLogger(Logger):
         self.directory = Path(directory)
         self.per_node = per_node
 
-    def start(self, settings: dict[str, Any]) -> None:
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.start(settings, purge_step=max((row["step"] for row in rows), default=-1) + 1)
+
+    def start(self, settings: dict[str, Any], purge_step: int | None = None) -> None:
         self.finish()
-        self._writer = self._make(str(self.directory))
+        self._writer = self._make(str(self.directory), purge_step=purge_step)
         text = json.dumps(settings, indent=2, default=str)
         self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()), 0)
 

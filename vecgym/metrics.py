@@ -64,7 +64,13 @@ class History:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns that some row has."""
+        """The names of the columns that some row has.
+
+        >>> history = History()
+        >>> history.append({"val_loss": 2.0, "step": 0}); history.append({"step": 1, "train_loss": 1.5})
+        >>> history.columns
+        ['step', 'train_loss', 'val_loss']
+        """
         present = {name: None for row in self.rows for name in row}
         known = [name for name in (*SCALARS, *PER_NODE) if name in present]
         return known + [name for name in present if name not in known]
@@ -90,7 +96,15 @@ class History:
         return None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns with one number a row; the file appears whole or not at all."""
+        """Write the columns with one number a row; the file appears whole or not at all.
+
+        >>> history = History()
+        >>> history.append({"step": 0, "val_loss": 2.0}); history.append({"step": 1, "train_loss": 1.5})
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     history.to_csv(Path(directory) / "run.csv")
+        ...     (Path(directory) / "run.csv").read_text().split()
+        ['step,train_loss,val_loss', '0,,2.0', '1,1.5,']
+        """
         names = [name for name in self.columns if name not in PER_NODE]
         target = Path(path)
         with tempfile.NamedTemporaryFile("w", dir=target.parent, newline="", delete=False) as file:
@@ -101,7 +115,15 @@ class History:
         os.replace(file.name, target)
 
     def node_array(self, column: str = "train_losses") -> np.ndarray:
-        """A per-node column as an array `[rows that have it, K]`."""
+        """A per-node column as an array `[rows that have it, K]`.
+
+        >>> history = History()
+        >>> history.append({"step": 1, "train_losses": [1.0, 2.0]})
+        >>> history.append({"step": 2, "train_losses": [0.5, 1.0]})
+        >>> history.node_array()
+        array([[1. , 2. ],
+               [0.5, 1. ]])
+        """
         rows = self.series(column)[1]
         if not rows:
             raise KeyError(f"{column!r} was not recorded; val_losses need a val_dataset, others a step of training.")

@@ -36,6 +36,11 @@ class Saved:
         history: what was recorded; see `vecgym.metrics`.
         settings: what the run was given and what was chosen for it.
         params, buffers: of every node, `[K, *]`, or `[1, *]` where all nodes have the same.
+
+    >>> params = {"w": torch.tensor([1.0, 3.0])}
+    >>> saved = Saved(10, 2, History(), settings={}, params=params, buffers={}, keys={"w": "w"}, extra={})
+    >>> saved, saved.average, saved.node(1)
+    (Saved(2 nodes after step 10, 0 rows), {'w': tensor(2.)}, {'w': tensor(3.)})
     """
 
     step: int
@@ -78,10 +83,12 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> import tempfile
     >>> from vecgym import Trainer
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> model = nn.Linear(1, 1)
-    >>> model.forward = lambda x: (model.weight * x).mean()
-    >>> trainer = Trainer(model, torch.arange(8.0))
-    >>> averaged = trainer.fit(FedAvgStrategy("sgd", H=3), num_nodes=2, batch_size=2, max_steps=2, progress=False)
+    >>> class Line(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x).square().mean()
+    >>> model = Line(1, 1)
+    >>> trainer = Trainer(model, torch.arange(8.0)[:, None])
+    >>> averaged = trainer.fit(FedAvgStrategy("sgd", lr=0.01), num_nodes=2, batch_size=2, max_steps=2, progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     trainer.save(Path(folder, "run.pt"))
     ...     saved = load(Path(folder, "run.pt"))

@@ -26,6 +26,12 @@ class State:
         buffers: `[1 or L, *]`.
         optimizer: the inner optimizer's state.
         strategy: the communication modules' states.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> state = Simulation(nn.Linear(2, 1), DiLoCoStrategy("sgd", lr=0.1), StackedCollectives(4)).init()
+    >>> state.step, state.params["weight"].shape, state.strategy["0"]["params"]["bias"].shape
+    (0, torch.Size([1, 1, 2]), torch.Size([1, 1]))
     """
 
     step: int
@@ -36,7 +42,11 @@ class State:
 
 
 class Metrics(NamedTuple):
-    """What a step observed."""
+    """What a step observed.
+
+    >>> Metrics(losses=torch.tensor([1.0, 3.0]), lr=0.1).losses.mean()
+    tensor(2.)
+    """
 
     losses: Tensor  # [L], before the update; nan where a node did not train
     lr: float | Tensor

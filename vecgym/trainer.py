@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from vecgym.strategy import Strategy
 from vecgym.strategy.described import described
 from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BACKENDS = ("stacked", "processes", "distributed")
 
@@ -92,6 +95,25 @@ class Trainer:
         Raises:
             AttributeError: before `fit`.
             ValueError: after `backend="distributed"`, where each process has its own nodes only.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import vecgym
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> class Line(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = nn.Parameter(torch.zeros(()))
+        ...     def forward(self, x):
+        ...         return (self.w - x).square().mean()
+        >>> trainer = Trainer(Line(), torch.arange(8.0))
+        >>> strategy = FedAvgStrategy("sgd", lr=0.1)
+        >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer.save(Path(folder, "run.pt"))
+        ...     saved = vecgym.load(Path(folder, "run.pt"))
+        >>> saved, torch.equal(saved.average["w"], averaged.w)
+        (Saved(2 nodes after step 2, 2 rows), True)
         """
         nodes = self.nodes
         num_nodes = self.history.settings["num_nodes"]
@@ -102,6 +124,30 @@ class Trainer:
             )
         step = self.history.last("step") or 0
         saved.write(path, saved.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
+        """Draw the last run: losses with the nodes' spread, and the consensus distance; see `vecgym.plot.plot_runs`.
+
+        Args:
+            path: where to save the figure as well, such as "run.png".
+            x: "step", "examples", "bytes" or "seconds".
+            title: above the figure.
+
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> class Line(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = nn.Parameter(torch.zeros(()))
+        ...     def forward(self, x):
+        ...         return (self.w - x).square().mean()
+        >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", lr=0.1)
+        >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        >>> [axes.get_xlabel() for axes in trainer.plot().axes if axes.get_xlabel()]
+        ['optimizer steps', 'optimizer steps']
+        """
+        from vecgym.plot import plot_runs  # matplotlib takes a while to import
+
+        return plot_runs({"run": self.history}, path, x=x, title=title)
 
     def fit(
         self,
@@ -303,6 +349,22 @@ class Trainer:
         """For subclasses: called with the row of each step once it is complete, and before the first with that of 0.
 
         Not with `backend="processes"`, where the steps are made elsewhere.
+
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> class Line(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = nn.Parameter(torch.zeros(()))
+        ...     def forward(self, x):
+        ...         return (self.w - x).square().mean()
+        >>> class Telling(Trainer):
+        ...     def after_step(self, row):
+        ...         print(row["step"], row.get("train_loss"))
+        >>> strategy, data = FedAvgStrategy("sgd", lr=0.5), torch.ones(8)
+        >>> averaged = Telling(Line(), data).fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        0 None
+        1 1.0
+        2 0.0
         """
 
     def _data(

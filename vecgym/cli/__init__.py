@@ -11,11 +11,14 @@ import sys
 from collections.abc import Sequence
 
 from vecgym import __version__
-from vecgym.cli import compare, exogym, info, verify
+from vecgym.cli import compare, exogym, info, plot, run, sweep, verify
 from vecgym.errors import DivergenceError, ProcessError
 
 COMMANDS = {
     "compare": (compare, "train a small GPT with several strategies, and compare them"),
+    "run": (run, "train as a function in a file says"),
+    "sweep": (sweep, "run a grid of configurations as a function in a file says"),
+    "plot": (plot, "draw runs that were logged"),
     "verify": (verify, "show that strategies give the same numbers on real processes"),
     "exogym": (exogym, "run a script that was written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines"),
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, OSError, DivergenceError, ProcessError) as error:
+    except (ValueError, TypeError, OSError, ImportError, DivergenceError, ProcessError) as error:
         print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
         return 1
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import platform
 
 from vecgym import __version__
 from vecgym.cli.compare import MORE_STRATEGIES
 from vecgym.cli.values import ENGINES
+
+OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +30,19 @@ def run(args: argparse.Namespace) -> int:
         "devices": ", ".join(devices),
         "threads": f"{torch.get_num_threads()} of torch on the CPU",
         "engines": ", ".join(ENGINES),
+        "extras": ", ".join(extras()) or "none",
         "strategies": ", ".join(MORE_STRATEGIES),
     }
     print("\n".join(f"{name:<12}{value}" for name, value in facts.items()))
     return 0
+
+
+def extras() -> list[str]:
+    """The optional packages that are installed, with their versions."""
+    found = []
+    for package in OPTIONAL:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:  # noqa: PERF203
+            continue
+    return found

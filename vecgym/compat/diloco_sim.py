@@ -42,14 +42,16 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from vecgym import nodes
 from vecgym.errors import warn
+from vecgym.files import write_atomically
 from vecgym.ledger import Ledger
+from vecgym.logger import WandbLogger
 from vecgym.metrics import History
 from vecgym.optim import OptimSpec
 from vecgym.settings import check_counts, kind_of
@@ -69,7 +71,11 @@ PORT = 12355  # the original's default
 
 @dataclass(frozen=True)
 class TrainStats:
-    """What `train_loss_hook` is given after a local step: the mean over the nodes of their loss; exp of it."""
+    """What `train_loss_hook` is given after a local step: the mean over the nodes of their loss; exp of it.
+
+    >>> TrainStats(loss=0.0, perplexity=1.0)
+    TrainStats(loss=0.0, perplexity=1.0)
+    """
 
     loss: float
     perplexity: float
@@ -77,7 +83,11 @@ class TrainStats:
 
 @dataclass(frozen=True)
 class EvalStats:
-    """What `eval_loss_hook` is given: `glob`, of the average of the nodes; not `glob`, the mean of their own losses."""
+    """What `eval_loss_hook` is given: `glob`, of the average of the nodes; not `glob`, the mean of their own losses.
+
+    >>> EvalStats(loss=0.0, perplexity=1.0, glob=True).glob
+    True
+    """
 
     loss: float
     perplexity: float
@@ -125,6 +135,15 @@ class DilocoSimulatorConfig:
 
     Raises:
         TypeError, ValueError: at construction, for what cannot work.
+
+    >>> config = DilocoSimulatorConfig(
+    ...     model_cls=nn.Linear, model_kwargs={"in_features": 2, "out_features": 1}, loss_fn=nn.functional.mse_loss,
+    ...     train_dataset=torch.utils.data.TensorDataset(torch.zeros(64, 2), torch.zeros(64, 1)), num_nodes=2,
+    ... )
+    >>> config.num_local_steps  # 64 examples, 2 * 16 at a time
+    2
+    >>> config.strategy().inner_optim
+    OptimSpec(AdamW, lr=0.001)
     """
 
     model_cls: type[nn.Module]
@@ -252,8 +271,8 @@ class DilocoSimulator:
     ...     optimizer_kwargs={"lr": 0.1}, num_nodes=2, batch_size=2, num_epochs=10, diloco_interval=5, progress=False,
     ... )
     >>> model = simulator.train()
-    >>> simulator.local_step, [entry.step for entry in simulator.ledger]
-    (20, [4, 9, 14])
+    >>> simulator.local_step, [entry.step for entry in simulator.ledger], simulator.history["lr"][-1]
+    (20, [4, 9, 14], 0.1)
     """
 
     def __init__(self, config: DilocoSimulatorConfig | None = None, **arguments: Any) -> None:
@@ -274,7 +293,21 @@ class DilocoSimulator:
             self.load_model(config.model_path)
 
     def load_model(self, path: str | os.PathLike[str]) -> None:
-        """Start from a checkpoint: a file with the `state_dict` of the model. To be called before `train`."""
+        """Start from a checkpoint: a file with the `state_dict` of the model. To be called before `train`.
+
+        >>> import tempfile
+        >>> x = torch.ones(64, 1)
+        >>> simulator = DilocoSimulator(
+        ...     model_cls=nn.Linear, model_kwargs={"in_features": 1, "out_features": 1}, num_nodes=2,
+        ...     loss_fn=nn.functional.mse_loss, train_dataset=torch.utils.data.TensorDataset(x, x),
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"weight": torch.ones(1, 1), "bias": torch.zeros(1)}, f"{folder}/500.pt")
+        ...     simulator.load_model(f"{folder}/500.pt")
+        >>> simulator.master_model.weight
+        Parameter containing:
+        tensor([[1.]], requires_grad=True)
+        """
         self.master_model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def train(self) -> nn.Module:
@@ -335,21 +368,15 @@ class DilocoSimulator:
     def _save(self, model: nn.Module) -> None:
         """Write its `state_dict`; the file appears whole or not at all."""
         assert self.config.save_dir is not None
-        target = Path(self.config.save_dir) / f"{self.local_step}.pt"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(f".{os.getpid()}.part")
-        try:
-            torch.save(model.state_dict(), part)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        with write_atomically(Path(self.config.save_dir) / f"{self.local_step}.pt") as file:
+            torch.save(model.state_dict(), file)
 
 
 def install() -> None:
     """Let `import diloco_sim` find this module, in this process.
 
     Raises:
-        RuntimeError: if another diloco_sim is imported already.
+        ImportError: if another diloco_sim is imported already.
 
     >>> install()
     >>> from diloco_sim import DilocoSimulator as found
@@ -358,7 +385,7 @@ def install() -> None:
     """
     present = sys.modules.get("diloco_sim")
     if present is not None and getattr(present, "DilocoSimulator", None) is not DilocoSimulator:
-        raise RuntimeError("diloco_sim is imported already: call install() before anything imports it.")
+        raise ImportError("diloco_sim is imported already: call install() before anything imports it.")
     package = types.ModuleType("diloco_sim", __doc__)
     package.__path__ = []  # a package, of the modules that the original has
     for name, members in _MODULES.items():
@@ -413,6 +440,8 @@ class _BeforeSteps(CommunicationModule):
 
 class _WithLoss(nn.Module):
     """The model and `loss_fn` as vecgym wants a model: a batch in, its loss out."""
+
+    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         super().__init__()
@@ -486,10 +515,8 @@ def _minibatch_size(config: DilocoSimulatorConfig) -> int | None:
     return max(n for n in range(1, most + 1) if config.batch_size % n == 0)
 
 
-def _logger(config: DilocoSimulatorConfig) -> Any:
-    if config.wandb_project is not None:
-        warn("wandb_project has no effect yet.")
-    return None
+def _logger(config: DilocoSimulatorConfig) -> WandbLogger | None:
+    return WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
 
 
 def _exp(loss: float) -> float:

@@ -36,6 +36,13 @@ class DiLoCoCommunicator(CommunicationModule):
         H: inner steps between two outer steps.
         outer_lr: the outer learning rate.
         sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, ctx = DiLoCoCommunicator(H=2), Context(StackedCollectives(2), step=1)
+    >>> state = module.init({"w": torch.zeros(1)}, ctx)
+    >>> params, state = module.exchange_parameters({"w": torch.tensor([1.0, 3.0])}, state, ctx)
+    >>> params["w"]  # 0.7 (2 + 0.9 * 2), on both nodes
+    tensor([2.6600])
     """
 
     def __init__(

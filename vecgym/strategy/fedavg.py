@@ -36,6 +36,13 @@ class AveragingCommunicator(CommunicationModule):
     Raises:
         ValueError: for H or island_size < 1, participation outside (0, 1]; at `fit` for an island larger than
             the number of nodes that take part.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, params = AveragingCommunicator(H=2), {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    >>> for step in range(2):
+    ...     print(module.exchange_parameters(params, {}, Context(StackedCollectives(4), step))[0]["w"])
+    tensor([1., 2., 3., 4.])
+    tensor([2.5000])
     """
 
     def __init__(
@@ -103,6 +110,12 @@ class ServerCommunicator(CommunicationModule):
         server: the server's optimizer.
         H, participation, weighting: as in `AveragingCommunicator`. All nodes, those that sat out too, begin the
             next round from theta.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, ctx = ServerCommunicator(ServerOptimizer("avg", lr=0.5)), Context(StackedCollectives(2))
+    >>> state = module.init({"w": torch.zeros(1)}, ctx)
+    >>> module.exchange_parameters({"w": torch.tensor([1.0, 3.0])}, state, ctx)[0]  # half of the mean movement
+    {'w': tensor([1.])}
     """
 
     def __init__(
@@ -143,6 +156,12 @@ class ProximalTerm(CommunicationModule):
     """FedProx: each node's loss gets mu / 2 |theta_i - theta_i(start of the round)|^2, so g_i += mu (theta_i - start).
 
     Put it after the module that averages, with the same H. State: the start of the round, `[1 or L, *]`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, ctx = ProximalTerm(mu=0.5), Context(StackedCollectives(2))
+    >>> state = module.init({"w": torch.tensor([1.0])}, ctx)
+    >>> module.local_gradients({"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}, state, ctx)
+    {'w': tensor([0., 1.])}
 
     Reference: Li et al., "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127. Deviation: the
     number of local steps is fixed.

@@ -163,6 +163,25 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """Replace `tensor` by its sum over all nodes, in place, and return it.
 
     `op` is "sum" or "mean", or "max", "min" or "product", for which every node gets all values.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.simulate import Simulation
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> class DDP(Strategy):
+    ...     def step(self):
+    ...         for p in self.model.parameters():
+    ...             all_reduce(p.grad, op="mean")
+    ...         self.optim.step()
+    ...         super().step()
+    >>> simulation = Simulation(Line(), DDP("sgd", lr=0.5), StackedCollectives(2))
+    >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0]]))
+    >>> state.params["w"]
+    tensor([2., 2.])
     """
     if op not in _REDUCTIONS:
         raise ValueError(f"op={op!r} is not known; allowed: {', '.join(map(repr, _REDUCTIONS))}.")
@@ -182,7 +201,27 @@ _REDUCTIONS: dict[str, Callable[[Collectives, Tensor], Tensor]] = {
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """Replace `tensor` by that of node `src`, in place, and return it."""
+    """Replace `tensor` by that of node `src`, in place, and return it.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.simulate import Simulation
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> class OfNodeOne(Strategy):
+    ...     def step(self):
+    ...         self.optim.step()
+    ...         for p in self.model.parameters():
+    ...             broadcast(p, src=1)
+    ...         super().step()
+    >>> simulation = Simulation(Line(), OfNodeOne("sgd", lr=0.5), StackedCollectives(2))
+    >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0]]))
+    >>> state.params["w"]
+    tensor([3., 3.])
+    """
     meeting, node = here()
     found = meeting.exchange(node, f"broadcast from {src}", tensor, lambda x: meeting.comm.broadcast(x, src))
     with torch.no_grad():
@@ -190,7 +229,27 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Every node's tensor: `[K, *]`."""
+    """Every node's tensor: `[K, *]`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.simulate import Simulation
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> class Median(Strategy):
+    ...     def step(self):
+    ...         for p in self.model.parameters():
+    ...             p.grad = all_gather(p.grad).median(0).values  # [K, *] -> [*]
+    ...         self.optim.step()
+    ...         super().step()
+    >>> simulation = Simulation(Line(), Median("sgd", lr=0.5), StackedCollectives(3))
+    >>> state, _ = simulation.step(simulation.init(), torch.tensor([[1.0], [3.0], [50.0]]))
+    >>> state.params["w"]
+    tensor([3., 3., 3.])
+    """
     meeting, node = here()
     return meeting.exchange(node, "all_gather", tensor, meeting.comm.all_gather)[0].clone()
 

@@ -8,13 +8,15 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+FOLDER = Path(__file__).parent
 
 
 def run(script: str, *arguments: str) -> str:
@@ -215,3 +217,26 @@ def test_images_have_channels_first_and_unit_variance(monkeypatch: pytest.Monkey
     torch.testing.assert_close(got[:, 1], (green - green.mean()) / green.std())
     assert torch.equal(found.test.tensors[0], got[:5])  # scaled by the images to train on
     assert images._images("x", (x[..., 0], torch.arange(20)), (x[:5, ..., 0], torch.arange(5))).shape == (1, 6, 6)
+
+
+def test_images_come_from_torchvision_where_it_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    images = importlib.import_module("images")
+
+    class CIFAR10:  # the interface of torchvision.datasets.CIFAR10
+        def __init__(self, root: str, train: bool, download: bool) -> None:
+            if root != str(tmp_path):
+                raise RuntimeError("Dataset not found or corrupted.")
+            n = 8 if train else 3
+            self.data, self.targets = (
+                np.zeros((n, 32, 32, 3), dtype=np.uint8) + np.arange(n)[:, None, None, None],
+                [1] * n,
+            )
+
+    fake = types.ModuleType("torchvision")
+    fake.datasets = types.SimpleNamespace(CIFAR10=CIFAR10)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", fake)
+    found = images.torchvision_images("CIFAR10", tmp_path, download=False)
+    assert (found.shape, len(found.train), len(found.test)) == ((3, 32, 32), 8, 3)
+    with pytest.raises(images.Missing, match=r"CIFAR10 is not in .*nowhere: --data says where it is"):
+        images.torchvision_images("CIFAR10", tmp_path / "nowhere", download=False)
