@@ -426,8 +426,8 @@ def test_a_users_zero_grad_keeps_gradients() -> None:
                 self.optim.step()
             Strategy.step(self)
 
-    one = fit(EverySecond(OptimSpec(torch.optim.SGD, lr=0.1)), 1, max_steps=2, shuffle=False)
-    whole = fit(SimpleReduceStrategy(OptimSpec(torch.optim.SGD, lr=0.2)), 1, max_steps=1, batch_size=8, shuffle=False)
+    whole = fit(SimpleReduceStrategy(OptimSpec(torch.optim.SGD, lr=0.2)), 1, max_steps=2, batch_size=8, shuffle=False)
+    one = fit(EverySecond(OptimSpec(torch.optim.SGD, lr=0.1)), 1, max_steps=4, shuffle=False)
     torch.testing.assert_close(params(one), params(whole), rtol=1e-10, atol=1e-12)
 
 
