@@ -121,6 +121,14 @@ def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> Non
             torch.testing.assert_close(bare.state.params[name][i], p.detach(), rtol=1e-4, atol=1e-6)
 
 
+def test_memory(tmp_path: Path) -> None:
+    table, result = run_quick("memory.py", tmp_path)
+    assert "| run | K | chunk | estimated MB | measured MB | estimated / measured |" in table
+    [row] = result["rows"]
+    assert (row["workload"], row["strategy"], row["num_nodes"]) == ("mlp", "diloco", 8)
+    assert row["estimated"] > 0 < row["measured"]
+
+
 def test_rollout(tmp_path: Path) -> None:
     table, result = run_quick("rollout.py", tmp_path)
     assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table

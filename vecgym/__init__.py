@@ -44,6 +44,7 @@ Other APIs:  vecgym.compat.exogym, vecgym.compat.diloco_sim
 from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
 from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from vecgym.memory import MemoryEstimate, estimate_memory
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
@@ -64,6 +65,7 @@ __all__ = [
     "LocalTrainer",
     "LogUniform",
     "Logger",
+    "MemoryEstimate",
     "Nodes",
     "OptimSpec",
     "OptimizedSchedule",
@@ -76,6 +78,7 @@ __all__ = [
     "Uniform",
     "VecgymWarning",
     "WandbLogger",
+    "estimate_memory",
     "load",
     "optimize_schedule",
     "rollout",
