@@ -481,6 +481,7 @@ def test_calls_of_torch_distributed_inside_a_strategy(strict: bool) -> None:
         (lambda: Trainer(make_model("MLP"), dataset("MLP"), None, start_port=15000), "start_port=15000 has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), devices=[0]), "devices=.* has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), 2, True, checkpoint_interval=5), "checkpoint_interval has no effect"),
+        (lambda: fit(SimpleReduceStrategy(SGD), 2, True, gradient_accumulation=2), "EXO Gym ignores it"),
         (lambda: fit(SimpleReduceStrategy(SGD), batch_size=5, minibatch_size=2), "leave 4 examples a step"),
     ],
 )
@@ -506,6 +507,11 @@ def test_an_option_without_effect_warns(make: Callable[[], Any], message: str) -
 def test_a_mistake_is_a_type_error(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_memory_options_of_the_documents() -> None:
+    made = fit(SimpleReduceStrategy(SGD), gradient_accumulation=2, max_memory_usage=0.8)
+    assert made.history.settings["minibatch_size"] == 2
 
 
 def test_values_that_cannot_work() -> None:
