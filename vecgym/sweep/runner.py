@@ -378,14 +378,12 @@ class Runner:
 
     # saving
 
-    def state(self, fingerprint: str) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         partial = None
         if self._partial is not None:
             todo, alive, record, stack = self._partial
             partial = {"todo": todo, "alive": alive, "record": record.state(), "stack": stack}
         return {
-            "format": 2,
-            "fingerprint": fingerprint,
             "chunks": [program.chunks for program in self.programs],
             "curves": {index: curve.state() for index, curve in self.curves.items()},
             "partial": partial,
@@ -400,7 +398,8 @@ class Runner:
             first = self.configs[held["todo"][0]]
             record = Record(first.num_steps, len(held["todo"]), first.num_nodes)
             record.load(held["record"])
-            self._partial = (held["todo"], held["alive"], record, held["stack"])
+            stack = tree.map_leaves(lambda x: x.to(self.device), held["stack"])
+            self._partial = (held["todo"], held["alive"], record, stack)
 
 
 def _place(config: Configuration) -> tuple[str, str, str, int]:
