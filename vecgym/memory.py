@@ -442,6 +442,16 @@ def memory_limit(device: torch.device) -> int:
     return whole
 
 
+def available_bytes(device: torch.device) -> int:
+    """Half of the memory that is free: what a sweep may use when nothing is said."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):  # not Linux
+        return 4 * 2**30
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most memory so far: allocated on a CUDA device, else resident in this process; on MPS held by its driver now.
 
