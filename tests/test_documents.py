@@ -12,6 +12,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -604,6 +605,9 @@ def test_logging(trainer: LocalTrainer, tmp_path: Path, monkeypatch: pytest.Monk
         **{**QUIET, "num_nodes": 2, "max_steps": 60, "val_size": 0},
     )  # fmt: skip
     (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 60  # wandb writes it in a process of its own
+    while b"diloco_vs_sparta_comparison" not in written.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert b"diloco_vs_sparta_comparison" in written.read_bytes()
     assert (tmp_path / "csv" / "history.csv").read_text().count("\n") == 2
 
