@@ -1,0 +1,217 @@
+"""The figures of the README, into `notebooks/figures/`: under 3 minutes on two cores, of which (a) takes most.
+
+(a) compare.png: what several strategies reach on real text, against steps and against bytes (`vecgym compare`);
+(b) sweep.png: 64 configurations of DiLoCo in one program, as a heat map and with their Pareto front;
+(c) schedule.png: how much the final loss changes with each exchange, and a schedule found by descent;
+(d) equivalence.png: stacked against real processes, step by step, and a strategy that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from workloads import Batch, header
+
+import vecgym
+from vecgym import cli, tree
+from vecgym.data import Batches, TokenWindows, partition_dirichlet
+from vecgym.files import write_atomically
+from vecgym.logger import read_csv
+from vecgym.models import GPT
+from vecgym.plot import COLOURS, MARKERS, plot_comparison, plot_schedule, plot_sensitivity
+from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, Context, DiLoCoStrategy, Strategy
+from vecgym.strategy.base import State
+from vecgym.tree import Tree
+
+FOLDER = Path(__file__).parent.parent / "notebooks" / "figures"
+WIDTH = 900  # pixels of every figure
+DPI = 100  # so that the text of a figure has the size of that around it
+PALETTE = 128  # colours: a third of the bytes, and nothing that the eye would miss
+
+Size = tuple[int, int]  # pixels
+
+
+def pixels(figure: Figure, size: Size) -> np.ndarray:
+    """A figure laid out in `size`, as [height, width, 3] bytes."""
+    figure.set_dpi(DPI)
+    figure.set_size_inches(size[0] / DPI, size[1] / DPI)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
+
+
+def save(path: Path, parts: Sequence[tuple[Figure, Size]], across: bool = True) -> None:
+    """Several figures side by side, or one below the other, as one file."""
+    image = np.concatenate([pixels(*part) for part in parts], axis=1 if across else 0)
+    with write_atomically(path) as file:
+        Image.fromarray(image).quantize(PALETTE, dither=Image.Dither.NONE).save(file, format="png", optimize=True)
+
+
+class Classifier(nn.Module):
+    """Two linear layers; batch (x [B, inputs], y [B])."""
+
+    def __init__(self, inputs: int, hidden: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(inputs, hidden), activation, nn.Linear(hidden, 4))
+
+    def forward(self, batch: Batch) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+
+# --------------------------------------------------------------------------------------------- (a) strategies
+
+NAMES = {"allreduce": "AllReduce (DDP)", "fedavg": "FedAvg", "diloco": "DiLoCo", "sparta": "SPARTA", "demo": "DeMo"}
+
+
+def compare(path: Path, quick: bool) -> None:
+    """`vecgym compare` itself, in fewer steps, and its histories drawn for this page."""
+    short = ["--quick", "--steps", "20", "--batch-size", "1"] if quick else ["--steps", "400"]
+    with TemporaryDirectory() as folder:
+        options = ["--strategies", *NAMES, "--output", folder, "--device", "cpu", "--no-progress", *short]
+        if cli.main(["compare", *options]) != 0:
+            raise SystemExit("vecgym compare has failed: see above.")
+        histories = {shown: read_csv(Path(folder, name)) for name, shown in NAMES.items()}
+    figure = plot_comparison(histories, loss_label="loss (nats per character)")
+    figure.suptitle("A small GPT trained on 8 nodes with five strategies")
+    save(path, [(figure, (WIDTH, 400))])
+
+
+# --------------------------------------------------------------------------------------------- (b) a sweep
+
+
+def sweep(path: Path, quick: bool) -> None:
+    """How often the nodes meet and the inner learning rate, four seeds of each: 512 nodes at once."""
+    torch.manual_seed(0)
+    model = Classifier(20, 32, nn.ReLU())
+    x = torch.randn(6144, 20)
+    y = (x[:, :8].view(-1, 4, 2).prod(2) + 0.3 * torch.randn(6144, 4)).argmax(1)  # which of four products is largest
+    train, val = TensorDataset(x[:4096], y[:4096]), TensorDataset(x[4096:], y[4096:])
+    shards = partition_dirichlet(train, 8, alpha=1.0).datasets(train)  # each node has its own mixture of the classes
+    result = vecgym.sweep(
+        model, shards, val,
+        strategy=lambda H, lr: DiLoCoStrategy("adamw", H=H, lr=lr),
+        grid={"H": [2, 5, 10, 20], "lr": [1e-3, 3e-3, 1e-2, 3e-2], "seed": range(1 if quick else 4)},
+        num_nodes=8, max_steps=20 if quick else 200, batch_size=16, device="cpu", progress=False,
+    )  # fmt: skip
+    print(result.best("val_loss"))
+    cells = result.plot_heatmap(x="lr", y="H", title="validation loss, mean of 4 seeds")
+    front = result.plot_pareto(hue="H", title="... of each of the 64, and what it costs")
+    save(path, [(cells, (430, 370)), (front, (WIDTH - 430, 370))])
+
+
+# --------------------------------------------------------------------------------------------- (c) a schedule
+
+
+def schedule(path: Path, quick: bool) -> None:
+    """The gradient of the final loss by the weight of each exchange; six exchanges where they help most."""
+    num_nodes, H, T = 4, 8, 16 if quick else 48
+    torch.manual_seed(0)
+    model = Classifier(10, 16, nn.Tanh()).double()
+    x = torch.randn(4096, 10, dtype=torch.float64)
+    y = (x @ torch.randn(10, 4, dtype=torch.float64)).argmax(1)
+    train, val = TensorDataset(x[:3072], y[:3072]), TensorDataset(x[3072:], y[3072:])
+    shards = partition_dirichlet(train, num_nodes, alpha=1.0).datasets(train)
+    batches, others = (list(Batches(shards, num_nodes, batch_size=16, seed=s).iterate(0, T)) for s in (0, 1))
+
+    def strategy(weights: Tensor) -> Strategy:
+        return DiLoCoStrategy("sgd", lr=1.0, sync_weight=weights)
+
+    weights = torch.zeros(T, dtype=torch.float64)
+    weights[H - 1 :: H] = 1.0
+    weights.requires_grad_()
+    outcome = vecgym.rollout(model, strategy(weights), batches, num_nodes=num_nodes, eval_batch=val[:512])
+    (gradient,) = torch.autograd.grad(outcome.loss, weights)
+    found = vecgym.optimize_schedule(
+        model, strategy, batches, num_nodes=num_nodes, eval_batch=val[:512], H=H, iterations=2 if quick else 20,
+        held_out=(others, val[512:]),
+    )  # fmt: skip
+    print(found)
+    upper = plot_sensitivity(gradient, weights.detach(), title=f"DiLoCo, H = {H}: where an exchange matters")
+    lower = plot_schedule(found, title=f"{int(found.schedule.sum())} exchanges, where descent puts them")
+    save(path, [(upper, (WIDTH, 320)), (lower, (WIDTH, 380))], across=False)
+
+
+# --------------------------------------------------------------------------------------------- (d) equivalence
+
+
+class WrongAverage(CommunicationModule):
+    """A mean over the nodes of this process only: all of them when stacked, and too few on processes."""
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if (ctx.step + 1) % 10:
+            return params, state
+        return tree.map(lambda p: p.mean(0, keepdim=True), params), state  # right: ctx.comm.mean(params)
+
+
+def equivalence(path: Path, quick: bool) -> None:
+    """`vecgym.verify`: the largest relative difference of a parameter after every step, stacked against processes."""
+    torch.manual_seed(0)
+    model = GPT(vocab_size=16, context=8, num_layers=1, num_heads=2, width=16)
+    data = TokenWindows(torch.randint(3, (4000,)).cumsum(0) % 16, context=8)
+    right = DiLoCoStrategy("adamw", H=10, lr=1e-2)
+    wrong = CommunicateOptimizeStrategy([WrongAverage()], "adamw", lr=1e-2)
+    curves = {}
+    for strategy, num_processes in ((right, 4), (wrong, 2)):
+        report = vecgym.verify(strategy, model, data, 4, num_processes, steps=12 if quick else 60)
+        print(report)
+        curves.update({(strategy, check.name): [row.params for row in check.rows] for check in report.checks})
+    labels = {
+        (wrong, "native"): "a mean that never leaves its process: wrong",
+        (right, "native"): "DiLoCo, H = 10, 4 processes",
+        (right, "exact"): "the same with exact=True",
+    }
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    for (key, label), colour, marker in zip(labels.items(), (COLOURS[1], COLOURS[2], COLOURS[0]), MARKERS):
+        steps = range(1, len(curves[key]) + 1)
+        axes.plot(steps, curves[key], color=colour, marker=marker, markersize=3.5, linewidth=1, label=label)
+    axes.set_yscale("symlog", linthresh=1e-17, linscale=0.5)
+    axes.set_yticks([0, 1e-16, 1e-12, 1e-8, 1e-4, 1], ["0", *(f"$10^{{{n}}}$" for n in (-16, -12, -8, -4)), "1"])
+    axes.set_ylim(-3e-18, 10)
+    axes.set(xlabel="optimizer steps", ylabel="largest relative difference")
+    axes.set_title("Parameters of 4 nodes on real processes, against stacked (float64)")
+    axes.legend(frameon=False, loc="center right")
+    axes.grid(True, color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(path, [(figure, (WIDTH, 380))])
+
+
+FIGURES: dict[str, Callable[[Path, bool], None]] = {
+    "compare": compare, "sweep": sweep, "schedule": schedule, "equivalence": equivalence,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figures", nargs="+", default=list(FIGURES), choices=FIGURES, metavar="NAME",
+                        help=f"any of {', '.join(FIGURES)}; default: all")  # fmt: skip
+    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
+    parser.add_argument("--quick", action="store_true", help="few steps: does it work? Nothing to look at")
+    parser.add_argument("--output", type=Path, default=FOLDER, metavar="DIR", help="default: notebooks/figures")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(header(), flush=True)
+    start = time.perf_counter()
+    for name in args.figures:
+        begin, path = time.perf_counter(), args.output / f"{name}.png"
+        FIGURES[name](path, args.quick)
+        size = path.stat().st_size / 1e3
+        print(f"{path}: {size:.0f} kB, {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
