@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import Transform
 from torch import Tensor
 
@@ -81,8 +81,7 @@ def plot_comparison(
     _finish(by_step, "loss against steps", "optimizer steps", loss_label)
     _finish(by_bytes, "loss against communication", "bytes sent per node", "")
     if any(history.last("total_bytes") for history in histories.values()):
-        by_bytes.set_xscale("log")
-        by_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        _scale_bytes(by_bytes)
     else:
         by_bytes.set_xticks([])
     _legend(by_step, list(histories))
@@ -378,7 +377,7 @@ def plot_pareto(
         if any(row["bytes"] == 0 for row in there):  # a logarithmic axis has no place for 0
             axes.set_xscale("symlog", linthresh=min(row["bytes"] for row in there if row["bytes"] > 0))
         else:
-            axes.set_xscale("log")
+            _scale_bytes(axes)
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
     return _done(figure, _with_left_out(title, rows, there), path)
@@ -496,6 +495,16 @@ def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarr
         return at, values
     keep = np.append(at[1:] != at[:-1], True) & (at > 0)
     return at[keep], values[keep]
+
+
+def _scale_bytes(axes: Axes) -> None:
+    """A logarithmic axis of bytes, labelled in kB, MB ..., also where it spans less than two powers of ten."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 100 * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.xaxis.set_minor_formatter(NullFormatter())  # numbers between the labels would overlap them
 
 
 def _draw_silent(axes: Axes, name: str, history: History, colour: str) -> None:
