@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import vecgym.cli as cli
+import vecgym.cli.compare as compare
 import vecgym.corpus as corpus
 from vecgym import Trainer
-from vecgym.cli import allreduce_bytes, comparison_table, main
+from vecgym.cli import main
+from vecgym.cli.compare import allreduce_bytes, comparison_table
+from vecgym.cli.values import ENGINES as ENGINE_NAMES
 from vecgym.corpus import read_text, split_text, standard_library_text
 from vecgym.local import ENGINES
 from vecgym.models import GPT
@@ -30,8 +32,8 @@ TINY = [
 @pytest.fixture(autouse=True, scope="module")
 def few_evaluations():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "VAL_SIZE", 8)
-        patch.setattr(cli, "NUM_EVALUATIONS", 2)
+        patch.setattr(compare, "VAL_SIZE", 8)
+        patch.setattr(compare, "NUM_EVALUATIONS", 2)
         yield
 
 
@@ -92,7 +94,7 @@ def test_table_says_what_the_histories_say(compared):
 
 def test_fedavg_and_diloco_send_H_times_less(compared):
     output, printed = compared
-    sent = {name: float(read_history(output, name)[-1]["total_bytes"]) for name in cli.STRATEGIES}
+    sent = {name: float(read_history(output, name)[-1]["total_bytes"]) for name in compare.STRATEGIES}
     assert sent["allreduce"] == pytest.approx(4 * sent["fedavg"])
     assert sent["fedavg"] == sent["diloco"] > 0
     assert [row[3] for row in table_of(printed).values()] == ["1x", "4x", "4x"]
@@ -108,9 +110,9 @@ def test_closed_form_of_the_bytes_is_what_allreduce_sent(compared, text_file):
 
 def test_all_start_alike_and_learn(compared):
     output, _ = compared
-    first = {read_history(output, name)[0]["val_loss"] for name in cli.STRATEGIES}
+    first = {read_history(output, name)[0]["val_loss"] for name in compare.STRATEGIES}
     assert len(first) == 1
-    for name in cli.STRATEGIES:
+    for name in compare.STRATEGIES:
         assert float(read_history(output, name)[-1]["val_loss"]) < float(first.copy().pop())
 
 
@@ -118,7 +120,7 @@ def test_figure_and_histories_are_where_it_says(compared):
     output, printed = compared
     assert f"Figure: {output / 'comparison.png'}" in printed
     assert (output / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    for name in cli.STRATEGIES:
+    for name in compare.STRATEGIES:
         assert str(output / name / "history.csv") in printed
 
 
@@ -177,20 +179,20 @@ def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
         seen.append(args)
         raise ValueError("seen enough")
 
-    monkeypatch.setattr(cli, "_data", stop)
+    monkeypatch.setattr(compare, "_data", stop)
     for argv in (["compare"], ["compare", "--quick"], ["compare", "--quick", "--steps", "77"]):
         assert main(argv) == 1
     full, quick, mixed = map(vars, seen)
-    assert {name: full[name] for name in cli.DEFAULTS} == cli.DEFAULTS
-    assert {name: quick[name] for name in cli.QUICK} == cli.QUICK
-    assert {name: mixed[name] for name in cli.QUICK} == {**cli.QUICK, "steps": 77}
-    for settings in (cli.DEFAULTS, cli.QUICK):
+    assert {name: full[name] for name in compare.DEFAULTS} == compare.DEFAULTS
+    assert {name: quick[name] for name in compare.QUICK} == compare.QUICK
+    assert {name: mixed[name] for name in compare.QUICK} == {**compare.QUICK, "steps": 77}
+    for settings in (compare.DEFAULTS, compare.QUICK):
         assert settings["steps"] % settings["H"] == 0  # so that the last step ends with an exchange
         assert settings["width"] % settings["heads"] == 0
 
 
 def test_more_strategies_can_be_compared(text_file: Path, tmp_path: Path) -> None:
-    more = [name for name in cli.MORE_STRATEGIES if name not in cli.STRATEGIES]
+    more = [name for name in compare.MORE_STRATEGIES if name not in compare.STRATEGIES]
     assert main(tiny(text_file, tmp_path, "--strategies", *more)) == 0
     sent = {name: float(read_history(tmp_path, name)[-1]["total_bytes"]) for name in more}
     assert sent["sparta"] < sent["sparta-diloco"] < sent["gossip"]
@@ -199,12 +201,12 @@ def test_more_strategies_can_be_compared(text_file: Path, tmp_path: Path) -> Non
 
 def test_all_strategies_have_the_same_inner_optimizer():
     args = argparse.Namespace(lr=0.01, steps=100, H=5, outer_lr=0.5, outer_momentum=0.25)
-    made = [cli.make_strategy(name, args) for name in cli.STRATEGIES]
+    made = [compare.make_strategy(name, args) for name in compare.STRATEGIES]
     assert len({repr(strategy.inner_optim) for strategy in made}) == 1
     assert {(s.warmup_steps, s.cosine_anneal, s.max_norm) for s in made} == {(5, True, 1.0)}
     assert "SGD, lr=0.5, momentum=0.25, nesterov=True" in repr(made[-1])
     with pytest.raises(ValueError, match="'sgd' is not known; allowed: allreduce"):
-        cli.make_strategy("sgd", args)
+        compare.make_strategy("sgd", args)
 
 
 # ----------------------------------------------------------------------------------------- interrupts, errors
@@ -235,7 +237,7 @@ def test_interrupt_before_anything_has_finished(text_file, tmp_path, monkeypatch
     printed = capsys.readouterr()
     assert "strategy" not in printed.out
     assert "allreduce stopped early" in printed.err
-    monkeypatch.setattr(cli, "_data", interrupted)
+    monkeypatch.setattr(compare, "_data", interrupted)
     assert main(tiny(text_file, tmp_path)) == 130
     assert capsys.readouterr().err == "Interrupted.\n"
 
@@ -312,7 +314,7 @@ def test_info(capsys):
 
 def test_names_that_are_written_twice_agree():
     """The command line names the engines itself, because their home imports torch."""
-    assert cli.ENGINES == ENGINES
+    assert ENGINE_NAMES == ENGINES
 
 
 def test_no_command_shows_the_help(capsys):
@@ -335,7 +337,7 @@ def test_help_imports_nothing_heavy():
     code = f"""if True:
         import sys, types
         package = types.ModuleType("vecgym")
-        package.__path__, package.__version__ = [{str(Path(cli.__file__).parent)!r}], "0"
+        package.__path__, package.__version__ = [{str(Path(compare.__file__).parent.parent)!r}], "0"
         sys.modules["vecgym"] = package
         from vecgym.cli import main
         try:
@@ -370,7 +372,7 @@ def test_table_is_aligned():
 
     history = History()
     history.append({"val_loss": 1.23456, "val_loss_local": 1.5, "total_bytes": 2.5e9})
-    lines = comparison_table({"a": cli.Run(history, 123.45), "longer": cli.Run(history, 1)}, 1e10).splitlines()
+    lines = comparison_table({"a": compare.Run(history, 123.45), "longer": compare.Run(history, 1)}, 1e10).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1].split() == ["a", "1.2346", "1.5000", "2.5", "GB", "4x", "123.5"]
 

@@ -25,6 +25,7 @@ from tests.fitting import STRATEGIES, Rows, dataset, fit, same, same_run
 from tests.models import make_data, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning, launch
 from vecgym.errors import ProcessError
+from vecgym.metrics import MEASURED
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -179,12 +180,9 @@ def test_a_notebooks_definitions_cannot_be_spawned_and_the_error_says_what_to_do
     assert "%%writefile" in done.stderr
 
 
-COLUMNS_OF_TIME = ("seconds", "steps_per_s")
-
-
 def same_history(a: Trainer, b: Trainer, tolerance: float = 0.0) -> None:
     assert a.history.columns == b.history.columns
-    for column in set(a.history.columns) - set(COLUMNS_OF_TIME):
+    for column in set(a.history.columns) - set(MEASURED):
         for x, y in zip(a.history[column], b.history[column], strict=True):
             assert (x is None) == (y is None), column
             if x is not None:

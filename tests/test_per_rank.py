@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -131,6 +134,63 @@ def test_trainer_runs_it_and_leaves_the_users_object_alone() -> None:
     assert trainer.history["lr"] == pytest.approx([0.1] * 5)
 
 
+class Noisy(Strategy):
+    """Draws from every global generator, between collectives too."""
+
+    def step(self) -> None:
+        for p in self.model.parameters():
+            assert p.grad is not None
+            p.grad += 0.1 * torch.randn_like(p) + 0.1 * random.random() + 0.1 * float(np.random.rand())  # noqa: NPY002
+            if self.rank % 2:
+                torch.rand(3)
+            all_reduce(p.grad, "mean")
+            p.grad += 0.1 * torch.randn_like(p)
+        self.optim.step()
+        super().step()
+
+
+def test_what_nodes_draw_is_reproducible_and_their_own() -> None:
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+    first = run(Noisy("sgd", lr=0.1), 4)[0]
+    assert (torch.get_rng_state() == before[0]).all()
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]  # noqa: NPY002
+    torch.rand(5)
+    again = run(Noisy("sgd", lr=0.1), 4)[0]
+    for name, p in first.items():
+        assert torch.equal(p, again[name])
+        assert torch.equal(p[0], p[2])  # seeded alike, they have drawn as often
+        assert not torch.equal(p[0], p[1])  # node 1 draws more
+
+
+def test_what_nodes_draw_goes_on_after_a_resume(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(10, (64,)))
+
+    def fit(steps: int, **options: Any) -> Tensor:
+        trainer = Trainer(make_model("MLP"), data)
+        trainer.fit(Noisy("sgd", lr=0.1), 3, max_steps=steps, batch_size=4, progress=False, device="cpu", **options)
+        return torch.cat([p.flatten() for p in trainer.nodes.params.values()])
+
+    whole = fit(6)
+    fit(3, save_dir=tmp_path)
+    assert torch.equal(fit(6, save_dir=tmp_path, resume=True), whole)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"), [("sum", 6.0), ("mean", 1.5), ("max", 3.0), ("min", 0.0), ("product", 24.0)]
+)
+def test_reductions(op: str, expected: float) -> None:
+    seen: list[float] = []
+
+    class Reduce(Strategy):
+        def step(self) -> None:
+            own = torch.tensor([self.rank + 1.0 if op == "product" else float(self.rank)])
+            seen.append(float(all_reduce(own, op)))
+
+    run(Reduce(), 4)
+    assert set(seen) == {expected}
+
+
 class Uneven(Strategy):
     """Node 0 leaves the others alone in a collective."""
 
@@ -154,7 +214,7 @@ class Failing(Strategy):
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (Uneven(), "node 0 in the end of step"),
+        (Uneven(), "node 0 in the end of its work"),
         (Mixed(), r"all_reduce sum of shape \[1\]"),
         (Failing(), "node 2: KeyError: 'oops'"),
     ],

@@ -9,10 +9,21 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 
-from vecgym import History
+from tests.fitting import dataset, fit
+from vecgym import History, Trainer
 from vecgym.optimize import OptimizedSchedule
-from vecgym.plot import COLOURS, plot_comparison, plot_history, plot_schedule, plot_sensitivity, smooth
+from vecgym.plot import (
+    COLOURS,
+    X_AXES,
+    plot_comparison,
+    plot_history,
+    plot_runs,
+    plot_schedule,
+    plot_sensitivity,
+    smooth,
+)
 
 STEPS = 40
 
@@ -265,3 +276,79 @@ def test_optimized_matrices_beside_those_of_the_start() -> None:
     assert np.array_equal(np.asarray(found.images[0].get_array()), np.eye(3))
     assert np.allclose(np.asarray(start.images[0].get_array()), 1 / 3)
     assert right.get_ylabel() == "loss"
+
+
+# ---------------------------------------------------------------------------------------------- plot_runs
+
+
+def legend_of(axes: Axes) -> Legend:
+    legend = axes.get_legend()
+    assert legend is not None
+    return legend
+
+
+def measured(every: int = 1, num_nodes: int = 4) -> History:
+    """`make_history` with the other axes, and distances at the evaluations."""
+    history = make_history(every)
+    for row in history.rows:
+        row.update(examples=16 * row["step"], seconds=0.25 * row["step"])
+        if "train_losses" in row:
+            row["train_losses"] = np.linspace(0.9, 1.1, num_nodes) * row["train_loss"]
+        if row["step"] and "val_loss" in row:
+            row["consensus_distance"] = 1 / row["step"]
+    return history
+
+
+@pytest.mark.parametrize("x", X_AXES)
+def test_runs_against_every_axis(x: str) -> None:
+    one, other = measured(), measured(every=5)
+    figure = plot_runs({"one": one, "other": other}, x=x, window=1, title="two runs")
+    losses, distances = figure.axes
+    column, label = X_AXES[x]
+    assert losses.get_xlabel() == distances.get_xlabel() == label
+    assert losses.get_xscale() == distances.get_xscale() == ("log" if x == "bytes" else "linear")
+    assert figure.get_suptitle() == "two runs"
+    for history, colour in ((one, COLOURS[0]), (other, COLOURS[1])):
+        expected = dict(zip(*history.series("val_loss", column)))
+        if x == "bytes":
+            expected.pop(0.0)
+        found = line_of(losses, colour, marker=True)
+        assert dict(zip(found[0], found[1])) == pytest.approx(expected)
+        found = line_of(distances, colour, marker=True)
+        assert found[0].tolist() == history.series("consensus_distance", column)[0]
+        assert found[1].tolist() == pytest.approx(history.series("consensus_distance")[1])
+    texts = [text.get_text() for text in legend_of(losses).get_texts()]
+    assert texts == [
+        "one", "other", "validation, averaged model", "training (smoothed)", "training, lowest to highest node"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_nodes", "edges"), [(4, (0.9, 1.1)), (21, (0.92, 1.08))])
+def test_the_band_of_many_nodes_is_between_percentiles(num_nodes: int, edges: tuple[float, float]) -> None:
+    history = measured(num_nodes=num_nodes)
+    axes = plot_runs({"one": history}, window=1).axes[0]
+    low, high = band_of(axes)
+    for step, loss in zip(*history.series("train_loss")):
+        assert (low[step], high[step]) == pytest.approx((edges[0] * loss, edges[1] * loss))
+    last = legend_of(axes).get_texts()[-1].get_text()
+    assert ("10 % to 90 %" in last) == (num_nodes == 21)
+
+
+def test_runs_without_distances_or_nodes_have_one_panel() -> None:
+    history = History()
+    for step in range(1, 4):
+        history.append({"step": step, "train_loss": 1 / step, "total_bytes": 0.0})
+    figure = plot_runs({"silent": history}, x="bytes")
+    assert len(figure.axes) == 1
+    assert "silent: sends nothing" in [text.get_text() for text in figure.axes[0].texts]
+    with pytest.raises(ValueError, match=r"x='epochs' is not known; allowed: 'step', 'examples', 'bytes', 'seconds'"):
+        plot_runs({"silent": history}, x="epochs")
+
+
+def test_trainer_plot(tmp_path: Any) -> None:
+    trainer, _ = fit("MLP", "DiLoCo", max_steps=3, val=dataset("MLP", 8))
+    figure = trainer.plot(tmp_path / "made" / "run.png", x="seconds", title="a run")
+    assert (tmp_path / "made" / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert figure.axes[0].get_xlabel() == "seconds of simulation"
+    with pytest.raises(ValueError, match="has no step to plot"):
+        Trainer(trainer.model, dataset("MLP")).plot()

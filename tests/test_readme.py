@@ -11,7 +11,10 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 
 
-def test_code_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_blocks_run_in_order(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where what they write goes
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(blocks) >= 2
     namespace: dict[str, object] = {"__name__": "readme"}

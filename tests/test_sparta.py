@@ -194,9 +194,7 @@ def test_sparta_equals_its_twin(selector: str, delay: int, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize(("selector", "delay"), [("random", 0), ("partitioned", 2)])
-@pytest.mark.parametrize(
-    ("model", "num_nodes"), [("MLP", 1), ("MLP", 2), ("CNN", 1), ("CNN", 2), ("CNN", 5), ("GPT", 5)]
-)
+@pytest.mark.parametrize(("model", "num_nodes"), [("MLP", 1), ("MLP", 2), ("CNN", 2), ("CNN", 5), ("GPT", 5)])
 def test_sparta_on_other_models_equals_its_twin(
     model: str, num_nodes: int, selector: str, delay: int, engine: str
 ) -> None:

@@ -442,6 +442,22 @@ def test_the_first_of_a_stack_may_leave() -> None:
         check_row(result, index)
 
 
+@pytest.mark.parametrize(
+    ("make", "grid", "sizes"),
+    [
+        (lambda H, lr: DiLoCoStrategy("adamw", H=H, outer_lr=lr), {"lr": [0.4, 1.0], "H": [2, 3]}, [2, 2]),
+        (lambda H, optim: FedAvgStrategy(optim, H=H), {"optim": ["sgd", "adam"], "H": [2], "seed": [0, 1]}, [2, 2]),
+        (lambda p: SPARTAStrategy(p), {"p": [0.1], "seed": [0, 1]}, [1, 1]),  # random masks
+        (lambda size: FedAvgStrategy(island_size=size), {"size": [2], "seed": [0, 1]}, [1, 1]),
+        (lambda outer: DiLoCoStrategy("adamw", outer, H=2), {"outer": ["sgd", "adam"], "seed": [0]}, [1, 1]),
+    ],
+)  # fmt: skip
+def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes: list[int]) -> None:
+    runner = run_sweep(make, grid, dry_run=True)._runner
+    stack = runner._stack([runner.configs[i] for i in runner.programs[0].chunks[0]])
+    assert [exchange.size for exchange in stack.exchanges] == sizes
+
+
 def test_all_may_diverge() -> None:
     result = run_sweep(lambda lr: FedAvgStrategy("sgd", lr=lr), {"lr": [1e200, 1e300]})
     assert [row["status"] for row in result.rows] == ["diverged"] * 2
@@ -465,6 +481,7 @@ class Interrupting(TensorDataset):
 
 RESUMED: dict[str, Callable[..., Strategy]] = {
     "DiLoCo": lambda H, lr: DiLoCoStrategy("adamw", H=H, lr=lr),
+    "DiLoCo in one exchange": lambda H, lr: DiLoCoStrategy("adamw", H=2, lr=0.01, outer_lr=lr * H),
     "SPARTA": lambda H, lr: SPARTAStrategy(None, "sgd", lr=lr, index_selector=PartitionedSelector(1 / H), delay=1),
     "participation": lambda H, lr: FedAvgStrategy("adam", H=H, lr=lr, participation=0.5),
     "per rank": lambda H, lr: PerRank("sgd", lr=lr),

@@ -660,7 +660,7 @@ def test_every_strategy_learns(strategy: str) -> None:
 
 
 def test_columns_of_the_history() -> None:
-    trainer, _ = fit("MLP", max_steps=4, val=dataset("MLP", 8), val_interval=2, correlation_interval=2)
+    trainer, _ = fit("MLP", "DiLoCo", max_steps=4, val=dataset("MLP", 8), val_interval=2, correlation_interval=2)
     history = trainer.history
     assert set(history.columns) == set(SCALARS) | set(PER_NODE)
     assert history["step"] == [0, 1, 2, 3, 4]

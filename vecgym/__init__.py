@@ -1,23 +1,55 @@
 """vecgym: distributed training of one model on K nodes, simulated as one vectorised PyTorch program.
 
+A model is a module that returns the mean loss of a batch; a strategy says what its K copies exchange, and when:
+
+>>> import torch
+>>> from vecgym import Trainer
+>>> from vecgym.strategy import DiLoCoStrategy
+>>> class Line(torch.nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.w = torch.nn.Parameter(torch.zeros(()))
+...     def forward(self, x):
+...         return (self.w - x).square().mean()
+>>> trainer = Trainer(Line(), torch.ones(64))
+>>> averaged = trainer.fit(
+...     DiLoCoStrategy("sgd", H=2, lr=0.1), num_nodes=4, max_steps=8, batch_size=2, device="cpu", progress=False
+... )
+>>> trainer.nodes, trainer.ledger
+(Nodes(4 x Line, 1 parameters each), Ledger(4 collectives, 24 bytes sent per node))
+>>> [round(loss, 2) for loss in trainer.history["train_loss"]]
+[1.0, 0.64, 0.27, 0.17, 0.0, 0.0, 0.06, 0.04]
+
+The whole surface by theme; `help(name)` shows each with an example. Per-node tensors are `[K, *]`, and a node dimension
+of size 1 means "the same on every node".
+
 Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
+Optimizers:  OptimSpec, an optimizer with its settings; vecgym.optim
 Data:        vecgym.data: partition_iid, partition_dirichlet, partition_shards ...: who holds which examples
-Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule
+Models:      vecgym.models.GPT; vecgym.corpus, text without a download
+Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule, OptimizedSchedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
-Logging:     CSVLogger, Logger
+Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load, Saved
+Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
+Figures:     vecgym.plot: plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
-Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.collectives; vecgym.local.Engine; vecgym.optim
+Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.local.Engine, the gradients of all nodes;
+             vecgym.collectives, what they exchange; vecgym.compress, what is sent in its place; vecgym.topology;
+             vecgym.schedule; vecgym.tree
+Errors:      DivergenceError, ProcessError, VecgymWarning; all others are ValueError and TypeError, with the way out
+Other APIs:  vecgym.compat.exogym, vecgym.compat.diloco_sim
 """
 
 from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
-from vecgym.logger import CSVLogger, Logger
+from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule
 from vecgym.rollout import Outcome, rollout, rollout_jvp
+from vecgym.saved import Saved, load
 from vecgym.sweep import LogUniform, SweepResult, Uniform, sweep
 from vecgym.trainer import LocalTrainer, Trainer
 from vecgym.verify import verify
@@ -37,10 +69,14 @@ __all__ = [
     "OptimizedSchedule",
     "Outcome",
     "ProcessError",
+    "Saved",
     "SweepResult",
+    "TensorBoardLogger",
     "Trainer",
     "Uniform",
     "VecgymWarning",
+    "WandbLogger",
+    "load",
     "optimize_schedule",
     "rollout",
     "rollout_jvp",

@@ -72,7 +72,17 @@ Batch = Any  # a tensor, or nested dicts, lists and (named) tuples of tensors
 
 
 class Examples(Protocol):
-    """A map-style dataset: anything with a length and random access."""
+    """A map-style dataset: anything with a length and random access.
+
+    >>> class Squares:
+    ...     def __len__(self):
+    ...         return 8
+    ...     def __getitem__(self, index):
+    ...         return torch.tensor(index**2)
+    >>> Batches(Squares(), num_nodes=2, batch_size=2, shuffle=False).batch(0)
+    tensor([[0, 4],
+            [1, 9]])
+    """
 
     def __len__(self) -> int: ...
 
@@ -148,7 +158,12 @@ class Batches:
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
 
     def batch(self, step: int) -> Batch:
-        """The batch of any step >= 0, leaves `[L, B, ...]`; without workers."""
+        """The batch of any step >= 0, leaves `[L, B, ...]`; without workers.
+
+        >>> Batches(torch.arange(8), num_nodes=2, batch_size=2, shuffle=False).batch(1)
+        tensor([[4, 6],
+                [5, 7]])
+        """
         return self._source.read(*self._request(_integer("step", step, 0)))
 
     __getitem__ = batch

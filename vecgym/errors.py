@@ -10,11 +10,26 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class VecgymWarning(UserWarning):
-    """A setting has no effect, or not the one that its name suggests."""
+    """A setting has no effect, or not the one that its name suggests.
+
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", VecgymWarning)  # where every setting must matter
+    ...     warn("H=100 is larger than the run's 10 steps.")
+    Traceback (most recent call last):
+    ...
+    vecgym.errors.VecgymWarning: H=100 is larger than the run's 10 steps.
+    """
 
 
 def warn(message: str) -> None:
-    """Warn, pointing at the line outside of vecgym that led here, however deep inside it was noticed."""
+    """Warn, pointing at the line outside of vecgym that led here, however deep inside it was noticed.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn("H=100 is larger than the run's 10 steps.")
+    >>> caught[0].category.__name__, str(caught[0].message)
+    ('VecgymWarning', "H=100 is larger than the run's 10 steps.")
+    """
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -28,6 +43,10 @@ class DivergenceError(ArithmeticError):
         step: optimizer steps done when the loss was computed.
         nodes: the ids of the nodes whose loss is not finite.
         loss: that of the first of them.
+
+    >>> error = DivergenceError(step=12, nodes=[3], loss=float("nan"))
+    >>> error.step, error.nodes, str(error).split(".")[0]
+    (12, [3], 'the loss of node 3 is nan at step 12')
     """
 
     def __init__(self, step: int, nodes: list[int], loss: float) -> None:
@@ -49,6 +68,10 @@ class ProcessError(RuntimeError):
         rank: of the process.
         nodes: what it held: "nodes 2-3".
         traceback: where it was, as text; "" where that is not known.
+
+    >>> error = ProcessError(rank=1, nodes="nodes 2-3", what="KeyError: 'x'", traceback="...")
+    >>> error.rank, error.nodes, str(error).splitlines()[0]
+    (1, 'nodes 2-3', "process 1 (nodes 2-3): KeyError: 'x'")
     """
 
     def __init__(self, rank: int, nodes: str, what: str, traceback: str = "") -> None:

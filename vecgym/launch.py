@@ -40,6 +40,8 @@ from torch import Tensor
 from vecgym import tree
 from vecgym.errors import ProcessError, VecgymWarning
 
+__all__ = ["Link", "choose_start_method", "joined", "run"]
+
 TIMEOUT_S = 600.0  # the longest that no process may get anywhere
 GRACE_S = 2.0  # after a first error: others may tell more, such as who caused it
 POLL_S = 0.1
@@ -63,6 +65,13 @@ class Link:
 
     Attributes:
         rank, num_processes: of this process, and W.
+
+    >>> def work(link):
+    ...     link.watch(inside=False)  # it gets on
+    ...     link.send({"rank": link.rank})
+    >>> run(work, 1, start_method="fork", on_message=print)
+    0 {'rank': 0}
+    [None]
     """
 
     def __init__(self, rank: int, num_processes: int, pipe: Any, progress: Any) -> None:
@@ -127,6 +136,17 @@ def run(
         ProcessError: when a process raises, dies or hangs; all are ended.
         ValueError, TypeError: those that the function raises before its first message.
         KeyboardInterrupt: on Ctrl-C: the processes get it, and may return something first.
+
+    >>> def work(link, x):
+    ...     total = torch.tensor(x + link.rank)
+    ...     dist.all_reduce(total)
+    ...     link.send(f"process {link.rank} of {link.num_processes}")
+    ...     return int(total)
+    >>> said = []
+    >>> run(work, 2, (10,), start_method="fork", on_message=lambda rank, message: said.append(message))
+    [21, 21]
+    >>> sorted(said)
+    ['process 0 of 2', 'process 1 of 2']
     """
     method = start_method or choose_start_method(device)
     context: Any = multiprocessing.get_context(method)
@@ -449,6 +469,7 @@ def _process_group(link: Link, settings: _Settings) -> Iterator[None]:
         yield
     finally:
         if sys.exc_info()[0] is None:
+            dist.barrier()  # one that is done at once must not close while another still connects
             dist.destroy_process_group()
 
 
@@ -471,6 +492,13 @@ def joined(device: torch.device) -> Iterator[torch.device]:
 
     Raises:
         ValueError: where there is neither.
+
+    >>> try:
+    ...     with joined(torch.device("cpu")) as device:
+    ...         print(device)
+    ... except ValueError as error:
+    ...     print(str(error).split(". ")[0])
+    backend="distributed" needs a process group
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
@@ -505,7 +533,12 @@ class _Packed(NamedTuple):
 
 
 def packed(value: Any) -> Any:
-    """`value` with its tensors as numpy arrays of bytes."""
+    """`value` with its tensors as numpy arrays of bytes.
+
+    >>> found = packed({"a": torch.ones(2), "b": 3})
+    >>> found["a"].data.nbytes, found["b"]
+    (8, 3)
+    """
 
     def pack(x: Tensor) -> Any:
         flat = x.detach().cpu().contiguous().view(-1)

@@ -18,13 +18,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class Entry(NamedTuple):
-    """One collective: `operation` at `step`, `payload_bytes` of each participant, `sent_bytes` per node."""
+    """One collective: `operation` at `step`, `payload_bytes` of each participant, `sent_bytes` per node.
+
+    >>> ledger = Ledger()
+    >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+    >>> next(iter(ledger))
+    Entry(step=0, operation='mean', payload_bytes=400, sent_bytes=600.0, participants=4)
+    """
 
     step: int
     operation: str
@@ -86,6 +93,35 @@ class Ledger:
         finally:
             self._weight = before
 
+    def state(self) -> dict[str, Any]:
+        """Everything that it holds, as tensors and plain values: for a file.
+
+        >>> ledger = Ledger()
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.state()["kinds"], ledger.state()["total_bytes"]
+        ([['mean', 400, 600.0, 4]], 600.0)
+        """
+        return {
+            "kinds": [list(kind) for kind in self._kinds],
+            "kind_of_entry": torch.tensor(self._kind_of_entry, dtype=torch.int32),
+            "step_of_entry": torch.tensor(self._step_of_entry, dtype=torch.int64),
+            "total_bytes": self.total_bytes,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Hold what `state` says, and nothing else.
+
+        >>> ledger, other = Ledger(), Ledger()
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> other.load(ledger.state())
+        >>> list(other) == list(ledger), other
+        (True, Ledger(1 collectives, 600 bytes sent per node))
+        """
+        self._kinds = {(kind[0], kind[1], kind[2], kind[3]): i for i, kind in enumerate(state["kinds"])}
+        self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
+        self._step_of_entry = array("q", state["step_of_entry"].tolist())
+        self.total_bytes = state["total_bytes"]
+
     def __len__(self) -> int:
         return len(self._step_of_entry)
 
@@ -96,7 +132,14 @@ class Ledger:
             yield Entry(step, operation, payload_bytes, sent_bytes, participants)
 
     def summary(self) -> dict[str, tuple[int, float]]:
-        """Operation -> (number of calls, bytes sent per node in all)."""
+        """Operation -> (number of calls, bytes sent per node in all).
+
+        >>> ledger = Ledger()
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.record("mean", payload_bytes=400, sent_bytes=600.0, participants=4)
+        >>> ledger.summary()
+        {'mean': (2, 1200.0)}
+        """
         totals: dict[str, tuple[int, float]] = {}
         for entry in self:
             count, sent = totals.get(entry.operation, (0, 0.0))

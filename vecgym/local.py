@@ -48,7 +48,12 @@ MAX_TENSOR_BYTES = 2**25 - 2**16
 
 
 class Local(NamedTuple):
-    """The result of the nodes' own work."""
+    """The result of the nodes' own work.
+
+    >>> local = Local(grads={"w": torch.tensor([[2.0], [4.0]])}, losses=torch.tensor([1.0, 2.0]), buffers={})
+    >>> local.grads["w"].mean(0)
+    tensor([3.])
+    """
 
     grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss
     losses: Tensor  # [L]
@@ -57,7 +62,11 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes."""
+    """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes.
+
+    >>> print(Plan("loop", node_threads=2, reason="asked for"))
+    loop, 2 node threads (asked for)
+    """
 
     engine: str
     node_threads: int = 1
@@ -72,7 +81,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one forward and backward pass of one node shows."""
+    """What one forward and backward pass of one node shows.
+
+    >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True, flop=1000)  # a model with dropout
+    >>> facts.random, facts.vmap_error is None
+    (True, True)
+    """
 
     unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
     mutated: frozenset[str]  # buffers that a training step changes
@@ -118,6 +132,15 @@ class _Skeleton:
             places = {name: self._places[name][0] for name in self._buffers}
             return loss, {name: held[key] for name, (held, key) in places.items()}, grads
 
+    def measure(self, tensors: Tree, batch: Any) -> Tree:
+        """What validation measures: the loss, or all of what the model's own `val_metrics` gives."""
+        with self._holding(tensors):
+            if not offers_metrics(self.model):
+                return {"loss": self.model(batch)}
+            found = self.model.val_metrics(batch)  # type: ignore[operator]
+            check_val_metrics(found)
+            return dict(found)
+
     @contextlib.contextmanager
     def _holding(self, tensors: Tree) -> Iterator[None]:
         """Hold other tensors for a while."""
@@ -146,6 +169,24 @@ class Engine:
         chunk_size: the most nodes in one vectorised call; None: no bound.
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
+
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
+    >>> engine.prepare(batch).engine, engine.device
+    ('vmap', device(type='cpu'))
+    >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
+    >>> local.losses, local.grads
+    (tensor([1., 9.]), {'w': tensor([-2., -6.])})
+    >>> engine.losses(params, {}, batch, own_batches=True), engine.loss({"w": torch.ones(())}, {}, batch[1])
+    (tensor([1., 9.]), tensor(4.))
+    >>> engine.measures(params, {}, batch, own_batches=True)
+    {'loss': tensor([1., 9.])}
+    >>> engine.close()
     """
 
     def __init__(
@@ -165,7 +206,7 @@ class Engine:
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self.buffers = {name: b.detach() for name, b in model.named_buffers()}
-        self._model = model
+        self.model = model
         self._train = [_Skeleton(model, training=True)]
         self._eval = _Skeleton(model, training=False)
         self._pool: ThreadPoolExecutor | None = None
@@ -208,6 +249,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
+        """Where the model is, and so all that is computed."""
         values = self.params or self.frozen
         return next(iter(values.values())).device if values else torch.device("cpu")
 
@@ -258,7 +300,7 @@ class Engine:
         self.close()
         count = self.plan.node_threads
         while len(self._train) < count:  # functional_call changes its module for a while: one for each thread
-            self._train.append(_Skeleton(self._model, training=True))
+            self._train.append(_Skeleton(self.model, training=True))
         if count > 1:
             own = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(count, "vecgym-node", initializer=torch.set_num_threads, initargs=(1,))
@@ -520,9 +562,16 @@ class Engine:
         ):  # fmt: skip
             return self._eval.call({**params, **self.frozen}, _clones(buffers), batch)[0]
 
-    @torch.no_grad()
     def losses(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tensor:
-        """The loss of each row of `params` in eval mode, `[L]`; nothing is changed.
+        """The loss of each row of `params` in eval mode, `[L]`; see `measures`."""
+        return self.measures(params, buffers, batch, own_batches=own_batches)["loss"]
+
+    @torch.no_grad()
+    def measures(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tree:
+        """What validation measures of each row of `params` in eval mode, `[L]` each; nothing is changed.
+
+        That is the loss. A model that defines `val_metrics(batch)` is asked for that instead of its forward: a dict of
+        scalars, each a mean over the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`.
 
         Args:
             params, buffers: `[L, *]` or `[1, *]`.
@@ -535,35 +584,36 @@ class Engine:
             part = _rows(params, a, b), _rows(buffers, a, b)
             here = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
             with _seeded(rng.key(0, "evaluation", a), self.device, self._random):
-                found.append(self._chunk_losses(*part, here, own_batches, b - a))
-        return torch.cat(found)
+                found.append(self._chunk_measures(*part, here, own_batches, b - a))
+        return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
-    def _chunk_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+    def _chunk_measures(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
         if self.plan.engine == "vmap":
-            return self._vmap_losses(params, buffers, batch, own_batches, size)
-        return self._loop_losses(params, buffers, batch, own_batches, size)
+            return self._vmap_measures(params, buffers, batch, own_batches, size)
+        return self._loop_measures(params, buffers, batch, own_batches, size)
 
-    def _vmap_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+    def _vmap_measures(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
         values = {**params, **buffers}
         dims = {name: 0 if x.shape[0] == size and size > 1 else None for name, x in values.items()}
         given = {name: x if dims[name] == 0 else x[0] for name, x in values.items()}
 
-        def loss_of_one(values: Tree, rows: Any) -> Tensor:
-            return self._eval.call({**values, **self.frozen}, {}, rows)[0]
+        def of_one(values: Tree, rows: Any) -> Tree:
+            return self._eval.measure({**values, **self.frozen}, rows)
 
         if size == 1:
-            return loss_of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)[None]
+            one = of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)
+            return tree.map(lambda x: x[None], one)
         with _explaining(), Folding(), self._casting(), _plain_attention():
-            return vmap(loss_of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
+            return vmap(of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
 
-    def _loop_losses(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tensor:
+    def _loop_measures(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
         found = []
         for i in range(size):
             rows = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
             values = tree.map(lambda x: _row(x, i), {**params, **buffers})  # noqa: B023
             with self._casting():
-                found.append(self._eval.call({**values, **self.frozen}, {}, rows)[0])
-        return torch.stack(found)
+                found.append(self._eval.measure({**values, **self.frozen}, rows))
+        return _stacked(found)
 
     # --------------------------------------------------------------------------------------------- helpers
 
@@ -602,6 +652,10 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
     2. On CPU the nodes are spread over the threads when each gets enough arithmetic
        (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
     3. On CPU `vmap` takes as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
+
+    >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=False, flop=10**9)
+    >>> print(choose_plan(facts, num_nodes=8, device=torch.device("cpu"), num_threads=2, engine="auto"))
+    vmap, 2 node threads (all nodes in one call; 8 GFLOP a step are worth 2 node threads)
     """
     if engine in ("vmap", "loop"):
         chosen, reason = engine, "asked for"
@@ -626,7 +680,13 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
 
 
 def check_settings(engine: str, chunk_size: int | None, node_threads: int | None) -> None:
-    """Raise a ValueError for settings of the engine that cannot work."""
+    """Raise a ValueError for settings of the engine that cannot work.
+
+    >>> check_settings("vmap", chunk_size=0, node_threads=None)
+    Traceback (most recent call last):
+    ...
+    ValueError: chunk_size=0 must be an integer >= 1, or None to let vecgym choose.
+    """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is not known; allowed: {', '.join(map(repr, ENGINES))}.")
     for name, value in (("chunk_size", chunk_size), ("node_threads", node_threads)):
@@ -635,7 +695,15 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
 
 
 def check_loss(loss: Any) -> None:
-    """Raise the error that tells a user what the model's forward must return."""
+    """Raise the error that tells a user what the model's forward must return.
+
+    >>> check_loss(torch.ones((), requires_grad=True))
+    >>> try:
+    ...     check_loss(torch.ones(8, requires_grad=True))
+    ... except ValueError as error:
+    ...     print(str(error).split(". ")[0])
+    the model returned a tensor of shape [8], not a scalar
+    """
     fix = (
         "The model is called as model(batch) and must return the mean loss over the batch as one number: wrap "
         "it in a module whose forward(batch) unpacks the batch and returns, say, "
@@ -652,6 +720,38 @@ def check_loss(loss: Any) -> None:
             "the model's loss does not depend on any trainable parameter: check for .detach(), .item(), "
             "torch.no_grad() in its forward, and that some parameters have requires_grad=True."
         )
+
+
+def offers_metrics(model: nn.Module) -> bool:
+    """Whether a model says itself what validation measures; see `Engine.measures`.
+
+    >>> class Classifier(nn.Module):
+    ...     def val_metrics(self, batch):
+    ...         return {"loss": self(batch), "accuracy": torch.tensor(0.5)}
+    >>> offers_metrics(Classifier()), offers_metrics(nn.Linear(1, 1))
+    (True, False)
+    """
+    return callable(getattr(type(model), "val_metrics", None))
+
+
+def check_val_metrics(found: Any) -> None:
+    """Raise the error that tells a user what a model's `val_metrics` must return.
+
+    >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
+    >>> try:
+    ...     check_val_metrics({"accuracy": torch.tensor(0.5)})
+    ... except TypeError as error:
+    ...     print(str(error).split(". ")[0])
+    val_metrics(batch) returned the keys ['accuracy']; a dict with "loss" is needed
+    """
+    fix = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
+    if not isinstance(found, dict) or "loss" not in found:
+        shown = f"the keys {list(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise TypeError(f'val_metrics(batch) returned {shown}; a dict with "loss" is needed. {fix}')
+    for name, x in found.items():
+        if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
+            shown = f"a {x.dtype} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise TypeError(f"val_metrics(batch) returned {shown} as {name!r}. {fix}")
 
 
 @contextlib.contextmanager

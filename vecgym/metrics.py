@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-# Columns with one number a row, and what they are. Loggers write these.
+# Columns with one number a row, and what they are. Loggers write these, and for each metric that a model offers (see
+# `vecgym.evaluate.evaluate`) `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
 SCALARS = {
     "step": "optimizer steps done",
     "epoch": "passes over the data done",
     "examples": "examples seen by all nodes together",
     "train_loss": "mean over the nodes of the loss on their batches, before the step's update",
-    "lr": "inner learning rate of the step",
+    "lr": "inner learning rate of the step; where nodes differ, their mean",
+    "outer_lr": "learning rate of the outer or server optimizer, where the strategy has one",
     "bytes": "bytes sent per node in the step",
     "total_bytes": "bytes sent per node since the start",
     "val_loss": "validation loss of the average of the nodes",
@@ -26,7 +28,13 @@ SCALARS = {
     "correlation": "mean correlation between the parameters of two nodes",
     "seconds": "since the start of the first step",
     "steps_per_s": "steps per second since the row before",
+    "examples_per_s": "examples per second of all nodes together, since the row before",
+    "bytes_per_s": "implied bandwidth: `bytes` / seconds of the step, as simulated here: what each node would have to "
+    "send at to keep pace with this run, if it sent during the whole step",
+    "memory_bytes": "the most memory of the process up to an evaluation: resident, or on CUDA allocated",
 }
+# Those that belong to the machine and the moment: they differ between two runs that are otherwise the same.
+MEASURED = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "memory_bytes")
 # Columns with one number a node, [K].
 PER_NODE = {
     "train_losses": "each node's training loss; nan where it did not train",
@@ -56,7 +64,13 @@ class History:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns that some row has."""
+        """The names of the columns that some row has.
+
+        >>> history = History()
+        >>> history.append({"val_loss": 2.0, "step": 0}); history.append({"step": 1, "train_loss": 1.5})
+        >>> history.columns
+        ['step', 'train_loss', 'val_loss']
+        """
         present = {name: None for row in self.rows for name in row}
         known = [name for name in (*SCALARS, *PER_NODE) if name in present]
         return known + [name for name in present if name not in known]
@@ -82,7 +96,15 @@ class History:
         return None
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns with one number a row; the file appears whole or not at all."""
+        """Write the columns with one number a row; the file appears whole or not at all.
+
+        >>> history = History()
+        >>> history.append({"step": 0, "val_loss": 2.0}); history.append({"step": 1, "train_loss": 1.5})
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     history.to_csv(Path(directory) / "run.csv")
+        ...     (Path(directory) / "run.csv").read_text().split()
+        ['step,train_loss,val_loss', '0,,2.0', '1,1.5,']
+        """
         names = [name for name in self.columns if name not in PER_NODE]
         target = Path(path)
         with tempfile.NamedTemporaryFile("w", dir=target.parent, newline="", delete=False) as file:
@@ -93,7 +115,15 @@ class History:
         os.replace(file.name, target)
 
     def node_array(self, column: str = "train_losses") -> np.ndarray:
-        """A per-node column as an array `[rows that have it, K]`."""
+        """A per-node column as an array `[rows that have it, K]`.
+
+        >>> history = History()
+        >>> history.append({"step": 1, "train_losses": [1.0, 2.0]})
+        >>> history.append({"step": 2, "train_losses": [0.5, 1.0]})
+        >>> history.node_array()
+        array([[1. , 2. ],
+               [0.5, 1. ]])
+        """
         rows = self.series(column)[1]
         if not rows:
             raise KeyError(f"{column!r} was not recorded; val_losses need a val_dataset, others a step of training.")

@@ -1,8 +1,9 @@
-"""A small GPT, the model of `vecgym compare`."""
+"""A small GPT, the model of `vecgym compare`, and what makes a classifier of a network."""
 
 from __future__ import annotations
 
 import math
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,8 @@ class GPT(nn.Module):
     Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019;
     https://github.com/karpathy/nanoGPT.
     """
+
+    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}  # e^loss: see `vecgym.evaluate.evaluate`
 
     def __init__(
         self,
@@ -128,6 +131,37 @@ class GPT(nn.Module):
         finally:
             self.train(was_training)
         return tokens
+
+
+class Classifier(nn.Module):
+    """A network with the loss of a classifier, which offers its accuracy in validation.
+
+    `model((inputs, targets))`, targets int64 `[B]`, is the mean cross-entropy in nats; `val_metrics` gives it with the
+    fraction of the examples whose largest output is the target's: the columns `val_accuracy`, `val_accuracy_local`.
+
+    Args:
+        net: inputs `[B, ...]` -> outputs `[B, C]`, one for each of C classes.
+
+    >>> model = Classifier(nn.Linear(2, 3))
+    >>> sorted(model.val_metrics((torch.zeros(8, 2), torch.zeros(8, dtype=torch.long))))
+    ['accuracy', 'loss']
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The mean cross-entropy, in nats."""
+        inputs, targets = batch
+        return F.cross_entropy(self.net(inputs), targets)
+
+    def val_metrics(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Loss and accuracy, means over the batch."""
+        inputs, targets = batch
+        outputs = self.net(inputs)
+        accuracy = (outputs.argmax(1) == targets).to(outputs.dtype).mean()
+        return {"loss": F.cross_entropy(outputs, targets), "accuracy": accuracy}
 
 
 class _Block(nn.Module):

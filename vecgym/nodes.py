@@ -49,7 +49,11 @@ def consensus_distance(params: Tree) -> Tensor:
 
 
 def squared_consensus_distance(params: Tree) -> Tensor:
-    """The mean over the nodes of each node's squared distance to the average: mean_i |theta_i - mean|^2."""
+    """The mean over the nodes of each node's squared distance to the average: mean_i |theta_i - mean|^2.
+
+    >>> squared_consensus_distance({"w": torch.tensor([[2.0, 0.0], [-2.0, 0.0]])})
+    tensor(4.)
+    """
     # Seen from node 0, equal nodes are at exactly 0, and so is the distance.
     seen = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
     squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in seen]
@@ -82,6 +86,13 @@ class Nodes:
     """The final state of all nodes, one stacked tensor `[K, *shape]` for each parameter and buffer.
 
     A parameter that is the same on every node is stored once and shown expanded.
+
+    >>> weights = torch.tensor([[[1.0]], [[3.0]]])
+    >>> found = Nodes(nn.Linear(1, 1, bias=False), num_nodes=2, params={"weight": weights}, buffers={})
+    >>> found, len(found)
+    (Nodes(2 x Linear, 1 parameters each), 2)
+    >>> found.module(1).weight.item(), found.average().weight.item(), found.consensus_distance()
+    (3.0, 2.0, 1.0)
     """
 
     model: nn.Module
@@ -115,7 +126,11 @@ class Nodes:
 
 
 def fill(model: nn.Module, values: Tree) -> nn.Module:
-    """A copy of `model` holding `values`; tied weights stay tied, frozen parameters stay frozen."""
+    """A copy of `model` holding `values`; tied weights stay tied, frozen parameters stay frozen.
+
+    >>> fill(nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[7.0]])}).weight.item()
+    7.0
+    """
     filled = copy.deepcopy(model)
     device = next(iter(values.values())).device if values else torch.device("cpu")
     filled.to(device)

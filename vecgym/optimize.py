@@ -31,6 +31,16 @@ class OptimizedSchedule:
         held_out_loss, held_out_uniform_loss: of `schedule` and `uniform` on other batches; None without them.
         total_bytes: sent per node in the whole run, by `schedule` and by `uniform` alike.
         losses: of each accepted step of the descent, before rounding.
+
+    >>> late, uniform = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    >>> found = OptimizedSchedule(
+    ...     late, weights=late, uniform=uniform, loss=1.0, relaxed_loss=1.0, uniform_loss=1.5, total_bytes=800.0,
+    ...     losses=(1.5, 1.0), held_out_loss=1.25, held_out_uniform_loss=1.5,
+    ... )
+    >>> found.gain, found.held_out_gain
+    (0.5, 0.25)
+    >>> print(found)
+    2 exchanges in 4 steps, 800 bytes per node: loss 1, of every H 1.5; gained 0.5; on held-out batches gained 0.25
     """
 
     schedule: Tensor

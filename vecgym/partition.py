@@ -35,8 +35,8 @@ class Partition:
     >>> partition = Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4])), labels=torch.tensor([7, 8, 8, 7, 8]))
     >>> partition
     Partition(2 nodes, 5 examples, 2 to 3 a node, 1 to 1 of 2 classes a node)
-    >>> partition.sizes, partition.counts
-    ((2, 3), tensor([[2, 0],
+    >>> partition.sizes, partition.classes, partition.counts
+    ((2, 3), (7, 8), tensor([[2, 0],
             [0, 3]]))
     """
 
@@ -58,10 +58,20 @@ class Partition:
 
     @property
     def num_nodes(self) -> int:
+        """K.
+
+        >>> Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4]))).num_nodes
+        2
+        """
         return len(self.indices)
 
     @property
     def num_examples(self) -> int:
+        """Of all nodes together.
+
+        >>> Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4]))).num_examples
+        5
+        """
         return sum(self.sizes)
 
     @property

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Transform
 from torch import Tensor
 
@@ -25,12 +27,17 @@ from vecgym.partition import Partition
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+MANY_NODES = 16  # from here on the band of the nodes is between percentiles
 MAX_LEGEND = 20  # entries
 LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 
 
 class NotebookFigure(Figure):
-    """A matplotlib `Figure` that notebooks show even if pyplot was never imported."""
+    """A matplotlib `Figure` that notebooks show even if pyplot was never imported.
+
+    >>> NotebookFigure(figsize=(1, 1))._repr_png_()[1:4]
+    b'PNG'
+    """
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -136,6 +143,102 @@ def plot_history(
     return _done(figure, None, path)
 
 
+# What a run can be drawn against: the column, and the label of the axis.
+X_AXES = {
+    "step": ("step", "optimizer steps"),
+    "examples": ("examples", "examples seen by all nodes"),
+    "bytes": ("total_bytes", "bytes sent per node"),
+    "seconds": ("seconds", "seconds of simulation"),
+}
+
+
+def plot_runs(
+    histories: Mapping[str, History],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    x: str = "step",
+    title: str | None = None,
+    loss_label: str = "loss",
+    window: int | None = None,
+) -> Figure:
+    """One run or several: losses with the nodes' spread, and how far the nodes are apart, against any of four axes.
+
+    Left, a light line is the training loss, the mean over the nodes smoothed over `window` steps; its band reaches
+    from the lowest to the highest node, or if a run has 16 nodes or more from the tenth to the ninetieth percentile.
+    Markers are the validation loss of the averaged model. Right, the consensus distance, if it was recorded: the root
+    mean square distance of the nodes' parameters to their average, at the evaluations.
+
+    Args:
+        histories: name -> history, in the order of the legend.
+        path, title, loss_label, window: as for `plot_comparison`.
+        x: "step", "examples", "bytes" (per node; logarithmic with several runs) or "seconds" (of the simulation).
+
+    Raises:
+        ValueError: for no histories, one without a step, an x that is not known; TypeError for what is no `History`.
+
+    >>> run = History()
+    >>> for step in range(1, 9):
+    ...     run.append({"step": step, "train_loss": 1 / step, "seconds": 0.1 * step, "consensus_distance": 0.5})
+    >>> [axes.get_xlabel() for axes in plot_runs({"diloco": run}, x="seconds").axes]
+    ['seconds of simulation', 'seconds of simulation']
+    """
+    _check(histories)
+    if x not in X_AXES:
+        raise ValueError(f"x={x!r} is not known; allowed: {', '.join(map(repr, X_AXES))}.")
+    column, x_label = X_AXES[x]
+    apart = {n: h for n, h in histories.items() if _recorded(h, "consensus_distance")}
+    figure = NotebookFigure(figsize=(11 if apart else 7, 4.6), dpi=120, layout="constrained")
+    panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
+    each = {n: h.node_array("train_losses") for n, h in histories.items() if _recorded(h, "train_losses")}
+    many = any(losses.shape[1] >= MANY_NODES for losses in each.values())
+    for i, (name, history) in enumerate(histories.items()):
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        if name in each:
+            at = np.array(history.series("train_losses", column)[0], dtype=np.float64)
+            _draw_spread(panels[0], at, smooth(each[name], window or default_window(history)), many, style["color"])
+        _draw_losses(panels[0], history, column, style, window)
+        if x == "bytes" and not history.last("total_bytes"):
+            _draw_silent(panels[0], name, history, style["color"])
+        if name in apart:
+            panels[1].plot(*_curve(history, "consensus_distance", column, 1), **style, markersize=5.5, label=name)
+    _finish(panels[0], f"loss against {x}s" if x == "step" else f"loss against {x}", x_label, loss_label)
+    if apart:
+        _finish(panels[1], "consensus distance", x_label, "RMS distance of a node to the average")
+        panels[1].set_ylim(bottom=0)
+    _scale_x(panels[0], x, histories)
+    band = "10 % to 90 % of the nodes" if many else "lowest to highest node"
+    _legend(panels[0], list(histories), band if each else "")
+    return _done(figure, title, path)
+
+
+def _recorded(history: History, column: str) -> bool:
+    return column in history.columns
+
+
+def _draw_spread(axes: Axes, at: np.ndarray, each: np.ndarray, many: bool, colour: str) -> None:
+    """A band over the nodes' losses `[steps, K]`; between two equal places the last counts."""
+    if many:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a step in which no node has a finite loss
+            low, high = np.nanpercentile(np.where(np.isfinite(each), each, np.nan), [10, 90], axis=1)
+    else:
+        low, high = _span(each)
+    keep = np.append(at[1:] != at[:-1], True) & (at > 0)  # a logarithmic axis has no place for 0
+    axes.fill_between(at[keep], low[keep], high[keep], color=colour, alpha=0.15, linewidth=0)
+
+
+def _scale_x(axes: Axes, x: str, histories: Mapping[str, History]) -> None:
+    if x == "bytes":
+        if not any(history.last("total_bytes") for history in histories.values()):
+            axes.set_xticks([])
+            return
+        if len(histories) > 1:
+            axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    elif x == "examples":
+        axes.xaxis.set_major_formatter(EngFormatter())
+
+
 def plot_sensitivity(
     gradient: Tensor | np.ndarray | Sequence[float],
     schedule: Tensor | np.ndarray | Sequence[float] | None = None,
@@ -188,6 +291,13 @@ def plot_schedule(
     Args:
         found: what `optimize_schedule` returned.
         path, title: as for `plot_comparison`. Without a title: the bytes.
+
+    >>> import torch
+    >>> from vecgym.optimize import OptimizedSchedule
+    >>> late, uniform = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    >>> found = OptimizedSchedule(late, late, uniform, 1.0, 1.0, uniform_loss=1.5, total_bytes=800.0, losses=(1.5, 1.0))
+    >>> [axes.get_xlabel() for axes in plot_schedule(found).axes]
+    ['optimizer steps', 'accepted steps of the descent']
     """
     figure = NotebookFigure(figsize=(11, 4.2), dpi=120, layout="constrained")
     if found.schedule.ndim == 1:
@@ -296,9 +406,11 @@ def plot_axis(
         if any(len(values) > 1 for values in each) and not best:
             low, high = [values.min() for values in each], [values.max() for values in each]
             axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    _finish(axes, "", x, y)
+    _finish(axes, "", x, _column(y))
     if hue is not None:
         axes.legend(frameon=False)
+    what = "the best" if best else "mean and range"
+    title = title or f"{_column(y)}: {what} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     return _done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -341,7 +453,8 @@ def plot_heatmap(
     axes.set_yticks(range(len(lines)), [_shown(v) for v in lines])
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    figure.colorbar(image, label=value)
+    figure.colorbar(image, label=_column(value))
+    title = title or f"{_column(value)}, {'the best' if best else 'mean'} of each cell"
     return _done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -372,7 +485,7 @@ def plot_pareto(
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         axes.scatter([row["bytes"] for row in mine], [row[y] for row in mine], s=24, zorder=2, label=label, **style)  # type: ignore[arg-type]
     axes.scatter([row["bytes"] for row in front], [row[y] for row in front], s=90, facecolors="none", edgecolors="0.2")
-    _finish(axes, "", "bytes sent per node", y)
+    _finish(axes, "", "bytes sent per node", _column(y))
     if any(row["bytes"] > 0 for row in there):
         if any(row["bytes"] == 0 for row in there):  # a logarithmic axis has no place for 0
             axes.set_xscale("symlog", linthresh=min(row["bytes"] for row in there if row["bytes"] > 0))
@@ -380,7 +493,7 @@ def plot_pareto(
             _scale_bytes(axes)
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
-    return _done(figure, _with_left_out(title, rows, there), path)
+    return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs", rows, there), path)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -427,7 +540,16 @@ def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
     found = sorted(found)
     if found[0] > 0 and found[-1] / found[0] >= 20:
         axes.set_xscale("log")
+        axes.set_xticks(found, [_shown(v) for v in found])
+        axes.xaxis.set_minor_locator(NullLocator())
     return {v: float(v) for v in found}
+
+
+def _column(name: str) -> str:
+    """A column of a sweep in words."""
+    words = {"train_loss": "training loss", "val_loss": "validation loss", "val_loss_local": "nodes' validation loss",
+             "consensus_distance": "consensus distance", "bytes": "bytes sent per node"}  # fmt: skip
+    return words.get(name, name)
 
 
 def _is_number(value: Any) -> bool:
@@ -470,7 +592,14 @@ def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
 
 
 def default_window(history: History) -> int:
-    """Steps to smooth over when nothing is given: a fortieth of the run."""
+    """Steps to smooth over when nothing is given: a fortieth of the run.
+
+    >>> history = History()
+    >>> for step in range(200):
+    ...     history.append({"step": step, "train_loss": 1.0})
+    >>> default_window(history)
+    5
+    """
     return max(1, len(history) // 40)
 
 
@@ -555,14 +684,16 @@ def _vector(name: str, values: Any) -> np.ndarray:
     return found
 
 
-def _legend(axes: Axes, names: list[str]) -> None:
+def _legend(axes: Axes, names: list[str], spread: str = "") -> None:
     """The runs by colour, and what line and marker mean."""
-    handles = [
+    handles: list[Artist] = [
         Line2D([], [], color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], linewidth=2, label=name)
         for i, name in enumerate(names)
     ]
     handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
     handles.append(Line2D([], [], color="0.3", alpha=LIGHT, linewidth=2, label="training (smoothed)"))
+    if spread:
+        handles.append(Patch(color="0.3", alpha=0.15, linewidth=0, label=f"training, {spread}"))
     axes.legend(handles=handles, frameon=False)
 
 

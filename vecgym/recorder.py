@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from vecgym.data import Batches
@@ -32,12 +33,22 @@ class Recorder:
         self.loggers = loggers
         self._row: dict[str, Any] | None = None
         self._examples = 0
+        self._seconds = 0.0  # before this program took the run over
         self._bar: tqdm | None = None
 
     def start(self, settings: dict[str, Any], bar: tqdm) -> None:
-        self.loggers.start(settings)
+        """The run begins, or goes on where it was when the history's rows were recorded."""
+        self.loggers.start(settings, self.history.rows)
         self._bar = bar
-        self._start = self._last = time.perf_counter()
+        self._last = time.perf_counter()
+        self._start = self._last - self._seconds
+
+    def state(self) -> dict[str, Any]:
+        """What is counted beside the history."""
+        return {"examples": self._examples, "seconds": time.perf_counter() - self._start}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._examples, self._seconds = state["examples"], state["seconds"]
 
     def step(self, state: State, metrics: Metrics) -> None:
         self.flush()
@@ -49,18 +60,23 @@ class Recorder:
         size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
         self._examples += size * len(here)
         mean = float(here.mean(dtype=np.float64))
+        seconds = max(now - self._last, 1e-9)
         self._row = {
             "step": state.step,
             "epoch": state.step / self.data.steps_per_epoch,
             "examples": self._examples,
             "train_loss": mean,
             "train_losses": losses,
-            "lr": float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean()),  # where nodes differ: their mean
+            "lr": _mean(metrics.lr),
             "bytes": self.ledger.step_bytes,
             "total_bytes": self.ledger.total_bytes,
             "seconds": now - self._start,
-            "steps_per_s": 1 / max(now - self._last, 1e-9),
+            "steps_per_s": 1 / seconds,
+            "examples_per_s": size * len(here) / seconds,
+            "bytes_per_s": self.ledger.step_bytes / seconds,
         }
+        if metrics.outer_lr is not None:
+            self._row["outer_lr"] = _mean(metrics.outer_lr)
         self._last = now
         self._show(mean)
         if not math.isfinite(mean):
@@ -71,6 +87,11 @@ class Recorder:
         if self._row is None:
             self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
         self._row.update(values)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What is known of the present step; before the first, of the start."""
+        return {"step": 0} if self._row is None else self._row
 
     def flush(self) -> None:
         if self._row is not None:
@@ -84,9 +105,9 @@ class Recorder:
 
     def _show(self, loss: float) -> None:
         assert self._bar is not None
-        if self._bar.update():  # it has just redrawn itself, some times a second
-            sent = readable_bytes(self.ledger.total_bytes)
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {sent} per node", refresh=False)
+        # It redraws itself some times a second, and at the end.
+        if self._bar.update() or self._bar.n == self._bar.total:
+            show(self._bar, loss, self.ledger.total_bytes)
 
     def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:
         if self.on_divergence == "ignore":
@@ -98,6 +119,16 @@ class Recorder:
             raise error
         warnings.warn(f"{error} Further losses are not checked.", VecgymWarning, stacklevel=4)
         self.on_divergence = "ignore"
+
+
+def show(bar: tqdm, loss: float, total_bytes: float) -> None:
+    """Put the loss and what was sent beside a progress bar, which itself shows steps per second."""
+    bar.set_postfix_str(f"loss {loss:.4f}, {readable_bytes(total_bytes)} per node", refresh=False)
+
+
+def _mean(lr: float | Tensor) -> float:
+    """Where nodes differ, their mean."""
+    return float(lr.detach().double().mean()) if isinstance(lr, Tensor) else float(lr)
 
 
 class Loggers:
@@ -113,12 +144,19 @@ class Loggers:
         self._alive = given
         self._interval = interval
 
-    def start(self, settings: dict[str, Any]) -> None:
-        self._each("start", settings)
+    def start(self, settings: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> None:
+        """With rows from before, the run goes on after them."""
+        if before:
+            self._each("resume", settings, [row for row in before if self._is_due(row)])
+        else:
+            self._each("start", settings)
 
     def log(self, row: dict[str, Any]) -> None:
-        if row["step"] % self._interval == 0 or "val_loss" in row:
+        if self._is_due(row):
             self._each("log", row)
+
+    def _is_due(self, row: dict[str, Any]) -> bool:
+        return row["step"] % self._interval == 0 or "val_loss" in row
 
     def finish(self) -> None:
         self._each("finish")

@@ -39,6 +39,19 @@ class Outcome(NamedTuple):
         bytes: sent per node in each step, `[T]`, float64; a relaxed exchange counts by its weight, so that the
             derivative by `sync_weight` is what an exchange costs.
         params: after the last step, `[1 or K, *]`.
+
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> batches = torch.tensor([[[1.0], [3.0]]]).expand(4, 2, 1)  # T = 4 steps, K = 2 nodes, B = 1
+    >>> strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
+    >>> outcome = rollout(Line(), strategy, batches, num_nodes=2, eval_batch=torch.tensor([2.0]))
+    >>> outcome.loss, outcome.losses.shape, outcome.consensus_distance, outcome.bytes
+    (tensor(0.), torch.Size([4, 2]), tensor([1., 0., 1., 0.]), tensor([0., 4., 0., 4.], dtype=torch.float64))
     """
 
     loss: Tensor
@@ -357,7 +370,17 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
 
 
 def prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
-    """An engine that has looked at the model."""
+    """An engine that has looked at the model.
+
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> prepared(Line(), "auto", torch.ones(2, 1)).plan.engine
+    'vmap'
+    """
     local = engine if isinstance(engine, Engine) else Engine(model, engine=engine, node_threads=1)
     if local.facts is None:
         with torch.enable_grad():  # a run whose derivatives nobody wants may be under no_grad
@@ -366,7 +389,12 @@ def prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
 
 
 def as_steps(batches: Any, num_nodes: int) -> list[Any]:
-    """One tree `[K, B, ...]` for each step."""
+    """One tree `[K, B, ...]` for each step.
+
+    >>> steps = as_steps(torch.zeros(5, 2, 3), num_nodes=2)  # [T, K, B]
+    >>> len(steps), steps[0].shape
+    (5, torch.Size([2, 3]))
+    """
     if isinstance(batches, (Tensor, dict, tuple)):
         lengths = {len(x) if x.dim() > 0 else 0 for x in tree.leaves(batches)}
         if len(lengths) != 1:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,10 @@ class FitOptions:
     log_interval: int
     dataloader_kwargs: Mapping[str, Any] | None
     exact: bool
+    save_dir: Path | None
+    checkpoint_interval: int | None
+    resume: bool | str | os.PathLike[str]
+    keep_checkpoints: int
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -66,6 +72,28 @@ def check_run(
     if on_divergence not in ON_DIVERGENCE:
         allowed = ", ".join(map(repr, ON_DIVERGENCE))
         raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {allowed}.")
+
+
+def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulation: int | None) -> int | None:
+    """The `minibatch_size` of a batch that is taken in `gradient_accumulation` equal parts.
+
+    >>> accumulated(32, None, gradient_accumulation=4), accumulated(32, 16, gradient_accumulation=None)
+    (8, 16)
+    """
+    if gradient_accumulation is None:
+        return minibatch_size
+    check_counts(batch_size=batch_size, gradient_accumulation=gradient_accumulation)
+    if minibatch_size is not None:
+        raise ValueError(
+            f"gradient_accumulation={gradient_accumulation} and minibatch_size={minibatch_size} both say how a batch "
+            "is divided: give one of them."
+        )
+    if batch_size % gradient_accumulation != 0:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ValueError(
+            f"gradient_accumulation={gradient_accumulation} must divide batch_size={batch_size}: one of {divisors}."
+        )
+    return batch_size // gradient_accumulation
 
 
 def check_counts(or_none: bool = False, **values: Any) -> None:

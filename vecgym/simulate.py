@@ -26,6 +26,12 @@ class State:
         buffers: `[1 or L, *]`.
         optimizer: the inner optimizer's state.
         strategy: the communication modules' states.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> state = Simulation(nn.Linear(2, 1), DiLoCoStrategy("sgd", lr=0.1), StackedCollectives(4)).init()
+    >>> state.step, state.params["weight"].shape, state.strategy["0"]["params"]["bias"].shape
+    (0, torch.Size([1, 1, 2]), torch.Size([1, 1]))
     """
 
     step: int
@@ -36,11 +42,16 @@ class State:
 
 
 class Metrics(NamedTuple):
-    """What a step observed."""
+    """What a step observed.
+
+    >>> Metrics(losses=torch.tensor([1.0, 3.0]), lr=0.1).losses.mean()
+    tensor(2.)
+    """
 
     losses: Tensor  # [L], before the update; nan where a node did not train
     lr: float | Tensor
     active: list[int] | None = None  # the nodes that trained; None: all
+    outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
 
 
 class Simulation:
@@ -135,7 +146,7 @@ class Simulation:
 
         params = _own_storage(shared, params) if ctx.inplace else shared
         return State(state.step + 1, params, local.buffers, optimizer, exchanged), Metrics(
-            local.losses, self.strategy.lr(ctx)
+            local.losses, self.strategy.lr(ctx), None, self.strategy.outer_learning_rate(ctx)
         )
 
     def _partial_step(self, state: State, batch: Any, active: list[int], ctx: Context) -> tuple[State, Metrics]:
@@ -151,7 +162,7 @@ class Simulation:
         shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
         params = _own_storage(shared, params) if ctx.inplace else shared
         return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(
-            losses, self.strategy.lr(ctx), active
+            losses, self.strategy.lr(ctx), active, self.strategy.outer_learning_rate(ctx)
         )
 
     def _train_rows(

@@ -271,7 +271,11 @@ class Mixing:
 
     @property
     def sparse(self) -> bool:
-        """Whether gathering the neighbours is faster than a product with the whole matrix."""
+        """Whether gathering the neighbours is faster than a product with the whole matrix.
+
+        >>> Mixing.of(ring(64)).sparse, Mixing.of(complete(64)).sparse
+        (True, False)
+        """
         return len(self.sources) <= SPARSE_DENSITY * self.weights.numel()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym import launch, nodes
+from vecgym import launch, nodes, saved
+from vecgym.checkpoint import Checkpoints, Run, check_checkpoints
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
 from vecgym.data import Batches, EvalBatches, num_steps
@@ -20,14 +23,19 @@ from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
 from vecgym.local import Engine, check_settings
 from vecgym.logger import Logger
+from vecgym.memory import peak_bytes
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
-from vecgym.recorder import Loggers, Recorder
-from vecgym.settings import FitOptions, check_counts, check_run, interrupts, kind_of, resolve_device
+from vecgym.recorder import Loggers, Recorder, show
+from vecgym.settings import FitOptions, accumulated, check_counts, check_run, interrupts, kind_of, resolve_device
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
+from vecgym.strategy.described import described
 from vecgym.together import Together, one_thread
 from vecgym.tree import Tree
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BACKENDS = ("stacked", "processes", "distributed")
 
@@ -81,6 +89,66 @@ class Trainer:
             raise AttributeError("trainer.nodes is there once fit() has begun.")
         return self._nodes
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the average of the nodes, each node's model, history and settings to a file: see `vecgym.load`.
+
+        Raises:
+            AttributeError: before `fit`.
+            ValueError: after `backend="distributed"`, where each process has its own nodes only.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import vecgym
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> class Line(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = nn.Parameter(torch.zeros(()))
+        ...     def forward(self, x):
+        ...         return (self.w - x).square().mean()
+        >>> trainer = Trainer(Line(), torch.arange(8.0))
+        >>> strategy = FedAvgStrategy("sgd", lr=0.1)
+        >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer.save(Path(folder, "run.pt"))
+        ...     saved = vecgym.load(Path(folder, "run.pt"))
+        >>> saved, torch.equal(saved.average["w"], averaged.w)
+        (Saved(2 nodes after step 2, 2 rows), True)
+        """
+        nodes = self.nodes
+        num_nodes = self.history.settings["num_nodes"]
+        if len(nodes) < num_nodes:
+            raise ValueError(
+                f"this process has {len(nodes)} of {num_nodes} nodes: give fit a save_dir, and vecgym.load the "
+                "checkpoint at its end, which has all of them."
+            )
+        step = self.history.last("step") or 0
+        saved.write(path, saved.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
+
+    def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
+        """Draw the last run: losses with the nodes' spread, and the consensus distance; see `vecgym.plot.plot_runs`.
+
+        Args:
+            path: where to save the figure as well, such as "run.png".
+            x: "step", "examples", "bytes" or "seconds".
+            title: above the figure.
+
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> class Line(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = nn.Parameter(torch.zeros(()))
+        ...     def forward(self, x):
+        ...         return (self.w - x).square().mean()
+        >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", lr=0.1)
+        >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        >>> [axes.get_xlabel() for axes in trainer.plot().axes if axes.get_xlabel()]
+        ['optimizer steps', 'optimizer steps']
+        """
+        from vecgym.plot import plot_runs  # matplotlib takes a while to import
+
+        return plot_runs({"run": self.history}, path, x=x, title=title)
+
     def fit(
         self,
         strategy: Strategy,
@@ -90,6 +158,7 @@ class Trainer:
         max_steps: int | None = None,
         batch_size: int = 16,
         minibatch_size: int | None = None,
+        gradient_accumulation: int | None = None,
         shuffle: bool = True,
         device: str | torch.device | None = None,
         seed: int = 42,
@@ -109,6 +178,10 @@ class Trainer:
         num_processes: int | None = None,
         exact: bool = False,
         timeout_s: float = launch.TIMEOUT_S,
+        save_dir: str | os.PathLike[str] | None = None,
+        checkpoint_interval: int | None = None,
+        resume: bool | str | os.PathLike[str] = False,
+        keep_checkpoints: int = 2,
     ) -> nn.Module:
         """Train, and return a model that holds the average of the nodes.
 
@@ -119,6 +192,7 @@ class Trainer:
             max_steps: optimizer steps; the data repeats as needed.
             batch_size: examples per node and step.
             minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+            gradient_accumulation: the same said in parts: N means `minibatch_size=batch_size / N`.
             shuffle: a new order in each epoch.
             device: "cpu", "cuda", "mps"; None: the best one present.
             seed: of data order, dropout and everything else that is random.
@@ -141,6 +215,12 @@ class Trainer:
             exact: on a CPU, give the same bits with any backend and any W: node by node, in one thread, and each
                 collective on all nodes in one place. Slow; for proof. Otherwise they differ by rounding.
             timeout_s: with "processes", how long one may keep all others waiting before the run is ended.
+            save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can go on as if it had
+                never stopped; see `vecgym.checkpoint`. One is written at the start, one at the end, also on Ctrl-C.
+            checkpoint_interval: steps between further checkpoints; None: only those.
+            resume: True: go on from the newest checkpoint in `save_dir` that is whole; begin anew if it has none. Or
+                the path of a checkpoint, or of another folder of them.
+            keep_checkpoints: how many are kept; older ones are removed.
 
         Returns:
             A copy of the model with the mean over the nodes of parameters and floating buffers.
@@ -151,18 +231,21 @@ class Trainer:
             ProcessError: when a process of `backend="processes"` raises, dies or hangs; all are ended, and `history`
                 holds the run so far.
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
+            FileNotFoundError: for a path to resume from that is not there.
         """
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
                 f"the model, {kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
                 "Fix: model.requires_grad_(True), at least for a part of it."
             )
+        minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
         check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
         check_counts(num_epochs=num_epochs, log_interval=log_interval)
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
         check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)
         _check_backend(backend, num_processes, num_nodes, timeout_s)
+        folder = check_checkpoints(save_dir, checkpoint_interval, resume, keep_checkpoints)
         loggers = Loggers(logger, log_interval)
         where = resolve_device(device)
         options = FitOptions(
@@ -170,7 +253,8 @@ class Trainer:
             shuffle=shuffle, device=where, seed=seed, val_size=val_size, val_interval=val_interval,
             correlation_interval=correlation_interval, autocast=autocast, engine=engine, chunk_size=chunk_size,
             node_threads=node_threads, on_divergence=on_divergence, log_interval=log_interval,
-            dataloader_kwargs=dataloader_kwargs, exact=exact,
+            dataloader_kwargs=dataloader_kwargs, exact=exact, save_dir=folder, checkpoint_interval=checkpoint_interval,
+            resume=resume, keep_checkpoints=keep_checkpoints,
         )  # fmt: skip
         if backend == "processes":
             return self._fit_processes(strategy, num_nodes, num_processes or 1, options, loggers, progress, timeout_s)
@@ -211,7 +295,8 @@ class Trainer:
             exact=options.exact,
         )  # fmt: skip
         settings = {
-            "strategy": repr(strategy), "num_nodes": comm.num_nodes, "max_steps": steps,
+            "strategy": repr(strategy), "hyperparameters": described(strategy), "num_nodes": comm.num_nodes,
+            "max_steps": steps,
             **options.recorded, "device": str(where), "backend": backend, "num_processes": together.num_processes,
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
             "engine_reason": plan.reason,
@@ -219,16 +304,23 @@ class Trainer:
         self.ledger = comm.ledger
         self.history = History(settings)
         recorder = Recorder(self.history, comm.ledger, train, options.on_divergence, loggers)
-        self.state = simulation.init()
+        run = Run(strategy, model, simulation, recorder, train, options, together, where)
+        checkpoints = Checkpoints(run)
+        resumed = checkpoints.resumed()
+        self.state = resumed or simulation.init()
         try:
             with (
                 torch.enable_grad(),
                 interrupts() as interrupted,
-                tqdm(total=steps, disable=not progress, unit="step") as bar,
+                tqdm(total=steps, initial=self.state.step, disable=not progress, unit="step") as bar,
             ):
                 recorder.start(settings, bar)
-                self._evaluate(recorder, local, val, comm)
-                for batch in train.iterate(0, steps):
+                checkpoints.begin()
+                if resumed is None:
+                    self._evaluate(recorder, local, val, comm)
+                    self.after_step(recorder.row)
+                    checkpoints.save_if_due(self.state, last=False)
+                for batch in train.iterate(self.state.step, steps):
                     self.state, metrics = simulation.step(self.state, batch)
                     metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
@@ -237,16 +329,43 @@ class Trainer:
                         recorder.add(correlation=correlation(self.state.params, comm))
                     if done == steps or (options.val_interval and done % options.val_interval == 0):
                         self._evaluate(recorder, local, val, comm)
-                    if together.stop(interrupted):
+                    self.after_step(recorder.row)
+                    stop = together.stop(interrupted)
+                    checkpoints.save_if_due(self.state, last=stop or done == steps)
+                    if stop:
                         break
                 recorder.flush()
                 if together.stop(interrupted):
-                    raise KeyboardInterrupt(f"interrupted after step {self.state.step} of {steps}")
+                    raise KeyboardInterrupt(
+                        f"interrupted after step {self.state.step} of {steps}{checkpoints.how_to_go_on()}"
+                    )
         finally:
             self._nodes = self._final_nodes(model, local, len(comm.node_ids))
             local.close()
             recorder.finish()
         return nodes.fill(model, {**average(self._trained(model, local), comm), **average(self.state.buffers, comm)})
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        """For subclasses: called with the row of each step once it is complete, and before the first with that of 0.
+
+        Not with `backend="processes"`, where the steps are made elsewhere.
+
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> class Line(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = nn.Parameter(torch.zeros(()))
+        ...     def forward(self, x):
+        ...         return (self.w - x).square().mean()
+        >>> class Telling(Trainer):
+        ...     def after_step(self, row):
+        ...         print(row["step"], row.get("train_loss"))
+        >>> strategy, data = FedAvgStrategy("sgd", lr=0.5), torch.ones(8)
+        >>> averaged = Telling(Line(), data).fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        0 None
+        1 1.0
+        2 0.0
+        """
 
     def _data(
         self, comm: Collectives, together: Together, where: torch.device, options: FitOptions
@@ -289,14 +408,17 @@ class Trainer:
         def on_message(rank: int, message: tuple[str, Any]) -> None:
             what, value = message
             if what == "start":
-                settings = {**value, "backend": "processes"}
+                settings, rows = {**value[0], "backend": "processes"}, value[1]
                 self.history = History(settings)
-                loggers.start(settings)
+                self.history.rows = rows
+                loggers.start(settings, rows)
                 bar.total = settings["max_steps"]
+                bar.update(rows[-1]["step"] if rows else 0)
             else:
                 self.history.append(value)
                 loggers.log(value)
-                bar.update(value["step"] - bar.n)
+                if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
+                    show(bar, value["train_loss"], value["total_bytes"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:
@@ -321,13 +443,11 @@ class Trainer:
         assert self.state is not None
         found: dict[str, Any] = {}
         if val is not None:
-            result = evaluate(engine, self.state, val, comm)
-            local = result.nodes.numpy()
-            found = {"val_loss": result.average, "val_loss_local": float(local.mean()), "val_losses": local}
+            found = evaluate(engine, self.state, val, comm).columns
         if self.state.step > 0:
             found["consensus_distance"] = consensus_distance(self.state.params, comm)
         if found:
-            recorder.add(**found)
+            recorder.add(**found, memory_bytes=peak_bytes(engine.device))
 
     def _trained(self, model: nn.Module, engine: Engine) -> Tree:
         """All parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""
@@ -358,7 +478,8 @@ def _fit_in_process(
     found: dict[str, Any] = {"diverged": None, "interrupted": None}
     logger = _Relay(link) if link.rank == 0 else None
     try:
-        trainer.fit(strategy, num_nodes, backend="distributed", logger=logger, progress=False, **vars(options))
+        every_row = replace(options, log_interval=1)  # of which the process that has started this one chooses
+        trainer.fit(strategy, num_nodes, backend="distributed", logger=logger, progress=False, **vars(every_row))
     except DivergenceError as error:
         found["diverged"] = error.step, error.nodes, error.loss
     except KeyboardInterrupt as error:
@@ -376,7 +497,10 @@ class _Relay(Logger):
         self.link = link
 
     def start(self, settings: dict[str, Any]) -> None:
-        self.link.send(("start", settings))
+        self.link.send(("start", (settings, [])))
+
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.link.send(("start", (settings, rows)))
 
     def log(self, row: dict[str, Any]) -> None:
         self.link.send(("row", row))

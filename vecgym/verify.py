@@ -36,6 +36,8 @@ from vecgym.strategy import (
 )
 from vecgym.topology import Groups, Mixing
 
+__all__ = ["STRATEGIES", "Check", "Difference", "Report", "verify"]
+
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, where torch.distributed adds up
 KINDS = ("params", "buffers", "losses", "optimizer", "strategy")
 
@@ -60,6 +62,9 @@ class Difference(NamedTuple):
     """After one step, the largest differences between the two forms; inf where their shapes or names differ.
 
     Each relative to the largest value of its tensor.
+
+    >>> Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0, handed_bytes=0).largest
+    2e-16
     """
 
     step: int
@@ -79,7 +84,13 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `name`, its `bound`, and a `Difference` for each step."""
+    """One comparison: `name`, its `bound`, and a `Difference` for each step.
+
+    >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0, handed_bytes=0)
+    >>> check = Check("native", bound=1e-12, rows=(equal, equal._replace(step=1, params=1e-3)))
+    >>> check.passed, check.first_failure.step, check.worst("params"), check.worst("losses")
+    (False, 1, 0.001, 0)
+    """
 
     name: str
     bound: float
@@ -87,6 +98,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
+        """Whether every step is within the bound, and no byte is counted otherwise."""
         return all(row.largest <= self.bound and row.ledger_bytes == row.handed_bytes == 0 for row in self.rows)
 
     @property
@@ -107,6 +119,16 @@ class Report:
     Attributes:
         checks: "exact": the bound is 0; "native": torch.distributed reduces; "DDP", for AllReduce: against
             torch's DistributedDataParallel, parameters only.
+
+    >>> check = Check("exact", bound=0.0, rows=(Difference(0, 0, 0, 0, 0, 0, 0, 0),))
+    >>> report = Report("FedAvgStrategy(...)", num_nodes=4, num_processes=2, dtype=torch.float64, checks=(check,))
+    >>> report.passed
+    True
+    >>> print(report)
+    FedAvgStrategy(...)
+    4 nodes in 2 processes, 1 steps, torch.float64
+           params  buffers  losses  optimizer  strategy  ledger_bytes  handed_bytes  bound
+    exact  0       0        0       0          0         0             0             0      pass
     """
 
     strategy: str
@@ -117,6 +139,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether all checks passed."""
         return all(check.passed for check in self.checks)
 
     def __str__(self) -> str:

@@ -29,6 +29,17 @@ class Collectives(ABC):
         num_nodes: K, the nodes that take part.
         node_ids: the global ids of the nodes in this process, `[L]`.
         ledger: the record of what was sent.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> comm, x = StackedCollectives(4), torch.tensor([1.0, 2.0, 3.0, 6.0])
+    >>> comm.mean(x), comm.mean(x, groups=[[0, 1], [2, 3]]), comm.mean(x, weights=[1, 1, 0, 0])
+    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]), tensor([1.5000]))
+    >>> comm.sum(x), comm.server_mean(x, participants=[0, 3]), comm.broadcast(x, src=2)
+    (tensor([12.]), tensor([3.5000]), tensor([3.]))
+    >>> comm.all_gather(x), comm.permute(x, [3, 0, 1, 2]), comm.mix(x, torch.full((4, 4), 0.25))
+    (tensor([[1., 2., 3., 6.]]), tensor([6., 1., 2., 3.]), tensor([3., 3., 3., 3.]))
+    >>> comm.mean({"w": x})["w"], comm.everyone({"w": x})["w"], len(comm.ledger)
+    (tensor([3.]), tensor([1., 2., 3., 6.]), 10)
     """
 
     num_nodes: int

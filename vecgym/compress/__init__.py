@@ -1,4 +1,11 @@
-"""What is sent instead of a whole tensor, and its bytes."""
+"""What is sent instead of a whole tensor, and its bytes.
+
+Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; PowerSGD, two averages; a Compressor is one of these
+By name:    make_codec("topk"); check_fraction, check_bits
+Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
+Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
+Strongest:  strongest, mean_of_senders, topk_bytes
+"""
 
 from vecgym.compress.codecs import (
     Codec,

@@ -70,6 +70,19 @@ class Codec(ABC):
 
     Attributes:
         shared: parts of the code that every node has without being sent them; they are `[1, ...]`.
+
+    >>> class Half(Codec):
+    ...     def encode(self, x, draw=None):
+    ...         return {"values": x.bfloat16()}
+    ...     def decode(self, code, like):
+    ...         return code["values"].to(like.dtype)
+    >>> x = torch.tensor([[1.0, 0.1], [3.0, 0.3]])
+    >>> code = Half().encode(x)
+    >>> Half().decode(code, like=x)
+    tensor([[1.0000, 0.1001],
+            [3.0000, 0.3008]])
+    >>> Half().average({"values": code["values"][None]}, like=x)  # of the K = 2 senders
+    tensor([[2.0000, 0.2004]])
     """
 
     shared: tuple[str, ...] = ()
@@ -132,7 +145,11 @@ class TopK(Codec):
         self.k = k if k is None else _check_count("k", k, "number of values sent of each tensor")
 
     def count(self, n: int) -> int:
-        """The number of values sent of a tensor of n."""
+        """The number of values sent of a tensor of n.
+
+        >>> TopK(0.1).count(50), TopK(0.1).count(3), TopK(k=8).count(50)
+        (5, 1, 8)
+        """
         return min(n, self.k) if self.k is not None else part_of(n, self.fraction or DEFAULT_FRACTION)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
@@ -215,7 +232,11 @@ class Quantise(Codec):
 
     @property
     def limit(self) -> int:
-        """The largest integer: 127 or 7."""
+        """The largest integer: 127 or 7.
+
+        >>> Quantise(8).limit, Quantise(4).limit
+        (127, 7)
+        """
         return 2 ** (self.bits - 1) - 1
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
@@ -296,7 +317,11 @@ class PowerSGD:
         return {name: values[name].new_zeros(1, columns, self.rank) for name, (_, columns) in shapes.items()}
 
     def compresses(self, x: Tensor) -> bool:
-        """Whether two matrices are smaller than the tensor of one node, `x[0]`."""
+        """Whether two matrices are smaller than the tensor of one node, `x[0]`.
+
+        >>> PowerSGD(rank=2).compresses(torch.zeros(1, 10, 10)), PowerSGD(rank=2).compresses(torch.zeros(1, 10))
+        (True, False)
+        """
         rows, columns = _matrix_shape(x)
         return x.dim() > 2 and self.rank * (rows + columns) < rows * columns
 
@@ -407,14 +432,26 @@ def index_dtype(n: int) -> torch.dtype:
 
 
 def check_fraction(name: str, value: Any) -> float:
-    """Return `value` if it is a number in (0, 1]."""
+    """Return `value` if it is a number in (0, 1].
+
+    >>> check_fraction("fraction", 2)
+    Traceback (most recent call last):
+    ...
+    ValueError: fraction=2 must be in (0, 1]: the part of the values that is sent, such as 0.01.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ValueError(f"{name}={value!r} must be in (0, 1]: the part of the values that is sent, such as 0.01.")
     return value
 
 
 def check_bits(name: str, value: Any) -> int:
-    """Return `value` if it is 4 or 8."""
+    """Return `value` if it is 4 or 8.
+
+    >>> check_bits("quantization_bits", 16)
+    Traceback (most recent call last):
+    ...
+    ValueError: quantization_bits=16 is not possible: values are sent in 8 or 4 bits.
+    """
     if isinstance(value, bool) or value not in (4, 8):
         raise ValueError(f"{name}={value!r} is not possible: values are sent in 8 or 4 bits.")
     return int(value)

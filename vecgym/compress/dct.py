@@ -19,7 +19,12 @@ INDEX_BYTES = 8  # torch indexes with int64
 
 
 class Grid(NamedTuple):
-    """How the tensor of one node is cut: `rows` x `columns` chunks of `height` x `width` elements."""
+    """How the tensor of one node is cut: `rows` x `columns` chunks of `height` x `width` elements.
+
+    >>> cut = Grid(rows=2, columns=14, height=64, width=56)
+    >>> cut.chunks, cut.area
+    (28, 3584)
+    """
 
     rows: int
     columns: int
@@ -64,13 +69,23 @@ def grid(shape: tuple[int, ...], limit: int) -> Grid:
 
 
 def to_chunks(x: Tensor, cut: Grid) -> Tensor:
-    """`[L, *shape]` -> `[L, chunks, height, width]`, the chunks in row-major order."""
+    """`[L, *shape]` -> `[L, chunks, height, width]`, the chunks in row-major order.
+
+    >>> to_chunks(torch.arange(8.0).view(1, 2, 4), grid((2, 4), limit=2)).tolist()
+    [[[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]]
+    """
     matrix = x.reshape(x.shape[0], cut.rows * cut.height, cut.columns * cut.width)
     return rearrange(matrix, "l (r h) (c w) -> l (r c) h w", h=cut.height, w=cut.width)
 
 
 def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
-    """`[L, chunks, height, width]` -> `[L, *shape]`, the inverse of `to_chunks`."""
+    """`[L, chunks, height, width]` -> `[L, *shape]`, the inverse of `to_chunks`.
+
+    >>> x, cut = torch.arange(8.0).view(1, 2, 4), grid((2, 4), limit=2)
+    >>> from_chunks(to_chunks(x, cut), cut, (2, 4))
+    tensor([[[0., 1., 2., 3.],
+             [4., 5., 6., 7.]]])
+    """
     matrix = rearrange(chunks, "l (r c) h w -> l (r h) (c w)", r=cut.rows, c=cut.columns)
     return matrix.reshape(chunks.shape[0], *shape)
 
@@ -125,7 +140,12 @@ def accumulate_dct_(X: Tensor, x: Tensor, cut: Grid, decay: float) -> Tensor:
 
 
 def inverse_dct(X: Tensor) -> Tensor:
-    """The chunks `[..., height, width]` of these coefficients: x = C_height^T X C_width."""
+    """The chunks `[..., height, width]` of these coefficients: x = C_height^T X C_width.
+
+    >>> x = torch.arange(6.0).view(1, 2, 3)
+    >>> torch.allclose(inverse_dct(dct(x)), x, atol=1e-5)
+    True
+    """
     height, width = _bases(X)
     return height.T @ X @ width
 

@@ -57,6 +57,7 @@ class OptimSpec:
         self.param_groups = param_groups
         self.kwargs = {key: tuple(v) if isinstance(v, list) else v for key, v in kwargs.items()}
         self._defaults = _validated(self.cls, self.kwargs)
+        self._per_step = any(x.dim() == 2 for x in leaves(self.kwargs))
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
@@ -83,12 +84,20 @@ class OptimSpec:
 
     @property
     def hyper(self) -> dict[str, Any]:
-        """Every hyperparameter, the class's defaults included."""
+        """Every hyperparameter, the class's defaults included.
+
+        >>> OptimSpec("sgd", lr=0.1, momentum=0.9).hyper["momentum"]
+        0.9
+        """
         return {**self._defaults, **self.kwargs}
 
     @property
     def lr(self) -> Any:
-        """The base learning rate: a number or a tensor `[]` or `[N]`."""
+        """The base learning rate: a number or a tensor `[]` or `[N]`.
+
+        >>> OptimSpec("sgd", lr=0.1).lr, OptimSpec("adamw").lr
+        (0.1, 0.001)
+        """
         if "lr" not in self.hyper:
             raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
         return self.hyper["lr"]
@@ -119,7 +128,14 @@ class OptimSpec:
         return self.cls(groups, **kwargs)
 
     def groups(self, params: Tree) -> Iterator[tuple[OptimSpec, list[str], Any]]:
-        """Groups of stacked parameters: (spec, names, this spec's lr if the group has its own)."""
+        """Groups of stacked parameters: (spec, names, this spec's lr if the group has its own).
+
+        >>> spec = OptimSpec("adamw", param_groups=lambda name, p: {} if p.dim() >= 2 else {"weight_decay": 0.0})
+        >>> for group, names, lr in spec.groups({"weight": torch.zeros(4, 2, 2), "bias": torch.zeros(4, 2)}):
+        ...     print(names, group.hyper["weight_decay"], lr)
+        ['weight'] 0.01 None
+        ['bias'] 0.0 None
+        """
         if self.param_groups is None:
             yield from [(self, list(params), None)] if params else []
             return
@@ -138,12 +154,19 @@ class OptimSpec:
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]), momentum=0.9).at(1)
         OptimSpec(SGD, lr=tensor(0.0100), momentum=0.9)
         """
-        if not self._per_step():
+        if not self._per_step:
             return self
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
     def check_steps(self, num_nodes: int, num_steps: int, whose: str) -> None:
-        """Raise a ValueError unless what is `[T, N]` has T = `num_steps` rows, for one node or all."""
+        """Raise a ValueError unless what is `[T, N]` has T = `num_steps` rows, for one node or all.
+
+        >>> try:
+        ...     OptimSpec("sgd", lr=torch.ones(5, 1)).check_steps(num_nodes=2, num_steps=10, whose="inner optimizer")
+        ... except ValueError as error:
+        ...     print(str(error).split(";")[0])
+        lr of the inner optimizer has shape [5, 1]
+        """
         for key, value in self.kwargs.items():
             for x in leaves(value):
                 if x.dim() == 2 and (len(x) != num_steps or (x.shape[1] > 1 and x.shape[1] % num_nodes != 0)):
@@ -152,11 +175,12 @@ class OptimSpec:
                         f"is [{num_steps}, 1], and for each node too [{num_steps}, {num_nodes}]."
                     )
 
-    def _per_step(self) -> bool:
-        return any(x.dim() == 2 for x in leaves(self.kwargs))
-
     def rule(self) -> Rule:
-        """The update on stacked tensors: elementwise where exact, else one torch optimizer per node."""
+        """The update on stacked tensors: elementwise where exact, else one torch optimizer per node.
+
+        >>> type(OptimSpec("adamw").rule()).__name__, type(OptimSpec(torch.optim.ASGD).rule()).__name__
+        ('ElementwiseRule', 'PerNodeRule')
+        """
         return ElementwiseRule(self) if self.cls in ELEMENTWISE else PerNodeRule(self)
 
 

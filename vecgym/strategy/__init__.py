@@ -1,4 +1,23 @@
-"""Training algorithms, one file each, and the parts they are made of."""
+"""Training algorithms, one file each, and the parts they are made of.
+
+Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
+             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
+Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); Strategy with a `step` for one rank, which calls
+             all_reduce, broadcast, all_gather
+Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
+             AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
+             GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator
+Around one:  every(n, module), delayed(module, d), compressed(module, method); SyncWeight: how much at each step
+Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
+Optimizers:  OptimSpec
+
+>>> DiLoCoStrategy("adamw", H=100, lr=1e-3, compression="int8").communication_modules[0]
+compressed(DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=100), \
+Quantise(bits=8, stochastic=False), error_feedback=True)
+>>> CommunicateOptimizeStrategy([every(10, AveragingCommunicator(island_size=4))], "adamw", lr=1e-3)
+CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.001), every(10, AveragingCommunicator(island_size=4, H=1, \
+participation=1.0, weighting='equal')))
+"""
 
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy

@@ -16,6 +16,10 @@ class GradientAveraging(CommunicationModule):
 
     Since parameters and optimizer state then stay the same on every node, they are stored once, and one
     gradient of the mean loss is computed instead of K.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> GradientAveraging().exchange_gradients({"w": torch.tensor([1.0, 3.0])}, {}, Context(StackedCollectives(2)))[0]
+    {'w': tensor([2.])}
     """
 
     mean_gradient = True

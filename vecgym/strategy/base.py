@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,15 @@ class Context:
         rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
         exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
             operations and reductions of each node by itself never do; a matrix product over all nodes may.
+
+    >>> from dataclasses import replace
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(4), step=3, seed=7)
+    >>> a, b = (torch.rand(3, generator=ctx.generator("mask", ctx.step)) for _ in range(2))
+    >>> torch.equal(a, b)  # the same (seed, purpose, ids), the same numbers
+    True
+    >>> replace(ctx, rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    tensor([0.2000, 0.4000])
     """
 
     comm: Collectives
@@ -73,27 +82,95 @@ class CommunicationModule:
     mean_gradient = False
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the module cannot work for this run."""
+        """Raise a ValueError if the module cannot work for this run.
+
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> try:
+        ...     AveragingCommunicator(island_size=8).check(num_nodes=4, max_steps=100)
+        ... except ValueError as error:
+        ...     print(str(error).split(":")[0])
+        island_size=8 is larger than the 4 nodes that take part in a round
+        """
 
     def init(self, params: Tree, ctx: Context) -> State:
-        """The state before the first step. `params` are a copy that the module may keep."""
+        """The state before the first step. `params` are a copy that the module may keep.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import DiLoCoCommunicator
+        >>> sorted(DiLoCoCommunicator().init({"w": torch.zeros(1)}, Context(StackedCollectives(2))))
+        ['optimizer', 'params']
+        """
         return {}
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
-        """The nodes that train in this step; None: all."""
+        """The nodes that train in this step; None: all.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> len(AveragingCommunicator(participation=0.5).active_nodes(Context(StackedCollectives(8))))
+        4
+        """
         return None
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        """What the module adds to each node's own gradient, before anything is exchanged."""
+        """What the module adds to each node's own gradient, before anything is exchanged.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import ProximalTerm
+        >>> grads, params, start = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0])}
+        >>> ProximalTerm(mu=0.5).local_gradients(grads, params, {"start": start}, Context(StackedCollectives(2)))
+        {'w': tensor([0., 1.])}
+        """
         return grads
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Before the optimizer: `[L, *]` gradients -> those that the optimizer takes."""
+        """Before the optimizer: `[L, *]` gradients -> those that the optimizer takes.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import GradientAveraging
+        >>> grads, ctx = {"w": torch.tensor([1.0, 3.0])}, Context(StackedCollectives(2))
+        >>> GradientAveraging().exchange_gradients(grads, {}, ctx)[0]
+        {'w': tensor([2.])}
+        """
         return grads, state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
         return params, state
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """Of the module's own optimizer at this step, to be recorded; None: it has none.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
+        >>> ctx = Context(StackedCollectives(2), max_steps=1000)
+        >>> DiLoCoCommunicator(outer_lr=0.5).outer_learning_rate(ctx), AveragingCommunicator().outer_learning_rate(ctx)
+        (0.5, None)
+        """
+        return None
+
+    # Many small configurations in one stack are slow for what Python does for each; these two make them one.
+
+    def stack_key(self) -> Hashable:
+        """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
+
+        It must then do nothing but `exchange_parameters`, and draw no random numbers.
+
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> AveragingCommunicator(H=5).stack_key(), AveragingCommunicator(H=5, island_size=2).stack_key()
+        (5, None)
+        """
+        return None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        """One module for the nodes of all configurations, `[C * K, *]`, in which each does what its own would.
+
+        >>> from vecgym.strategy import DiLoCoCommunicator
+        >>> slow, fast = DiLoCoCommunicator(outer_lr=0.5), DiLoCoCommunicator(outer_lr=1.0)
+        >>> slow.stacked([slow, fast], num_nodes=2).outer_optim.lr
+        tensor([0.5000, 0.5000, 1.0000, 1.0000], dtype=torch.float64)
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
 
     def __repr__(self) -> str:
         unset = {name for name in ("sync_weight",) if getattr(self, name, None) is None}
@@ -120,6 +197,21 @@ class Strategy:
 
     Raises:
         TypeError, ValueError: at construction, saying what is allowed.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import AveragingCommunicator
+    >>> strategy = Strategy("sgd", communication_modules=[AveragingCommunicator()], lr=0.1, warmup_steps=4)
+    >>> strategy.check(num_nodes=2, max_steps=10)
+    >>> ctx = Context(StackedCollectives(2), step=2, max_steps=10)  # half-way through the warm-up
+    >>> params, grads = {"w": torch.zeros(1)}, {"w": torch.tensor([1.0, 3.0])}
+    >>> optimizer, modules = strategy.init(params, ctx)
+    >>> strategy.mean_gradient, strategy.active_nodes(ctx), strategy.lr(ctx)
+    (False, None, 0.05)
+    >>> grads = strategy.local_gradients(grads, params, modules, ctx)
+    >>> grads, modules = strategy.exchange_gradients(grads, modules, ctx)
+    >>> params, optimizer = strategy.optimize(params, grads, optimizer, ctx)
+    >>> params, strategy.exchange_parameters(params, modules, ctx)[0]
+    ({'w': tensor([-0.0500, -0.1500])}, {'w': tensor([-0.1000])})
     """
 
     def __init__(
@@ -184,8 +276,22 @@ class Strategy:
 
     def lr(self, ctx: Context) -> float | Tensor:
         """The inner learning rate of this step."""
+        lr = self.inner_optim.at(ctx.step).lr
+        if self.lr_scheduler is None and not self.warmup_steps and not self.cosine_anneal:
+            return lr
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
-        return self.inner_optim.at(ctx.step).lr * schedule(ctx.step)
+        return lr * schedule(ctx.step)
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """That of the first module that has an optimizer of its own; None: none has.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import DiLoCoStrategy
+        >>> DiLoCoStrategy("sgd", lr=0.1).outer_learning_rate(Context(StackedCollectives(2), max_steps=1000))
+        0.7
+        """
+        found = (module.outer_learning_rate(ctx) for module in self.communication_modules)
+        return next((lr for lr in found if lr is not None), None)
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Clip, then the inner optimizer's step."""
@@ -220,7 +326,18 @@ class Strategy:
         self._set_lr()
 
     def step(self) -> None:
-        """Per rank: what a node does with its gradients, `p.grad`; call it last, it advances the schedule."""
+        """Per rank: what a node does with its gradients, `p.grad`; call it last, it advances the schedule.
+
+        >>> from vecgym.strategy import all_reduce
+        >>> class DDP(Strategy):
+        ...     def step(self):
+        ...         for p in self.model.parameters():
+        ...             all_reduce(p.grad, op="mean")
+        ...         self.optim.step()
+        ...         super().step()
+        >>> DDP("sgd", lr=0.1)
+        DDP(OptimSpec(SGD, lr=0.1))
+        """
         self.local_step += 1
         self._set_lr()
 

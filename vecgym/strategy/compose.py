@@ -6,6 +6,8 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from vecgym.errors import VecgymWarning
 from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
 from vecgym.tree import Tree
@@ -137,6 +139,9 @@ class _Every(CommunicationModule):
             return params, state
         return self.module.exchange_parameters(params, state, self._inner(ctx))
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        return self.module.outer_learning_rate(self._inner(ctx))
+
     def _inner(self, ctx: Context) -> Context:
         return replace(ctx, step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n))
 
@@ -176,6 +181,9 @@ class _Delayed(CommunicationModule):
         due = queue.pop(str(ctx.step), {})
         params = {name: p + due[name] if name in due else p for name, p in params.items()}
         return params, {"module": changed, "queue": queue}
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        return self.module.outer_learning_rate(ctx)
 
     def __repr__(self) -> str:
         return f"delayed({self.module!r}, {self.d})"

@@ -277,6 +277,9 @@ class _Compressed(CommunicationModule):
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return self._exchange("parameters", params, state, ctx)
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        return self.module.outer_learning_rate(ctx)
+
     def _exchange(self, phase: str, given: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """The module's exchange, with collectives whose `mean` is `_mean`."""
         if phase not in state:

@@ -85,11 +85,25 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         return mean, {"residual": residual}
 
     def residual(self, state: State, params: Tree) -> Tree:
-        """delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`."""
+        """delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> module, ctx = DeMoCommunicator(compression_topk=1), Context(StackedCollectives(2))
+        >>> params = {"w": torch.zeros(1, 4)}
+        >>> grads = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])}
+        >>> _, state = module.exchange_gradients(grads, module.init(params, ctx), ctx)
+        >>> module.residual(state, params)["w"][1]  # the constant part, the strongest, was sent
+        tensor([-1.5000, -0.5000,  0.5000,  1.5000])
+        """
         return {name: self._to_tensors(X, params[name]) for name, X in state["residual"].items()}
 
     def step_bytes(self, params: Tree) -> int:
-        """Bytes that a node sends in a step: sum over tensors of chunks * min(k, chunk area) * (8 + b)."""
+        """Bytes that a node sends in a step: sum over tensors of chunks * min(k, chunk area) * (8 + b).
+
+        >>> params = {"w": torch.zeros(1, 128, 64)}  # 2 chunks
+        >>> DeMoCommunicator(compression_topk=8).step_bytes(params)  # 2 * 8 * (8 + 4)
+        192
+        """
         k, limit = self.compression_topk, self.compression_chunk
         return sum(topk_bytes(p.shape[1:], k, limit, p.element_size()) for p in params.values())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from vecgym import tree
 from vecgym.compress import Compressor
 from vecgym.optim import OptimSpec, ensure_optim_spec
+from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.compression import with_compression
@@ -35,6 +36,13 @@ class DiLoCoCommunicator(CommunicationModule):
         H: inner steps between two outer steps.
         outer_lr: the outer learning rate.
         sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, ctx = DiLoCoCommunicator(H=2), Context(StackedCollectives(2), step=1)
+    >>> state = module.init({"w": torch.zeros(1)}, ctx)
+    >>> params, state = module.exchange_parameters({"w": torch.tensor([1.0, 3.0])}, state, ctx)
+    >>> params["w"]  # 0.7 (2 + 0.9 * 2), on both nodes
+    tensor([2.6600])
     """
 
     def __init__(
@@ -64,6 +72,19 @@ class DiLoCoCommunicator(CommunicationModule):
         if self.sync_weight is not None:
             return self.sync_weight.exchange(self._outer_step, params, state, ctx)
         return self._outer_step(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        if ctx.step // self.H >= ctx.max_steps // self.H:  # no outer step comes any more
+            return None
+        return self.outer_optim.at(ctx.step // self.H).hyper.get("lr")
+
+    def stack_key(self) -> Hashable:
+        key = merge_key(self.outer_optim)
+        return None if key is None or self.sync_weight is not None else (self.H, key)
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> DiLoCoCommunicator:
+        outer = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
+        return DiLoCoCommunicator(outer, self.H)
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params))  # [1, *]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,13 @@ class AveragingCommunicator(CommunicationModule):
     Raises:
         ValueError: for H or island_size < 1, participation outside (0, 1]; at `fit` for an island larger than
             the number of nodes that take part.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, params = AveragingCommunicator(H=2), {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    >>> for step in range(2):
+    ...     print(module.exchange_parameters(params, {}, Context(StackedCollectives(4), step))[0]["w"])
+    tensor([1., 2., 3., 4.])
+    tensor([2.5000])
     """
 
     def __init__(
@@ -75,6 +82,13 @@ class AveragingCommunicator(CommunicationModule):
             return self.sync_weight.exchange(self._average, params, state, ctx)
         return self._average(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
 
+    def stack_key(self) -> Hashable:
+        usual = self.island_size is None and self.participation == 1 and self.weighting == "equal"
+        return self.H if usual and self.sync_weight is None else None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> AveragingCommunicator:
+        return self
+
     def _average(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         weights = node_weights(self.weighting, ctx)
         if self.island_size is None and self.participation == 1:
@@ -96,6 +110,12 @@ class ServerCommunicator(CommunicationModule):
         server: the server's optimizer.
         H, participation, weighting: as in `AveragingCommunicator`. All nodes, those that sat out too, begin the
             next round from theta.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, ctx = ServerCommunicator(ServerOptimizer("avg", lr=0.5)), Context(StackedCollectives(2))
+    >>> state = module.init({"w": torch.zeros(1)}, ctx)
+    >>> module.exchange_parameters({"w": torch.tensor([1.0, 3.0])}, state, ctx)[0]  # half of the mean movement
+    {'w': tensor([1.])}
     """
 
     def __init__(
@@ -128,11 +148,20 @@ class ServerCommunicator(CommunicationModule):
         theta, slots = self.server.update(state["params"], delta, state["slots"])
         return theta, {"params": theta, "slots": slots}
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        return self.server.lr
+
 
 class ProximalTerm(CommunicationModule):
     """FedProx: each node's loss gets mu / 2 |theta_i - theta_i(start of the round)|^2, so g_i += mu (theta_i - start).
 
     Put it after the module that averages, with the same H. State: the start of the round, `[1 or L, *]`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module, ctx = ProximalTerm(mu=0.5), Context(StackedCollectives(2))
+    >>> state = module.init({"w": torch.tensor([1.0])}, ctx)
+    >>> module.local_gradients({"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}, state, ctx)
+    {'w': tensor([0., 1.])}
 
     Reference: Li et al., "Federated Optimization in Heterogeneous Networks", arXiv 1812.06127. Deviation: the
     number of local steps is fixed.

@@ -75,7 +75,12 @@ class GossipCommunicator(CommunicationModule):
             )
 
     def mixing(self, ctx: Context) -> Mixing:
-        """The matrix of the exchange after this step."""
+        """The matrix of the exchange after this step.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> GossipCommunicator("ring").mixing(Context(StackedCollectives(5))).weights[0]
+        tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
+        """
         return self._mixing(ctx.comm.num_nodes, ctx.step, lambda exchange: ctx.generator("matching", exchange))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:

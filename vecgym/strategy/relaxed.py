@@ -42,7 +42,13 @@ class SyncWeight:
         self.binary = not self.differentiated and bool(((self.weights == 0) | (self.weights == 1)).all())
 
     def check(self, max_steps: int) -> None:
-        """Raise a ValueError unless there is a weight for each step."""
+        """Raise a ValueError unless there is a weight for each step.
+
+        >>> SyncWeight([0, 1]).check(max_steps=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: sync_weight has 2 weights and the run 3 steps: give one for each, or max_steps=2.
+        """
         if len(self.weights) != max_steps:
             raise ValueError(
                 f"sync_weight has {len(self.weights)} weights and the run {max_steps} steps: give one for each, "
@@ -50,7 +56,15 @@ class SyncWeight:
             )
 
     def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The exchange of this step, made as far as the weight says."""
+        """The exchange of this step, made as far as the weight says.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> def average(params, state, ctx):
+        ...     return ctx.comm.mean(params), state
+        >>> params, ctx = {"w": torch.tensor([0.0, 4.0])}, Context(StackedCollectives(2))
+        >>> SyncWeight([0.5]).exchange(average, params, {}, ctx)[0]  # half of the way to the mean, 2
+        {'w': tensor([1., 3.])}
+        """
         weight = self.weights[ctx.step]
         if not self.differentiated:
             if weight == 0:

@@ -44,7 +44,12 @@ class Selector(ABC):
     """
 
     def init(self, shapes: Shapes, ctx: Context) -> State:
-        """What `select` needs to keep from one exchange to the next: nested dicts of tensors."""
+        """What `select` needs to keep from one exchange to the next: nested dicts of tensors.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> ShuffledSequentialSelector(0.5).init({"w": torch.Size([2, 3])}, Context(StackedCollectives(4)))["w"].shape
+        torch.Size([1, 6])
+        """
         return {}
 
     @abstractmethod
@@ -69,6 +74,12 @@ class RandomSelector(Selector):
 
     Args:
         p: probability, in [0, 1].
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(2))
+    >>> chosen, _ = RandomSelector(0.01).select({"w": torch.Size([100, 100])}, {}, 0, ctx)
+    >>> chosen["w"].shape, chosen["w"].dtype  # about 100 of 10 000
+    (torch.Size([95]), torch.int64)
     """
 
     def __init__(self, p: float) -> None:
@@ -87,6 +98,11 @@ class ScheduledSelector(Selector):
     Args:
         p: half of the highest probability, in [0, 0.5].
         H: optimizer steps from one rate of 0 to the next, at least 2.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> selector, shapes = ScheduledSelector(0.5, H=4), {"w": torch.Size([100, 100])}
+    >>> [len(selector.select(shapes, {}, t, Context(StackedCollectives(2), t))[0].get("w", [])) for t in range(4)]
+    [0, 2536, 5032, 7499]
 
     Reference: diloco-sim. Deviation: there every tensor advances the ramp, so that it rises as many times faster as
     the model has tensors; here every step does.
@@ -121,6 +137,13 @@ class ShuffledSequentialSelector(Selector):
 
     Args:
         p: the fraction exchanged at a time, in (0, 1].
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> selector, shapes, ctx = ShuffledSequentialSelector(0.5), {"w": torch.Size([6])}, Context(StackedCollectives(2))
+    >>> state = selector.init(shapes, ctx)
+    >>> parts = [selector.select(shapes, state, exchange, ctx)[0]["w"] for exchange in range(4)]
+    >>> sorted(torch.cat(parts[:2]).tolist()), torch.equal(parts[0], parts[2])  # each once, then the same order again
+    ([0, 1, 2, 3, 4, 5], True)
     """
 
     def __init__(self, p: float) -> None:
@@ -166,6 +189,15 @@ class PartitionedSelector(ShuffledSequentialSelector):
 
     Args:
         p: the fraction exchanged at a time, in (0, 1].
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> selector, shapes, ctx = PartitionedSelector(0.5), {"w": torch.Size([100])}, Context(StackedCollectives(2))
+    >>> state, parts = selector.init(shapes, ctx), []
+    >>> for exchange in range(4):
+    ...     chosen, state = selector.select(shapes, state, exchange, ctx)
+    ...     parts.append(chosen["w"])
+    >>> torch.cat(parts[2:]).unique().numel(), torch.equal(parts[0], parts[2])  # each once, in another order
+    (100, False)
     """
 
     def select(self, shapes: Shapes, state: State, exchange: int, ctx: Context) -> tuple[Indices, State]:

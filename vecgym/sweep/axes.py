@@ -18,7 +18,11 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class Uniform:
-    """An axis of a random search: numbers in [low, high], each as likely as any other."""
+    """An axis of a random search: numbers in [low, high], each as likely as any other.
+
+    >>> Uniform(0.5, 1.0).draw(0.5)
+    0.75
+    """
 
     low: float
     high: float

@@ -30,6 +30,39 @@ class SweepResult:
             "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
             `consensus_distance`, and `bytes`, sent per node in all.
         axes: the names of the axes.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> from vecgym.sweep import sweep
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> result = sweep(
+    ...     Line(), torch.arange(8.0), torch.arange(8.0), strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr),
+    ...     grid={"H": [1, 2], "lr": [0.01, 0.1]}, num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False,
+    ...     keep_models=True,
+    ... )
+    >>> result
+    SweepResult(4 configurations: 4 finished)
+    >>> {row["H"]: row["bytes"] for row in result.rows}, result.num_pending
+    ({1: 16.0, 2: 8.0}, 0)
+    >>> result.best("val_loss")["lr"], result.history(0)["step"], type(result.model(0)).__name__
+    (0.1, [0, 1, 2, 3, 4], 'Line')
+    >>> result.table().splitlines()[0]
+    '| H |   lr |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes |'
+    >>> result.explain().splitlines()[0]
+    '4 configurations in 1 programs:'
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     result.to_csv(Path(directory) / "sweep.csv")
+    ...     len((Path(directory) / "sweep.csv").read_text().splitlines())
+    5
+    >>> figures = result.plot("H", hue="lr"), result.plot_heatmap("H", "lr"), result.plot_pareto(hue="lr")
+    >>> [figure.axes[0].get_xlabel() for figure in figures]
+    ['H', 'H', 'bytes sent per node']
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -38,6 +71,7 @@ class SweepResult:
 
     @property
     def rows(self) -> list[Point]:
+        """One dict per configuration, in the order of the grid; see the class for what is in it."""
         return [self._row(config) for config in self._runner.configs]
 
     def _row(self, config: Configuration) -> Point:

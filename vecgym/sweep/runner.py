@@ -22,7 +22,7 @@ from vecgym.settings import interrupts
 from vecgym.strategy import Context
 from vecgym.sweep.configurations import Configuration, alike
 from vecgym.sweep.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve, Record, selected
-from vecgym.sweep.stack import Member, Stack, chosen_batches, joined_batches, optimizer_key
+from vecgym.sweep.stack import Member, Stack, chosen_batches, exchange_key, joined_batches, optimizer_key
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
 # Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
@@ -384,7 +384,7 @@ class Runner:
             todo, alive, record, stack = self._partial
             partial = {"todo": todo, "alive": alive, "record": record.state(), "stack": stack}
         return {
-            "format": 1,
+            "format": 2,
             "fingerprint": fingerprint,
             "chunks": [program.chunks for program in self.programs],
             "curves": {index: curve.state() for index, curve in self.curves.items()},
@@ -403,10 +403,16 @@ class Runner:
             self._partial = (held["todo"], held["alive"], record, held["stack"])
 
 
-def _place(config: Configuration) -> tuple[str, str, int]:
-    """In a stack, equal optimizers are neighbours: each run of equal rows is one call of torch's kernel."""
+def _place(config: Configuration) -> tuple[str, str, str, int]:
+    """In a stack, equal optimizers are neighbours: each run of equal rows is one call of torch's kernel. Among them
+    those are neighbours that can exchange in one call."""
     spec = config.strategy.inner_optim
-    return repr(optimizer_key(config.strategy)), repr(sorted(spec.kwargs.items())), config.index
+    return (
+        repr(optimizer_key(config.strategy)),
+        repr(sorted(spec.kwargs.items())),
+        repr(exchange_key(config.strategy)),
+        config.index,
+    )
 
 
 def _costs(config: Configuration, batch: Any, engine: str) -> tuple[int, int]:

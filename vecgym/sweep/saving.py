@@ -37,7 +37,7 @@ def saver(runner: Runner, path: Path) -> Callable[[], None]:
 
 def load_results(runner: Runner, path: Path) -> None:
     held = torch.load(path, map_location=runner.device, weights_only=True)
-    if held.get("format") != 1 or held.get("fingerprint") != _fingerprint(runner):
+    if held.get("format") != 2 or held.get("fingerprint") != _fingerprint(runner):
         raise ValueError(
             f"{path} holds another sweep: its grid, strategies, settings or model differ from those given. Give "
             "resume another path, or remove the file to start anew."

@@ -7,9 +7,9 @@ optimizer is one update for all neighbours in the stack that share its class, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,15 @@ from vecgym import nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import EvalBatches
 from vecgym.local import Engine, Local
-from vecgym.optim import OptimSpec, clip_grad_norm
-from vecgym.optim.formulas import ELEMENTWISE
+from vecgym.optim import clip_grad_norm
+from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
 from vecgym.strategy import CommunicationModule, Context, Strategy
 from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
 from vecgym.tree import Tree
 
-Key = tuple[Any, ...]
+# A merged exchange holds what would be one row for a configuration, such as outer parameters, once for each node. Of
+# small models, whose exchange is Python above all, that is the lesser cost.
+MAX_MERGED_ELEMENTS = 1 << 16
 
 
 class StackMetrics(NamedTuple):
@@ -52,7 +54,6 @@ class Member:
         seed: of its random numbers.
         comm: the collectives among its own nodes.
         num_examples: of each node's shard.
-        modules: the states of its communication modules.
     """
 
     model: nn.Module
@@ -60,7 +61,6 @@ class Member:
     seed: int
     comm: StackedCollectives
     num_examples: tuple[int, ...] | None = None
-    modules: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if is_per_rank(self.strategy):
@@ -112,15 +112,16 @@ class Stack:
         self._set_params({n: torch.stack([v[n].detach() for v in values]) for n in engine.params})
         self.buffers = {n: self._start(n, [v[n].detach() for v in values]) for n in engine.buffers}
         self._exchanges_gradients = any(touches_gradients(member.strategy) for member in self.members)
-        self._form_groups()
-        for c, member in enumerate(self.members):
-            state, member.modules = member.strategy.init(self._views[c], self._context(member, inplace=False))
-            group = next(group for group in self.groups if group.start <= c < group.stop)
+        self.groups = self._formed_groups()
+        self.exchanges = self._formed_exchanges()
+        for exchange in self.exchanges:
+            optimizer, exchange.state = exchange.init(self._part(exchange), self._context(exchange, inplace=False))
+            group = next(group for group in self.groups if group.start <= exchange.start < group.stop)
             if group.is_own:
-                group.state = state
+                group.state = optimizer
         for group in self.groups:
             if not group.is_own:
-                group.state = group.init(self._of_group(group, self.params))
+                group.state = group.init(self._part(group))
 
     @property
     def num_configs(self) -> int:
@@ -163,11 +164,11 @@ class Stack:
             self._widen()
         lrs = [0.0] * self.num_configs
         for group in self.groups:
-            params = self._of_group(group, self.params)
+            params = self._part(group)
             if self._exchanges_gradients:
                 grads = self._joined(each[group.start : group.stop])
             else:
-                grads = self._of_group(group, local.grads)
+                grads = group.part(local.grads, self.rows)
             new = group.update(params, grads, contexts, [self.rows] * group.size)
             for name, p in params.items():
                 if new[name] is not p:
@@ -191,13 +192,11 @@ class Stack:
         parts = [ctx if chosen is None else replace(ctx, rows=x) for ctx, chosen, x in zip(contexts, active, own)]
         ends = torch.tensor([0, *counts]).cumsum(0).tolist()
         each = []
-        for c, (member, ctx) in enumerate(zip(self.members, parts)):
-            a, b = ends[c], ends[c + 1]
+        for exchange in self.exchanges:
+            a, b, ctx = ends[exchange.start], ends[exchange.stop], parts[exchange.start]
             grads = {n: g[a:b] for n, g in local.grads.items()}
-            modules = member.modules if ctx.rows is None else nodes.take_rows(member.modules, ctx.rows)
-            grads = member.strategy.local_gradients(grads, {n: p[a:b] for n, p in params.items()}, modules, ctx)
-            if ctx.rows is None:
-                grads, member.modules = member.strategy.exchange_gradients(grads, member.modules, ctx)
+            if exchange.size == 1:
+                grads = exchange.gradients(grads, {n: p[a:b] for n, p in params.items()}, ctx)
             each.append(nodes.expand(grads, b - a))
         lrs = [0.0] * self.num_configs
         for group in self.groups:
@@ -205,10 +204,11 @@ class Stack:
             here = rows[a:b] - group.start * K
             state = group.state
             group.state = nodes.take_rows(state, here)
-            grads = {n: torch.cat([g[n] for g in each[group.start : group.stop]]) for n in params}
+            mine = [g for e, g in zip(self.exchanges, each) if group.start <= e.start < group.stop]
+            grads = {n: torch.cat([g[n] for g in mine]) for n in params}
             new = group.update({n: p[a:b] for n, p in params.items()}, grads, parts, counts[group.start : group.stop])
             group.state = nodes.put_rows(state, here, group.state, group.size * K, inplace=True)
-            nodes.put_rows(self._of_group(group, self.params), here, new, group.size * K, inplace=True)
+            nodes.put_rows(self._part(group), here, new, group.size * K, inplace=True)
             lrs[group.start : group.stop] = group.lrs
         for name in filter(self._changes, self.buffers):
             self.buffers[name].index_copy_(0, rows.to(self.buffers[name].device), local.buffers[name])
@@ -233,17 +233,23 @@ class Stack:
         """What each configuration's optimizer takes, `[1 or K, *]`."""
         K = 1 if self._takes_mean_gradient else self.num_nodes
         each = [{n: g[c * K : (c + 1) * K] for n, g in grads.items()} for c in range(self.num_configs)]
-        for c, (member, ctx) in enumerate(zip(self.members, contexts)):
-            own = member.strategy.local_gradients(each[c], self._views[c], member.modules, ctx)
-            each[c], member.modules = member.strategy.exchange_gradients(own, member.modules, ctx)
+        for exchange in self.exchanges:
+            if exchange.size == 1:
+                c = exchange.start
+                each[c] = exchange.gradients(each[c], self._part(exchange), contexts[c])
         return each
 
     def _exchange_parameters(self, contexts: list[Context]) -> None:
-        for c, (member, ctx) in enumerate(zip(self.members, contexts)):
-            shared, member.modules = member.strategy.exchange_parameters(self._views[c], member.modules, ctx)
-            if any(x.shape[0] > self.rows for x in shared.values()):
+        for exchange in self.exchanges:
+            if exchange.size > 1:
                 self._widen()
-            for name, p in self._views[c].items():
+            ctx = contexts[exchange.start] if exchange.size == 1 else self._context(exchange)
+            params = self._part(exchange)
+            shared, exchange.state = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            if any(x.shape[0] > self.rows * exchange.size for x in shared.values()):
+                self._widen()
+                params = self._part(exchange)
+            for name, p in params.items():
                 if shared[name] is not p:
                     p.copy_(shared[name])
 
@@ -315,17 +321,12 @@ class Stack:
     def keep(self, chosen: Sequence[int]) -> None:
         """Go on with some of the configurations only."""
         mine = torch.tensor(list(chosen), dtype=torch.long)
-        states = {}
-        for group in self.groups:
-            inside = [c - group.start for c in chosen if group.start <= c < group.stop]
-            states[group.key] = group.selected(inside, self.num_nodes)
         params = {n: self._own(p, mine) for n, p in self.params.items()}
         self.buffers = {n: self._own(b, mine) if self._changes(n) else b for n, b in self.buffers.items()}
         self.members = [self.members[c] for c in chosen]
         self._set_params(params)
-        self._form_groups()
-        for group in self.groups:
-            group.state = states[group.key]
+        self.groups = _left(self.groups, chosen, self.members)
+        self.exchanges = _left(self.exchanges, chosen, self.members)
 
     def state(self) -> dict[str, Any]:
         """All that evolves: nested dicts and lists of tensors and numbers."""
@@ -334,7 +335,7 @@ class Stack:
             "params": self.params,
             "buffers": self.buffers,
             "optimizer": [group.state for group in self.groups],
-            "modules": [member.modules for member in self.members],
+            "exchanges": [exchange.state for exchange in self.exchanges],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -345,8 +346,8 @@ class Stack:
         self.buffers = state["buffers"]
         for group, held in zip(self.groups, state["optimizer"]):
             group.state = held
-        for member, modules in zip(self.members, state["modules"]):
-            member.modules = modules
+        for exchange, held in zip(self.exchanges, state["exchanges"]):
+            exchange.state = held
 
     @property
     def can_be_saved(self) -> bool:
@@ -355,13 +356,21 @@ class Stack:
 
     # --------------------------------------------------------------------------------------------- helpers
 
-    def _context(self, member: Member, inplace: bool = True) -> Context:
+    def _context(self, member: Member | _Exchange, inplace: bool = True) -> Context:
         return Context(member.comm, self.done, self.max_steps, member.seed, inplace, member.num_examples)
 
     def _set_params(self, params: Tree) -> None:
         self.params = params
         R = self.rows
         self._views = [{n: p[c * R : (c + 1) * R] for n, p in params.items()} for c in range(self.num_configs)]
+        self._parts: dict[tuple[int, int], Tree] = {}
+
+    def _part(self, part: _Neighbours) -> Tree:
+        """The parameters of some neighbours."""
+        place = part.start, part.stop
+        if place not in self._parts:
+            self._parts[place] = part.part(self.params, self.rows)
+        return self._parts[place]
 
     def _start(self, name: str, values: list[Tensor]) -> Tensor:
         """A buffer that training changes has a row for each node, any other one in all."""
@@ -394,31 +403,108 @@ class Stack:
                 group.state,
             )
 
-    def _form_groups(self) -> None:
-        self.groups: list[_Group] = []
-        keys = [optimizer_key(member.strategy) or ("own", id(member)) for member in self.members]
-        start = 0
-        for c in range(1, len(keys) + 1):
-            if c == len(keys) or keys[c] != keys[start]:
-                self.groups.append(_Group(start, [m.strategy for m in self.members[start:c]], keys[start]))
-                start = c
+    def _formed_groups(self) -> list[_Group]:
+        keys = [optimizer_key(member.strategy) or ("own", c) for c, member in enumerate(self.members)]
+        return [_Group(a, self.members[a:b]) for a, b in _runs(keys)]
 
-    def _of_group(self, group: _Group, values: Tree) -> Tree:
-        return {n: x[group.start * self.rows : group.stop * self.rows] for n, x in values.items()}
+    def _formed_exchanges(self) -> list[_Exchange]:
+        size = self.num_nodes * sum(p[0].numel() for p in self.params.values())
+        keys = [exchange_key(member.strategy, size) or ("own", c) for c, member in enumerate(self.members)]
+        return [_Exchange(a, self.members[a:b]) for a, b in _runs(keys)]
 
 
-class _Group:
-    """Neighbours in a stack whose inner optimizers are one update, with a hyperparameter for each row."""
+def _runs(keys: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """From where to where neighbours are equal."""
+    starts = [c for c in range(len(keys)) if c == 0 or keys[c] != keys[c - 1]]
+    return zip(starts, [*starts[1:], len(keys)])
 
-    def __init__(self, start: int, strategies: list[Strategy], key: Key) -> None:
+
+class _Neighbours:
+    """Members of a stack, one after the other, that do something together.
+
+    Attributes:
+        state: of what they do; tensors have the same number of rows for each member, or one row in all.
+    """
+
+    def __init__(self, start: int, members: Sequence[Member]) -> None:
         self.start = start
-        self.size = len(strategies)
+        self.size = len(members)
         self.stop = start + self.size
-        self.strategies = strategies
-        self.key = key
-        self.is_own = key[0] == "own"
         self.state: dict[str, Any] = {}
+
+    def part(self, values: Tree, rows: int) -> Tree:
+        """Their `rows` rows each of the values of a whole stack."""
+        return {n: x[self.start * rows : self.stop * rows] for n, x in values.items()}
+
+    def state_of(self, inside: Sequence[int]) -> dict[str, Any]:
+        """The state of some of them."""
+        index = torch.tensor(list(inside), dtype=torch.long)
+
+        def select(x: Tensor) -> Tensor:
+            if self.size == 1 or x.shape[0] == 1:
+                return x
+            return x.unflatten(0, (self.size, -1))[index.to(x.device)].flatten(0, 1)
+
+        return tree.map_leaves(select, self.state)
+
+
+N = TypeVar("N", bound=_Neighbours)
+
+
+def _left(parts: Sequence[N], chosen: Sequence[int], members: Sequence[Member]) -> list[N]:
+    """What is left of neighbours when only `chosen` stay, which are now `members`."""
+    left: list[N] = []
+    for part in parts:
+        inside = [c - part.start for c in chosen if part.start <= c < part.stop]
+        if inside:
+            start = left[-1].stop if left else 0
+            left.append(type(part)(start, members[start : start + len(inside)]))
+            left[-1].state = part.state_of(inside)
+    return left
+
+
+class _Exchange(_Neighbours):
+    """Members whose nodes exchange their parameters in one call: one member, or several that are alike."""
+
+    def __init__(self, start: int, members: Sequence[Member]) -> None:
+        super().__init__(start, members)
+        first = members[0]
+        self.strategy, self.comm, self.seed, self.num_examples = (
+            first.strategy, first.comm, first.seed, first.num_examples,
+        )  # fmt: skip
+        if self.size > 1:
+            K = first.comm.num_nodes
+            self.comm = StackedCollectives(K, self.size, first.comm.ledger)
+            for member in members:
+                member.comm.ledger = self.comm.ledger  # what each of them sends
+            columns = zip(*[member.strategy.communication_modules for member in members])
+            modules = [column[0].stacked(column, K) for column in columns]
+            self.strategy = Strategy(first.strategy.inner_optim, communication_modules=modules)
+
+    def init(self, params: Tree, ctx: Context) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self.size > 1:
+            params = tree.map(lambda p: p.repeat_interleave(ctx.comm.num_nodes, 0), params)
+        return self.strategy.init(params, ctx)
+
+    def gradients(self, grads: Tree, params: Tree, ctx: Context) -> Tree:
+        """What is exchanged of one member's gradients, or of those of some of its nodes."""
+        modules = self.state if ctx.rows is None else nodes.take_rows(self.state, ctx.rows)
+        grads = self.strategy.local_gradients(grads, params, modules, ctx)
+        if ctx.rows is None:
+            grads, self.state = self.strategy.exchange_gradients(grads, self.state, ctx)
+        return grads
+
+
+class _Group(_Neighbours):
+    """Members whose inner optimizers are one update, with a hyperparameter for each row."""
+
+    def __init__(self, start: int, members: Sequence[Member]) -> None:
+        super().__init__(start, members)
+        self.strategies = [member.strategy for member in members]
+        self.is_own = optimizer_key(self.strategies[0]) is None
         self.lrs: list[float] = []
+        self._lr_of: tuple[list[float], list[int]] = ([], [])
+        self._lr: Any = None  # `per_row` of these
         self._specs: dict[tuple[int, ...], Any] = {}
 
     def init(self, params: Tree) -> dict[str, Any]:
@@ -432,22 +518,13 @@ class _Group:
             self.lrs = [float(self.strategies[0].lr(own[0]))]
             return params
         self.lrs = [float(strategy.lr(ctx)) for strategy, ctx in zip(self.strategies, own)]
+        if self._lr_of != (self.lrs, counts):  # most often they stay
+            self._lr_of, self._lr = (self.lrs, counts), per_row(self.lrs, counts)
         if self.strategies[0].max_norm is not None:
             max_norm = per_row([strategy.max_norm for strategy in self.strategies], counts)
             grads, _ = clip_grad_norm(grads, max_norm)
-        params, self.state = self._rule(counts).update(params, grads, self.state, lr=per_row(self.lrs, counts))
+        params, self.state = self._rule(counts).update(params, grads, self.state, lr=self._lr)
         return params
-
-    def selected(self, inside: list[int], num_nodes: int) -> dict[str, Any]:
-        """The state of some of its configurations."""
-        index = torch.tensor(inside, dtype=torch.long)
-
-        def select(x: Tensor) -> Tensor:
-            if self.size == 1 or x.shape[0] == 1:
-                return x
-            return x.unflatten(0, (self.size, -1))[index.to(x.device)].flatten(0, 1)
-
-        return tree.map_leaves(select, self.state)
 
     def _rule(self, counts: list[int]) -> Any:
         key = tuple(counts)
@@ -503,44 +580,29 @@ def optimizer_key(strategy: Strategy) -> Key | None:
     >>> optimizer_key(FedAvgStrategy("adam")) == optimizer_key(FedAvgStrategy("adam", max_norm=1.0))
     False
     """
-    spec = strategy.inner_optim
     usual = type(strategy).optimize is Strategy.optimize and type(strategy).init is Strategy.init
-    scalars = [*tree.leaves([spec.kwargs, strategy.max_norm])]
-    if not usual or spec.cls not in ELEMENTWISE or any(x.dim() > 0 or x.requires_grad for x in scalars):
+    key = merge_key(strategy.inner_optim)
+    if not usual or key is None or (isinstance(strategy.max_norm, Tensor) and strategy.max_norm.dim() > 0):
         return None
-    fixed = tuple(sorted((key, repr(value)) for key, value in spec.hyper.items() if not _is_number(value)))
-    groups = None if spec.param_groups is None else id(spec.param_groups)
-    return ("shared", spec.cls.__name__, groups, fixed, strategy.max_norm is None)
+    return ("shared", *key, strategy.max_norm is None)
 
 
-def merged_spec(specs: Sequence[OptimSpec], counts: Sequence[int]) -> OptimSpec:
-    """One spec whose hyperparameters have a value for each row, where the given ones differ.
+def exchange_key(strategy: Strategy, num_elements: int = 0) -> Key | None:
+    """Strategies of equal key can exchange the parameters of their nodes in one call; None: this one cannot.
 
-    >>> merged_spec([OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("sgd", lr=0.25, momentum=0.9)], [1, 2])
-    OptimSpec(SGD, lr=tensor([0.5000, 0.2500, 0.2500], dtype=torch.float64), momentum=0.9)
+    Args:
+        num_elements: of all nodes of a configuration together.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> exchange_key(DiLoCoStrategy(H=5, outer_lr=0.5)) == exchange_key(DiLoCoStrategy(H=5, outer_lr=0.7))
+    True
+    >>> exchange_key(DiLoCoStrategy(H=5)) == exchange_key(DiLoCoStrategy(H=6))
+    False
     """
-    keys = list(dict.fromkeys(key for spec in specs for key in spec.kwargs))
-    values = {key: per_row([spec.hyper[key] for spec in specs], counts) for key in keys}
-    return OptimSpec(specs[0].cls, param_groups=specs[0].param_groups, **values)
-
-
-def per_row(values: Sequence[Any], counts: Sequence[int]) -> Any:
-    """A value for each row, `[sum of counts]`, from one for each configuration; equal ones stay as they are.
-
-    >>> per_row([(0.9, 0.5), (0.9, 0.25)], [1, 1])
-    (0.9, tensor([0.5000, 0.2500], dtype=torch.float64))
-    """
-    if isinstance(values[0], tuple):
-        return tuple(per_row(part, counts) for part in zip(*values))
-    plain = [x.item() if isinstance(x, Tensor) else x for x in values]
-    if all(x == plain[0] for x in plain):
-        return plain[0]
-    return torch.tensor(plain, dtype=torch.float64).repeat_interleave(torch.tensor(list(counts)))
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_number, value))
-    if isinstance(value, Tensor):
-        return value.dim() == 0
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    names = ("init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters")
+    usual = all(getattr(type(strategy), name) is getattr(Strategy, name) for name in names)
+    keys = tuple(module.stack_key() for module in strategy.communication_modules)
+    shared = optimizer_key(strategy)
+    if not usual or num_elements > MAX_MERGED_ELEMENTS or None in keys or shared is None:
+        return None
+    return shared, *((type(module).__name__, key) for module, key in zip(strategy.communication_modules, keys))

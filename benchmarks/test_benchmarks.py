@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+FOLDER = Path(__file__).parent
 
 
 def run(script: str, *arguments: str) -> str:

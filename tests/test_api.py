@@ -1,0 +1,230 @@
+"""The reference: every public name exists, has a docstring and shows an example, which the doctests run."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+# What a user imports from. In a package without `__all__`, and in a module, all that it defines is public.
+MODULES = (
+    "vecgym",
+    "vecgym.collectives",
+    "vecgym.compat.diloco_sim",
+    "vecgym.compress",
+    "vecgym.corpus",
+    "vecgym.data",
+    "vecgym.errors",
+    "vecgym.evaluate",
+    "vecgym.launch",
+    "vecgym.ledger",
+    "vecgym.local",
+    "vecgym.logger",
+    "vecgym.memory",
+    "vecgym.metrics",
+    "vecgym.models",
+    "vecgym.nodes",
+    "vecgym.optim",
+    "vecgym.optimize",
+    "vecgym.plot",
+    "vecgym.rng",
+    "vecgym.rollout",
+    "vecgym.schedule",
+    "vecgym.simulate",
+    "vecgym.strategy",
+    "vecgym.sweep",
+    "vecgym.topology",
+    "vecgym.trainer",
+    "vecgym.tree",
+    "vecgym.verify",
+)
+
+EXEMPT = {
+    # Tables and type aliases, which cannot have a docstring of their own.
+    "Batch": "of vecgym.data: a tensor, or nested dicts, lists and tuples of tensors",
+    "Compressor": "of vecgym.compress: Codec | PowerSGD, which have theirs",
+    "ELEMENTWISE": "of vecgym.optim: optimizer class -> formulas",
+    "Factory": "of vecgym.data: a function (rank, num_nodes, train) -> dataset; Batches says what it does",
+    "OPTIMIZERS": "of vecgym.optim: name -> optimizer class; OptimSpec's docstring lists the names",
+    "OptState": "of vecgym.optim: nested dicts of tensors",
+    "Rule": "of vecgym.optim: ElementwiseRule | PerNodeRule, which have theirs",
+    "STRATEGIES": "of vecgym.verify: name -> function that makes a strategy, for the command",
+    # Examples that are shown and not executed.
+    "TensorBoardLogger": "needs tensorboard, an extra; tests/test_logger.py runs it",
+    "WandbLogger": "needs wandb, an extra; tests/test_logger.py runs it",
+}
+
+
+def module_of(name: str) -> ModuleType:
+    importlib.import_module(name)
+    return sys.modules[name]  # `vecgym.sweep` as an attribute is the function
+
+
+def public_names(module: ModuleType) -> list[str]:
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def own_docstring(value: Any) -> str:
+    """Without examples that are skipped, and without the signature that a dataclass or NamedTuple has for one."""
+    text = value.__doc__ or ""
+    if inspect.isclass(value) and text.startswith(f"{value.__name__}("):
+        return ""
+    return "\n".join(line for line in text.splitlines() if "+SKIP" not in line)
+
+
+def public_methods(cls: type) -> Iterator[tuple[str, str]]:
+    """The public methods and properties that a class defines, with their docstrings, or those of what they override."""
+    for name, value in vars(cls).items():
+        plain = next((getattr(value, inner) for inner in ("fget", "func", "__func__") if hasattr(value, inner)), value)
+        is_own = inspect.isroutine(plain) and getattr(plain, "__module__", "").startswith("vecgym")
+        if not name.startswith("_") and is_own:
+            yield name, inspect.getdoc(getattr(cls, name)) or ""
+
+
+def example_shows(name: str, text: str) -> bool:
+    code = "\n".join(line for line in text.splitlines() if line.lstrip().startswith((">>>", "...")))
+    return re.search(rf"(\.|def ){name}\b", code) is not None
+
+
+def overrides(cls: type, name: str) -> bool:
+    return any(name in vars(base) for base in cls.__mro__[1:])
+
+
+def lacking(full_name: str, value: Any) -> Iterator[str]:
+    """What of a public name, and of its methods, lacks a docstring or an example."""
+    text = own_docstring(value)
+    if ">>>" not in text:
+        yield f"{full_name}: no {'example' if text else 'docstring'}"
+    if not inspect.isclass(value):
+        return
+    for name, found in public_methods(value):
+        if not found:
+            yield f"{full_name}.{name}: no docstring"
+        elif not (">>>" in found or example_shows(name, text) or overrides(value, name)):
+            yield f"{full_name}.{name}: neither its example nor that of the class shows it"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_has_a_docstring_with_an_example(name: str) -> None:
+    module = module_of(name)
+    named = {public: getattr(module, public) for public in public_names(module) if public not in EXEMPT}
+    assert [line for public, value in named.items() for line in lacking(f"{name}.{public}", value)] == []
+
+
+def test_a_name_without_them_is_found() -> None:
+    class Bare:
+        def method(self) -> None: ...
+
+    class Shown:
+        """A line.
+
+        >>> Shown().told()
+        """
+
+        def method(self) -> None: ...
+
+        def told(self) -> None:
+            """A line: the class's example shows it."""
+
+        def untold(self) -> None:
+            """A line."""
+
+    def function() -> None:
+        """A line."""
+
+    for function_of_class in (Bare.method, Shown.method, Shown.told, Shown.untold):
+        function_of_class.__module__ = "vecgym.x"
+    assert list(lacking("Bare", Bare)) == ["Bare: no docstring", "Bare.method: no docstring"]
+    assert list(lacking("Shown", Shown)) == [
+        "Shown.method: no docstring",
+        "Shown.untold: neither its example nor that of the class shows it",
+    ]
+    assert list(lacking("function", function)) == ["function: no example"]
+
+
+def test_every_exempted_name_is_public_and_needs_it() -> None:
+    public = {name: getattr(module_of(module), name) for module in MODULES for name in public_names(module_of(module))}
+    assert [name for name in EXEMPT if name not in public or not list(lacking(name, public[name]))] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_and_exports_what_exists(name: str) -> None:
+    module = module_of(name)
+    assert module.__doc__
+    names = public_names(module)
+    assert len(set(names)) == len(names) > 0
+    assert [public for public in names if not hasattr(module, public)] == []
+
+
+@pytest.mark.parametrize("name", ["vecgym", "vecgym.compress", "vecgym.optim", "vecgym.strategy"])
+def test_the_overview_of_a_package_shows_all_of_it(name: str) -> None:
+    """What is exported is in the docstring, under a theme."""
+    module = module_of(name)
+    words = set(re.findall(r"\w+", module.__doc__ or ""))
+    assert [public for public in module.__all__ if public not in words] == []
+
+
+def code_blocks() -> str:
+    return "\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", README, re.DOTALL))
+
+
+def readme_names() -> dict[str, list[str]]:
+    """Where the README says that a name is: module -> names."""
+    found: dict[str, list[str]] = {}
+    for module, names in re.findall(r"^\s*from (vecgym[\w.]*) import ([\w, ]+)", code_blocks(), re.MULTILINE):
+        found.setdefault(module, []).extend(name.strip() for name in names.split(","))
+    for path in re.findall(r"\bvecgym(?:\.[A-Za-z_]\w*)+", README):
+        if not path.endswith((".py", ".com", ".git")):
+            module, _, name = path.rpartition(".")
+            found.setdefault(module, []).append(name)
+    return found
+
+
+def test_what_the_readme_mentions_exists() -> None:
+    found = readme_names()
+    assert len(found) >= 4
+    missing = [f"{module}.{name}" for module, names in found.items() for name in names if not exists(module, name)]
+    assert missing == []
+
+
+def exists(module: str, name: str) -> bool:
+    """`name` is there: in a module, a class of the package (`vecgym.Trainer.fit`), or as a module."""
+    try:
+        value: Any = module_of(module)
+    except ModuleNotFoundError:
+        outer, _, inner = module.rpartition(".")
+        value = getattr(module_of(outer), inner, None)
+    if hasattr(value, name):
+        return True
+    try:
+        module_of(f"{module}.{name}")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def test_the_classes_and_functions_in_the_readme_exist() -> None:
+    """`FedAvgStrategy(...)` and the like in its prose and tables are names of some public module."""
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    mentioned = {
+        name for code in re.findall(r"`([^`\n]+)`", prose) for name in re.findall(r"\b([A-Z]\w*[a-z]\w*)\(", code)
+    }
+    public = {name for module in MODULES for name in public_names(module_of(module))}
+    assert len(mentioned) >= 8
+    assert sorted(mentioned - public - set(dir(builtins))) == []

@@ -1,0 +1,708 @@
+"""A run that was saved goes on as if it had never stopped, from whatever is whole of what was saved."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import vecgym
+from tests.fitting import dataset, fit, same, same_run
+from tests.helpers import assert_same_bits
+from tests.models import make_model
+from tests.test_properties import NAMES, STEPS, make
+from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning, launch, saved
+from vecgym.checkpoint import checkpoints_in
+from vecgym.errors import ProcessError
+from vecgym.metrics import MEASURED
+from vecgym.strategy import (
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    Strategy,
+    all_reduce,
+)
+
+ROOT = Path(__file__).parent.parent
+K = 4
+TIMES = MEASURED  # differ from run to run
+
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "stacked": {},
+    "2 processes": {"backend": "processes", "num_processes": 2},
+    "4 processes": {"backend": "processes", "num_processes": 4},
+}
+
+
+def train(folder: Path | None = None, model: str = "MLP", strategy: Any = "diloco", **settings: Any) -> Trainer:
+    """A run of STEPS steps, of a strategy of the table of properties; with a folder, saved after each of them."""
+    if folder is not None:
+        settings = {"save_dir": folder, "checkpoint_interval": 1, "keep_checkpoints": 99, **settings}
+    chosen = make(strategy) if isinstance(strategy, str) else strategy
+    given: dict[str, Any] = {"num_nodes": K, "max_steps": STEPS, "val_interval": 2, **settings}
+    val = dataset(model, 6, seed=1, dtype=given.get("dtype", torch.float32))
+    return fit(model, chosen, val=val, **given)[0]
+
+
+def at(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:09d}.pt"
+
+
+def timeless(trainer: Trainer) -> list[dict[str, Any]]:
+    """The rows of the history, without what a clock says; arrays as lists."""
+    rows = [{name: row[name] for name in sorted(row) if name not in TIMES} for row in trainer.history]
+    return [{name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in row.items()} for row in rows]
+
+
+def assert_same(resumed: Trainer, whole: Trainer) -> None:
+    """State, nodes, history and ledger, to the last bit."""
+    assert resumed.state is not None
+    assert whole.state is not None
+    assert resumed.state.step == whole.state.step
+    assert_same_bits(resumed.state, whole.state)
+    assert same_run(resumed, whole)
+    assert repr(timeless(resumed)) == repr(timeless(whole))  # as text, nan equals nan
+    assert list(resumed.ledger) == list(whole.ledger)
+    assert resumed.ledger.total_bytes == whole.ledger.total_bytes
+
+
+# ------------------------------------------------------------------------------- resumed equals uninterrupted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_goes_on_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
+    """From between two exchanges (every 3 steps), with something under way in a queue of 2 steps."""
+    whole = train(tmp_path, strategy=name, checkpoint_interval=4)
+    assert_same(train(strategy=name, resume=at(tmp_path, 4)), whole)
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "vmap": {"engine": "vmap"},
+    "loop": {"engine": "loop"},
+    "chunked": {"engine": "vmap", "chunk_size": 3},
+    "threads": {"engine": "vmap", "node_threads": 2},
+    "minibatches": {"minibatch_size": 2, "dataloader_kwargs": {"drop_last": True}},
+    "workers": {"dataloader_kwargs": {"num_workers": 1}},
+    "autocast": {"autocast": True},
+    "exact": {"exact": True},
+}
+HARD = ("demo", "averaging-rare-and-late", "fedavg-participation")  # explicit residual, queue, absent nodes
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [*(("CNN", engine) for engine in ENGINES), *(("Dropout", engine) for engine in ("loop", "chunked", "minibatches"))],
+)
+def test_every_engine(model: str, engine: str, tmp_path: Path) -> None:
+    """Batch norm and dropout, right after an exchange."""
+    given: dict[str, Any] = {"model": model, "strategy": "fedavg-participation", **ENGINES[engine]}
+    whole = train(tmp_path, checkpoint_interval=3, **given)
+    assert_same(train(resume=at(tmp_path, 3), **given), whole)
+
+
+class Own(torch.optim.Adagrad):
+    """Any class but torch's own is run node by node."""
+
+
+@pytest.mark.parametrize("model", ["LSTM", "GPT", "WithFrozen", "DataDependent"])
+def test_every_kind_of_model(model: str, tmp_path: Path) -> None:
+    """Tied weights, frozen parameters, integer buffers; a vectorised optimizer, and one that runs node by node."""
+
+    for optim in (torch.optim.AdamW, Own):
+        given: dict[str, Any] = {
+            "model": model, "engine": "loop",
+            "strategy": FedAvgStrategy(optim, H=3, participation=0.5, lr=0.01),
+        }  # fmt: skip
+        folder = tmp_path / optim.__name__
+        whole = train(folder, checkpoint_interval=5, **given)
+        assert_same(train(resume=at(folder, 5), **given), whole)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_any_step(name: str, tmp_path: Path) -> None:
+    """From the start to the end, in the same folder; a run that saves is the one that does not."""
+    given: dict[str, Any] = {"strategy": name, "model": "Dropout"}
+    whole = train(**given)
+    assert_same(train(tmp_path, **given), whole)
+    for step in reversed(range(STEPS + 1)):
+        for path in checkpoints_in(tmp_path)[step + 1 :]:
+            path.unlink()
+        assert_same(train(tmp_path, resume=True, **given), whole)
+        assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in range(STEPS + 1)]
+
+
+def test_resuming_begins_anew_where_nothing_was_saved(tmp_path: Path) -> None:
+    whole = train()
+    assert_same(train(tmp_path / "new" / "folder", resume=True), whole)
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert_same(train(tmp_path, resume=True), whole)
+
+
+def test_a_finished_run_is_not_repeated_and_may_be_prolonged(tmp_path: Path) -> None:
+    whole = train(tmp_path, max_steps=4)
+    assert_same(train(tmp_path, max_steps=4, resume=True), whole)
+    longer = train(tmp_path, resume=True)
+    assert same_run(longer, train())
+    assert longer.history["step"] == list(range(STEPS + 1))
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from the global generators with every example."""
+
+    def __init__(self, rank: int, num_nodes: int, train_dataset: bool) -> None:
+        self.data = dataset("MLP", 10 + rank, seed=rank)
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + torch.rand(16) + random.random() + np.random.rand(), y  # noqa: NPY002
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_of_each_node_with_random_transforms(num_workers: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"data": Noisy, "dataloader_kwargs": {"num_workers": num_workers}}
+    whole = train(tmp_path, checkpoint_interval=5, **given)
+    assert_same(train(resume=at(tmp_path, 5), **given), whole)
+
+
+class Plain(AveragingCommunicator):
+    """Whose state has whatever a file can hold."""
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return {"count": 0, "none": None, "empty": {}, "list": [torch.zeros(1, 2)], "pair": (True, "text"), 3: 0.5}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        shared, _ = super().exchange_parameters(params, {}, ctx)
+        grown = [*state["list"], torch.full((1, 2), float(state["count"]))]
+        factor = 1 + 1e-3 * state["count"]
+        return {n: p * factor for n, p in shared.items()}, {**state, "count": state["count"] + 1, "list": grown}
+
+
+def test_the_state_of_a_module_may_be_anything_plain(tmp_path: Path) -> None:
+    strategy = CommunicateOptimizeStrategy([Plain(H=2)], "sgd", lr=0.1)
+    whole = train(tmp_path, strategy=strategy, exact=True)
+    assert whole.state is not None
+    for settings in ({}, BACKENDS["2 processes"]):
+        resumed = train(tmp_path / "2", strategy=strategy, resume=at(tmp_path, 4), exact=True, **settings)
+        assert same_run(resumed, whole)
+        held = saved.read(at(tmp_path / "2", STEPS))["state"]["strategy"]["0"]
+        for found in (held, resumed.state.strategy["0"] if resumed.state else held):
+            assert repr(found) == repr(whole.state.strategy["0"])
+        shutil.rmtree(tmp_path / "2")
+
+
+def test_what_a_module_cannot_keep_in_a_file_is_named_at_the_start(tmp_path: Path) -> None:
+    class Odd(AveragingCommunicator):
+        def init(self, params: Any, ctx: Any) -> Any:
+            return {"random": random.Random(1)}
+
+    with pytest.raises(TypeError, match=r"state\['strategy'\]\['0'\]\['random'\] is of type Random"):
+        train(tmp_path, strategy=CommunicateOptimizeStrategy([Odd()], "sgd", lr=0.1))
+
+
+def test_parameters_that_are_not_trained_and_the_start_come_from_the_checkpoint(tmp_path: Path) -> None:
+    """The model given again may have been initialised otherwise."""
+    whole = train(tmp_path, "WithFrozen")
+    for step in (0, 3):
+        other = make_model("WithFrozen", seed=7)
+        resumed = fit(
+            other, make("diloco"), data=dataset("WithFrozen"), val=dataset("WithFrozen", 6, seed=1), num_nodes=K,
+            max_steps=STEPS, val_interval=2, resume=at(tmp_path, step),
+        )[0]  # fmt: skip
+        assert_same(resumed, whole)
+
+
+class Drawing(Logger):
+    """Draws from the global generators when a run begins and with every row."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[float, float, float]] = {}
+
+    def start(self, settings: dict[str, Any]) -> None:
+        random.random()
+        torch.rand(1)
+
+    def log(self, row: dict[str, Any]) -> None:
+        legacy = np.random.rand()  # noqa: NPY002
+        self.drawn[row["step"]] = (random.random(), float(legacy), float(torch.rand(1)))
+
+
+def test_the_global_random_generators_go_on(tmp_path: Path) -> None:
+    first, second = Drawing(), Drawing()
+    train(tmp_path, logger=first)
+    random.seed(5)
+    torch.manual_seed(5)
+    train(logger=second, resume=at(tmp_path, 3))
+    assert second.drawn == {step: drawn for step, drawn in first.drawn.items() if step > 3}
+
+
+def test_what_is_counted_and_logged_goes_on(tmp_path: Path) -> None:
+    """Seconds and examples from where they were; no row of the CSV files lost or there twice."""
+    log = tmp_path / "log"
+    whole = train(tmp_path, logger=CSVLogger(log), log_interval=2)
+    expected = {path.name: path.read_text().splitlines() for path in log.glob("*.csv")}
+    (log / "history.csv").write_text("cut off in the mid")
+    resumed = train(resume=at(tmp_path, 5), logger=CSVLogger(log), log_interval=2)
+    found = {path.name: path.read_text().splitlines() for path in log.glob("*.csv")}
+    assert found.keys() == expected.keys() == {"history.csv", "train_losses.csv", "val_losses.csv"}
+    for name, lines in expected.items():
+        assert [line.split(",")[:3] for line in found[name]] == [line.split(",")[:3] for line in lines]
+    assert resumed.history["seconds"][:6] == whole.history["seconds"][:6]
+    assert resumed.history["seconds"] == sorted(resumed.history["seconds"])
+    assert resumed.history["seconds"][6] > whole.history["seconds"][5]
+
+
+def test_curves_of_tensorboard_go_on(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install vecgym[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path / "checkpoints", logger=TensorBoardLogger(tmp_path / "log"))
+    time.sleep(1.1)  # the files are read in the order of the second in their names
+    train(resume=at(tmp_path / "checkpoints", 3), logger=TensorBoardLogger(tmp_path / "log"))
+    found = EventAccumulator(str(tmp_path / "log")).Reload()
+    assert [event.step for event in found.Scalars("train_loss")] == list(range(1, STEPS + 1))
+
+
+# ------------------------------------------------------------------------------------- written for one rank
+
+
+class OnOneRank(Strategy):
+    """DiLoCo with whatever such a strategy may keep: outer parameters, a second optimizer, shared and new tensors."""
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.master = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        self.outer = torch.optim.SGD(self.master, lr=0.7, momentum=0.9, nesterov=True)
+        self.generator = torch.Generator().manual_seed(rank)
+        self.last: Any = None
+        self.log: list[Any] = []
+        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.outer, 0.9)
+
+    def step(self) -> None:
+        self.optim.step()
+        super().step()
+        self.last = self.master[0]  # shared with the optimizer
+        self.log.append({"step": self.local_step, "noise": torch.rand(2, generator=self.generator)})
+        if self.local_step % 3 == 0:
+            for master, p in zip(self.master, self.model.parameters()):
+                kept = 0.0 if master.grad is None else 0.1 * master.grad
+                master.grad = all_reduce(master.detach() - p.detach(), op="mean") + kept
+            self.outer.step()
+            self.decay.step()
+            for master, p in zip(self.master, self.model.parameters()):
+                p.data.copy_(master.detach() + 1e-3 * float(self.log[-1]["noise"][0]))
+            self.last.data.mul_(0.99)
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_strategy_written_for_one_rank(step: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"lr": 0.01, "lr_scheduler": "cosine", "warmup_steps": 2}
+    whole = train(tmp_path, strategy=OnOneRank("adamw", **given), checkpoint_interval=1)
+    resumed = train(strategy=OnOneRank("adamw", **given), resume=at(tmp_path, step))
+    assert_same(resumed, whole)
+
+
+class WithALock(OnOneRank):
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self.batches = iter([1, 2])
+
+
+def test_what_cannot_be_saved_is_named_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"WithALock of node 0: self\.batches is a list_iterator, which cannot be saved"
+    ):
+        train(tmp_path, strategy=WithALock("sgd", lr=0.1))
+
+
+# --------------------------------------------------------------------------------- what else may be in a folder
+
+
+def flipped(path: Path, where: float = 0.5) -> None:
+    """One bit of a tensor's is wrong."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * where)] ^= 1
+    path.write_bytes(data)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path) -> None:
+    torch.save({"weights": torch.ones(2)}, path)
+
+
+def executable(path: Path) -> None:
+    torch.save({"format": "vecgym", "version": 1, "model": make_model("MLP")}, path)
+
+
+def later(path: Path) -> None:
+    torch.save({**torch.load(path, weights_only=True), "version": 2}, path)
+
+
+@pytest.mark.parametrize("damage", [flipped, truncated, emptied, foreign, executable, later])
+def test_a_bad_file_is_named_and_the_newest_good_one_taken(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    whole = train(tmp_path)
+    for step in (STEPS, STEPS - 1):
+        damage(at(tmp_path, step))
+    with pytest.raises(ValueError, match=at(tmp_path, STEPS).name):
+        train(resume=at(tmp_path, STEPS))
+    with pytest.raises(ValueError, match=at(tmp_path, STEPS).name):
+        vecgym.load(at(tmp_path, STEPS))
+    with pytest.warns(VecgymWarning) as caught:
+        resumed = train(tmp_path, resume=True)
+    assert [f"{at(tmp_path, step)}" in str(w.message) for step, w in zip((STEPS, STEPS - 1), caught)] == [True, True]
+    assert len(caught) == 2
+    assert_same(resumed, whole)
+    assert vecgym.load(at(tmp_path, STEPS)).step == STEPS  # written anew
+
+
+def test_nothing_but_bad_files_is_an_error(tmp_path: Path) -> None:
+    emptied(at(tmp_path, 3))
+    with pytest.warns(VecgymWarning), pytest.raises(ValueError, match="none of the checkpoints"):
+        train(tmp_path, resume=True)
+
+
+def stall(link: launch.Link, folder: Path, stop_at: int) -> None:
+    """A run in a process of its own that stops in the middle of writing a checkpoint."""
+    write: Any = torch.save
+
+    def save(held: dict[str, Any], file: Any) -> None:
+        if held["step"] < stop_at:
+            return write(held, file)
+        whole = io.BytesIO()
+        write(held, whole)
+        file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+        file.flush()
+        link.send(os.getpid())
+        time.sleep(1000)
+
+    torch.save = save  # type: ignore[assignment]
+    train(folder, resume=True)
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_last_whole_file(tmp_path: Path) -> None:
+    """Twice, by SIGKILL."""
+    for stop_at in (3, 5):
+        with pytest.raises(ProcessError, match="was killed by signal SIGKILL"):
+            launch.run(stall, 1, (tmp_path, stop_at), on_message=lambda rank, pid: os.kill(pid, signal.SIGKILL))
+        assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in range(stop_at)]
+        assert len(list(tmp_path.iterdir())) == stop_at + 1  # and the half of one, under another name
+    assert_same(train(tmp_path, resume=True), train())
+    assert len(list(tmp_path.iterdir())) == STEPS + 1
+
+
+class FullDisk(Logger):
+    """Between steps 2 and 4 the system writes no file of more than so many bytes."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def log(self, row: dict[str, Any]) -> None:
+        free = {2: self.free, 4: resource.RLIM_INFINITY}.get(row["step"])
+        if free is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (free, resource.RLIM_INFINITY))
+
+
+def train_on_a_full_disk(link: launch.Link, folder: Path, free: int) -> None:
+    train(folder, logger=FullDisk(free), keep_checkpoints=1)
+
+
+@pytest.mark.parametrize("free", [0, 3000, 30000])
+def test_a_full_disk_loses_nothing_and_ends_nothing(free: int, tmp_path: Path) -> None:
+    """Refused by the system at once, or in the middle of a file: torch's writer then has different ends."""
+    with pytest.warns(VecgymWarning) as caught:
+        launch.run(train_on_a_full_disk, 1, (tmp_path, free))
+    for step, warning in zip((2, 3), caught):
+        assert str(warning.message).startswith(f"{at(tmp_path, step)} could not be written: [Errno 27]")
+        assert str(warning.message).endswith(f"the newest checkpoint is {at(tmp_path, 1)}.")
+    assert len(caught) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [at(tmp_path, STEPS).name]
+
+
+def test_the_last_n_are_kept(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint_interval=2, keep_checkpoints=2)
+    assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in (6, 7)]
+
+
+def test_without_an_interval_start_and_end_are_saved(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint_interval=None)
+    assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in (0, STEPS)]
+
+
+class Interrupt(Logger):
+    """Ctrl-C while the step after the one that it logs is in progress."""
+
+    def __init__(self, at_step: int) -> None:
+        self.at_step = at_step
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] == self.at_step:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_saves_the_run_and_says_where(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match=f"after step 4 of 7; resume=True goes on from {at(tmp_path, 4)}"):
+        train(tmp_path, checkpoint_interval=None, logger=Interrupt(3))
+    assert_same(train(tmp_path, resume=True), train())
+
+
+def test_divergence_saves_nothing_more(tmp_path: Path) -> None:
+    overflowing = FedAvgStrategy("sgd", H=2, lr=1e8)
+    with pytest.raises(DivergenceError):
+        train(tmp_path, "Quadratic", overflowing, checkpoint_interval=None, max_steps=40, val_interval=None)
+    assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, 0).name]
+
+
+# ------------------------------------------------------------------------------------------ another run's
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"strategy": "fedavg"}, "strategy: saved DiLoCoStrategy, given FedAvgStrategy"),
+        ({"strategy": DiLoCoStrategy("sgd", H=4, lr=0.1)}, r"communication_modules\[0\].H: saved 3, given 4"),
+        ({"strategy": make("diloco", max_norm=1.0)}, "strategy.max_norm: saved None, given 1.0"),
+        ({"strategy": make("diloco", lr_scheduler=lambda step: 0.5**step)}, "strategy.lr_scheduler: saved None"),
+        ({"model": "WithFrozen"}, "buffer seen: saved nothing, given int64"),
+        ({"dtype": torch.float64}, r"parameter first.weight: saved float32 \[32, 16\], given float64 \[32, 16\]"),
+        ({"num_nodes": 3}, "num_nodes: saved 4, given 3"),
+        ({"seed": 1}, "seed: saved 42, given 1"),
+        ({"batch_size": 2}, "batch_size: saved 4, given 2"),
+        ({"shuffle": False}, "shuffle: saved True, given False"),
+        ({"data": dataset("MLP", 25)}, r"examples of each node: saved \[6, 6, 6, 6\], given \[7, 6, 6, 6\]"),
+        ({"dataloader_kwargs": {"drop_last": True}}, "steps per epoch: saved 2, given 1"),
+        ({"max_steps": 3}, "has 4 steps already"),
+    ],
+)
+def test_another_run_is_refused_saying_what_differs(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    train(tmp_path, max_steps=4)
+    with pytest.raises(ValueError, match=message) as caught:
+        train(tmp_path, resume=True, **given)
+    assert at(tmp_path, 4).name in str(caught.value)
+
+
+def test_more_steps_are_refused_where_the_learning_rates_depend_on_them(tmp_path: Path) -> None:
+    for schedule, allowed in (({"warmup_steps": 3}, True), ({"lr_scheduler": "cosine"}, False)):
+        folder = tmp_path / str(allowed)
+        train(folder, strategy=make("diloco", **schedule), max_steps=3)
+        if allowed:
+            resumed = train(folder, strategy=make("diloco", **schedule), resume=True)
+            assert same_run(resumed, train(strategy=make("diloco", **schedule)))
+        else:
+            with pytest.raises(ValueError, match=r"learning rate of step 1: saved 0\.0775, given 0\.0955"):
+                train(folder, strategy=make("diloco", **schedule), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": "loop"}, "engine: saved vmap, given loop"),
+        ({"minibatch_size": 2, "engine": "vmap"}, "minibatch_size: saved None, given 2"),
+        ({"data": dataset("MLP", seed=9), "engine": "vmap"}, "first batch of the training data"),
+    ],
+)
+def test_what_changes_the_last_bits_is_said(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    train(tmp_path, engine="vmap", max_steps=3)
+    with pytest.warns(VecgymWarning, match=message) as caught:
+        train(tmp_path, resume=True, **given)
+    assert len(caught) == 1
+
+
+def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=3)
+    resumed = train(
+        tmp_path, resume=True, val_interval=None, val_size=2, logger=Drawing(), log_interval=3, keep_checkpoints=1,
+        correlation_interval=2, on_divergence="warn", checkpoint_interval=None,
+    )  # fmt: skip
+    assert same_run(resumed, train())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
+    """What is compared are settings; nothing that a run leaves in a strategy's objects."""
+    from vecgym.identity import described
+
+    strategy = make(name)
+    before = list(described(strategy, "strategy"))
+    train(strategy=strategy, max_steps=STEPS, val_interval=None)
+    assert list(described(strategy, "strategy")) == before == list(described(make(name), "strategy"))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"resume": True}, ValueError, "resume=True needs save_dir"),
+        ({"checkpoint_interval": 2}, ValueError, "needs save_dir"),
+        ({"resume": 3}, TypeError, "resume=3"),
+        ({"save_dir": 3}, TypeError, "save_dir=3"),
+        ({"save_dir": __file__}, ValueError, "is a file"),
+        ({"save_dir": "x", "checkpoint_interval": 0}, ValueError, "checkpoint_interval=0"),
+        ({"save_dir": "x", "keep_checkpoints": 0}, ValueError, "keep_checkpoints=0"),
+        ({"resume": "/no/such/file.pt"}, FileNotFoundError, "/no/such/file.pt"),
+        ({"resume": str(ROOT / "vecgym")}, ValueError, "there is no checkpoint in this folder"),
+        ({"save_dir": "/proc/none"}, ValueError, "cannot be written to"),
+    ],
+)
+def test_wrong_settings_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        train(**given)
+
+
+def test_the_checkpoints_of_another_run_are_not_mixed_with_those_of_a_new_one(tmp_path: Path) -> None:
+    train(tmp_path)
+    with pytest.raises(ValueError, match=r"has checkpoints already, up to step-000000007\.pt"):
+        train(tmp_path)
+    with pytest.raises(ValueError, match="has checkpoints already"):
+        train(tmp_path, resume=at(tmp_path, 3))
+    other = train(tmp_path / "other", resume=at(tmp_path, 3))
+    assert_same(train(tmp_path / "other", resume=True), other)
+
+
+# -------------------------------------------------------------------------------------------- real processes
+
+
+@pytest.mark.parametrize("name", ["diloco", "demo", "averaging-rare-and-late", "fedavg-participation"])
+def test_a_run_goes_on_in_as_many_processes_as_wanted(name: str, tmp_path: Path) -> None:
+    """Saved by one, two or four processes, gone on with by others: the same bits, with exact=True."""
+    given: dict[str, Any] = {"strategy": name, "exact": True}
+    whole = train(**given)
+    for saver, resumer in (("stacked", "4 processes"), ("4 processes", "2 processes"), ("2 processes", "stacked")):
+        folder = tmp_path / saver
+        first = train(folder, checkpoint_interval=4, **given, **BACKENDS[saver])
+        assert same_run(first, whole)
+        resumed = train(resume=at(folder, 4), **given, **BACKENDS[resumer])
+        assert same_run(resumed, whole), f"{saver} -> {resumer}"
+        assert repr(timeless(resumed)) == repr(timeless(whole))
+        assert list(resumed.ledger) == list(whole.ledger)
+
+
+@pytest.mark.parametrize("optim", [torch.optim.AdamW, Own])
+def test_what_processes_save_is_what_one_process_saves(optim: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    """The state of all nodes, in the same shapes: what is the same on every node once. One node of four trains."""
+    found = []
+    for backend, settings in BACKENDS.items():
+        strategy = FedAvgStrategy(optim, H=3, participation=0.25, lr=0.01)
+        train(tmp_path / backend, strategy=strategy, exact=True, max_steps=4, **settings)
+        found.append([saved.read(path) for path in checkpoints_in(tmp_path / backend)])
+    for stacked, *others in zip(*found):
+        for other in others:
+            assert_same_bits(other["state"], stacked["state"])
+            assert_same_bits(other["models"]["params"], stacked["models"]["params"])
+
+
+def test_native_collectives_agree_up_to_rounding(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint_interval=4, dtype=torch.float64)
+    whole = train(dtype=torch.float64)
+    with pytest.warns(VecgymWarning, match="num_processes: saved 1, given 2"):
+        resumed = train(resume=at(tmp_path, 4), dtype=torch.float64, **BACKENDS["2 processes"])
+    for name, p in whole.nodes.params.items():
+        torch.testing.assert_close(resumed.nodes.params[name], p, rtol=1e-12, atol=1e-12)
+
+
+class Killing(torch.utils.data.Dataset[Any]):
+    """Ends the second process by SIGKILL after so many reads; in the process that made it, never."""
+
+    def __init__(self, reads: int) -> None:
+        self.data = dataset("MLP")
+        self.reads = reads
+        self.home = os.getpid()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads -= 1
+        if self.reads < 0 and os.getpid() != self.home and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.data[index]
+
+
+def test_a_killed_process_costs_what_came_after_the_last_checkpoint(tmp_path: Path) -> None:
+    processes = {**BACKENDS["2 processes"], "exact": True}
+    with pytest.raises(ProcessError, match="was killed by signal SIGKILL"):
+        train(tmp_path, data=Killing(46), **processes)
+    assert 2 < len(checkpoints_in(tmp_path)) < STEPS
+    log = tmp_path / "log"
+    resumed = train(tmp_path, data=Killing(10**6), resume=True, logger=CSVLogger(log), log_interval=3, **processes)
+    whole = train(exact=True)
+    assert same_run(resumed, whole)
+    assert resumed.history["step"] == list(range(STEPS + 1))
+    steps = [line.split(",")[0] for line in (log / "history.csv").read_text().splitlines()]
+    assert steps == ["step", "0", "2", "3", "4", "6", "7"]  # every third, and those with an evaluation
+
+
+def test_errors_of_processes_keep_their_kind(tmp_path: Path) -> None:
+    train(tmp_path, **BACKENDS["2 processes"])
+    with pytest.raises(ValueError, match="strategy: saved DiLoCoStrategy, given FedAvgStrategy"):
+        train(tmp_path, strategy="fedavg", resume=True, **BACKENDS["2 processes"])
+    with pytest.raises(ValueError, match="has checkpoints already"):
+        train(tmp_path, **BACKENDS["2 processes"])
+
+
+def test_ctrl_c_with_processes_saves_the_run(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match="resume=True goes on from"):
+        train(tmp_path, checkpoint_interval=None, max_steps=2000, val_interval=None, logger=Interrupt(3),
+              **BACKENDS["2 processes"])  # fmt: skip
+    found = [saved.read(path)["step"] for path in checkpoints_in(tmp_path)]
+    assert found[0] == 0
+    assert 3 < found[1] < 2000
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("backend", ["stacked", "2 processes"])
+@pytest.mark.parametrize("model", ["GPT", "WithFrozen", "CNN"])
+def test_save_and_load_give_the_average_and_every_node(model: str, backend: str, tmp_path: Path) -> None:
+    """Tied weights, integer buffers, frozen parameters; from trainer.save and from the last checkpoint."""
+    trainer = train(tmp_path / "checkpoints", model, checkpoint_interval=None, **BACKENDS[backend])
+    trainer.save(tmp_path / "run.pt")
+    averaged = trainer.nodes.average()
+    for path in (tmp_path / "run.pt", at(tmp_path / "checkpoints", STEPS)):
+        found = vecgym.load(path)
+        assert (found.step, found.num_nodes, found.settings["batch_size"]) == (STEPS, K, 4)
+        assert repr(found) == "Saved(4 nodes after step 7, 8 rows)"
+        assert found.history["train_loss"] == trainer.history["train_loss"]
+        fresh = make_model(model, seed=3)
+        for values, expected in [
+            (found.average, averaged),
+            *((found.node(i), trainer.nodes.module(i)) for i in (0, -1)),
+        ]:
+            fresh.load_state_dict(values)
+            assert same(dict(fresh.state_dict()), dict(expected.state_dict()))
+    with pytest.raises(IndexError, match="node 4 of 4"):
+        found.node(4)
+
+
+def test_there_is_nothing_to_save_before_a_run(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="once fit"):
+        Trainer(make_model("MLP"), dataset("MLP")).save(tmp_path / "run.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
+        vecgym.load(tmp_path / "none.pt")

@@ -1,0 +1,110 @@
+"""Configurations: Python functions in a file, named on the command line as `FILE.py` or `FILE.py:function`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DEFAULT_FUNCTION = "config"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """CONFIG and --set."""
+    parser.add_argument(
+        "config", metavar="CONFIG.py[:function]", help=f"the file, and its function ({DEFAULT_FUNCTION})"
+    )
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", type=assignment,
+        help="an argument of the function; or else an item of what it returns, which is replaced",
+    )  # fmt: skip
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """A key, and a value as Python writes it; what is none is a text.
+
+    >>> assignment("lr=1e-3"), assignment("name=diloco"), assignment("betas=(0.9, 0.95)")
+    (('lr', 0.001), ('name', 'diloco'), ('betas', (0.9, 0.95)))
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def read_configuration(args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...]) -> dict[str, Any]:
+    """What the function of `args.config` returns for the settings of `args.set`.
+
+    Raises:
+        ValueError: for a file or function that is not there, an error in it (with its line), a dict without what is
+            `needed`, and a key that is not `allowed`.
+    """
+    path, function = _function(args.config)
+    given = dict(args.set)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    passed = {key: value for key, value in given.items() if key in parameters or takes_all}
+    replaced = {key: value for key, value in given.items() if key not in passed}
+    where = f"{path}:{function.__name__}"
+    found = _called(path, function, **passed)
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} returned a {type(found).__name__}; it must return a dict of arguments by name.")
+    if wrong := [key for key in replaced if key not in allowed]:
+        raise ValueError(
+            f"--set {wrong[0]}=...: {where} takes {', '.join(parameters) or 'no arguments'}, and what it returns may "
+            f"have {', '.join(allowed)}."
+        )
+    found = {**found, **replaced}
+    if wrong := [key for key in found if key not in allowed]:
+        raise ValueError(f"{where} returned {wrong[0]!r}; allowed: {', '.join(allowed)}.")
+    if missing := [key for key in needed if key not in found]:
+        raise ValueError(f"{where} returned no {missing[0]!r}; it must return {', '.join(needed)}.")
+    return found
+
+
+def _function(text: str) -> tuple[Path, Callable[..., Any]]:
+    file, colon, name = text.rpartition(":")
+    if not colon or not name.isidentifier():
+        file, name = text, DEFAULT_FUNCTION
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"{file} is not a file; give a Python file, or FILE.py:function.")
+    module = _called(path, _imported, path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+        raise ValueError(f"{file} has no function {name!r}; it has {', '.join(own) or 'none'}. Give {file}:function.")
+    return path, function
+
+
+def _imported(path: Path) -> ModuleType:
+    """The file as a module; beside it is found what it imports, as if it were run."""
+    sys.path.insert(0, str(path.resolve().parent))
+    name = path.stem if path.stem not in sys.modules else f"vecgym_config_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _called(path: Path, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what the user wrote; an error names the line of the file."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+        line = frames[-1].lineno if frames else error.lineno if isinstance(error, SyntaxError) else None
+        raise ValueError(f"{path}{f':{line}' if line else ''}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,48 @@
+"""`vecgym info`: what matters for a run or a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+
+from vecgym import __version__
+from vecgym.cli.compare import MORE_STRATEGIES
+from vecgym.cli.values import ENGINES
+
+OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Show what matters for a run or a bug report: versions, devices, threads, engines."""
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    devices = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    devices += ["mps"] * torch.backends.mps.is_available() + [f"cpu ({os.cpu_count()} logical cores)"]
+    facts = {
+        "vecgym": __version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": torch.__version__,
+        "devices": ", ".join(devices),
+        "threads": f"{torch.get_num_threads()} of torch on the CPU",
+        "engines": ", ".join(ENGINES),
+        "extras": ", ".join(extras()) or "none",
+        "strategies": ", ".join(MORE_STRATEGIES),
+    }
+    print("\n".join(f"{name:<12}{value}" for name, value in facts.items()))
+    return 0
+
+
+def extras() -> list[str]:
+    """The optional packages that are installed, with their versions."""
+    found = []
+    for package in OPTIONAL:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:  # noqa: PERF203
+            continue
+    return found

@@ -1,0 +1,53 @@
+"""`vecgym plot`: a figure of runs that were logged."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+X_AXES = ("step", "examples", "bytes", "seconds")  # those of vecgym.plot, which would import matplotlib
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Draw runs that a CSVLogger has written, one or several: losses with the nodes' spread, and how far the nodes are
+    apart. A directory without a run stands for all runs in the directories in it, such as those of vecgym compare."""
+    parser.epilog = "example: vecgym plot vecgym-runs/compare --x bytes --output comparison.png"
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="what CSVLogger was given")
+    parser.add_argument("--x", choices=X_AXES, default="step", help="the horizontal axis (step)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("vecgym-runs/plot.png"), metavar="FILE", help="(%(default)s)"
+    )
+    parser.add_argument("--title", help="above the figure")
+
+
+def run(args: argparse.Namespace) -> int:
+    from vecgym.logger import read_csv
+    from vecgym.plot import plot_runs
+
+    folders = [run for directory in args.directories for run in runs_in(directory)]
+    histories = {name: read_csv(folder) for name, folder in named(folders).items()}
+    plot_runs(histories, args.output, x=args.x, title=args.title)
+    print(f"Figure: {args.output}")
+    return 0
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The directory itself if it holds a run, else those in it that do."""
+    if (directory / "history.csv").is_file() or not directory.is_dir():
+        return [directory]
+    return sorted(path.parent for path in directory.glob("*/history.csv")) or [directory]
+
+
+def named(folders: list[Path]) -> dict[str, Path]:
+    """Runs by the shortest end of their paths that tells them apart.
+
+    >>> list(named([Path("a/diloco"), Path("b/diloco")])), list(named([Path("a/x"), Path("a/y")]))
+    (['a/diloco', 'b/diloco'], ['x', 'y'])
+    """
+    folders = list(dict.fromkeys(folder.resolve() if folder.name in ("", "..") else folder for folder in folders))
+    longest = max(len(folder.parts) for folder in folders)
+    for length in range(1, longest + 1):
+        found = {"/".join(folder.parts[-length:]): folder for folder in folders}
+        if len(found) == len(folders):
+            break
+    return found

@@ -1,0 +1,51 @@
+"""`vecgym run`: one run, as a function in a file describes it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+from pathlib import Path
+
+from vecgym.cli.configuration import add_options, read_configuration
+from vecgym.cli.values import table
+
+OWN = ("model", "train_dataset", "val_dataset")  # of Trainer; all others are arguments of Trainer.fit
+NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Train as a configuration says: a Python function that returns a dict of model, train_dataset, val_dataset and the
+    arguments of Trainer.fit. Writes the history as CSV, a figure of it, and config.json."""
+    parser.epilog = "example: vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50"
+    add_options(parser)
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the results go (vecgym-runs/NAME)")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    from vecgym.logger import CSVLogger
+    from vecgym.plot import plot_runs
+    from vecgym.trainer import Trainer
+
+    parameters = tuple(inspect.signature(Trainer.fit).parameters)[1:]
+    found = read_configuration(args, NEEDED, (*OWN, *parameters))
+    trainer = Trainer(*[found.pop(name, None) for name in OWN])
+    output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
+    given = found.pop("logger", None)
+    loggers = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    if args.no_progress:
+        found["progress"] = False
+    first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"
+    if first:
+        print(f"{found['strategy']}\n{found['num_nodes']} nodes", flush=True)
+    try:
+        trainer.fit(**found, logger=[*loggers, CSVLogger(output)])
+    finally:
+        history = trainer.history
+        if first and any(row.get("train_loss") is not None for row in history):
+            plot_runs({output.name: history}, output / "run.png", title=str(type(found["strategy"]).__name__))
+            names = ("step", "train_loss", "val_loss", "total_bytes", "seconds")
+            rows = [[name, f"{history.last(name):.6g}"] for name in names if name in history.columns]
+            print(f"{table(rows)}\nHistory: {output / 'history.csv'}\nFigure: {output / 'run.png'}")
+    return 0

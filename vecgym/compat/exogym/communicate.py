@@ -1,0 +1,120 @@
+"""Collectives of one rank, under EXO Gym's names and torch.distributed's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from vecgym.strategy import per_rank
+
+_OPS = {name: name.lower() for name in ("SUM", "MAX", "MIN", "PRODUCT")} | {"AVG": "mean"}
+
+
+class Done:
+    """The handle of a collective that is over, as `async_op=True` returns one."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done | None:
+    """Replace `tensor` by its sum over all nodes, in place; `op` also AVG, MAX, MIN, PRODUCT."""
+    _check_group(group)
+    name = str(op).rsplit(".", 1)[-1]  # an enum's member, or an object that prints as one
+    if name not in _OPS:
+        raise ValueError(f"op={op} is not simulated; allowed: {', '.join(_OPS)} of torch.distributed.ReduceOp.")
+    per_rank.all_reduce(tensor, _OPS[name])
+    return _handle(async_op)
+
+
+def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Done | None:
+    """Replace `tensor` by that of node `src`, in place."""
+    _check_group(group)
+    per_rank.broadcast(tensor, src)
+    return _handle(async_op)
+
+
+def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Done | None:
+    """Write every node's tensor into `tensor_list`, in node order."""
+    _check_group(group)
+    for place, value in zip(tensor_list, per_rank.all_gather(tensor)):
+        place.data.copy_(value)
+    return _handle(async_op)
+
+
+def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
+    """Replace what is in the list by what is in node `src`'s. Objects are not in the ledger."""
+    _check_group(group)
+    meeting, node = per_rank.here()
+    object_list[:] = meeting.share(node, f"broadcast_object_list from {src}", list(object_list))[src]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Write every node's object into the list. Objects are not in the ledger."""
+    _check_group(group)
+    meeting, node = per_rank.here()
+    object_list[:] = meeting.share(node, "all_gather_object", obj)
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int] | None = None) -> Done | None:
+    """Wait for all nodes."""
+    _check_group(group)
+    per_rank.barrier()
+    return _handle(async_op)
+
+
+def mps_compatible(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Nothing to do: no backend is involved that could lack MPS."""
+    return function
+
+
+def _check_group(group: Any) -> None:
+    if group is not None and group is not getattr(dist.group, "WORLD", None):
+        raise ValueError("only the group of all nodes is simulated: leave group out.")
+
+
+def _handle(async_op: bool) -> Done | None:
+    return Done() if async_op else None
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "all_reduce": all_reduce,
+    "broadcast": broadcast,
+    "all_gather": all_gather,
+    "broadcast_object_list": broadcast_object_list,
+    "all_gather_object": all_gather_object,
+    "barrier": barrier,
+    "get_rank": lambda group=None: per_rank.here()[1],
+    "get_world_size": lambda group=None: per_rank.here()[0].num_nodes,
+    "is_initialized": lambda: True,
+    "get_backend": lambda group=None: "gloo",
+}
+
+
+@contextmanager
+def torch_distributed_calls() -> Iterator[None]:
+    """While it lasts, a node's calls of torch.distributed are those of this module; other threads' are left alone."""
+    before = {name: getattr(dist, name) for name in _REPLACED}
+    for name, mine in _REPLACED.items():
+        setattr(dist, name, _for_nodes(mine, before[name]))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(dist, name, original)
+
+
+def _for_nodes(mine: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (mine if per_rank.is_rank() else original)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,163 @@
+"""DeMo written for one rank, with the arithmetic of EXO Gym's, whose signs hang on the last bits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from vecgym.compat.exogym.communicate import all_gather
+from vecgym.compat.exogym.strategies import AnySpec, Spec, Strategy, take_inner_spec
+from vecgym.compress import grid
+
+DEFAULT_LR = 1e-3
+
+
+class DeMoStrategy(Strategy):
+    """The k strongest cosine components of a local momentum, every step; the sign of their mean is the update.
+
+    The learning rate is the `optim_spec`'s; EXO Gym does not read it and takes 0.001. `max_norm` clips each node's
+    gradient; EXO Gym does not read that either.
+    """
+
+    def __init__(
+        self,
+        compression_decay: float = 0.999,
+        compression_topk: int = 32,
+        compression_chunk: int = 64,
+        weight_decay: float = 0.0,
+        optim_spec: AnySpec = None,
+        max_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.compression_decay = compression_decay
+        self.compression_topk = compression_topk
+        self.compression_chunk = compression_chunk
+        self.weight_decay = weight_decay
+        self.optim_spec = take_inner_spec(self, optim_spec, options)
+        self.max_norm = max_norm
+        super().__init__(**options)
+        if self.optim_spec.lr != DEFAULT_LR:
+            self.ignored = (f"the learning rate {self.optim_spec.lr} of the optimizer: DeMo's is {DEFAULT_LR}",)
+        if max_norm:
+            self.ignored += (f"max_norm={max_norm}",)
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate of the signs."""
+        return DEFAULT_LR if self.strict_timing else self.optim_spec.lr
+
+    def _inner_spec(self) -> Spec:
+        return Spec(torch.optim.SGD, lr=self.lr)
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self._momentum = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
+        self._bases: dict[int, tuple[Tensor, Tensor]] = {}
+        self._setup_scheduler()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.max_norm and not self.strict_timing:
+            clip_grad_norm_(self.model.parameters(), self.max_norm)
+        lr = self.optim.param_groups[0]["lr"]
+        for p, momentum in self._momentum.items():
+            if self.weight_decay:
+                p.mul_(1.0 - lr * self.weight_decay)
+            momentum.mul_(self.compression_decay)
+            if p.grad is not None:
+                momentum.add_(p.grad, alpha=lr)
+            p.grad = self._exchanged(momentum).sign_()
+        self.optim.step()
+        super().step()
+
+    def _exchanged(self, momentum: Tensor) -> Tensor:
+        """Send the strongest components, take them out of the momentum, and return the mean of all nodes'."""
+        if momentum.dim() > 2 and self.strict_timing:
+            raise ValueError(
+                f"EXO Gym's DeMo cannot train tensors of more than two dimensions, such as {list(momentum.shape)}. "
+                "Without strict timing vecgym's own does."
+            )
+        shape = (1,) if momentum.dim() == 0 else (momentum.shape[0], momentum[0].numel()) if momentum.dim() > 2 else ()
+        folded = momentum.view(shape) if shape else momentum
+        coefficients = self._encode(folded)
+        chunks = coefficients.flatten(2) if folded.dim() == 2 else coefficients
+        index = chunks.abs().topk(min(self.compression_topk, chunks.shape[-1]), sorted=False).indices
+        value = chunks.gather(-1, index)
+        own = self._decode(self._placed(chunks, index, value), coefficients.shape)
+        momentum.sub_(own.view_as(momentum))
+        indices, values = ([torch.zeros_like(x) for _ in range(self.num_nodes)] for x in (index, value))
+        all_gather(indices, index)
+        all_gather(values, value)
+        mean = self._placed(chunks, torch.cat(indices, -1), torch.cat(values, -1))
+        return self._decode(mean, coefficients.shape).reshape(momentum.shape).contiguous()
+
+    def _placed(self, like: Tensor, index: Tensor, value: Tensor) -> Tensor:
+        """Each coefficient the mean of those sent for it."""
+        return torch.zeros_like(like).scatter_reduce_(-1, index, value, "mean", include_self=False)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        """[(y h), (x w)] -> [y, x, h', w'] of chunks; [(x w)] -> [x, w']."""
+        sides = [self._side(n) for n in x.shape]
+        basis = [self._basis(n, x)[0] for n in sides]
+        if x.dim() == 1:
+            return torch.einsum("...ij, jb -> ...ib", x.view(-1, sides[0]), basis[0])
+        chunks = x.view(x.shape[0] // sides[0], sides[0], x.shape[1] // sides[1], sides[1])
+        return torch.einsum("...ijkl, jb, ld -> ...ikbd", chunks, *basis)
+
+    def _decode(self, x: Tensor, shape: torch.Size) -> Tensor:
+        x = x.view(shape)
+        if x.dim() == 2:
+            return torch.einsum("...ij, jb -> ...ib", x, self._basis(shape[1], x)[1]).flatten()
+        inverse = [self._basis(n, x)[1] for n in shape[2:]]
+        rows = torch.einsum("...ijkl, kb, ld -> ...ibjd", x, *inverse)
+        return rows.reshape(shape[0] * shape[2], shape[1] * shape[3])
+
+    def _side(self, length: int) -> int:
+        return grid((length,), self.compression_chunk).area
+
+    def _basis(self, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        if n not in self._bases:
+            self._bases[n] = (cosine_basis(n).to(like), inverse_cosine_basis(n).to(like))
+        return self._bases[n]
+
+
+def cosine_basis(n: int) -> Tensor:
+    """The orthonormal DCT-II as a matrix to multiply from the right, `[n, n]`, rounded as the fast transform rounds.
+
+    By Makhoul's method: even entries, then odd ones backwards; a Fourier transform; a quarter-sample turn.
+
+    >>> basis = cosine_basis(8)
+    >>> torch.allclose(basis @ basis.T, torch.eye(8), atol=1e-6)
+    True
+    """
+    unit = torch.eye(n)
+    spectrum = torch.view_as_real(torch.fft.fft(torch.cat([unit[:, ::2], unit[:, 1::2].flip(1)], 1), dim=1))
+    angle = -torch.arange(n, dtype=unit.dtype)[None] * math.pi / (2 * n)
+    turned = spectrum[..., 0] * angle.cos() - spectrum[..., 1] * angle.sin()
+    turned[:, 0] /= math.sqrt(n) * 2
+    turned[:, 1:] /= math.sqrt(n / 2) * 2
+    return 2 * turned
+
+
+def inverse_cosine_basis(n: int) -> Tensor:
+    """The inverse of `cosine_basis`, likewise.
+
+    >>> torch.allclose(inverse_cosine_basis(6), cosine_basis(6).T, atol=1e-6)
+    True
+    """
+    scaled = torch.eye(n) / 2
+    scaled[:, 0] *= math.sqrt(n) * 2
+    scaled[:, 1:] *= math.sqrt(n / 2) * 2
+    angle = torch.arange(n, dtype=scaled.dtype)[None] * math.pi / (2 * n)
+    back = torch.cat([scaled[:, :1] * 0, -scaled.flip(1)[:, :-1]], 1)
+    real, imaginary = scaled * angle.cos() - back * angle.sin(), scaled * angle.sin() + back * angle.cos()
+    spectrum = torch.stack([real, imaginary], 2)
+    order = torch.fft.irfft(torch.view_as_complex(spectrum), n=n, dim=1)
+    found = torch.empty_like(order)
+    found[:, ::2] = order[:, : n - n // 2]
+    found[:, 1::2] = order.flip(1)[:, : n // 2]
+    return found

@@ -1,0 +1,69 @@
+"""Files that appear whole or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+PARTIAL = ".partial"  # the end of the name of a file that is being written
+
+
+@contextmanager
+def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """A file to write to that takes the place of `path` when the block ends well; else `path` stays as it was.
+
+    What is written goes to a file beside it, is on disk before it gets the name `path`, and so is the name. Missing
+    folders are made. Of a program that is killed meanwhile the other file is left: see `remove_partial`.
+
+    Args:
+        mode: "wb", or "w": UTF-8, line ends as they are written.
+
+    Raises:
+        OSError: where the disk is full or cannot be written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with write_atomically(Path(folder, "a.txt"), "w") as file:
+    ...         _ = file.write("whole")
+    ...     Path(folder, "a.txt").read_text(), len(os.listdir(folder))
+    ('whole', 1)
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
+    text: dict[str, Any] = {} if "b" in mode else {"newline": "", "encoding": "utf-8"}
+    try:
+        with partial.open(mode.replace("w", "x"), **text) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
+    """Remove what a program that was killed has left of files whose names match `pattern`."""
+    for path in Path(folder).glob(f".{pattern}{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """The name of a file is kept by its folder, which is on disk only when that is."""
+    if os.name == "nt":  # there a folder cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

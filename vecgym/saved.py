@@ -1,0 +1,266 @@
+"""Files of runs: how they are written and read, and what a finished one gives: `vecgym.load`.
+
+A file is what `torch.save` writes, nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
+reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vecgym import nodes
+from vecgym.files import write_atomically
+from vecgym.metrics import History
+from vecgym.tree import Tree
+
+FORMAT = "vecgym"
+VERSION = 1  # of what is in a file; a reader refuses later ones
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `trainer.save` or a checkpoint holds of the models, and how they came about.
+
+    Attributes:
+        step: optimizer steps done.
+        num_nodes: K.
+        history: what was recorded; see `vecgym.metrics`.
+        settings: what the run was given and what was chosen for it.
+        params, buffers: of every node, `[K, *]`, or `[1, *]` where all nodes have the same.
+
+    >>> params = {"w": torch.tensor([1.0, 3.0])}
+    >>> saved = Saved(10, 2, History(), settings={}, params=params, buffers={}, keys={"w": "w"}, extra={})
+    >>> saved, saved.average, saved.node(1)
+    (Saved(2 nodes after step 10, 0 rows), {'w': tensor(2.)}, {'w': tensor(3.)})
+    """
+
+    step: int
+    num_nodes: int
+    history: History
+    settings: dict[str, Any]
+    params: Tree
+    buffers: Tree
+    keys: dict[str, str]  # key of the model's state_dict -> the parameter or buffer; tied ones have several keys
+    extra: dict[str, Any]  # what else is in a state_dict
+
+    @property
+    def average(self) -> dict[str, Any]:
+        """The average of the nodes, for `model.load_state_dict`: what `fit` has returned. Integers: those of node 0."""
+        return self._state_dict(nodes.mean({**self.params, **self.buffers}))
+
+    def node(self, node: int) -> dict[str, Any]:
+        """One node's model, for `model.load_state_dict`."""
+        if not -self.num_nodes <= node < self.num_nodes:
+            raise IndexError(f"node {node} of {self.num_nodes}: give 0 to {self.num_nodes - 1}.")
+        values = {**self.params, **self.buffers}
+        return self._state_dict({name: x[node if len(x) > 1 else 0].clone() for name, x in values.items()})
+
+    def _state_dict(self, values: Tree) -> dict[str, Any]:
+        return {**{key: values[name] for key, name in self.keys.items()}, **self.extra}
+
+    def __repr__(self) -> str:
+        return f"Saved({self.num_nodes} nodes after step {self.step}, {len(self.history)} rows)"
+
+
+def load(path: str | os.PathLike[str]) -> Saved:
+    """Read what `trainer.save`, or a checkpoint, holds: the average of the nodes, each node's model, the history.
+
+    Needs no class of the script that saved it, and executes nothing. Tensors are on the CPU.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        ValueError: for a file that is damaged, or no file of vecgym's, naming it.
+
+    >>> import tempfile
+    >>> from vecgym import Trainer
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> class Line(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x).square().mean()
+    >>> model = Line(1, 1)
+    >>> trainer = Trainer(model, torch.arange(8.0)[:, None])
+    >>> averaged = trainer.fit(FedAvgStrategy("sgd", lr=0.01), num_nodes=2, batch_size=2, max_steps=2, progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trainer.save(Path(folder, "run.pt"))
+    ...     saved = load(Path(folder, "run.pt"))
+    >>> model.load_state_dict(saved.average), torch.equal(saved.node(1)["weight"], trainer.nodes.params["weight"][1])
+    (<All keys matched successfully>, True)
+    >>> saved.step, saved.num_nodes, saved.history["step"]
+    (2, 2, [1, 2])
+    """
+    held = read(path)
+    history = History(held["settings"])
+    history.rows = unpacked_rows(held["rows"])
+    return Saved(held["step"], held["num_nodes"], history, held["settings"], **held["models"])
+
+
+def record(
+    model: nn.Module, num_nodes: int, step: int, params: Tree, buffers: Tree, history: History
+) -> dict[str, Any]:
+    """What `load` reads; of all nodes the parameters, those too that are not trained, and buffers: `[1 or K, *]`."""
+    names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    whole = model.state_dict(keep_vars=True)
+    return {
+        "step": step,
+        "num_nodes": num_nodes,
+        "settings": {name: _readable(value) for name, value in history.settings.items()},
+        "rows": packed_rows(history.rows),
+        "models": {
+            "params": {name: compact(params[name]) for name, _ in model.named_parameters()},
+            "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},
+            "keys": {key: names[id(x)] for key, x in whole.items() if id(x) in names},
+            "extra": {key: plain(x, key) for key, x in whole.items() if id(x) not in names},
+        },
+    }
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
+    """Write nested dicts and lists of tensors and plain values; the file appears whole or not at all.
+
+    Raises:
+        OSError: where it cannot be written; what was at `path` stays.
+    """
+    whole = plain({"format": FORMAT, "version": VERSION, **held}, "file")
+    with write_atomically(path) as file:
+        try:
+            torch.save(whole, file)
+        except RuntimeError as error:  # torch's writer ends with one of its own once a write has failed
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
+
+
+def read(path: str | os.PathLike[str], *, mmap: bool = False, check: bool = True) -> dict[str, Any]:
+    """What `write` has written, on the CPU.
+
+    Args:
+        mmap: tensors are read when they are used.
+        check: read all of the file, to see whether it is whole.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        ValueError: for a damaged file, a foreign one, or one of a later version, naming it.
+    """
+    path = Path(path)
+    try:
+        with zipfile.ZipFile(path) as parts:
+            damaged = parts.testzip() if check else None
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {path}.") from None
+    except Exception as error:  # damage shows in many ways
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is damaged, or no file of vecgym's: {reason}") from error
+    if not isinstance(held, dict) or held.get("format") != FORMAT:
+        raise ValueError(f"{path} is no file of vecgym's, though torch can read it.")
+    if held["version"] > VERSION:
+        raise ValueError(
+            f"{path} has version {held['version']}; this vecgym reads up to {VERSION}: install a later one."
+        )
+    return held
+
+
+# -------------------------------------------------------------------------------------------- what is in them
+
+
+def compact(x: Tensor) -> Tensor:
+    """On the CPU, with no more storage than it needs: of an expanded node dimension one row."""
+    x = x.detach()
+    if x.dim() > 0 and len(x) > 1 and x.stride(0) == 0:
+        x = x[:1]
+    x = x.cpu()
+    return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` as what may be in a file; `where` names it in the error."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):  # not what is derived from them, such as torch's own version
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, np.ndarray):
+        return {"ndarray": torch.from_numpy(value.copy())}
+    if isinstance(value, Tensor):
+        return compact(value)
+    if isinstance(value, dict):
+        return {key: plain(x, f"{where}[{key!r}]") for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(x, f"{where}[{i}]") for i, x in enumerate(value))
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}, which a file cannot hold: allowed are tensors, numbers, strings, "
+        "None, and lists, tuples and dicts of them."
+    )
+
+
+def restored(value: Any) -> Any:
+    """The inverse of `plain`."""
+    if isinstance(value, dict):
+        if value.keys() == {"ndarray"}:
+            return value["ndarray"].numpy()
+        return {key: restored(x) for key, x in value.items()}
+    return type(value)(map(restored, value)) if isinstance(value, (list, tuple)) else value
+
+
+def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of a history, by columns: a tensor each, where all values are numbers or arrays of one kind.
+
+    >>> rows = [{"step": 0}, {"step": 1, "loss": 0.5, "losses": np.ones(2)}]
+    >>> unpacked_rows(packed_rows(rows))
+    [{'step': 0}, {'step': 1, 'loss': 0.5, 'losses': array([1., 1.])}]
+    """
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        index = [i for i, row in enumerate(rows) if name in row]
+        columns[name] = {"rows": torch.tensor(index), **_packed([rows[i][name] for i in index], name)}
+    return {"length": len(rows), "columns": columns}
+
+
+def unpacked_rows(held: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{} for _ in range(held["length"])]
+    for name, column in held["columns"].items():
+        values = column["values"]
+        if column["kind"] == "arrays":
+            values = list(values.numpy())
+        else:
+            values = values.tolist() if column["kind"] == "numbers" else restored(values)
+        for i, value in zip(column["rows"].tolist(), values):
+            rows[i][name] = value
+    return rows
+
+
+def _packed(values: list[Any], name: str) -> dict[str, Any]:
+    first = values[0]
+    if all(type(x) is int and abs(x) < 2**63 for x in values):
+        return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.int64)}
+    if all(isinstance(x, float) for x in values):
+        return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.float64)}
+    alike = all(isinstance(x, np.ndarray) and (x.dtype, x.shape) == (first.dtype, first.shape) for x in values)
+    if alike and first.dtype.kind in "biuf":
+        return {"kind": "arrays", "values": torch.from_numpy(np.stack(values))}
+    return {"kind": "values", "values": plain(values, f"history[{name!r}]")}
+
+
+def _readable(value: Any) -> Any:
+    """A setting as what may be in a file, or in words."""
+    try:
+        return plain(value, "")
+    except TypeError:
+        return str(value)

@@ -1,0 +1,5 @@
+"""EXO Gym's name for `vecgym.strategy.fedavg`."""
+
+from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+
+__all__ = ["AveragingCommunicator", "FedAvgStrategy"]
