@@ -276,7 +276,7 @@ def plot_sensitivity(
             raise ValueError(f"gradient has {len(slope)} steps and schedule {len(weights)}: give those of one run.")
         _draw_exchanges(axes, weights, 0.03, "0.2", "exchanges of the run", axes.get_xaxis_transform())
     _finish(axes, title or "where an exchange matters", "optimizer steps", "d final loss / d weight of the exchange")
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3)  # bars leave no room among them
     return _done(figure, None, path)
 
 
