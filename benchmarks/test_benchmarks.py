@@ -121,6 +121,14 @@ def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> Non
             torch.testing.assert_close(bare.state.params[name][i], p.detach(), rtol=1e-4, atol=1e-6)
 
 
+def test_memory(tmp_path: Path) -> None:
+    table, result = run_quick("memory.py", tmp_path)
+    assert "| run | K | chunk | estimated MB | measured MB | estimated / measured |" in table
+    [row] = result["rows"]
+    assert (row["workload"], row["strategy"], row["num_nodes"]) == ("mlp", "diloco", 8)
+    assert row["estimated"] > 0 < row["measured"]
+
+
 def test_rollout(tmp_path: Path) -> None:
     table, result = run_quick("rollout.py", tmp_path)
     assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table
@@ -240,3 +248,11 @@ def test_images_come_from_torchvision_where_it_has_them(monkeypatch: pytest.Monk
     assert (found.shape, len(found.train), len(found.test)) == ((3, 32, 32), 8, 3)
     with pytest.raises(images.Missing, match=r"CIFAR10 is not in .*nowhere: --data says where it is"):
         images.torchvision_images("CIFAR10", tmp_path / "nowhere", download=False)
+
+
+def test_against_exogym(tmp_path: Path) -> None:
+    """vecgym's side of it; for the other one needs a checkout of EXO Gym."""
+    table, result = run_quick("against_exogym.py", tmp_path)
+    assert "| workload | K | first step, s: EXO Gym | vecgym | ms / step: EXO Gym | vecgym | ratio |" in table
+    [row] = result["runs"]
+    assert all(row["vecgym"][key] > 0 for key in ("first_step_s", "step_s"))

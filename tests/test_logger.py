@@ -216,6 +216,34 @@ def test_tensorboard_reads_back(tmp_path: Path) -> None:
     assert '"num_nodes": 3' in text.tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.parametrize("name", ["csv", "wandb", "tensorboard"])
+def test_a_resumed_run_is_whole(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Every step once, although the first run went on after its last checkpoint."""
+    if name == "wandb":
+        request.getfixturevalue("quiet_wandb")
+    at = tmp_path / name
+    given: dict[str, Any] = {"save_dir": tmp_path / "saved", "checkpoint_interval": 2, "keep_checkpoints": 9}
+    fit("MLP", max_steps=4, logger=make_logger(name, at), **given)
+    if name == "wandb":
+        at = tmp_path / "again"
+    (tmp_path / "saved" / "step-000000004.pt").unlink()
+    history = fit("MLP", max_steps=4, logger=make_logger(name, at), resume=True, **given)[0].history
+    expected = dict(zip(*history.series("train_loss")))
+    assert list(expected) == [1, 2, 3, 4]
+    if name == "csv":
+        found = dict(zip(*read_csv(at).series("train_loss")))
+    elif name == "wandb":
+        found = {row["_step"]: row["train_loss"] for row in read_wandb(at)[1]}
+    else:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(at))
+        events.Reload()
+        found = {event.step: event.value for event in events.Scalars("train_loss")}
+        assert len(events.Scalars("train_loss")) == 4
+    assert found == pytest.approx(expected)
+
+
 # --------------------------------------------------------------------------------------------------------- csv
 
 

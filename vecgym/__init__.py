@@ -31,8 +31,9 @@ Models:      vecgym.models.GPT; vecgym.corpus, text without a download
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule, OptimizedSchedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
 Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load, Saved
+Memory:      estimate_memory, MemoryEstimate; Trainer.fit(max_memory_usage=...)
 Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
-Figures:     vecgym.plot: plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
+Figures:     vecgym.plot: plot_runs (Trainer.plot), plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.local.Engine, the gradients of all nodes;
              vecgym.collectives, what they exchange; vecgym.compress, what is sent in its place; vecgym.topology;
@@ -44,6 +45,7 @@ Other APIs:  vecgym.compat.exogym, vecgym.compat.diloco_sim
 from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
 from vecgym.ledger import Ledger
 from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from vecgym.memory import MemoryEstimate, estimate_memory
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.optim import OptimSpec
@@ -64,6 +66,7 @@ __all__ = [
     "LocalTrainer",
     "LogUniform",
     "Logger",
+    "MemoryEstimate",
     "Nodes",
     "OptimSpec",
     "OptimizedSchedule",
@@ -76,6 +79,7 @@ __all__ = [
     "Uniform",
     "VecgymWarning",
     "WandbLogger",
+    "estimate_memory",
     "load",
     "optimize_schedule",
     "rollout",

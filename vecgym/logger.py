@@ -236,6 +236,12 @@ class WandbLogger(Logger):
             config=json.loads(json.dumps(settings, default=str)), reinit="create_new",
         )  # fmt: skip
 
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """In a run of its own that holds all rows: an offline run cannot be taken up again."""
+        self.start(settings)
+        for row in rows:
+            self.log(row)
+
     def log(self, row: dict[str, Any]) -> None:
         self.run.log(_flat(row, self.per_node), step=row["step"])
 

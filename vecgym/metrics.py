@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from vecgym.files import write_atomically
 
 # Columns with one number a row, and what they are. Loggers write these, and for each metric that a model offers (see
 # `vecgym.evaluate.evaluate`) `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
@@ -106,13 +106,10 @@ class History:
         ['step,train_loss,val_loss', '0,,2.0', '1,1.5,']
         """
         names = [name for name in self.columns if name not in PER_NODE]
-        target = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, newline="", delete=False) as file:
+        with write_atomically(path, "w") as file:
             writer = csv.DictWriter(file, names, extrasaction="ignore", restval="")
             writer.writeheader()
             writer.writerows(self.rows)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, target)
 
     def node_array(self, column: str = "train_losses") -> np.ndarray:
         """A per-node column as an array `[rows that have it, K]`.

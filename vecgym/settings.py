@@ -26,6 +26,7 @@ class FitOptions:
     max_steps: int | None
     batch_size: int
     minibatch_size: int | None
+    max_memory_usage: float | None
     shuffle: bool
     device: torch.device
     seed: int

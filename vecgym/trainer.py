@@ -23,7 +23,7 @@ from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
 from vecgym.local import Engine, check_settings
 from vecgym.logger import Logger
-from vecgym.memory import peak_bytes
+from vecgym.memory import check_fraction, fitting_sizes, peak_bytes
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers, Recorder, show
@@ -158,6 +158,7 @@ class Trainer:
         max_steps: int | None = None,
         batch_size: int = 16,
         minibatch_size: int | None = None,
+        max_memory_usage: float | None = None,
         gradient_accumulation: int | None = None,
         shuffle: bool = True,
         device: str | torch.device | None = None,
@@ -192,6 +193,9 @@ class Trainer:
             max_steps: optimizer steps; the data repeats as needed.
             batch_size: examples per node and step.
             minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+            max_memory_usage: a part of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
+                it is given, are chosen so that the run fits; see `vecgym.memory.fitting_sizes`. Measured on CUDA,
+                estimated elsewhere; `history.settings["memory"]` says what was found.
             gradient_accumulation: the same said in parts: N means `minibatch_size=batch_size / N`.
             shuffle: a new order in each epoch.
             device: "cpu", "cuda", "mps"; None: the best one present.
@@ -244,12 +248,14 @@ class Trainer:
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
         check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)
+        check_fraction(max_memory_usage)
         _check_backend(backend, num_processes, num_nodes, timeout_s)
         folder = check_checkpoints(save_dir, checkpoint_interval, resume, keep_checkpoints)
         loggers = Loggers(logger, log_interval)
         where = resolve_device(device)
         options = FitOptions(
             num_epochs=num_epochs, max_steps=max_steps, batch_size=batch_size, minibatch_size=minibatch_size,
+            max_memory_usage=max_memory_usage,
             shuffle=shuffle, device=where, seed=seed, val_size=val_size, val_interval=val_interval,
             correlation_interval=correlation_interval, autocast=autocast, engine=engine, chunk_size=chunk_size,
             node_threads=node_threads, on_divergence=on_divergence, log_interval=log_interval,
@@ -288,7 +294,9 @@ class Trainer:
         model = copy.deepcopy(self.model).to(where)
         local = _engine(model, options)
         with torch.enable_grad():
-            plan = local.prepare(train.batch(0), together.facts)
+            local.prepare(train.batch(0), together.facts)
+        options, memory = _fitting(options, strategy, local, train, val, steps, together)
+        plan = local.plan
         simulation = Simulation(
             model, strategy, comm, engine=local, max_steps=steps, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=together.joined(train.shard_sizes),
@@ -299,7 +307,7 @@ class Trainer:
             "max_steps": steps,
             **options.recorded, "device": str(where), "backend": backend, "num_processes": together.num_processes,
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
-            "engine_reason": plan.reason,
+            "engine_reason": plan.reason, **memory,
         }  # fmt: skip
         self.ledger = comm.ledger
         self.history = History(settings)
@@ -516,6 +524,32 @@ def _engine(model: nn.Module, options: FitOptions) -> Engine:
     if options.exact:
         kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
     return Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
+
+
+def _fitting(
+    options: FitOptions,
+    strategy: Strategy,
+    engine: Engine,
+    train: Batches,
+    val: EvalBatches | None,
+    max_steps: int,
+    together: Together,
+) -> tuple[FitOptions, dict[str, Any]]:
+    """The options, and the engine's plan, cut so that the run fits into memory; the same in every process."""
+    if options.max_memory_usage is None:
+        return options, {}
+    found = fitting_sizes(
+        engine, strategy, train.batch(0), together.comm.num_nodes, max_steps, options.max_memory_usage,
+        options.minibatch_size, together.num_processes,
+    )  # fmt: skip
+    chunk_size = together.smallest(found.chunk_size or together.comm.num_nodes)
+    minibatch_size = together.smallest(found.minibatch_size or options.batch_size)
+    if found.chunk_size is not None:
+        engine.plan = replace(engine.plan, chunk_size=chunk_size)
+    if val is not None:
+        val.batch_size = min(val.batch_size, minibatch_size)
+    cut = minibatch_size if minibatch_size < options.batch_size else options.minibatch_size
+    return replace(options, minibatch_size=cut), {"memory": found.report}
 
 
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import csv
 import math
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vecgym import nodes
+from vecgym.files import write_atomically
 from vecgym.metrics import History
 from vecgym.sweep.axes import Point, label
 from vecgym.sweep.configurations import Configuration
 from vecgym.sweep.curves import FINISHED, PARTIAL, PENDING
 from vecgym.sweep.runner import Runner
-from vecgym.sweep.saving import appearing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,7 +147,7 @@ class SweepResult:
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows; the file appears whole or not at all."""
         rows = [{name: label(value) for name, value in row.items()} for row in self.rows]
-        with appearing(Path(path), "w") as file:
+        with write_atomically(path, "w") as file:
             writer = csv.DictWriter(file, list(rows[0]), restval="")
             writer.writeheader()
             writer.writerows(rows)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from vecgym import saved
+from vecgym.errors import warn
 from vecgym.sweep.runner import Runner
 
 
@@ -26,35 +23,24 @@ def _fingerprint(runner: Runner) -> str:
 
 
 def saver(runner: Runner, path: Path) -> Callable[[], None]:
+    """A function that writes what there is; a full disk warns, and what was written before stays."""
     fingerprint = _fingerprint(runner)
 
     def save() -> None:
-        with appearing(path, "wb") as file:
-            torch.save(runner.state(fingerprint), file)
+        try:
+            saved.write(path, {"fingerprint": fingerprint, "sweep": runner.state()})
+        except OSError as error:
+            warn(f"{path} could not be written: {error}. The sweep goes on; what is in the file stays.")
 
     return save
 
 
 def load_results(runner: Runner, path: Path) -> None:
-    held = torch.load(path, map_location=runner.device, weights_only=True)
-    if held.get("format") != 2 or held.get("fingerprint") != _fingerprint(runner):
+    """Go on from what is in the file; a ValueError if that is another sweep's, or damaged."""
+    held = saved.read(path)
+    if held.get("fingerprint") != _fingerprint(runner):
         raise ValueError(
             f"{path} holds another sweep: its grid, strategies, settings or model differ from those given. Give "
             "resume another path, or remove the file to start anew."
         )
-    runner.load(held)
-
-
-@contextmanager
-def appearing(path: Path, mode: str) -> Iterator[Any]:
-    """A file that appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    newline = "" if "b" not in mode else None
-    with tempfile.NamedTemporaryFile(mode, dir=path.parent, newline=newline, delete=False) as file:
-        try:
-            yield file
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    runner.load(held["sweep"])

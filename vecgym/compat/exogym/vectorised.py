@@ -65,7 +65,8 @@ class PerRank(vecgym_strategy.Strategy):
         self._left = {name: p.grad for name, p in params.items()}
 
     def __repr__(self) -> str:
-        return f"{type(self.theirs).__name__}(...)"
+        settings = {name: x for name, x in self.theirs.__config__().items() if name not in ("kwargs", "strategy")}
+        return f"{type(self.theirs).__name__}({', '.join(f'{name}={x!r}' for name, x in settings.items())})"
 
 
 def _schedule(strategy: theirs.Strategy, max_steps: int | None) -> dict[str, Any] | None:

@@ -1,0 +1,211 @@
+"""What a run takes: the table against what is counted, and batches cut so that it fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vecgym
+import vecgym.memory as memory
+from tests.fitting import alone, dataset, fit, params, same_run
+from tests.models import make_model
+from vecgym import MemoryEstimate, Trainer, estimate_memory, tree
+from vecgym.memory import Part, memory_limit
+from vecgym.models import Classifier
+from vecgym.strategy import (
+    AllReduceStrategy,
+    DeMoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GossipStrategy,
+    SPARTAStrategy,
+    Strategy,
+)
+
+STRATEGIES: dict[str, Any] = {
+    "allreduce": lambda: AllReduceStrategy("adamw", lr=0.01),
+    "fedavg": lambda: FedAvgStrategy("sgd", H=2, lr=0.01),
+    "islands": lambda: FedAvgStrategy("adamw", H=2, island_size=4, lr=0.01),
+    "server": lambda: FedAvgStrategy("sgd", H=2, server_optim="adam", lr=0.01),
+    "diloco": lambda: DiLoCoStrategy("adamw", H=2, lr=0.01),
+    "diloco, int8": lambda: DiLoCoStrategy("adamw", H=2, lr=0.01, compression="int8"),
+    "sparta": lambda: SPARTAStrategy(0.1, "adamw", lr=0.01),
+    "gossip": lambda: GossipStrategy("exponential", 1, "adamw", lr=0.01),
+    "demo": lambda: DeMoStrategy(lr=0.01),
+}
+
+
+def within(bytes_: int, expected: int, tolerance: float = 0.05) -> bool:
+    return abs(bytes_ - expected) <= tolerance * expected + 256
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_lasts_is_what_a_run_holds(name: str) -> None:
+    """Parameters, optimizer and strategy state, against the tensors of a run's last state."""
+    model, K = Classifier(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))), 8
+    data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.zeros(64, dtype=torch.long))
+    estimate = estimate_memory(model, STRATEGIES[name](), K, 4, data)
+    trainer, _ = fit(model, STRATEGIES[name](), num_nodes=K, data=data, max_steps=4)
+    assert trainer.state is not None
+    found = {n: part.total_bytes for n, part in estimate.parts.items()}
+    assert found["parameters"] == tree.num_bytes(trainer.state.params)
+    assert within(found["optimizer"], tree.num_bytes(trainer.state.optimizer))
+    assert within(found["strategy"], tree.num_bytes(trainer.state.strategy))
+    assert found["batch"] == K * 4 * (64 * 4 + 8)
+
+
+def test_activations_are_what_the_backward_pass_needs() -> None:
+    """Of two linear layers: the input is the batch's; kept are the hidden layer and the outputs."""
+    model = Classifier(nn.Sequential(nn.Linear(10, 300), nn.ReLU(), nn.Linear(300, 5)))
+    batch = torch.randn(20, 10), torch.zeros(20, dtype=torch.long)
+    each = [estimate_memory(model, alone(), 4, 20, batch, minibatch_size=m).parts["activations"] for m in (20, 10)]
+    hidden, outputs = 4 * 20 * 300, 4 * 20 * 5
+    assert hidden + outputs <= each[0].per_node_bytes <= 4 * hidden + 4 * outputs
+    assert each[1].per_node_bytes < 0.75 * each[0].per_node_bytes
+    assert each[0].nodes == 4
+    assert estimate_memory(model, alone(), 4, 20, batch, chunk_size=1).parts["activations"].nodes == 1
+    assert estimate_memory(model, alone(), 4, 20, batch, engine="loop").parts["activations"].nodes == 1
+
+
+def test_the_table() -> None:
+    model = Classifier(nn.Linear(1000, 10))
+    text = str(estimate_memory(model, DiLoCoStrategy("adamw", H=10), 16, data=dataset("MLP") and None))
+    assert "without data: no batch and no activations" in text
+    batch = torch.zeros(16, 1000), torch.zeros(16, dtype=torch.long)
+    estimate = estimate_memory(model, DiLoCoStrategy("adamw", H=10), 16, 16, batch)
+    lines = str(estimate).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        "parameters", "gradients", "optimizer", "strategy", "buffers", "batch", "activations", "exchange", "total"
+    ]  # fmt: skip
+    assert "40 kB" in lines[1]
+    lasting = sum(estimate.parts[n].total_bytes for n in ("parameters", "gradients", "optimizer", "strategy", "batch"))
+    assert estimate.total_bytes >= lasting
+    more = MemoryEstimate({**estimate.parts, "activations": Part(10**9, nodes=2)}, 16)
+    assert more.total_bytes == pytest.approx(lasting + 2e9)  # in place of the exchange, not beside it
+
+
+def test_nothing_is_left_behind() -> None:
+    """Neither the model nor torch's random state is touched."""
+    model = make_model("Dropout")
+    before, state = {n: p.clone() for n, p in model.state_dict().items()}, torch.get_rng_state()
+    estimate_memory(model, DiLoCoStrategy("adamw", H=2), 3, 4, dataset("Dropout"))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+
+
+def test_a_strategy_for_one_rank_has_a_copy_of_all_for_each() -> None:
+    class Mine(Strategy):
+        def step(self) -> None:
+            self.optim.step()
+            super().step()
+
+    parts = estimate_memory(make_model("MLP"), Mine("adamw"), 5).parts
+    assert (parts["parameters"].nodes, parts["optimizer"].nodes) == (5, 5)
+
+
+# --------------------------------------------------------------------------------------------------- what fits
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda device: int(limit))
+    memory._FOUND.clear()
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).unsqueeze(1).expand(-1, 500, -1).tanh().mean(1)
+
+
+def wide() -> tuple[nn.Module, Any]:
+    """Few parameters, large activations."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    return Classifier(Wide()), torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+
+
+def total(chunk_size: int | None, minibatch_size: int | None = None) -> int:
+    model, data = wide()
+    return estimate_memory(
+        model, alone(), 4, 16, data, chunk_size=chunk_size, minibatch_size=minibatch_size
+    ).total_bytes
+
+
+@pytest.mark.parametrize(
+    ("chunk", "minibatch"), [(None, None), (2, None), (1, None), (1, 8), (1, 2)], ids=["all", "half", "one", "8", "2"]
+)
+def test_the_largest_cut_that_fits(monkeypatch: pytest.MonkeyPatch, chunk: int | None, minibatch: int | None) -> None:
+    model, data = wide()
+    limited(monkeypatch, total(chunk, minibatch) + 1)
+    given: dict[str, Any] = {"num_nodes": 4, "data": data, "batch_size": 16, "max_steps": 3}
+    trainer, _ = fit(model, alone(), **given, max_memory_usage=1.0)
+    settings = trainer.history.settings
+    assert (settings["chunk_size"], settings["minibatch_size"]) == (chunk, minibatch)
+    assert settings["memory"]["needed_bytes"] <= settings["memory"]["limit_bytes"]
+    assert settings["memory"]["measured"] is False
+    plain, _ = fit(model, alone(), **given)
+    torch.testing.assert_close(params(trainer), params(plain), rtol=1e-4, atol=1e-6)
+    asked, _ = fit(model, alone(), **given, chunk_size=chunk, minibatch_size=minibatch)
+    assert same_run(trainer, asked)
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = wide()
+    limited(monkeypatch, 1000)
+    with pytest.raises(MemoryError, match=r"4 nodes with batch_size=16 need .*, estimated, .* allows 800 B.*smaller"):
+        fit(model, alone(), num_nodes=4, data=data, batch_size=16, max_steps=3, max_memory_usage=0.8)
+
+
+def test_a_batch_that_statistics_are_taken_of_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"num_nodes": 3, "batch_size": 4, "max_steps": 2, "data": dataset("CNN")}
+    one = estimate_memory(make_model("CNN"), alone(), 3, 4, dataset("CNN"), chunk_size=1).total_bytes
+    limited(monkeypatch, one + 1)
+    assert fit("CNN", alone(), **given, max_memory_usage=1.0)[0].history.settings["minibatch_size"] is None
+    limited(monkeypatch, 0.9 * one)
+    with pytest.raises(MemoryError, match="The batch is not cut, since the model has batch norm"):
+        fit("CNN", alone(), **given, max_memory_usage=1.0)
+
+
+def test_a_given_minibatch_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = wide()
+    limited(monkeypatch, total(1, 8) + 1)
+    given: dict[str, Any] = {"num_nodes": 4, "data": data, "batch_size": 16, "max_steps": 2, "max_memory_usage": 1.0}
+    settings = fit(model, alone(), **given, minibatch_size=8)[0].history.settings
+    assert (settings["chunk_size"], settings["minibatch_size"]) == (1, 8)
+    with pytest.raises(MemoryError):
+        fit(model, alone(), **given, minibatch_size=16)
+
+
+def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = wide()
+    limited(monkeypatch, total(2) + 1)
+    calls: list[int] = []
+    search = memory._search
+
+    def counted(*args: Any) -> memory.Sizes:
+        calls.append(1)
+        return search(*args)
+
+    monkeypatch.setattr(memory, "_search", counted)
+    for _ in range(2):
+        fit(model, alone(), num_nodes=4, data=data, batch_size=16, max_steps=2, max_memory_usage=1.0)
+    assert len(calls) == 1
+    fit(model, alone(), num_nodes=4, data=data, batch_size=8, max_steps=2, max_memory_usage=1.0)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("wrong", [0, -0.5, 1.5, 80, "0.8", True])
+def test_a_fraction_that_is_none(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_memory_usage=.* must be a number in \(0, 1\], such as 0.8"):
+        Trainer(make_model("MLP"), dataset("MLP")).fit(alone(), 2, max_memory_usage=wrong)
+
+
+def test_the_limit_of_this_machine() -> None:
+    assert 2**28 < memory_limit(torch.device("cpu")) <= 2**50
+    assert vecgym.estimate_memory is estimate_memory
