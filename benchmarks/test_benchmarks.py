@@ -262,3 +262,11 @@ def test_images_come_from_torchvision_where_it_has_them(monkeypatch: pytest.Monk
     assert (found.shape, len(found.train), len(found.test)) == ((3, 32, 32), 8, 3)
     with pytest.raises(images.Missing, match=r"CIFAR10 is not in .*nowhere: --data says where it is"):
         images.torchvision_images("CIFAR10", tmp_path / "nowhere", download=False)
+
+
+def test_against_exogym(tmp_path: Path) -> None:
+    """vecgym's side of it; for the other one needs a checkout of EXO Gym."""
+    table, result = run_quick("against_exogym.py", tmp_path)
+    assert "| workload | K | first step, s: EXO Gym | vecgym | ms / step: EXO Gym | vecgym | ratio |" in table
+    [row] = result["runs"]
+    assert all(row["vecgym"][key] > 0 for key in ("first_step_s", "step_s"))

@@ -173,10 +173,16 @@ def test_strict_data_of_a_factory_and_minibatches() -> None:
         return torch.utils.data.Subset(dataset("MLP", 24), range(rank, 24, num_nodes))
 
     made = Trainer(make_model("MLP"), factory, factory, strict_timing=True)
-    made.fit(2, SimpleReduceStrategy(SGD), 2, batch_size=4, minibatch_size=2, val_size=4, val_interval=3, **QUIET)
+    made.fit(
+        2, FedAvgStrategy(optim_spec=SGD), 2, batch_size=4, minibatch_size=2, val_size=4, val_interval=3,
+        correlation_interval=1, autocast=True, **QUIET,
+    )  # fmt: skip
     assert drawn == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
     assert made.history.series("val_loss")[0] == [0, 3, 6]
     assert made.history.last("step") == 6  # 2 epochs of 12 examples a node
+    correlations = made.history.series("correlation")[1]  # the first step is not followed by an exchange
+    assert 0.9 < correlations[0] < 1 - 1e-6
+    assert correlations[1:] == pytest.approx([1.0] * 5)
 
 
 def test_strict_ignores_what_exo_gym_ignores_and_says_so() -> None:
@@ -475,6 +481,7 @@ def test_calls_of_torch_distributed_inside_a_strategy(strict: bool) -> None:
         (lambda: Trainer(make_model("MLP"), dataset("MLP"), None, start_port=15000), "start_port=15000 has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), devices=[0]), "devices=.* has no effect"),
         (lambda: fit(SimpleReduceStrategy(SGD), 2, True, checkpoint_interval=5), "checkpoint_interval has no effect"),
+        (lambda: fit(SimpleReduceStrategy(SGD), 2, True, gradient_accumulation=2), "EXO Gym ignores it"),
         (lambda: fit(SimpleReduceStrategy(SGD), batch_size=5, minibatch_size=2), "leave 4 examples a step"),
     ],
 )
@@ -500,6 +507,11 @@ def test_an_option_without_effect_warns(make: Callable[[], Any], message: str) -
 def test_a_mistake_is_a_type_error(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_memory_options_of_the_documents() -> None:
+    made = fit(SimpleReduceStrategy(SGD), gradient_accumulation=2, max_memory_usage=0.8)
+    assert made.history.settings["minibatch_size"] == 2
 
 
 def test_values_that_cannot_work() -> None:

@@ -71,6 +71,19 @@ def band_of(axes: Axes) -> tuple[dict[int, float], dict[int, float]]:
 # ----------------------------------------------------------------------------------------------- comparison
 
 
+def test_bytes_are_labelled_in_their_unit_and_nothing_else() -> None:
+    for spread in (1, 8, 10_000):  # less than one power of ten, less than two, more
+        runs = {name: make_history(10, 100.0 * factor) for name, factor in (("a", 1), ("b", spread))}
+        figure = plot_comparison(runs)
+        figure.canvas.draw()
+        axis = figure.axes[1].xaxis
+        low, high = axis.get_view_interval()
+        labels = [text.get_text() for text, at in zip(axis.get_ticklabels(), axis.get_ticklocs()) if low <= at <= high]
+        assert len(labels) >= 2
+        assert all(label.endswith("B") for label in labels)
+        assert not any(text.get_text() for text in axis.get_ticklabels(minor=True))
+
+
 def test_both_panels_show_what_was_recorded():
     runs = {"allreduce": make_history(), "fedavg": make_history(every=20, shift=0.5)}
     figure = plot_comparison(runs, loss_label="loss (nats)", title="two runs", window=1)

@@ -109,6 +109,15 @@ def slope(f: Callable[[float], float], step: float = 1e-4) -> float:
     return (8 * (f(step) - f(-step)) - (f(2 * step) - f(-2 * step))) / (12 * step)
 
 
+def test_a_rollout_that_nobody_differentiates_may_be_under_no_grad() -> None:
+    model, batches, eval_batch, _ = setting()
+    given = {"num_nodes": K, "eval_batch": eval_batch}
+    with torch.no_grad():  # and with an engine that has not looked at the model yet
+        found = rollout(model, DiLoCoStrategy("sgd", lr=0.1, H=2), batches, **given)
+    assert not found.loss.requires_grad
+    assert found.loss == rollout(model, DiLoCoStrategy("sgd", lr=0.1, H=2), batches, **given).loss
+
+
 # ------------------------------------------------------------------------------ every strategy, every number
 
 Values = dict[str, Any]

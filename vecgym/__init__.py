@@ -31,8 +31,9 @@ Models:      vecgym.models.GPT; vecgym.corpus, text without a download
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule, OptimizedSchedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
 Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load, Saved
+Memory:      estimate_memory, MemoryEstimate; Trainer.fit(max_memory_usage=...)
 Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
-Figures:     vecgym.plot: plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
+Figures:     vecgym.plot: plot_runs (Trainer.plot), plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
 Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.local.Engine, the gradients of all nodes;
              vecgym.collectives, what they exchange; vecgym.compress, what is sent in its place; vecgym.topology;

@@ -25,6 +25,8 @@ from vecgym.local import Engine, Plan, choose_plan
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import is_per_rank
 
+__all__ = ["MemoryEstimate", "Part", "estimate_memory"]
+
 PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it keeps once for all nodes
 TINY = 2  # the size of each dimension of these
 NO_LIMIT = 2**60  # what cgroups say where there is none
@@ -32,7 +34,11 @@ NO_LIMIT = 2**60  # what cgroups say where there is none
 
 @dataclass(frozen=True)
 class Part:
-    """What one kind of tensor takes: `per_node_bytes` for each of `nodes`, and `shared_bytes` once."""
+    """What one kind of tensor takes: `per_node_bytes` for each of `nodes`, and `shared_bytes` once.
+
+    >>> Part(per_node_bytes=100, shared_bytes=50, nodes=8).total_bytes
+    850
+    """
 
     per_node_bytes: int = 0
     shared_bytes: int = 0
@@ -40,6 +46,7 @@ class Part:
 
     @property
     def total_bytes(self) -> int:
+        """All of it."""
         return self.per_node_bytes * self.nodes + self.shared_bytes
 
 
@@ -52,6 +59,10 @@ class MemoryEstimate:
             `estimate_memory`.
         num_nodes: K.
         device: where the run would be.
+
+    >>> estimate = MemoryEstimate({"parameters": Part(40, nodes=2), "exchange": Part(40, 40, 2)}, num_nodes=2)
+    >>> estimate.total_bytes, str(estimate).splitlines()[1].split()
+    (200, ['parameters', '40', 'B', '2', '-', '80', 'B'])
     """
 
     parts: dict[str, Part]
@@ -429,6 +440,16 @@ def memory_limit(device: torch.device) -> int:
         if text.isdigit() and int(text) < NO_LIMIT:
             whole = min(whole, int(text))
     return whole
+
+
+def available_bytes(device: torch.device) -> int:
+    """Half of the memory that is free: what a sweep may use when nothing is said."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 2
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, ValueError, OSError):  # not Linux
+        return 4 * 2**30
 
 
 def peak_bytes(device: torch.device) -> int:

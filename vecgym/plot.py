@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Transform
 from torch import Tensor
 
@@ -88,8 +88,7 @@ def plot_comparison(
     _finish(by_step, "loss against steps", "optimizer steps", loss_label)
     _finish(by_bytes, "loss against communication", "bytes sent per node", "")
     if any(history.last("total_bytes") for history in histories.values()):
-        by_bytes.set_xscale("log")
-        by_bytes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        _scale_bytes(by_bytes)
     else:
         by_bytes.set_xticks([])
     _legend(by_step, list(histories))
@@ -277,7 +276,7 @@ def plot_sensitivity(
             raise ValueError(f"gradient has {len(slope)} steps and schedule {len(weights)}: give those of one run.")
         _draw_exchanges(axes, weights, 0.03, "0.2", "exchanges of the run", axes.get_xaxis_transform())
     _finish(axes, title or "where an exchange matters", "optimizer steps", "d final loss / d weight of the exchange")
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=3)  # bars leave no room among them
     return _done(figure, None, path)
 
 
@@ -491,7 +490,7 @@ def plot_pareto(
         if any(row["bytes"] == 0 for row in there):  # a logarithmic axis has no place for 0
             axes.set_xscale("symlog", linthresh=min(row["bytes"] for row in there if row["bytes"] > 0))
         else:
-            axes.set_xscale("log")
+            _scale_bytes(axes)
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.legend(frameon=False)
     return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs", rows, there), path)
@@ -625,6 +624,16 @@ def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarr
         return at, values
     keep = np.append(at[1:] != at[:-1], True) & (at > 0)
     return at[keep], values[keep]
+
+
+def _scale_bytes(axes: Axes) -> None:
+    """A logarithmic axis of bytes, labelled in kB, MB ..., also where it spans less than two powers of ten."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 100 * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.xaxis.set_minor_formatter(NullFormatter())  # numbers between the labels would overlap them
 
 
 def _draw_silent(axes: Axes, name: str, history: History, colour: str) -> None:

@@ -381,12 +381,10 @@ def prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
     >>> prepared(Line(), "auto", torch.ones(2, 1)).plan.engine
     'vmap'
     """
-    if isinstance(engine, Engine):
-        if engine.facts is None:
-            engine.prepare(batch)
-        return engine
-    local = Engine(model, engine=engine, node_threads=1)
-    local.prepare(batch)
+    local = engine if isinstance(engine, Engine) else Engine(model, engine=engine, node_threads=1)
+    if local.facts is None:
+        with torch.enable_grad():  # a run whose derivatives nobody wants may be under no_grad
+            local.prepare(batch)
     return local
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from vecgym.errors import VecgymWarning
 from vecgym.ledger import readable_bytes
 from vecgym.local import check_settings
+from vecgym.memory import available_bytes
 from vecgym.settings import check_counts, resolve_device
 from vecgym.strategy import Strategy
 from vecgym.sweep.axes import Point, Uniform, checked_axes, count_points, points
@@ -155,16 +156,6 @@ def sweep(
         on = "" if resume is not None else " With resume=path it would go on from here."
         warnings.warn(f"interrupted: {result!r}.{on}", VecgymWarning, stacklevel=2)
     return result
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that a sweep may use when nothing is said: half of what is free."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, ValueError, OSError):  # not Linux
-        return 4 * 2**30
 
 
 def duration(seconds: float) -> str:

@@ -18,6 +18,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.ledger import readable_bytes
 from vecgym.local import Engine
+from vecgym.memory import activations
 from vecgym.settings import interrupts
 from vecgym.strategy import Context
 from vecgym.sweep.configurations import Configuration, alike
@@ -421,18 +422,11 @@ def _costs(config: Configuration, batch: Any, engine: str) -> tuple[int, int]:
         batch: of one node, `[B, ...]`.
     """
     one = Engine(copy.deepcopy(config.model), engine="loop")
-    saved: dict[int, int] = {}
-
-    def count(x: Tensor) -> Tensor:
-        saved[x.data_ptr()] = x.numel() * x.element_size()
-        return x
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        one.prepare(tree.map_leaves(lambda x: x[None].to(one.device), batch))
+    needed = activations(one, tree.map_leaves(lambda x: x[None].to(one.device), batch))
     assert one.facts is not None
     params = {name: p.detach()[None].clone() for name, p in one.params.items()}
     ctx = Context(StackedCollectives(config.num_nodes), 0, config.num_steps, config.settings["seed"])
     optimizer, modules = config.strategy.init(params, ctx)
-    of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + sum(saved.values()) + tree.num_bytes(batch)
+    of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + needed.saved_bytes + tree.num_bytes(batch)
     recorded = 8 * config.num_steps * (config.num_nodes + 5)
     return config.num_nodes * of_node + tree.num_bytes(modules) + recorded, one.facts.flop

@@ -27,13 +27,18 @@ from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers
-from vecgym.settings import check_counts, kind_of, resolve_device
+from vecgym.settings import accumulated, check_counts, kind_of, resolve_device
 
 # What `fit` takes besides the arguments in its signature.
 FIT_OPTIONS = (
     "seed", "device", "devices", "start_port", "port", "wandb_project", "run_name", "log_x_axis", "kwargs", "logger",
-    "log_interval", "disable_logging", "force_minibatch_recalculate",
+    "log_interval", "disable_logging", "force_minibatch_recalculate", "gradient_accumulation", "max_memory_usage",
 )  # fmt: skip
+
+# What the documents give to `fit`, and EXO Gym does not read.
+IGNORED_BY_FIT = dict.fromkeys(
+    ("gradient_accumulation", "max_memory_usage"), "EXO Gym ignores it, and so does strict timing"
+)
 
 _defaults = {"strict_timing": False}
 
@@ -117,6 +122,7 @@ class Trainer:
             log_x_axis: "step" or "examples", for Weights & Biases.
             kwargs: anything, for the record: it goes into the logged settings.
             logger, log_interval: vecgym's own loggers, instead.
+            gradient_accumulation, max_memory_usage: see `vecgym.Trainer.fit`; without effect with strict timing.
             disable_logging: neither files nor a progress bar.
             checkpoint_interval: checkpoints go to `save_dir/run_name`; without it there are none.
             start_port, port, devices, force_minibatch_recalculate: without effect, with a warning.
@@ -145,6 +151,7 @@ class Trainer:
         if strict_timing:
             if checkpoint_interval is not None:
                 warn("fit(): checkpoint_interval has no effect with strict timing; in EXO Gym it ends in an error.")
+            warn_without_effect("fit()", options, IGNORED_BY_FIT)
             config = strict.TrainConfig(
                 self.model_orig, self.train_dataset, self.val_dataset, strategy, num_nodes, device=device,
                 num_epochs=num_epochs, max_steps=max_steps, batch_size=batch_size,
@@ -153,6 +160,7 @@ class Trainer:
                 dataloader_kwargs=dict(dataloader_kwargs or {}), kwargs=options,
             )  # fmt: skip
             return self._fit_strict(config, Loggers(loggers, options.get("log_interval", 1)), progress)
+        minibatch_size = accumulated(batch_size, minibatch_size, options.get("gradient_accumulation"))
         if minibatch_size is not None and batch_size % minibatch_size:
             used = batch_size - batch_size % minibatch_size
             warn(f"fit(): of batch_size={batch_size}, minibatches of {minibatch_size} leave {used} examples a step.")
@@ -166,7 +174,8 @@ class Trainer:
                     seed=options.get("seed", 42), val_size=val_size, val_interval=val_interval, autocast=autocast,
                     correlation_interval=correlation_interval, logger=loggers,
                     log_interval=options.get("log_interval", 1), dataloader_kwargs=dataloader_kwargs,
-                    progress=progress, checkpoint_interval=checkpoint_interval,
+                    progress=progress, max_memory_usage=options.get("max_memory_usage"),
+                    checkpoint_interval=checkpoint_interval,
                     save_dir=None if checkpoint_interval is None else os.path.join(save_dir, name),
                 )  # fmt: skip
         finally:
