@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_floors import FLOORS
 from vecgym.strategy import CommunicationModule
 
 ROOT = Path(__file__).parent.parent
@@ -45,12 +46,18 @@ def test_links_to_sections_lead_somewhere() -> None:
 
 def test_figures_are_described_and_small() -> None:
     figures = re.findall(r"^!\[(.*)\]\((.*)\)$", TEXT, re.MULTILINE)
-    assert [Path(path).stem for _, path in figures] == ["compare", "schedule", "sweep", "equivalence"]
+    assert [Path(path).stem for _, path in figures] == ["compare", "sweep", "schedule", "equivalence"]
     for about, path in figures:
         data = (ROOT / path).read_bytes()
         assert len(about) > 40, path
         assert len(data) < 80_000, path
         assert int.from_bytes(data[16:20], "big") == 900, path  # the width, in the first chunk of a PNG
+
+
+def test_the_floors_are_those_that_are_tested() -> None:
+    rows = re.findall(r"^\| (\d) \| (.*) \|$", TEXT.split("\n## Architecture\n")[1].split("\n## ")[0], re.MULTILINE)
+    named = [{name.rstrip("/") for name in re.findall(r"`(\w+/?)`", modules)} for _, modules in rows]
+    assert named == [set(names.split()) - {"__main__"} for names in FLOORS]
 
 
 CONTRIBUTING = TEXT.split("\n## Contributing\n")[1].split("\n## ")[0]
