@@ -31,7 +31,14 @@ from vecgym.files import write_atomically
 from vecgym.logger import read_csv
 from vecgym.models import GPT
 from vecgym.plot import COLOURS, MARKERS, plot_comparison, plot_schedule, plot_sensitivity
-from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, Context, DiLoCoStrategy, Strategy
+from vecgym.strategy import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Context,
+    DiLoCoStrategy,
+    OptimSpec,
+    Strategy,
+)
 from vecgym.strategy.base import State
 from vecgym.tree import Tree
 
@@ -78,14 +85,15 @@ NAMES = {"allreduce": "AllReduce (DDP)", "fedavg": "FedAvg", "diloco": "DiLoCo",
 
 def compare(path: Path, quick: bool) -> None:
     """`vecgym compare` itself, in fewer steps, and its histories drawn for this page."""
-    short = ["--quick", "--steps", "20", "--batch-size", "1"] if quick else ["--steps", "400"]
+    short = ["--num-nodes", "2", "--steps", "6", "--H", "3", "--context", "16", "--width", "16"] if quick else []
     with TemporaryDirectory() as folder:
-        options = ["--strategies", *NAMES, "--output", folder, "--device", "cpu", "--no-progress", *short]
-        if cli.main(["compare", *options]) != 0:
+        options = ["--strategies", *NAMES, "--steps", "400", "--output", folder, "--device", "cpu", "--no-progress"]
+        if cli.main(["compare", *options, *short]) != 0:
             raise SystemExit("vecgym compare has failed: see above.")
         histories = {shown: read_csv(Path(folder, name)) for name, shown in NAMES.items()}
     figure = plot_comparison(histories, loss_label="loss (nats per character)")
     figure.suptitle("A small GPT trained on 8 nodes with five strategies")
+    figure.axes[0].set_ylim(top=3.2)  # without the first steps, which are alike
     save(path, [(figure, (WIDTH, 400))])
 
 
@@ -99,16 +107,17 @@ def sweep(path: Path, quick: bool) -> None:
     x = torch.randn(6144, 20)
     y = (x[:, :8].view(-1, 4, 2).prod(2) + 0.3 * torch.randn(6144, 4)).argmax(1)  # which of four products is largest
     train, val = TensorDataset(x[:4096], y[:4096]), TensorDataset(x[4096:], y[4096:])
-    shards = partition_dirichlet(train, 8, alpha=1.0).datasets(train)  # each node has its own mixture of the classes
+    shards = partition_dirichlet(train, 8, alpha=0.3).datasets(train)  # each node has its own mixture of the classes
+    outer = OptimSpec("sgd", lr=0.7, momentum=0.5, nesterov=True)
     result = vecgym.sweep(
         model, shards, val,
-        strategy=lambda H, lr: DiLoCoStrategy("adamw", H=H, lr=lr),
-        grid={"H": [2, 5, 10, 20], "lr": [1e-3, 3e-3, 1e-2, 3e-2], "seed": range(1 if quick else 4)},
+        strategy=lambda H, lr: DiLoCoStrategy("adamw", outer, H=H, lr=lr),
+        grid={"H": [2, 5, 20, 50], "lr": [3e-3, 1e-2, 2e-2, 4e-2], "seed": range(1 if quick else 4)},
         num_nodes=8, max_steps=20 if quick else 200, batch_size=16, device="cpu", progress=False,
     )  # fmt: skip
     print(result.best("val_loss"))
-    cells = result.plot_heatmap(x="lr", y="H", title="validation loss, mean of 4 seeds")
-    front = result.plot_pareto(hue="H", title="... of each of the 64, and what it costs")
+    cells = result.plot_heatmap(x="lr", y="H", title="mean of 4 seeds")
+    front = result.plot_pareto(hue="H", title=f"each of the {len(result)} configurations")
     save(path, [(cells, (430, 370)), (front, (WIDTH - 430, 370))])
 
 
@@ -139,8 +148,13 @@ def schedule(path: Path, quick: bool) -> None:
         held_out=(others, val[512:]),
     )  # fmt: skip
     print(found)
-    upper = plot_sensitivity(gradient, weights.detach(), title=f"DiLoCo, H = {H}: where an exchange matters")
-    lower = plot_schedule(found, title=f"{int(found.schedule.sum())} exchanges, where descent puts them")
+    upper = plot_sensitivity(gradient, weights.detach())
+    axes = upper.axes[0]
+    axes.set_title(f"DiLoCo, every {H} steps: where an exchange matters", loc="left", fontsize=11)
+    axes.set_title("")
+    axes.set_ylabel("d final loss / d weight")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)  # above: bars may be anywhere
+    lower = plot_schedule(found, title=f"The same {int(found.schedule.sum())} exchanges, where descent puts them")
     save(path, [(upper, (WIDTH, 320)), (lower, (WIDTH, 380))], across=False)
 
 

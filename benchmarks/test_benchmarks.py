@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 FOLDER = Path(__file__).parent
 
@@ -210,6 +211,19 @@ def test_diloco_scaling(tmp_path: Path) -> None:
     assert [(found["num_nodes"], found["batch_size"]) for found in runs.values()] == [
         (2, 8), (1, 16), (2, 8),
     ]  # fmt: skip
+
+
+def test_figures(tmp_path: Path) -> None:
+    printed = run("figures.py", "--quick", "--threads", "1", "--output", str(tmp_path))
+    assert re.search(r"^\d+ s in all$", printed, re.MULTILINE)
+    for name in ("compare", "sweep", "schedule", "equivalence"):
+        assert f"{name}.png: " in printed
+        with Image.open(tmp_path / f"{name}.png") as image:
+            assert (image.format, image.width) == ("PNG", 900)
+            assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20, "nothing is drawn"
+    assert len(list(tmp_path.iterdir())) == 4
+    # what a wrong strategy is drawn for: verify finds it, and passes the other
+    assert (printed.count("  pass\n"), printed.count("  FAIL at step 9\n")) == (2, 2)
 
 
 def test_images_have_channels_first_and_unit_variance(monkeypatch: pytest.MonkeyPatch) -> None:
