@@ -29,6 +29,7 @@ __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 
 PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it keeps once for all nodes
 TINY = 2  # the size of each dimension of these
+MARGIN = 1.3  # estimates are up to 22 % lower than what is measured: `benchmarks/memory.py`
 NO_LIMIT = 2**60  # what cgroups say where there is none
 
 
@@ -345,7 +346,7 @@ def _search(
                 passing[size] = activations_of(engine, batch, size)
             parts = _parts(kept, buffers, of_one, passing[size], plan, num_local)
             estimate = MemoryEstimate(parts, num_local, str(engine.device))
-            needed = _measured(engine, batch, size, estimate) if measured else estimate.total_bytes
+            needed = _measured(engine, batch, size, estimate) if measured else round(MARGIN * estimate.total_bytes)
             if needed <= limit:
                 report = {"limit_bytes": limit, "needed_bytes": needed, "measured": measured}
                 return Sizes(plan.chunk_size, size, report)

@@ -29,6 +29,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 MANY_NODES = 16  # from here on the band of the nodes is between percentiles
 MAX_LEGEND = 20  # entries
+MAX_RUNS_INSIDE = 5  # of a legend among the curves: a longer one would hide them
 LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 
 
@@ -694,7 +695,10 @@ def _legend(axes: Axes, names: list[str], spread: str = "") -> None:
     handles.append(Line2D([], [], color="0.3", alpha=LIGHT, linewidth=2, label="training (smoothed)"))
     if spread:
         handles.append(Patch(color="0.3", alpha=0.15, linewidth=0, label=f"training, {spread}"))
-    axes.legend(handles=handles, frameon=False)
+    if len(names) > MAX_RUNS_INSIDE:
+        axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=4)
+    else:
+        axes.legend(handles=handles, frameon=False)
 
 
 def _finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
