@@ -45,7 +45,7 @@ from vecgym.tree import Tree
 FOLDER = Path(__file__).parent.parent / "notebooks" / "figures"
 WIDTH = 900  # pixels of every figure
 DPI = 100  # so that the text of a figure has the size of that around it
-PALETTE = 128  # colours: a third of the bytes, and nothing that the eye would miss
+PALETTE = 256  # colours: half the bytes or less, and nothing that the eye would miss
 
 Size = tuple[int, int]  # pixels
 
