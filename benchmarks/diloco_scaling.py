@@ -2,7 +2,7 @@
 
 A GPT of 2 layers and width 64 reads 16 windows of 64 characters a step, for 700 steps, on the source text of Python's
 standard library (or --text FILE). K = 1 is one node with an outer optimizer over its own steps. "AllReduce" is the same
-batch with an exchange at every step. About 2 minutes on two cores.
+batch with an exchange at every step. About 3 minutes on two cores.
 
 python benchmarks/diloco_scaling.py [--text FILE] [--H 20 100]
 """
