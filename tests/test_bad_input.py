@@ -127,7 +127,7 @@ def test_a_device_that_is_not_there(device: Any) -> None:
 
 def test_misspelt_keywords_of_fit_and_trainer() -> None:
     trainer = Trainer(make_model("MLP"), dataset("MLP"))
-    for keyword in ("batchsize", "epochs", "gradient_accumulation", "max_memory_usage"):
+    for keyword in ("batchsize", "epochs", "gradient_acumulation", "max_memory"):
         unknown: dict[str, Any] = {keyword: 1}
         assert keyword in refusal(TypeError, lambda: trainer.fit(alone(), 2, **unknown))  # noqa: B023
     assert "test_dataset" in refusal(

@@ -32,20 +32,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After every test, however its processes ended: none of them, and none of their files."""
-    folder = Path(tempfile.gettempdir())
-    before = set(folder.glob("vecgym-*"))
+    folder = tmp_path_factory.mktemp("processes")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
     assert not multiprocessing.active_children()
-    left = set(folder.glob("vecgym-*")) - before
-    assert not [path for path in left if path.stat().st_uid == os.getuid() and _is_ours(path)]
-
-
-def _is_ours(path: Path) -> bool:
-    """Tests in other processes have their own: only a folder that nobody uses for a while is left behind."""
-    time.sleep(0.5)
-    return path.exists() and not (path / "store").exists()
+    assert until(lambda: not list(folder.glob("vecgym-*")))
 
 
 # ----------------------------------------------------------------------------------------------------- ordinary runs

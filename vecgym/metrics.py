@@ -98,11 +98,12 @@ class History:
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the columns with one number a row; the file appears whole or not at all.
 
+        >>> import tempfile, pathlib
         >>> history = History()
         >>> history.append({"step": 0, "val_loss": 2.0}); history.append({"step": 1, "train_loss": 1.5})
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     history.to_csv(Path(directory) / "run.csv")
-        ...     (Path(directory) / "run.csv").read_text().split()
+        ...     history.to_csv(pathlib.Path(directory) / "run.csv")
+        ...     (pathlib.Path(directory) / "run.csv").read_text().split()
         ['step,train_loss,val_loss', '0,,2.0', '1,1.5,']
         """
         names = [name for name in self.columns if name not in PER_NODE]
