@@ -30,7 +30,7 @@ class SweepResult:
             `consensus_distance`, and `bytes`, sent per node in all.
         axes: the names of the axes.
 
-    >>> import tempfile
+    >>> import tempfile, pathlib
     >>> import torch
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> from vecgym.sweep import sweep
@@ -56,8 +56,8 @@ class SweepResult:
     >>> result.explain().splitlines()[0]
     '4 configurations in 1 programs:'
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...     result.to_csv(Path(directory) / "sweep.csv")
-    ...     len((Path(directory) / "sweep.csv").read_text().splitlines())
+    ...     result.to_csv(pathlib.Path(directory) / "sweep.csv")
+    ...     len((pathlib.Path(directory) / "sweep.csv").read_text().splitlines())
     5
     >>> figures = result.plot("H", hue="lr"), result.plot_heatmap("H", "lr"), result.plot_pareto(hue="lr")
     >>> [figure.axes[0].get_xlabel() for figure in figures]
