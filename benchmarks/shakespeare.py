@@ -8,7 +8,7 @@ run; then K = 4 nodes with 3 windows each, so that every row has seen the same n
 The first nine tenths of the text are for training. The column "all of val" is the loss on the whole rest, in windows
 that do not overlap; "val loss", during the run, on a few of them.
 
-About 20 minutes on one core: python benchmarks/shakespeare.py --text tinyshakespeare.txt
+About half an hour on one core: python benchmarks/shakespeare.py --text tinyshakespeare.txt
 """
 
 from __future__ import annotations

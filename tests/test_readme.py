@@ -46,7 +46,7 @@ def test_links_to_sections_lead_somewhere() -> None:
 
 def test_figures_are_described_and_small() -> None:
     figures = re.findall(r"^!\[(.*)\]\((.*)\)$", TEXT, re.MULTILINE)
-    assert [Path(path).stem for _, path in figures] == ["compare", "sweep", "schedule", "equivalence"]
+    assert [Path(path).stem for _, path in figures] == ["compare", "sweep", "schedule", "equivalence", "shakespeare"]
     for about, path in figures:
         data = (ROOT / path).read_bytes()
         assert len(about) > 40, path
