@@ -135,6 +135,13 @@ def test_misspelt_keywords_of_fit_and_trainer() -> None:
     )  # fmt: skip
 
 
+def test_flags_are_true_or_false() -> None:
+    trainer = Trainer(make_model("MLP"), dataset("MLP"))
+    for name in ("shuffle", "autocast", "progress", "exact"):
+        wrong: dict[str, Any] = {name: "no"}
+        assert f"{name}='no' must be True or False" in refusal(TypeError, lambda: trainer.fit(alone(), 2, **wrong))  # noqa: B023
+
+
 def test_settings_are_keywords() -> None:
     """A number in the wrong place is no silent setting."""
     trainer = Trainer(make_model("MLP"), dataset("MLP"))

@@ -753,3 +753,42 @@ def test_what_the_rule_knows_of_a_model() -> None:
         assert engine.facts is not None
         assert engine.facts.flop == 3 * 2 * 8 * 16 * width
         assert engine.facts.largest_bytes == 4 * largest
+
+
+class Counting(nn.Module):
+    """Writes to itself in every forward pass, in eval mode too: a counter, and rows of an embedding."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 4, **settings)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.embedding(tokens).sum(-1) - 1).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine"),  # vmap would compute max_norm wrongly, and is refused
+    [({}, "vmap"), ({}, "loop"), ({"sparse": True}, "vmap"), ({"sparse": True}, "loop"), ({"max_norm": 0.5}, "loop")],
+)
+@pytest.mark.parametrize("strategy", [AllReduceStrategy, DiLoCoStrategy], ids=lambda s: s.__name__)
+def test_validation_has_no_part_in_the_training(strategy: Any, settings: dict[str, Any], engine: str) -> None:
+    """Nor is a sparse gradient another one."""
+    tokens = torch.randint(0, 20, (24, 3), generator=torch.Generator().manual_seed(1))
+
+    def trained(val_interval: int | None, **given: Any) -> Trainer:
+        trainer = Trainer(Counting(**given), tokens, tokens)
+        made = strategy("adamw", H=3, lr=0.1) if strategy is DiLoCoStrategy else strategy("adamw", lr=0.1)
+        trainer.fit(made, 2, max_steps=6, batch_size=4, val_interval=val_interval, val_size=8, engine=engine,
+                    device="cpu", progress=False)  # fmt: skip
+        return trainer
+
+    often, never = trained(1, **settings), trained(None, **settings)
+    assert torch.equal(often.nodes.params["embedding.weight"], never.nodes.params["embedding.weight"])
+    assert never.nodes.buffers["calls"].tolist() == often.nodes.buffers["calls"].tolist() == [6.0, 6.0]
+    if "sparse" in settings:
+        dense = trained(None)
+        torch.testing.assert_close(never.nodes.params["embedding.weight"], dense.nodes.params["embedding.weight"])

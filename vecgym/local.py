@@ -111,6 +111,8 @@ class _Skeleton:
         names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
         for module in self.model.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                module.sparse = False  # stacked gradients are dense
             for held in (module._parameters, module._buffers):
                 for key, x in held.items():
                     if x is not None:
@@ -157,7 +159,9 @@ class _Skeleton:
 
 def _gradient_of_loss(loss: Any, wrt: Tree) -> tuple[Tensor | None, ...]:
     check_loss(loss)
-    return torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
+    # An embedding may give a sparse one, which has no place in stacked storage.
+    return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
 
 
 class Engine:
@@ -209,6 +213,8 @@ class Engine:
         self.model = model
         self._train = [_Skeleton(model, training=True)]
         self._eval = _Skeleton(model, training=False)
+        # nn.Embedding with max_norm scales rows of its weight in every forward pass, also in eval mode.
+        self._writes_params = any(getattr(module, "max_norm", None) is not None for module in model.modules())
         self._pool: ThreadPoolExecutor | None = None
         self._grads: Tree = {}
 
@@ -577,6 +583,9 @@ class Engine:
             params, buffers: `[L, *]` or `[1, *]`.
             batch: one ordinary batch for all, or `[L, B, ...]` with `own_batches`.
         """
+        # What a forward pass may change is not the nodes' own: validation has no part in the training.
+        buffers = {name: b.clone() if self._is_mutated(name) else b for name, b in buffers.items()}
+        params = _clones(params) if self._writes_params else params
         rows = [x.shape[0] for x in tree.leaves([params, buffers])]
         num_nodes = _sizes(batch)[0] if own_batches else max(rows, default=1)
         found = []
@@ -804,7 +813,10 @@ def _cause(error: Exception) -> str:
     """What failed in one line, and the line of the model's code that did it."""
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     text = first_line.split(" (see ")[0].split(". ")[0][:200].rstrip(".")
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent / "local.py"))
+    if "escaped from inside a function being vmapped" in text:
+        text = "something in it runs parts of the model again, as activation checkpointing does"
+    here = Path(__file__).parent
+    own = (str(Path(torch.__file__).parent), *(str(here / name) for name in ("local.py", "folding.py")))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     where = f', at {Path(frames[-1].filename).name}:{frames[-1].lineno}, "{frames[-1].line}"' if frames else ""
     return f"{text}{where}"

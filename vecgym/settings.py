@@ -106,6 +106,13 @@ def check_counts(or_none: bool = False, **values: Any) -> None:
             raise ValueError(f"{name}={value!r} must be an integer >= 1{', or None' if or_none else ''}.")
 
 
+def check_flags(**values: Any) -> None:
+    """Raise a TypeError unless each value is True or False: "no" would count as True."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True or False.")
+
+
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
     """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.

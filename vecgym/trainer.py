@@ -27,7 +27,16 @@ from vecgym.memory import check_fraction, fitting_sizes, peak_bytes
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers, Recorder, show
-from vecgym.settings import FitOptions, accumulated, check_counts, check_run, interrupts, kind_of, resolve_device
+from vecgym.settings import (
+    FitOptions,
+    accumulated,
+    check_counts,
+    check_flags,
+    check_run,
+    interrupts,
+    kind_of,
+    resolve_device,
+)
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
 from vecgym.strategy.described import described
@@ -245,6 +254,7 @@ class Trainer:
         minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
         check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
         check_counts(num_epochs=num_epochs, log_interval=log_interval)
+        check_flags(shuffle=shuffle, autocast=autocast, progress=progress, exact=exact)
         optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
         check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)

@@ -408,6 +408,11 @@ def check_interval(name: str, value: Any) -> int:
 def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:
     if isinstance(modules, CommunicationModule):
         raise TypeError(f"communication_modules takes a list: [{modules!r}].")
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"communication_modules is a {type(modules).__name__}; give a list of CommunicationModules, such as "
+            "[AveragingCommunicator(H=10)]."
+        )
     for module in modules:
         if not isinstance(module, CommunicationModule):
             raise TypeError(
