@@ -19,12 +19,15 @@ def test_code_blocks_run_in_order(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where what they write goes
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert "```py\n" not in TEXT, "every block of Python runs"
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(blocks) >= 2
     namespace: dict[str, object] = {"__name__": "readme"}
     for i, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {i}", "exec"), namespace)
-    assert namespace["trainer"].nodes.num_nodes == 8  # type: ignore[attr-defined]
+    assert namespace["trainer"].nodes.num_nodes == 64  # type: ignore[attr-defined]
 
 
 def test_links_and_files_exist() -> None:
