@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
+import vecgym
+import vecgym.strategy
 from tests.helpers import assert_close, stacked
 from tests.models import make_batches, make_model
 from vecgym import Trainer, nodes, tree
@@ -302,6 +304,12 @@ KINKED = ("adamax", "rprop", "demo", "demo-weight-decay-of-each-step")
 
 def points(values: Values) -> dict[str, Tensor]:
     return {name: torch.as_tensor(v, dtype=F64).clone().requires_grad_() for name, v in values.items()}
+
+
+def test_every_exported_strategy_has_a_case() -> None:
+    names = {name for name in vecgym.strategy.__all__ if name.endswith("Strategy")}
+    made = {type(make(**points(values))).__name__ for make, values in CASES.values()}
+    assert names - {"SimpleReduceStrategy", "Strategy"} <= made  # another name for AllReduce; independent nodes
 
 
 @pytest.mark.parametrize("case", CASES)
