@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym import launch, nodes, saved
+from vecgym import hooks, launch, nodes, saved
 from vecgym.checkpoint import Checkpoints, Run, check_checkpoints
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
+from vecgym.contract import check_model
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.errors import DivergenceError
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate
@@ -34,7 +35,6 @@ from vecgym.settings import (
     check_flags,
     check_run,
     interrupts,
-    kind_of,
     resolve_device,
 )
 from vecgym.simulate import Simulation, State
@@ -81,8 +81,7 @@ class Trainer:
     """
 
     def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is {kind_of(model)}; give an nn.Module object whose forward(batch) returns a loss.")
+        check_model(model)
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -246,11 +245,7 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
             FileNotFoundError: for a path to resume from that is not there.
         """
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise ValueError(
-                f"the model, {kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
-                "Fix: model.requires_grad_(True), at least for a part of it."
-            )
+        check_model(self.model)  # it may have changed
         minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
         check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
         check_counts(num_epochs=num_epochs, log_interval=log_interval)
@@ -273,6 +268,7 @@ class Trainer:
             resume=resume, keep_checkpoints=keep_checkpoints,
         )  # fmt: skip
         if backend == "processes":
+            hooks.check_pickled(self.model)
             return self._fit_processes(strategy, num_nodes, num_processes or 1, options, loggers, progress, timeout_s)
         with (
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
@@ -301,7 +297,7 @@ class Trainer:
         steps = num_steps(train, options.num_epochs, options.max_steps)
         strategy.check(comm.num_nodes, steps)
 
-        model = copy.deepcopy(self.model).to(where)
+        model = hooks.copied(self.model).to(where)
         local = _engine(model, options)
         with torch.enable_grad():
             local.prepare(train.batch(0), together.facts)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from vecgym import nodes, tree
+from vecgym import hooks, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.ledger import readable_bytes
@@ -242,7 +242,7 @@ class Runner:
         key = program, len(chunk)
         if key not in self._engines:
             kind, chunk_size, node_threads = self.engine_settings
-            model = copy.deepcopy(chunk[0].model).to(self.device)
+            model = hooks.copied(chunk[0].model).to(self.device)
             engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads)
             with torch.enable_grad():
                 engine.prepare(joined_batches([self.batches(config).batch(0) for config in chunk]))
