@@ -35,7 +35,8 @@ def simulate(
     simulation.engine.prepare(stack(batches[0]))
     state = simulation.init()
     for batch in batches:
-        state, _ = simulation.step(state, stack(batch))
+        state, metrics = simulation.step(state, stack(batch))
+        simulation.comm.ledger.add(state.step - 1, metrics.transfers)
     return state, comm
 
 

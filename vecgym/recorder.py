@@ -52,6 +52,7 @@ class Recorder:
 
     def step(self, state: State, metrics: Metrics) -> None:
         self.flush()
+        self.ledger.add(state.step - 1, metrics.transfers)
         precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
         losses = metrics.losses.to("cpu", precision).numpy()
         here = losses if metrics.active is None else losses[metrics.active]

@@ -80,7 +80,7 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
             old = state["residual"][name].expand(g.shape[0], -1, -1)
             found = self._update_in_place(old, g, ctx.exact) if ctx.inplace else self._update(old, g)
             residual[name], indices[name], values[name] = found
-        indices, values = ctx.comm.all_gather(indices), ctx.comm.all_gather(values)  # [1, K, chunks, k]
+        indices, values = (ctx.comm.all_gather(x, inplace=True) for x in (indices, values))  # [1, K, chunks, k]
         mean = {name: self._decode(indices[name], values[name], g) for name, g in grads.items()}
         return mean, {"residual": residual}
 
