@@ -1,7 +1,7 @@
 """Checks of arguments. Each returns the value, as a plain Python one, or says what was given and what is allowed.
 
-A number out of range, also one that is not finite or not a number at all, is a `ValueError`; a flag that is neither True
-nor False and a keyword that nobody knows are `TypeError`s.
+A number out of range, also one that is not finite or not a number at all, is a `ValueError`; a flag that is neither
+True nor False and a keyword that nobody knows are `TypeError`s.
 """
 
 from __future__ import annotations
@@ -52,6 +52,27 @@ def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> i
     if value is None or (_is(numbers.Integral, value) and value >= least):
         return None if value is None else int(value)
     raise ValueError(f"{name}={value!r} must be an integer >= {least}, or None{_about(what)}.")
+
+
+def seed(name: str, value: Any) -> int:
+    """`value` if it is an integer of at most 63 bits, numpy's too.
+
+    Raises:
+        TypeError: for what is no integer.
+        ValueError: for one that is too large.
+
+    >>> seed("seed", np.int64(3))
+    3
+    >>> seed("seed", 1.5)
+    Traceback (most recent call last):
+    ...
+    TypeError: seed=1.5 must be an integer.
+    """
+    if not _is(numbers.Integral, value):
+        raise TypeError(f"{name}={value!r} must be an integer.")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}={value} must be an integer from -2**63 to 2**63 - 1.")
+    return int(value)
 
 
 def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -> float:
@@ -147,9 +168,19 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
     >>> did_you_mean("cosin", ["constant", "cosine"]), did_you_mean("x", ["cosine"])
     ("; did you mean 'cosine'?", '.')
     """
+    close = closest(value, known)
+    return "." if close is None else f"; did you mean {close!r}?"
+
+
+def closest(value: Any, known: Iterable[str]) -> str | None:
+    """The known name that is most like `value`, upper or lower case, if one is.
+
+    >>> closest("ADAMM", ["sgd", "adam"]), closest("x", ["sgd", "adam"])
+    ('adam', None)
+    """
     lower = {str(name).lower(): str(name) for name in known}
-    close = difflib.get_close_matches(str(value).lower(), lower, 1)
-    return f"; did you mean {lower[close[0]]!r}?" if close else "."
+    close = difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)
+    return lower[close[0]] if close else None
 
 
 def kind_of(value: Any) -> str:
