@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vecgym import check
 from vecgym.errors import VecgymWarning
 from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
 from vecgym.tree import Tree
@@ -97,11 +98,7 @@ def check_delay(name: str, value: Any) -> int:
     ...
     ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{name}={value!r} must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once."
-        )
-    return value
+    return check.integer(name, value, 0, "optimizer steps between an exchange and its effect; 0: at once")
 
 
 class _Every(CommunicationModule):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vecgym import check
 from vecgym.compress import check_bits
 from vecgym.errors import VecgymWarning
 from vecgym.optim import OptimSpec
@@ -508,12 +509,8 @@ def _check_rate(name: str, value: Any, high: float = 1.0) -> float:
             f"coordinate is either drawn or not. Give the number, {name}={float(value.detach().mean()):g}; how much is "
             "averaged can be differentiated by sync_weight of AveragingCommunicator."
         )
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
-        raise ValueError(
-            f"{name}={value!r} must be a number in [0, {high:g}]: the fraction of the parameters that is exchanged, "
-            f"such as {name}=0.005."
-        )
-    return value
+    what = f"the fraction of the parameters that is exchanged, such as {name}=0.005"
+    return check.number(name, value, f"[0, {high:g}]", what)
 
 
 def _selector(selector: Selector | None, name: str, rate: float | None, default: float) -> Selector:
