@@ -98,9 +98,7 @@ def default_float32():
 
 def draw(seed, num_nodes=K, shapes=SHAPES):
     g = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(num_nodes, *shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()
-    }
+    return {name: torch.randn(num_nodes, *shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 def gradient(step, num_nodes=K, shapes=SHAPES):
