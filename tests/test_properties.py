@@ -214,7 +214,17 @@ STRATEGIES: dict[str, Row] = {
     "fedavg": Row(lambda **kw: FedAvgStrategy(H=H, **kw), ROUNDS * ring(K)),
     "fedavg-islands": Row(lambda **kw: FedAvgStrategy(H=H, island_size=2, **kw), ROUNDS * ring(2, 2, 1)),
     "fedavg-participation": Row(
-        lambda **kw: FedAvgStrategy(H=H, participation=0.6, **kw), ROUNDS * ring(3), averages=False
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, **kw), ROUNDS * 3 / K, averages=False, server=True
+    ),
+    "fedavg-participation-kept": Row(
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, resting="keep", **kw), ROUNDS * ring(3), averages=False
+    ),
+    "fedprox-participation": Row(
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, proximal_mu=0.5, **kw),
+        ROUNDS * 3 / K,
+        averages=False,
+        proximal_mu=0.5,
+        server=True,
     ),
     "fedavg-participants-in-islands": Row(
         lambda **kw: FedAvgStrategy(H=H, participation=0.8, island_size=2, **kw), ROUNDS * ring(2, 2), averages=False
@@ -468,7 +478,7 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
     assert num_nodes == 2 or difference(second.buffers, first.buffers) > 1e-6  # the order was not the identity
 
 
-@pytest.mark.parametrize("name", ["fedavg-islands", "fedavg-participation"])
+@pytest.mark.parametrize("name", ["fedavg-islands", "fedavg-participation-kept"])
 def test_draws_favour_no_node(name: str) -> None:
     """Every pair of nodes shares an island equally often, and every node takes part equally often."""
     (module,) = make(name).communication_modules
@@ -759,6 +769,7 @@ ARGUMENTS: dict[type, Changes] = {
             "island_size": 2,
             "participation": 0.6,
             "weighting": "examples",
+            "resting": "keep",
             "proximal_mu": 0.5,
             "server_optim": "avgm",
             "server_lr": 0.5,
@@ -769,6 +780,7 @@ ARGUMENTS: dict[type, Changes] = {
         also={
             **{name: {"server_optim": "yogi"} for name in ("server_lr", "server_betas", "server_tau")},
             "sync_weight": {"H": 1},
+            "resting": {"participation": 0.6},
         },
     ),
     DiLoCoStrategy: Changes(
@@ -838,8 +850,15 @@ ARGUMENTS: dict[type, Changes] = {
     AveragingCommunicator: Changes(
         with_module(AveragingCommunicator),
         {"H": 2},
-        {"H": 3, "island_size": 2, "participation": 0.6, "weighting": "examples", "sync_weight": WEIGHTS},
-        also={"sync_weight": {"H": 1}},
+        {
+            "H": 3,
+            "island_size": 2,
+            "participation": 0.6,
+            "weighting": "examples",
+            "sync_weight": WEIGHTS,
+            "resting": "keep",
+        },
+        also={"sync_weight": {"H": 1}, "resting": {"participation": 0.6}},
     ),
     ServerCommunicator: Changes(
         with_module(ServerCommunicator),

@@ -173,7 +173,7 @@ class CommunicationModule:
         raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
 
     def __repr__(self) -> str:
-        unset = {name for name in ("sync_weight",) if getattr(self, name, None) is None}
+        unset = {name for name in ("sync_weight", "resting") if getattr(self, name, None) is None}
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 

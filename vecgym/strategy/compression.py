@@ -234,6 +234,11 @@ class _Compressed(CommunicationModule):
                 f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
                 "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
             )
+        if getattr(module, "resting", None) == "server":
+            raise ValueError(
+                f"{module!r} averages at a server, and only an average among nodes can be compressed: give "
+                'participation=1, or resting="keep" together with reference=False.'
+            )
         if reference:
             self._check_phases()
         if reference is not False:
