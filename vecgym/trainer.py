@@ -565,6 +565,8 @@ def _fitting(
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; allowed: {', '.join(map(repr, BACKENDS))}.")
+    if backend != "distributed":
+        launch.check_alone(f'a run with backend="{backend}"', 'give backend="distributed", or ')
     check_counts(or_none=True, num_processes=num_processes)
     if num_processes is not None:
         if backend != "processes":
