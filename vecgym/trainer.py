@@ -565,6 +565,8 @@ def _fitting(
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> int:
     """The number of processes that this one is to start."""
     check.choice("backend", backend, BACKENDS)
+    if backend != "distributed":
+        launch.check_alone(f'a run with backend="{backend}"', 'give backend="distributed", or ')
     plain = checked({"num_processes": num_processes, "timeout_s": timeout_s})
     if plain["num_processes"] is None:
         if backend == "processes":
