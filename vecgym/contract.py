@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import hooks
+from vecgym import check, hooks
 from vecgym.errors import ModelError
 
 WRAPPER = """The model is called as model(batch) and must return the mean loss over the batch as one number: wrap it,
@@ -46,8 +46,9 @@ def check_model(model: Any) -> None:
     the model, of type Linear, has no trainable parameter
     """
     if not isinstance(model, nn.Module):
-        shown = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
-        raise TypeError(f"model is {shown}; give an nn.Module object whose forward(batch) returns a loss.")
+        raise TypeError(
+            f"model is {check.kind_of(model)}; give an nn.Module object whose forward(batch) returns a loss."
+        )
     for name, module in model.named_modules():
         _check_kind(module, name)
     _check_forward(model)

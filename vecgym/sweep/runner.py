@@ -310,7 +310,7 @@ class Runner:
         arrays = record.arrays
         arrays["train_losses"][t, alive] = losses
         arrays["lr"][t, alive] = metrics.lrs
-        arrays["bytes"][t, alive] = [member.comm.ledger.step_bytes for member in stack.members]
+        arrays["bytes"][t, alive] = metrics.sent_bytes
         if all(chosen is None for chosen in metrics.active):
             means = losses.mean(axis=1, dtype=np.float64)
             arrays["active"][t, alive] = losses.shape[1]
