@@ -369,7 +369,9 @@ def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytes
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     settings = {"backend": backend, "num_processes": 2 if backend == "processes" else None}
-    with pytest.raises(ValueError, match=r'process 1 of 2.*backend="distributed", or start the script without torchrun'):
+    with pytest.raises(
+        ValueError, match=r'process 1 of 2.*backend="distributed", or start the script without torchrun'
+    ):
         fit("MLP", "FedAvg", num_nodes=4, **settings, logger=CSVLogger(tmp_path / "log"))
     with pytest.raises(ValueError, match="process 1 of 2"):
         vecgym.sweep(

@@ -336,13 +336,16 @@ class Trainer:
                     self.after_step(recorder.row)
                     checkpoints.save_if_due(self.state, last=False)
                 for batch in train.iterate(self.state.step, steps):
-                    self.state, metrics = simulation.step(self.state, batch)
+                    done = self.state.step + 1
+                    is_evaluated = done == steps or (options.val_interval and done % options.val_interval == 0)
+                    before = _DistanceBefore(comm) if is_evaluated else None
+                    self.state, metrics = simulation.step(self.state, batch, observe=before)
                     metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
-                    done = self.state.step
                     if options.correlation_interval and done % options.correlation_interval == 0:
                         recorder.add(correlation=correlation(self.state.params, comm))
-                    if done == steps or (options.val_interval and done % options.val_interval == 0):
+                    if before is not None:
+                        recorder.add(consensus_distance_before=before.distance)
                         self._evaluate(recorder, local, val, comm)
                     self.after_step(recorder.row)
                     stop = together.stop(interrupted)
@@ -531,6 +534,17 @@ def _engine(model: nn.Module, options: FitOptions) -> Engine:
     if options.exact:
         kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
     return Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
+
+
+class _DistanceBefore:
+    """Measures how far the nodes are apart just before they exchange their parameters."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.distance = 0.0
+
+    def __call__(self, params: Tree) -> None:
+        self.distance = consensus_distance(params, self.comm)
 
 
 def _fitting(
