@@ -35,7 +35,8 @@ def simulate(
     simulation.engine.prepare(stack(batches[0]))
     state = simulation.init()
     for batch in batches:
-        state, _ = simulation.step(state, stack(batch))
+        state, metrics = simulation.step(state, stack(batch))
+        simulation.comm.ledger.add(state.step - 1, metrics.transfers)
     return state, comm
 
 
@@ -213,15 +214,15 @@ def test_server_avg_is_fedavg() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"server_optim": "adm"}, "Did you mean 'adam'"),
+        ({"server_optim": "adm"}, "did you mean 'adam'"),
         ({"server_lr": 0.1}, "server_lr without server_optim"),
         ({"server_optim": "adam", "island_size": 2}, "a server has no islands"),
         ({"server_optim": "adam", "server_betas": (0.9, 1.0)}, r"two numbers in \[0, 1\)"),
         ({"server_optim": "adam", "server_tau": 0.0}, "must be > 0"),
         ({"server_optim": "avgm", "server_lr": -1.0}, "must be >= 0"),
         ({"proximal_mu": -0.1}, "must be >= 0"),
-        ({"weighting": "size"}, 'allowed: "equal", "examples"'),
-        ({"participation": 0.0}, r"must be in \(0, 1\]"),
+        ({"weighting": "size"}, "Allowed: 'equal', 'examples'"),
+        ({"participation": 0.0}, r"must be a number in \(0, 1\]"),
         ({"participation": 0.5, "resting": "stay"}, 'allowed: "server", "keep"'),
         ({"participation": 0.5, "resting": "server", "island_size": 2}, "leave out island_size and sync_weight"),
         ({"participation": 0.5, "resting": "server", "sync_weight": [1.0]}, "leave out island_size and sync_weight"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import rng
+from vecgym import check, rng
 from vecgym.collectives import Collectives
 from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.schedule import Schedule, check_schedule, make_schedule
@@ -435,11 +435,7 @@ def check_interval(name: str, value: Any) -> int:
     ...
     ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{name}={value!r} must be an integer >= 1: the number of optimizer steps between two exchanges."
-        )
-    return value
+    return check.integer(name, value, what="the number of optimizer steps between two exchanges")
 
 
 def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:

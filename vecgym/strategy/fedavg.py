@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.errors import VecgymWarning
 from vecgym.optim import OptimSpec
 from vecgym.schedule import Schedule
@@ -60,11 +60,7 @@ class AveragingCommunicator(CommunicationModule):
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
     ) -> None:
-        if island_size is not None and (
-            isinstance(island_size, bool) or not isinstance(island_size, int) or island_size < 1
-        ):
-            raise ValueError(f"island_size={island_size!r} must be an integer >= 1, or None for one island.")
-        self.island_size = island_size
+        self.island_size = check.optional_integer("island_size", island_size, what="None is one island")
         self.H = check_interval("H", H)
         self.participation = check_participation(participation)
         self.weighting = check_weighting(weighting)
@@ -312,12 +308,7 @@ def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
 
 
 def check_participation(participation: float) -> float:
-    number = isinstance(participation, (int, float)) and not isinstance(participation, bool)
-    if not number or not 0 < participation <= 1:
-        raise ValueError(
-            f"participation={participation!r} must be in (0, 1]: the fraction of nodes that trains in a round."
-        )
-    return participation
+    return check.number("participation", participation, "(0, 1]", "the fraction of nodes that trains in a round")
 
 
 def check_resting(resting: str | None, rounds_of_all: bool) -> str:
@@ -333,9 +324,7 @@ def check_resting(resting: str | None, rounds_of_all: bool) -> str:
 
 
 def check_weighting(weighting: str) -> str:
-    if weighting not in ("equal", "examples"):
-        raise ValueError(f'weighting={weighting!r} is not known; allowed: "equal", "examples".')
-    return weighting
+    return check.choice("weighting", weighting, ("equal", "examples"))
 
 
 def warn_if_never(H: int, max_steps: int) -> None:

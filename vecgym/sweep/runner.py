@@ -310,17 +310,17 @@ class Runner:
         arrays = record.arrays
         arrays["train_losses"][t, alive] = losses
         arrays["lr"][t, alive] = metrics.lrs
-        arrays["bytes"][t, alive] = [member.comm.ledger.step_bytes for member in stack.members]
+        arrays["bytes"][t, alive] = metrics.sent_bytes
         if all(chosen is None for chosen in metrics.active):
             means = losses.mean(axis=1, dtype=np.float64)
             arrays["active"][t, alive] = losses.shape[1]
         else:
             own = [x if chosen is None else x[chosen] for x, chosen in zip(losses, metrics.active)]
-            means = np.array([x.mean(dtype=np.float64) for x in own])
+            means = np.array([x.mean(dtype=np.float64) if len(x) else np.nan for x in own])
             arrays["active"][t, alive] = [len(x) for x in own]
         arrays["train_loss"][t, alive] = means
         record.steps[alive] = t + 1
-        finite = np.isfinite(means)
+        finite = np.isfinite(means) | (arrays["active"][t, alive] == 0)  # where nobody trained, nothing diverged
         if finite.all():
             return alive, []
         going = np.flatnonzero(finite).tolist()
