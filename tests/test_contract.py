@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.fitting import dataset, fit, params
 from tests.helpers import assert_close, run, stacked
 from tests.models import make_batches, make_model
+from vecgym import sweep
 from vecgym.collectives import StackedCollectives
 from vecgym.optim import OptimSpec
 from vecgym.strategy import (
@@ -139,7 +140,7 @@ def test_a_step_in_which_nobody_trains(engine: str) -> None:
     )  # fmt: skip
     losses = trainer.history.node_array()
     assert np.isnan(losses).tolist() == [[True] * 3, [False, True, False]] * 2
-    assert np.isnan(np.array(trainer.history["train_loss"], dtype=float)).tolist() == [True, False] * 2
+    assert np.isnan(trainer.history.series("train_loss")[1]).tolist() == [True, False] * 2
     val = trainer.history.series("val_loss")[1]
     assert np.isfinite(val).all()
     never, model = fit("MLP", strategy(Resting(active_nodes=lambda ctx: [])), max_steps=3, data=seen, engine=engine)
@@ -319,3 +320,15 @@ def test_a_context_without_a_strategy_has_none_and_takes_one() -> None:
     strategy(module).exchange_parameters({"w": torch.zeros(1)}, {"0": {}}, Context(comm, lr=0.5))
     assert module._seen["exchange_parameters"] == [0.5]
     assert DeMoStrategy(lr=0.1).lr(Context(comm)) == 0.1
+
+
+def test_a_sweep_goes_on_where_nobody_trains() -> None:
+    def make(lr: float) -> Strategy:
+        resting = Resting(active_nodes=lambda ctx: [] if ctx.step == 0 else [0, 2])
+        return strategy(resting, AveragingCommunicator(H=2), lr=lr)
+
+    found = sweep(
+        make_model("MLP"), dataset("MLP", 24), strategy=make, grid={"lr": [0.1, 0.2]}, num_nodes=K, max_steps=3,
+        batch_size=4, device="cpu", progress=False,
+    )  # fmt: skip
+    assert [row["status"] for row in found.rows] == ["finished"] * 2

@@ -166,7 +166,7 @@ class CommunicationModule:
     def stack_key(self) -> Hashable:
         """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
 
-        It must then do nothing but `exchange_parameters`, and draw no random numbers.
+        It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr`.
 
         >>> from vecgym.strategy import AveragingCommunicator
         >>> AveragingCommunicator(H=5).stack_key(), AveragingCommunicator(H=5, island_size=2).stack_key()
@@ -263,9 +263,7 @@ class Strategy:
     def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
         """The states of optimizer and modules before the first step; `params` are `[1 or L, *]`."""
         ctx = self._told(ctx)
-        modules = {
-            str(i): contract.init(module, params, ctx) for i, module in enumerate(self.communication_modules)
-        }
+        modules = {str(i): contract.init(module, params, ctx) for i, module in enumerate(self.communication_modules)}
         return self._rule.init(params), modules
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
