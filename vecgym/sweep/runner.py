@@ -319,11 +319,11 @@ class Runner:
             arrays["active"][t, alive] = losses.shape[1]
         else:
             own = [x if chosen is None else x[chosen] for x, chosen in zip(losses, metrics.active)]
-            means = np.array([x.mean(dtype=np.float64) for x in own])
+            means = np.array([x.mean(dtype=np.float64) if len(x) else np.nan for x in own])
             arrays["active"][t, alive] = [len(x) for x in own]
         arrays["train_loss"][t, alive] = means
         record.steps[alive] = t + 1
-        finite = np.isfinite(means)
+        finite = np.isfinite(means) | (arrays["active"][t, alive] == 0)  # where nobody trained, nothing diverged
         if finite.all():
             return alive, []
         going = np.flatnonzero(finite).tolist()
