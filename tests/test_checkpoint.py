@@ -26,6 +26,7 @@ from tests.test_properties import NAMES, STEPS, make
 from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning, launch, saved
 from vecgym.checkpoint import checkpoints_in
 from vecgym.errors import ProcessError
+from vecgym.fingerprint import described
 from vecgym.metrics import MEASURED
 from vecgym.strategy import (
     AveragingCommunicator,
@@ -543,12 +544,10 @@ def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
     """What is compared are settings; nothing that a run leaves in a strategy's objects."""
-    from vecgym.identity import described
-
     strategy = make(name)
-    before = list(described(strategy, "strategy"))
+    before = described(strategy, "strategy")
     train(strategy=strategy, max_steps=STEPS, val_interval=None)
-    assert list(described(strategy, "strategy")) == before == list(described(make(name), "strategy"))
+    assert described(strategy, "strategy") == before == described(make(name), "strategy")
 
 
 @pytest.mark.parametrize(

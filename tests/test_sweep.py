@@ -489,7 +489,7 @@ RESUMED: dict[str, Callable[..., Strategy]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("after", [2, 7, 15])  # before the first step; in the first stack; in the second
+@pytest.mark.parametrize("after", [6, 11, 19])  # before the first step; in the first stack; in the second
 def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
     path = tmp_path / "results" / "sweep.pt"
@@ -521,7 +521,7 @@ def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     calls = -counted.left  # fewer than from the start: the steps done were not done again
     third = Interrupting(*tensors, after=-1)
     assert call(third).rows[0] == second.rows[0]
-    assert third.left > -5, "a finished sweep reads nothing but what it is planned with"
+    assert third.left > -9, "a finished sweep reads nothing but what it is planned and recognised with"
     assert calls > -third.left
 
 
