@@ -19,7 +19,7 @@ FLOORS = [
     "collectives local optim",
     "strategy",
     "simulate",
-    "evaluate metrics logger saved identity checkpoint settings memory together recorder sweep rollout optimize plot",
+    "evaluate metrics logger saved fingerprint identity checkpoint settings memory together recorder sweep rollout optimize plot",
     "trainer",
     "cli __main__ verify compat",
 ]
