@@ -135,6 +135,7 @@ class Simulation:
             batch: leaves `[L, B, ...]`.
         """
         ctx = self._context(state.step, inplace=not differentiable)
+        self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
             state, metrics = self._step(state, batch, ctx)
         return state, metrics._replace(transfers=tuple(transfers))

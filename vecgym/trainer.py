@@ -280,8 +280,9 @@ class Trainer:
         ):
             comm: Collectives = StackedCollectives(num_nodes)
             if backend == "distributed":
-                comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
-                if comm.wire.rank > 0:
+                wire = Wire(watch=launch.watch, announce=launch.announce)
+                comm = DistributedCollectives(num_nodes, wire, exact=exact)
+                if wire.rank > 0:
                     loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
 
@@ -565,6 +566,8 @@ def _fitting(
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> int:
     """The number of processes that this one is to start."""
     check.choice("backend", backend, BACKENDS)
+    if backend != "distributed":
+        launch.check_alone(f'a run with backend="{backend}"', 'give backend="distributed", or ')
     plain = checked({"num_processes": num_processes, "timeout_s": timeout_s})
     if plain["num_processes"] is None:
         if backend == "processes":

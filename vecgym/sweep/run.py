@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vecgym import check
+from vecgym import check, launch
 from vecgym.errors import VecgymWarning
 from vecgym.ledger import readable_bytes
 from vecgym.local import check_settings
@@ -105,6 +105,7 @@ def sweep(
     >>> len(result.rows), result.best("val_loss")["H"], result.history(0)["step"]
     (4, 2, [0, 1, 2, 3, 4])
     """
+    launch.check_alone("the sweep")
     axes = checked_axes(grid, samples)
     check_axes(axes, strategy, model)
     check_settings(engine, chunk_size, node_threads)
