@@ -14,7 +14,7 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    "check tree rng schedule topology errors files contents folding compress held",
+    "check tree rng schedule topology errors files contents folding compress held hooks contract",
     "nodes ledger data partition corpus models launch",
     "collectives local optim",
     "strategy",

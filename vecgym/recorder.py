@@ -60,7 +60,7 @@ class Recorder:
         in_epoch = (state.step - 1) % self.data.steps_per_epoch
         size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
         self._examples += size * len(here)
-        mean = float(here.mean(dtype=np.float64))
+        mean = float(here.mean(dtype=np.float64)) if len(here) else math.nan  # nobody has trained
         seconds = max(now - self._last, 1e-9)
         self._row = {
             "step": state.step,
@@ -80,7 +80,7 @@ class Recorder:
             self._row["outer_lr"] = _mean(metrics.outer_lr)
         self._last = now
         self._show(mean)
-        if not math.isfinite(mean):
+        if len(here) and not math.isfinite(mean):
             self._diverged(state.step - 1, losses, metrics.active)
 
     def add(self, **values: Any) -> None:

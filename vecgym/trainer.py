@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym import check, launch, nodes, saved
+from vecgym import check, hooks, launch, nodes, saved
 from vecgym.checkpoint import Checkpoints, Run, check_checkpoints
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
+from vecgym.contract import check_model
 from vecgym.data import Batches, EvalBatches, check_dataset, num_steps
 from vecgym.errors import DivergenceError
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate
@@ -79,10 +80,9 @@ class Trainer:
     """
 
     def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
-        if not isinstance(model, nn.Module):
-            swapped = isinstance(train_dataset, nn.Module)
-            fix = "the model comes first, Trainer(model, train_dataset)" if swapped else "give an nn.Module object"
-            raise TypeError(f"model is {check.kind_of(model)}; {fix}, whose forward(batch) returns a loss.")
+        if isinstance(train_dataset, nn.Module) and not isinstance(model, nn.Module):
+            raise TypeError(f"model is {check.kind_of(model)}; the model comes first, Trainer(model, train_dataset).")
+        check_model(model)
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -249,11 +249,7 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
             FileNotFoundError: for a path to resume from that is not there.
         """
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise ValueError(
-                f"the model, {check.kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
-                "Fix: model.requires_grad_(True), at least for a part of it."
-            )
+        check_model(self.model)  # it may have changed
         check_strategy(strategy, num_nodes)
         num_nodes, progress = check.integer("num_nodes", num_nodes), check.flag("progress", progress)
         minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
@@ -273,6 +269,7 @@ class Trainer:
         )  # fmt: skip
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
+            hooks.check_pickled(self.model)
             return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
@@ -302,7 +299,7 @@ class Trainer:
         steps = num_steps(train, options.num_epochs, options.max_steps)
         strategy.check(comm.num_nodes, steps)
 
-        model = copy.deepcopy(self.model).to(where)
+        model = hooks.copied(self.model).to(where)
         local = _engine(model, options)
         with torch.enable_grad():
             local.prepare(train.batch(0), together.facts)
@@ -340,13 +337,16 @@ class Trainer:
                     self.after_step(recorder.row)
                     checkpoints.save_if_due(self.state, last=False)
                 for batch in train.iterate(self.state.step, steps):
-                    self.state, metrics = simulation.step(self.state, batch)
+                    done = self.state.step + 1
+                    is_evaluated = done == steps or (options.val_interval and done % options.val_interval == 0)
+                    before = _DistanceBefore(comm) if is_evaluated else None
+                    self.state, metrics = simulation.step(self.state, batch, observe=before)
                     metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
-                    done = self.state.step
                     if options.correlation_interval and done % options.correlation_interval == 0:
                         recorder.add(correlation=correlation(self.state.params, comm))
-                    if done == steps or (options.val_interval and done % options.val_interval == 0):
+                    if before is not None:
+                        recorder.add(consensus_distance_before=before.distance)
                         self._evaluate(recorder, local, val, comm)
                     self.after_step(recorder.row)
                     stop = together.stop(interrupted)
@@ -535,6 +535,17 @@ def _engine(model: nn.Module, options: FitOptions) -> Engine:
     if options.exact:
         kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
     return Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
+
+
+class _DistanceBefore:
+    """Measures how far the nodes are apart just before they exchange their parameters."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.distance = 0.0
+
+    def __call__(self, params: Tree) -> None:
+        self.distance = consensus_distance(params, self.comm)
 
 
 def _fitting(
