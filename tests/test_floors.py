@@ -21,7 +21,7 @@ FLOORS = [
     "simulate",
     "evaluate metrics logger saved fingerprint identity checkpoint settings memory together recorder sweep rollout optimize plot",
     "trainer",
-    "cli __main__ verify compat",
+    "cli __main__ verify diagnosis compat",
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FACADE = "vecgym"  # vecgym/__init__.py shows what is there up to the trainer: for the commands above it

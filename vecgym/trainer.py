@@ -277,8 +277,9 @@ class Trainer:
         ):
             comm: Collectives = StackedCollectives(num_nodes)
             if backend == "distributed":
-                comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
-                if comm.wire.rank > 0:
+                wire = Wire(watch=launch.watch, announce=launch.announce)
+                comm = DistributedCollectives(num_nodes, wire, exact=exact)
+                if wire.rank > 0:
                     loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
 
