@@ -829,7 +829,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rank": (lambda: PowerSGD(0), ValueError, "rank=0"),
     "unknown method": (lambda: compressed(GradientAveraging(), "top-k"), ValueError, "did you mean 'topk'"),
     "method of a wrong type": (lambda: make_codec(8), TypeError, "method=8"),  # type: ignore[arg-type]
-    "unknown option": (lambda: make_codec("topk", fractoin=0.1), TypeError, "no argument 'fractoin'; did you mean 'fraction'"),
+    "unknown option": (
+        lambda: make_codec("topk", fractoin=0.1),
+        TypeError,
+        "did you mean 'fraction'",
+    ),
     "option of sign": (lambda: make_codec("sign", k=1), TypeError, "no argument 'k'. It has: none"),
     "options of a codec": (lambda: make_codec(Sign(), k=1), TypeError, "has its options already"),
     "no module": (lambda: compressed("diloco", "topk"), TypeError, "takes a CommunicationModule"),  # type: ignore[arg-type]
