@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ class Trainer:
         self.ledger = Ledger()
         self.state: State | None = None
         self._nodes: Nodes | None = None
+        self._training = False
 
     @property
     def nodes(self) -> Nodes:
@@ -270,8 +271,10 @@ class Trainer:
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
             hooks.check_pickled(self.model)
-            return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
+            with self._alone():
+                return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (
+            self._alone(),
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
             one_thread() if exact else nullcontext(),
         ):
@@ -282,6 +285,20 @@ class Trainer:
                 if wire.rank > 0:
                     loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One run at a time: its state is this object's."""
+        if self._training:
+            raise RuntimeError(
+                "this Trainer is in the middle of a run, whose state a second one would overwrite: fit() was called "
+                "from within after_step or from another thread. Give the second run a Trainer of its own."
+            )
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
 
     def _fit(
         self,
