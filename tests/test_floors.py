@@ -14,7 +14,7 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    "tree rng schedule topology errors files contents folding compress held",
+    "check tree rng schedule topology errors files contents folding compress held",
     "nodes ledger data partition corpus models launch",
     "collectives local optim",
     "strategy",

@@ -40,7 +40,7 @@ from torch import Tensor
 from vecgym import tree
 from vecgym.errors import ProcessError, VecgymWarning
 
-__all__ = ["Link", "choose_start_method", "joined", "run"]
+__all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
 TIMEOUT_S = 600.0  # the longest that no process may get anywhere
 GRACE_S = 2.0  # after a first error: others may tell more, such as who caused it
@@ -135,6 +135,7 @@ def run(
     Raises:
         ProcessError: when a process raises, dies or hangs; all are ended.
         ValueError, TypeError: those that the function raises before its first message.
+        ValueError: where torchrun has started this process as one of several.
         KeyboardInterrupt: on Ctrl-C: the processes get it, and may return something first.
 
     >>> def work(link, x):
@@ -148,6 +149,7 @@ def run(
     >>> sorted(said)
     ['process 0 of 2', 'process 1 of 2']
     """
+    check_alone(f"a run of {num_processes} processes of its own")
     method = start_method or choose_start_method(device)
     context: Any = multiprocessing.get_context(method)
     if method == "spawn":
@@ -484,6 +486,23 @@ def loopback() -> str:
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun
+
+
+def check_alone(what: str, ways_out: str = "") -> None:
+    """Raise a ValueError in one of several processes that run the same script: each would do the whole of `what`.
+
+    >>> check_alone("a sweep")  # here there is one
+    """
+    if _link is not None:  # started here, by one that is alone
+        return
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_initialized():
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    if rank is not None and size.isdecimal() and int(size) > 1:
+        raise ValueError(
+            f"this is process {rank} of {size}, started by torchrun or the like (RANK, WORLD_SIZE), and each of them "
+            f"would do the whole of {what} and write the same files. Fix: {ways_out}start the script without torchrun."
+        )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vecgym import rng, tree
+from vecgym import check, rng, tree
 from vecgym.errors import warn
 from vecgym.folding import Folding, Observer, TwiceDifferentiable
 from vecgym.tree import Tree
@@ -694,13 +694,11 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
     >>> check_settings("vmap", chunk_size=0, node_threads=None)
     Traceback (most recent call last):
     ...
-    ValueError: chunk_size=0 must be an integer >= 1, or None to let vecgym choose.
+    ValueError: chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is not known; allowed: {', '.join(map(repr, ENGINES))}.")
+    check.choice("engine", engine, ENGINES)
     for name, value in (("chunk_size", chunk_size), ("node_threads", node_threads)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r} must be an integer >= 1, or None to let vecgym choose.")
+        check.optional_integer(name, value, what="None lets vecgym choose")
 
 
 def check_loss(loss: Any) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from vecgym import check
 from vecgym.data import Batches
 from vecgym.errors import DivergenceError, VecgymWarning
 from vecgym.ledger import Ledger, readable_bytes
 from vecgym.logger import Logger
 from vecgym.metrics import History
-from vecgym.settings import kind_of
 from vecgym.simulate import Metrics, State
 
 
@@ -52,6 +52,7 @@ class Recorder:
 
     def step(self, state: State, metrics: Metrics) -> None:
         self.flush()
+        self.ledger.add(state.step - 1, metrics.transfers)
         precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
         losses = metrics.losses.to("cpu", precision).numpy()
         here = losses if metrics.active is None else losses[metrics.active]
@@ -139,7 +140,8 @@ class Loggers:
         for one in given:
             if not isinstance(one, Logger):
                 raise TypeError(
-                    f"logger is {kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+                    f"logger is {check.kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of "
+                    "them."
                 )
         self._alive = given
         self._interval = interval

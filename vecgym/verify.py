@@ -329,6 +329,7 @@ class _Form:
     def step(self, step: int) -> None:
         batch = self.given.converted(self.batches.batch(step))
         self.state, metrics = self.simulation.step(self.state, batch)
+        self.comm.ledger.add(step, metrics.transfers)
         self.losses = metrics.losses
 
 
@@ -394,21 +395,31 @@ class _Accounted(DistributedCollectives):
         here = [[self._is_here(int(node)) for node in group] for group in groups]
         return sum(any(members) and not all(members) for members in here)
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         self._expect(x, self._islands(groups), wide=weights is not None)
-        return super().mean(x, groups, weights)
+        return super().mean(x, groups, weights, inplace=inplace)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         self._expect(x, 1, wide=weights is not None or len(participants) < self.num_nodes)
         return super().server_mean(x, participants, weights)
 
+    def server_sum(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
+        self._expect(x, 1, wide=weights is not None or len(participants) < self.num_nodes)
+        return super().server_sum(x, participants, weights)
+
+    def server_gather(self, x: T, participants: Sequence[int] | None = None) -> T:
+        self._expect(x, self.num_local)
+        return super().server_gather(x, participants)
+
     def sum(self, x: T, groups: Groups | None = None) -> T:
         self._expect(x, self._islands(groups))
         return super().sum(x, groups)
 
-    def all_gather(self, x: T) -> T:
+    def all_gather(self, x: T, *, inplace: bool = False) -> T:
         self._expect(x, self.num_local)
-        return super().all_gather(x)
+        return super().all_gather(x, inplace=inplace)
 
     def broadcast(self, x: T, src: int) -> T:
         self._expect(x, int(self._is_here(src)))

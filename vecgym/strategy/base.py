@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import rng
+from vecgym import check, rng
 from vecgym.collectives import Collectives
 from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.schedule import Schedule, check_schedule, make_schedule
@@ -173,7 +173,7 @@ class CommunicationModule:
         raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
 
     def __repr__(self) -> str:
-        unset = {name for name in ("sync_weight",) if getattr(self, name, None) is None}
+        unset = {name for name in ("sync_weight", "resting") if getattr(self, name, None) is None}
         shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
@@ -398,11 +398,7 @@ def check_interval(name: str, value: Any) -> int:
     ...
     ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"{name}={value!r} must be an integer >= 1: the number of optimizer steps between two exchanges."
-        )
-    return value
+    return check.integer(name, value, what="the number of optimizer steps between two exchanges")
 
 
 def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vecgym import check
 from vecgym.errors import VecgymWarning
 from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
 from vecgym.tree import Tree
@@ -97,11 +98,7 @@ def check_delay(name: str, value: Any) -> int:
     ...
     ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{name}={value!r} must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once."
-        )
-    return value
+    return check.integer(name, value, 0, "optimizer steps between an exchange and its effect; 0: at once")
 
 
 class _Every(CommunicationModule):
@@ -132,12 +129,14 @@ class _Every(CommunicationModule):
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if (ctx.step + 1) % self.n != 0:
             return grads, state
-        return self.module.exchange_gradients(grads, state, self._inner(ctx))
+        with ctx.comm.ledger.stretched(self.n):
+            return self.module.exchange_gradients(grads, state, self._inner(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if (ctx.step + 1) % self.n != 0:
             return params, state
-        return self.module.exchange_parameters(params, state, self._inner(ctx))
+        with ctx.comm.ledger.stretched(self.n):
+            return self.module.exchange_parameters(params, state, self._inner(ctx))
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         return self.module.outer_learning_rate(self._inner(ctx))
@@ -175,7 +174,8 @@ class _Delayed(CommunicationModule):
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         # Not in place: the parameters from before the exchange are needed after it.
-        new, changed = self.module.exchange_parameters(params, state["module"], replace(ctx, inplace=False))
+        with ctx.comm.ledger.lagging(self.d):
+            new, changed = self.module.exchange_parameters(params, state["module"], replace(ctx, inplace=False))
         change = {name: x - params[name] for name, x in new.items() if x is not params[name]}
         queue = {**state["queue"], str(ctx.step + self.d): change} if change else dict(state["queue"])
         due = queue.pop(str(ctx.step), {})

@@ -234,6 +234,11 @@ class _Compressed(CommunicationModule):
                 f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
                 "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
             )
+        if getattr(module, "resting", None) == "server":
+            raise ValueError(
+                f"{module!r} averages at a server, and only an average among nodes can be compressed: give "
+                'participation=1, or resting="keep" together with reference=False.'
+            )
         if reference:
             self._check_phases()
         if reference is not False:
@@ -378,7 +383,9 @@ class _OnlyOneMean(Collectives):
         self.num_nodes, self.node_ids, self.ledger = comm.num_nodes, comm.node_ids, comm.ledger
         self._compressed, self._who, self._used = mean, who, False
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         if self._used:
             self._refuse("ctx.comm.mean a second time in one exchange")
         self._used = True
@@ -422,7 +429,7 @@ def _gathered_mean(
 def _all_gather(codes: dict[str, Tree], codec: Codec, comm: Collectives) -> dict[str, Tree]:
     """Every node's codes on every node, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
     sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
-    received = comm.all_gather(sent)
+    received = comm.all_gather(sent, inplace=True)
     return {
         name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
         for name, code in codes.items()

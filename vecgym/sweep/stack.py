@@ -8,6 +8,7 @@ optimizer is one update for all neighbours in the stack that share its class, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +36,8 @@ class StackMetrics(NamedTuple):
     losses: Tensor  # [C, K], before the update; nan where a node did not train
     lrs: list[float]
     active: list[list[int] | None]  # the nodes that trained; None: all
+    sent_bytes: list[float]  # per node, of each configuration
+    distances: list[float] | None  # of the nodes of each configuration to their average, before the exchange
 
 
 class StackEvaluation(NamedTuple):
@@ -138,21 +141,28 @@ class Stack:
 
     # ------------------------------------------------------------------------------------------- a step
 
-    def step(self, batch: Any) -> StackMetrics:
+    def step(self, batch: Any, measure_distance: bool = False) -> StackMetrics:
         """One optimizer step of every node.
 
         Args:
             batch: leaves `[C * K, B, ...]`, the configurations one after the other.
+            measure_distance: how far the nodes are apart before they exchange their parameters.
         """
         contexts = [self._context(member) for member in self.members]
-        for member in self.members:
-            member.comm.ledger.begin_step(self.done)
         active = [m.strategy.active_nodes(ctx) for m, ctx in zip(self.members, contexts)]
         take = self._full_step if all(chosen is None for chosen in active) else self._partial_step
-        losses, lrs = take(batch, contexts, active)
-        self._exchange_parameters(contexts)
+        with ExitStack() as recordings:
+            transfers = [recordings.enter_context(each.comm.ledger.recording()) for each in self.exchanges]
+            losses, lrs = take(batch, contexts, active)
+            distances = self.consensus_distance() if measure_distance else None
+            self._exchange_parameters(contexts)
         self.done += 1
-        return StackMetrics(losses.view(self.num_configs, self.num_nodes), lrs, active)
+        sent_bytes = [
+            float(sum(transfer.sent_bytes for transfer in own))
+            for own, exchange in zip(transfers, self.exchanges)
+            for _ in range(exchange.size)
+        ]
+        return StackMetrics(losses.view(self.num_configs, self.num_nodes), lrs, active, sent_bytes, distances)
 
     def _full_step(
         self, batch: Any, contexts: list[Context], active: list[list[int] | None]
@@ -475,8 +485,6 @@ class _Exchange(_Neighbours):
         if self.size > 1:
             K = first.comm.num_nodes
             self.comm = StackedCollectives(K, self.size, first.comm.ledger)
-            for member in members:
-                member.comm.ledger = self.comm.ledger  # what each of them sends
             columns = zip(*[member.strategy.communication_modules for member in members])
             modules = [column[0].stacked(column, K) for column in columns]
             self.strategy = Strategy(first.strategy.inner_optim, communication_modules=modules)
