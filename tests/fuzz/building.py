@@ -448,6 +448,7 @@ def _twin_compressed(s: Settings, module: Any, run: Run) -> naive.Module:
     reference = s.get("reference")
     with_reference = (not compares if reference is None else reference) and s["module"]["kind"] != "gradients"
     error_feedback = s.get("error_feedback", True)
+
     def code(phase: str) -> compression.Codec:
         def coordinates(t: int, name: str, n: int, m: int) -> Tensor:
             return torch.randperm(n, generator=rng.generator(run.seed, f"compress {phase} {name}", t))[:m]
@@ -466,4 +467,3 @@ def _twin_compressed(s: Settings, module: Any, run: Run) -> naive.Module:
         return compression.count(fraction, n) * (naive.BYTES + (4 if method == "topk" else 0))
 
     return naive.Compressed(inner, code, code_bytes, error_feedback, bool(with_reference))
-

@@ -1,6 +1,6 @@
 """Random settings of a run, as plain values, of which only those that differ from the defaults are named; and simpler ones.
 
-    {"num_nodes": 3, "inner": {"name": "adamw", "lr": 0.01}, "strategy": {"kind": "diloco", "H": 2}}
+{"num_nodes": 3, "inner": {"name": "adamw", "lr": 0.01}, "strategy": {"kind": "diloco", "H": 2}}
 """
 
 from __future__ import annotations
@@ -308,4 +308,3 @@ def simpler(value: Any) -> Iterator[Any]:
             yield from (value[:i] + [smaller] + value[i + 1 :] for smaller in simpler(x))
     elif isinstance(value, int) and not isinstance(value, bool) and 1 < value <= 12:
         yield value - 1
-
