@@ -95,9 +95,7 @@ class Run:
             "training data": checksum(described_data(self.train.dataset, "data")),
         }
         self.identity = identity(self.strategy, self.model, self.simulation, self.train, self.options)
-        self.arithmetic = arithmetic(
-            self.simulation, self.options, self.device, self.together.num_processes, data
-        )
+        self.arithmetic = arithmetic(self.simulation, self.options, self.device, self.together.num_processes, data)
 
     def held(self, state: State) -> dict[str, Any] | None:
         """All of it, for a file; None in processes other than the first. All processes call it."""

@@ -454,7 +454,7 @@ class Trainer:
                 self.history.append(value)
                 loggers.log(value)
                 if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
-                    show(bar, value["train_loss"], value["total_bytes"])
+                    show(bar, value["train_loss"], value["bytes_total"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:
