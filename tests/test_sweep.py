@@ -747,7 +747,7 @@ def test_a_dry_run_trains_nothing() -> None:
 # ---------------------------------------------------------------------------------------------- bad input
 
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, r"grid\['rl'\] is not used.*Did you mean 'lr'", {"grid": {"rl": [0.1], "lr": [0.1]}}),
+    (ValueError, r"grid\['rl'\] is not used.*did you mean 'lr'", {"grid": {"rl": [0.1], "lr": [0.1]}}),
     (ValueError, r"grid\['lr'\] is empty: give at least one value", {"grid": {"lr": []}}),
     (TypeError, r"grid\['lr'\]=0.1 is of type float; an axis is a list of values: \[0.1\]", {"grid": {"lr": 0.1}}),
     (TypeError, r"an axis is a list of values: \['abc'\]", {"grid": {"lr": "abc"}}),

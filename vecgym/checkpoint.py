@@ -28,7 +28,7 @@ from vecgym.files import remove_partial, write_atomically
 from vecgym.fingerprint import checksum, described_data, digest
 from vecgym.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
 from vecgym.recorder import Recorder
-from vecgym.settings import FitOptions, check_counts
+from vecgym.settings import FitOptions
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import PerRankStrategy
@@ -37,10 +37,8 @@ from vecgym.together import Together
 NAME = "step-{:09d}.pt"
 
 
-def check_checkpoints(save_dir: Any, checkpoint_interval: Any, resume: Any, keep_checkpoints: Any) -> Path | None:
+def check_checkpoints(save_dir: Any, checkpoint_interval: Any, resume: Any) -> Path | None:
     """The folder of a run's checkpoints, if any; an error for what cannot work."""
-    check_counts(or_none=True, checkpoint_interval=checkpoint_interval)
-    check_counts(keep_checkpoints=keep_checkpoints)
     if not isinstance(resume, (bool, str, os.PathLike)):
         raise TypeError(f"resume={resume!r} must be True, False, or the path of a checkpoint or a folder of them.")
     if save_dir is None:
