@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,6 +199,7 @@ class Checkpoints:
         self.keep = options.keep_checkpoints
         self.together = run.together
         self.last: Path | None = None  # the newest from which this run can go on
+        self.run_id: str | None = None  # of what others keep of the run, such as wandb; one that goes on keeps it
         self._held: dict[str, Any] | None = None
 
     def resumed(self) -> State | None:
@@ -208,7 +210,13 @@ class Checkpoints:
         self.run.describe()
         state = None if resume is False else self._loaded()
         self.together.first(lambda: self._make_folder(self.last))
+        self.run_id = self.together.first(self._run_id)
         return state
+
+    def _run_id(self) -> str:
+        elsewhere = self.folder is not None and self.last is not None and self.last.parent != self.folder
+        held = "" if self._held is None or elsewhere else str(self._held["settings"].get("run_id"))
+        return held if re.fullmatch("[0-9a-f]{16}", held) else secrets.token_hex(8)
 
     def _loaded(self) -> State | None:
         template: State | None = None
