@@ -32,8 +32,8 @@ SCALARS = {
     "seconds": "since the start of the first step",
     "steps_per_s": "steps per second since the row before",
     "examples_per_s": "examples per second of all nodes together, since the row before",
-    "bytes_per_s": "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: what each node would have "
-    "to send at to keep pace with this run, if it sent during the whole step",
+    "bytes_per_s": "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: what each node would "
+    "have to send at to keep pace with this run, if it sent during the whole step",
     "memory_bytes": "the most memory of the process up to an evaluation: resident, or on CUDA allocated",
 }
 # Those that belong to the machine and the moment: they differ between two runs that are otherwise the same.

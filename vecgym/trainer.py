@@ -340,6 +340,8 @@ class Trainer:
         run = Run(strategy, model, simulation, recorder, train, options, together, where)
         checkpoints = Checkpoints(run)
         resumed = checkpoints.resumed()
+        if checkpoints.run_id is not None:
+            settings["run_id"] = self.history.settings["run_id"] = checkpoints.run_id
         self.state = resumed or simulation.init()
         try:
             with (
