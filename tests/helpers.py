@@ -55,10 +55,12 @@ class Recording(StackedCollectives):
         super().__init__(num_nodes, num_configs)
         self.drawn: list[Groups] = []
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         if groups is not None:
             self.drawn.append(groups)
-        return super().mean(x, groups, weights)
+        return super().mean(x, groups, weights, inplace=inplace)
 
 
 @dataclass
@@ -128,6 +130,7 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     for batch in batches:
         drawn.clear()
         state, metrics = sim.step(state, batch, differentiable=differentiable)
+        sim.comm.ledger.add(state.step - 1, metrics.transfers)
         losses.append(metrics.losses)
         active.append(None if metrics.active is None else tuple(metrics.active))
         groups.append(tuple(tuple(island) for island in drawn[-1]) if drawn else None)

@@ -819,7 +819,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "k": (lambda: TopK(k=0), ValueError, "k=0 must be an integer >= 1"),
     "k by name": (lambda: compressed(GradientAveraging(), "topk", k=0), ValueError, "k=0"),
     "k and fraction": (lambda: TopK(0.1, k=3), ValueError, "give one of them"),
-    "fraction 0": (lambda: TopK(0.0), ValueError, r"fraction=0.0 must be in \(0, 1\]"),
+    "fraction 0": (lambda: TopK(0.0), ValueError, r"fraction=0.0 must be a number in \(0, 1\]"),
     "fraction above 1": (lambda: RandomK(1.5), ValueError, "fraction=1.5"),
     "fraction nan": (lambda: RandomK(math.nan), ValueError, "fraction=nan"),
     "sparse fraction": (lambda: TopKSparseCommunicator(2.0), ValueError, "fraction=2.0"),
@@ -829,8 +829,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rank": (lambda: PowerSGD(0), ValueError, "rank=0"),
     "unknown method": (lambda: compressed(GradientAveraging(), "top-k"), ValueError, "did you mean 'topk'"),
     "method of a wrong type": (lambda: make_codec(8), TypeError, "method=8"),  # type: ignore[arg-type]
-    "unknown option": (lambda: make_codec("topk", fractoin=0.1), TypeError, "no option fractoin; it has fraction, k"),
-    "option of sign": (lambda: make_codec("sign", k=1), TypeError, "no option k; it has none"),
+    "unknown option": (
+        lambda: make_codec("topk", fractoin=0.1),
+        TypeError,
+        "no argument 'fractoin'; did you mean 'fraction'",
+    ),
+    "option of sign": (lambda: make_codec("sign", k=1), TypeError, "no argument 'k'. It has: none"),
     "options of a codec": (lambda: make_codec(Sign(), k=1), TypeError, "has its options already"),
     "no module": (lambda: compressed("diloco", "topk"), TypeError, "takes a CommunicationModule"),  # type: ignore[arg-type]
     "a strategy": (lambda: compressed(AllReduceStrategy(), "topk"), TypeError, "AllReduceStrategy"),  # type: ignore[arg-type]
@@ -916,7 +920,7 @@ def test_the_reference_is_not_the_parameters() -> None:
 def test_parameters_can_be_sent_as_they_are() -> None:
     """Where that is asked for: in islands too, and by some of the nodes."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
-    for settings in ({}, {"island_size": 2}, {"participation": 0.6}):
+    for settings in ({}, {"island_size": 2}, {"participation": 0.6, "resting": "keep"}):
         module = AveragingCommunicator(H=4, **settings)
         plain = run(start, CommunicateOptimizeStrategy([module], "sgd", lr=0.1), data)
         for codec in (TopK(1.0), Quantise(8)):

@@ -258,7 +258,7 @@ def test_iterating_repeats_without_end_and_num_steps_says_where_to_stop() -> Non
     assert list(batches.iterate(5, 5)) == []
     assert batches.steps_per_epoch == 3
     assert (num_steps(batches), num_steps(batches, 4), num_steps(batches, 4, 7)) == (3, 12, 7)
-    with pytest.raises(ValueError, match="num_epochs=-1 is too small"):
+    with pytest.raises(ValueError, match="num_epochs=-1 must be an integer >= 0"):
         num_steps(batches, -1)
 
 
@@ -427,18 +427,18 @@ def test_mistakes_are_refused_at_construction() -> None:
 @pytest.mark.parametrize("name", ["num_nodes", "batch_size", "seed"])
 def test_numbers_must_be_integers(name: str, wrong: Any) -> None:
     good: dict[str, Any] = {"num_nodes": 2, "batch_size": 2, "seed": 0}
-    with error(TypeError, f"{name}=.*Allowed: an integer"):
+    with error(TypeError if name == "seed" else ValueError, f"{name}=.* must be an integer"):
         Batches(torch.arange(8), **{**good, name: wrong})
     Batches(torch.arange(8), **{**good, name: np.int64(2)})
 
 
 @pytest.mark.parametrize("wrong", [0, -1])
 def test_numbers_must_be_positive(wrong: int) -> None:
-    with error(ValueError, "batch_size=.* is too small. Allowed: 1 or more"):
+    with error(ValueError, "batch_size=.* must be an integer >= 1"):
         Batches(torch.arange(8), 2, wrong)
-    with error(ValueError, "num_nodes=.* is too small"):
+    with error(ValueError, "num_nodes=.* must be an integer >= 1"):
         Batches(torch.arange(8), wrong, 2)
-    with error(ValueError, "val_size=.* is too small"):
+    with error(ValueError, "val_size=.* must be an integer >= 1"):
         EvalBatches(torch.arange(8), 2, wrong)
     with error(ValueError, "step=-1"):
         Batches(torch.arange(8), 2, 2)[-1]
@@ -456,7 +456,7 @@ def test_a_batch_larger_than_a_shard_is_refused() -> None:
 
 @pytest.mark.parametrize("wrong", [[], [4], [-1], [1, 1]])
 def test_node_ids_must_exist(wrong: list[int]) -> None:
-    with error(ValueError, "node_ids=.*Allowed: different ids from 0 to 3"):
+    with error(ValueError, "node_ids=.*Allowed: different ids from 0 to 3|node_ids=-1 must be an integer >= 0"):
         Batches(torch.arange(20), 4, 1, node_ids=wrong)
     assert Batches(torch.arange(20), 4, 1, node_ids=torch.tensor([2])).node_ids == (2,)
 
@@ -468,7 +468,7 @@ def test_loader_settings_that_are_vecgyms(key: str) -> None:
 
 
 def test_wrong_loader_settings() -> None:
-    with error(TypeError, "dataloader_kwargs has 'workers'. Allowed: num_workers, collate_fn"):
+    with error(TypeError, "dataloader_kwargs has no argument 'workers'; did you mean 'num_workers'"):
         Batches(torch.arange(20), 4, 1, dataloader_kwargs={"workers": 2})
     with error(ValueError, "prefetch_factor"):
         Batches(torch.arange(20), 4, 1, dataloader_kwargs={"prefetch_factor": 2})

@@ -154,8 +154,8 @@ def test_generate_is_reproducible_and_changes_nothing():
         ({"context": 2.5}, "context=2.5 must be"),
         ({"num_layers": True}, "num_layers=True must be"),
         ({"num_heads": 3}, r"num_heads=3 must divide width=8: one of \[1, 2, 4, 8\]"),
-        ({"dropout": 1.0}, "dropout=1.0 must be in"),
-        ({"dropout": -0.1}, "dropout=-0.1 must be in"),
+        ({"dropout": 1.0}, "dropout=1.0 must be a number in"),
+        ({"dropout": -0.1}, "dropout=-0.1 must be a number in"),
     ],
 )
 def test_constructor_refuses(changes, message):
@@ -171,7 +171,7 @@ def test_calls_refuse():
         model.generate(random_tokens(3), 1)
     with pytest.raises(ValueError, match="tokens has shape"):
         model.generate(random_tokens(1, 0), 1)
-    with pytest.raises(ValueError, match=r"temperature=-1 must be >= 0"):
+    with pytest.raises(ValueError, match=r"temperature=-1 must be a number >= 0"):
         model.generate(random_tokens(1, 3), 1, temperature=-1)
-    with pytest.raises(ValueError, match="top_k=0 must be >= 1"):
+    with pytest.raises(ValueError, match="top_k=0 must be an integer >= 1"):
         model.generate(random_tokens(1, 3), 1, top_k=0)

@@ -931,3 +931,30 @@ def test_an_optim_spec_is_used_as_it_is() -> None:
     a, _ = fit("MLP", FedAvgStrategy(spec, H=2), max_steps=4)
     b, _ = fit("MLP", FedAvgStrategy("sgd", H=2, lr=0.1), max_steps=4)
     assert not torch.equal(params(a), params(b))
+
+
+def test_the_distance_of_the_nodes_is_recorded_before_and_after_an_exchange() -> None:
+    """After an averaging it is 0, whatever the nodes did: the one before tells."""
+    data = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+    for make in (
+        lambda: FedAvgStrategy("sgd", H=4, lr=0.1),
+        lambda: FedAvgStrategy("sgd", H=4, lr=0.1, participation=0.5),
+    ):
+        trainer = Trainer(Mean(), data)
+        trainer.fit(make(), num_nodes=4, max_steps=8, batch_size=2, val_interval=2, progress=False)
+        after, before = (
+            dict(zip(*trainer.history.series(name))) for name in ("consensus_distance", "consensus_distance_before")
+        )
+        assert list(before) == [2, 4, 6, 8]
+        assert before[2] == after[2] > 0
+        assert before[4] > after[4] == 0
+        assert before[8] > after[8] == 0
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w - x).square().mean()

@@ -25,9 +25,10 @@ from vecgym import saved, tree
 from vecgym.data import Batches
 from vecgym.errors import warn
 from vecgym.files import remove_partial, write_atomically
-from vecgym.identity import arithmetic, check_learning_rates, differences, digest, identity, learning_rates
+from vecgym.fingerprint import checksum, described_data, digest
+from vecgym.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
 from vecgym.recorder import Recorder
-from vecgym.settings import FitOptions, check_counts
+from vecgym.settings import FitOptions
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import PerRankStrategy
@@ -36,10 +37,8 @@ from vecgym.together import Together
 NAME = "step-{:09d}.pt"
 
 
-def check_checkpoints(save_dir: Any, checkpoint_interval: Any, resume: Any, keep_checkpoints: Any) -> Path | None:
+def check_checkpoints(save_dir: Any, checkpoint_interval: Any, resume: Any) -> Path | None:
     """The folder of a run's checkpoints, if any; an error for what cannot work."""
-    check_counts(or_none=True, checkpoint_interval=checkpoint_interval)
-    check_counts(keep_checkpoints=keep_checkpoints)
     if not isinstance(resume, (bool, str, os.PathLike)):
         raise TypeError(f"resume={resume!r} must be True, False, or the path of a checkpoint or a folder of them.")
     if save_dir is None:
@@ -91,10 +90,13 @@ class Run:
         """Say what the run is given, before anything in it has changed."""
         batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], self.train.batch(0))
         digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(self.simulation.num_local)]
-        first_batch = digest(torch.tensor(self.together.joined(digests)))
+        data = {
+            "first batch of the training data": digest(torch.tensor(self.together.joined(digests))),
+            "training data": checksum(described_data(self.train.dataset, "data")),
+        }
         self.identity = identity(self.strategy, self.model, self.simulation, self.train, self.options)
         self.arithmetic = arithmetic(
-            self.simulation, self.options, self.device, self.together.num_processes, first_batch
+            self.simulation, self.options, self.device, self.together.num_processes, data
         )
 
     def held(self, state: State) -> dict[str, Any] | None:
@@ -123,6 +125,7 @@ class Run:
     def check(self, held: Mapping[str, Any], path: Path) -> None:
         """Raise a ValueError if the checkpoint is of another run; warn where the run will not have the same bits."""
         num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
+        check_noted(held["identity"], path)
         found = differences(held["identity"], self.identity)
         found = found or [
             *filter(None, [check_learning_rates(held["learning_rates"], self.strategy, steps, num_nodes)])

@@ -32,14 +32,15 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from vecgym import rng, tree
+from vecgym import check, rng, tree
 from vecgym.errors import VecgymWarning
 from vecgym.partition import (
     Partition,
@@ -138,11 +139,12 @@ class Batches:
         agree: Callable[[int], int] | None = None,
         name: str = "train_dataset",
     ):
-        self.num_nodes = _integer("num_nodes", num_nodes, 1)
+        self.dataset = dataset
+        self.num_nodes = check.integer("num_nodes", num_nodes, 1)
         self.node_ids = _node_ids(node_ids, self.num_nodes)
-        self.batch_size = _integer("batch_size", batch_size, 1)
-        self.seed = _integer("seed", seed)
-        self.shuffle = bool(shuffle)
+        self.batch_size = check.integer("batch_size", batch_size, 1)
+        self.seed = check.seed("seed", seed)
+        self.shuffle = check.flag("shuffle", shuffle)
         self._source = _Source(
             dataset, self.num_nodes, self.node_ids, train, self.seed, device, dataloader_kwargs, name
         )
@@ -164,7 +166,7 @@ class Batches:
         tensor([[4, 6],
                 [5, 7]])
         """
-        return self._source.read(*self._request(_integer("step", step, 0)))
+        return self._source.read(*self._request(check.integer("step", step, 0)))
 
     __getitem__ = batch
 
@@ -174,8 +176,8 @@ class Batches:
         >>> [x.tolist() for x in Batches(torch.arange(3), 1, 2, shuffle=False).iterate(1, 4)]
         [[[2]], [[0, 1]], [[2]]]
         """
-        start = _integer("start", start, 0)
-        steps = itertools.count(start) if stop is None else range(start, _integer("stop", stop, 0))
+        start = check.integer("start", start, 0)
+        steps = itertools.count(start) if stop is None else range(start, check.integer("stop", stop, 0))
         return self._source.stream(map(self._request, steps))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -240,8 +242,8 @@ def num_steps(batches: Batches, num_epochs: int = 1, max_steps: int | None = Non
     (6, 100)
     """
     if max_steps is not None:
-        return _integer("max_steps", max_steps, 0)
-    return _integer("num_epochs", num_epochs, 0) * batches.steps_per_epoch
+        return check.integer("max_steps", max_steps, 0)
+    return check.integer("num_epochs", num_epochs, 0) * batches.steps_per_epoch
 
 
 # -------------------------------------------------------------------------------------------- evaluation
@@ -278,16 +280,16 @@ class EvalBatches:
         agree: Callable[[int], int] | None = None,
         name: str = "val_dataset",
     ):
-        self.batch_size = _integer("batch_size", batch_size, 1)
-        num_nodes = _integer("num_nodes", num_nodes, 1)
+        self.batch_size = check.integer("batch_size", batch_size, 1)
+        num_nodes = check.integer("num_nodes", num_nodes, 1)
         self.per_node = _is_factory(dataset)  # leaves [L, B, ...] instead of [B, ...]
         self.node_ids = _node_ids(node_ids, num_nodes)
         rows = self.node_ids if self.per_node else (0,)
-        seed = _integer("seed", seed)
+        seed = check.seed("seed", seed)
         self._source = _Source(dataset, num_nodes, rows, False, seed, device, dataloader_kwargs, name)
         length = min(self._source.lengths)
         length = agree(length) if agree and self.per_node else length
-        self.num_examples = length if val_size is None else min(length, _integer("val_size", val_size, 1))
+        self.num_examples = length if val_size is None else min(length, check.integer("val_size", val_size, 1))
         self._order = self._source.locate(self._fixed_order(rows, seed))  # [L or 1, num_examples]
         self._cache: list[tuple[Batch, int]] | None = None
 
@@ -340,7 +342,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, tokens: Tensor, context: int):
-        self.context = _integer("context", context, 1)
+        self.context = check.integer("context", context, 1)
         whole = (torch.uint8, torch.int16, torch.int32, torch.int64)
         if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in whole:
             raise TypeError(f"tokens is {_describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)")
@@ -419,7 +421,7 @@ class _Source:
         self.shared = not _is_factory(dataset)
         datasets = [dataset] if self.shared else [dataset(node, num_nodes, train) for node in node_ids]
         for node, own in zip(node_ids, datasets):
-            _check_dataset(own, name if self.shared else f"{name} of node {node}")
+            _check_examples(own, name if self.shared else f"{name} of node {node}")
         self.lengths = tuple(len(own) for own in datasets)
         self.device = device
         self.drop_last, collate_fn, self._loader_kwargs = _split_loader_kwargs(dataloader_kwargs)
@@ -747,29 +749,58 @@ _OWNED_KEYS = {
 }
 
 
+_LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers"), check.flag),
+    "num_workers": partial(check.integer, least=0),
+    "prefetch_factor": check.optional_integer,
+    "timeout": partial(check.number, within="[0, inf)", what="seconds"),
+}
+
+
 def _split_loader_kwargs(
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[bool, Callable[[list[Any]], Any] | None, dict[str, Any]]:
     """`drop_last` and `collate_fn`, which vecgym applies itself, and the DataLoader's part."""
-    rest = dict(kwargs or {})
-    for key in rest:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"dataloader_kwargs is {check.kind_of(kwargs)}; give a dict such as {{'num_workers': 2}}.")
+    given = dict(kwargs or {})
+    for key in given:
         if key in _OWNED_KEYS:
             raise ValueError(f"dataloader_kwargs has {key!r}, which vecgym sets itself. Fix: {_OWNED_KEYS[key]}")
-        if key not in _LOADER_KEYS:
-            raise TypeError(f"dataloader_kwargs has {key!r}. Allowed: {', '.join(_LOADER_KEYS)}")
+    check.keywords("dataloader_kwargs", given, _LOADER_KEYS)
+    rest = {key: _LOADER_CHECKS[key](key, value) if key in _LOADER_CHECKS else value for key, value in given.items()}
     if not rest.get("num_workers"):
         if rest.get("timeout"):
             raise ValueError(f"timeout={rest['timeout']} needs workers. Fix: num_workers=1 or more, or no timeout")
         if rest.get("worker_init_fn") is not None:
             warnings.warn("worker_init_fn has no effect with num_workers=0", VecgymWarning, stacklevel=4)
-    return bool(rest.pop("drop_last", False)), rest.pop("collate_fn", None), rest
+    collate_fn = rest.pop("collate_fn", None)
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn is {check.kind_of(collate_fn)}; give a function: list of examples -> batch.")
+    return rest.pop("drop_last", False), collate_fn, rest
 
 
 def _is_factory(dataset: Any) -> bool:
+    if isinstance(dataset, nn.Module):  # it can be called, but with batches
+        return False
     return callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__"))
 
 
-def _check_dataset(dataset: Any, name: str) -> None:
+def check_dataset(dataset: Any, name: str) -> None:
+    """Raise an error for what is neither a map-style dataset, of at least one example, nor a factory.
+
+    >>> check_dataset([], "train_dataset")
+    Traceback (most recent call last):
+    ...
+    ValueError: train_dataset is empty. Allowed: at least one example
+    """
+    if not _is_factory(dataset):
+        _check_examples(dataset, name)
+
+
+def _check_examples(dataset: Any, name: str) -> None:
+    if isinstance(dataset, nn.Module):
+        raise TypeError(f"{name} is {_describe(dataset)}, a model. Fix: Trainer(model, train_dataset, val_dataset)")
     if isinstance(dataset, IterableDataset):
         raise TypeError(
             f"{name} is {_describe(dataset)}, an IterableDataset, without random access to deal to nodes. "
@@ -783,26 +814,25 @@ def _check_dataset(dataset: Any, name: str) -> None:
         )
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"{name} is {_describe(dataset)}, without length. Fix: define __len__ in its class")
-    if len(dataset) == 0:
+    if _length(dataset, name) == 0:
         raise ValueError(f"{name} is empty. Allowed: at least one example")
+
+
+def _length(dataset: Any, name: str) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:  # of a tensor without dimensions, or a class that says it has none
+        raise TypeError(f"{name} is {_describe(dataset)}, without length: {error}") from None
 
 
 def _node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[int, ...]:
     if node_ids is None:
         return tuple(range(num_nodes))
     given = node_ids.tolist() if isinstance(node_ids, Tensor) else node_ids
-    ids = tuple(_integer("node_ids", node) for node in given)
-    if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= num_nodes:
+    ids = tuple(check.integer("node_ids", node, 0) for node in given)
+    if not ids or len(set(ids)) < len(ids) or max(ids) >= num_nodes:
         raise ValueError(f"node_ids={ids}. Allowed: different ids from 0 to {num_nodes - 1}, at least one")
     return ids
-
-
-def _integer(name: str, value: Any, least: int | None = None) -> int:
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r} is {_describe(value)}. Allowed: an integer. Fix: {name}=int(...)")
-    if least is not None and value < least:
-        raise ValueError(f"{name}={value} is too small. Allowed: {least} or more")
-    return operator.index(value)
 
 
 def _describe(value: Any) -> str:

@@ -61,6 +61,15 @@ class DivergenceError(ArithmeticError):
         )
 
 
+class ModelError(ValueError, TypeError):
+    """The model does not return what it must: a scalar loss, or a dict of scalar metrics.
+
+    >>> error = ModelError("the model returned a tuple, not a scalar tensor")
+    >>> isinstance(error, ValueError), isinstance(error, TypeError)
+    (True, True)
+    """
+
+
 class ProcessError(RuntimeError):
     """A process of a run in several processes raised, died or hung; the others were ended.
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from vecgym import check
 from vecgym.metrics import PER_NODE, SCALARS, History
 
 WANDB_MODES = ("online", "offline", "disabled")
@@ -215,15 +216,15 @@ class WandbLogger(Logger):
             raise ValueError(
                 f"experiment_name={experiment_name!r} and name={name!r} are two names for the run's name: give one."
             )
-        if mode is not None and mode not in WANDB_MODES:
-            raise ValueError(f"mode={mode!r} is not known; allowed: {', '.join(map(repr, WANDB_MODES))}, or None.")
+        if mode is not None:
+            check.choice("mode", mode, WANDB_MODES, "or None")
         self._wandb = _optional("wandb", "init", "WandbLogger")
         self.project = project
         self.name = experiment_name if name is None else name
         self.entity = entity
         self.mode = mode
         self.directory = None if directory is None else Path(directory)
-        self.per_node = per_node
+        self.per_node = check.flag("per_node", per_node)
         self.run: Any = None
 
     def start(self, settings: dict[str, Any]) -> None:
@@ -287,7 +288,7 @@ class TensorBoardLogger(Logger):
         self._make = SummaryWriter
         self._writer: SummaryWriter | None = None
         self.directory = Path(directory)
-        self.per_node = per_node
+        self.per_node = check.flag("per_node", per_node)
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         self.start(settings, purge_step=max((row["step"] for row in rows), default=-1) + 1)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.ledger import readable_bytes
@@ -409,14 +409,9 @@ def _measured(engine: Engine, batch: Any, minibatch_size: int | None, estimate: 
 
 def check_fraction(max_memory_usage: Any) -> None:
     """Raise a ValueError for what is no part of the memory."""
-    if max_memory_usage is None:
-        return
-    number = isinstance(max_memory_usage, (int, float)) and not isinstance(max_memory_usage, bool)
-    if not number or not 0 < max_memory_usage <= 1:
-        raise ValueError(
-            f"max_memory_usage={max_memory_usage!r} must be a number in (0, 1], such as 0.8: the part of the device's "
-            "memory that the run may take."
-        )
+    if max_memory_usage is not None:
+        what = "the part of the device's memory that the run may take, such as 0.8"
+        check.number("max_memory_usage", max_memory_usage, "(0, 1]", what)
 
 
 def memory_limit(device: torch.device) -> int:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vecgym import check
+
 
 class GPT(nn.Module):
     """A decoder-only transformer as nanoGPT's: pre-norm blocks, GELU, learned positions, no biases.
@@ -53,12 +55,14 @@ class GPT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_sizes(vocab_size=vocab_size, context=context, num_layers=num_layers, num_heads=num_heads, width=width)
+        sizes = {"vocab_size": vocab_size, "context": context, "num_layers": num_layers, "num_heads": num_heads,
+                 "width": width}  # fmt: skip
+        for name, size in sizes.items():
+            check.integer(name, size)
         if width % num_heads != 0:
             fits = [n for n in range(1, width + 1) if width % n == 0]
             raise ValueError(f"num_heads={num_heads} must divide width={width}: one of {fits}.")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout={dropout!r} must be in [0, 1): the probability to drop an entry.")
+        check.number("dropout", dropout, "[0, 1)", "the probability to drop an entry")
         self.vocab_size = vocab_size
         self.context = context
         self.tokens = nn.Embedding(vocab_size, width)
@@ -118,10 +122,9 @@ class GPT(nn.Module):
         """
         if tokens.dim() != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [B, T] with T >= 1.")
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature!r} must be >= 0; 0 takes the most likely token.")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k={top_k!r} must be >= 1, or None for all tokens.")
+        check.integer("num_tokens", num_tokens, 0)
+        check.number("temperature", temperature, "[0, inf)", "0 takes the most likely token")
+        check.optional_integer("top_k", top_k, what="None samples among all tokens")
         was_training = self.training
         self.eval()
         try:
@@ -206,9 +209,3 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an integer >= 1.")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vecgym import check
 from vecgym.local import Engine
 from vecgym.rollout import Outcome, as_steps, prepared, rollout
 from vecgym.strategy import Strategy
@@ -140,11 +141,14 @@ def optimize_schedule(
     """
     if isinstance(strategy, Strategy) or not callable(strategy):
         raise TypeError(
-            f"strategy is of type {type(strategy).__name__}; give a function of the weights, such as "
+            f"strategy is {check.kind_of(strategy)}; give a function of the weights, such as "
             "lambda w: DiLoCoStrategy(sync_weight=w)."
         )
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
-        raise ValueError(f"iterations={iterations!r} must be an integer >= 1.")
+    num_nodes, iterations = check.integer("num_nodes", num_nodes), check.integer("iterations", iterations)
+    if budget_bytes is not None:
+        check.number("budget_bytes", budget_bytes, "(0, inf)", "per node in the whole run")
+    if held_out is not None and not (isinstance(held_out, (tuple, list)) and len(held_out) == 2):
+        raise TypeError(f"held_out is {check.kind_of(held_out)}; give a pair (batches, eval_batch).")
     steps = as_steps(batches, num_nodes)
     local = prepared(model, engine, steps[0])
 
@@ -266,7 +270,7 @@ def _affordable(problem: _Problem, num_steps: int, H: int | None, budget_bytes: 
     if (H is None) == (budget_bytes is None):
         raise ValueError(f"H={H!r} and budget_bytes={budget_bytes!r}: give one of them, the budget of bytes.")
     if H is not None:
-        if isinstance(H, bool) or not isinstance(H, int) or not 1 <= H <= num_steps:
+        if check.integer("H", H) > num_steps:
             raise ValueError(f"H={H!r} must be an integer from 1 to the number of steps, {num_steps}.")
         return num_steps // H
     none, all_ = (problem.outcome(torch.full((num_steps,), w, dtype=torch.float64)).bytes for w in (0.0, 1.0))

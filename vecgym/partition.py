@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from vecgym import rng
+from vecgym import check, rng
 
+ALPHA = "the smaller, the more uneven"
 MAX_DRAWS = 1000  # of a partition, until every node has `min_size` examples
 
 
@@ -198,8 +199,10 @@ def partition_dirichlet(
     Not balanced, Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", arXiv 1905.12022;
     `min_size` as in Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079.
     """
+    check.flag("balanced", balanced)
+    check.integer("min_size", min_size)
     labels = _read_labels(data, num_nodes)
-    _check_alpha(alpha)
+    check.number("alpha", alpha, "(0, inf)", ALPHA)
     generator = _generator(seed, "dirichlet")
     classes = [generator.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
     if balanced:
@@ -236,7 +239,7 @@ def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, see
     """
     labels = _read_labels(data, num_nodes)
     n = len(labels)
-    num_shards = num_nodes * _count("shards_per_node", shards_per_node)
+    num_shards = num_nodes * check.integer("shards_per_node", shards_per_node)
     if num_shards > n:
         raise ValueError(
             f"{num_nodes} nodes with shards_per_node={shards_per_node} need {num_shards} examples, one for each shard, "
@@ -274,8 +277,8 @@ def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size
     drawn anew until every node has enough examples, which for many nodes never happens.
     """
     labels, n = _read(data, num_nodes)
-    _check_alpha(alpha)
-    spare = n - num_nodes * _count("min_size", min_size)
+    check.number("alpha", alpha, "(0, inf)", ALPHA)
+    spare = n - num_nodes * check.integer("min_size", min_size)
     if spare < 0:
         raise ValueError(
             f"{num_nodes} nodes with min_size={min_size} need {num_nodes * min_size} examples, and there are {n}: "
@@ -312,7 +315,6 @@ def _shares(
     generator: np.random.Generator, sizes: np.ndarray, num_nodes: int, alpha: float, min_size: int
 ) -> np.ndarray:
     """How many examples of each class, of which there are `sizes`, each node gets, `[K, classes]`."""
-    _count("min_size", min_size)
     for _ in range(MAX_DRAWS):
         shares = generator.dirichlet(np.full(num_nodes, float(alpha)), size=len(sizes))
         counts = np.stack([_rounded(size, of_class) for size, of_class in zip(sizes, shares)], axis=1)
@@ -337,15 +339,15 @@ def _partition(indices: Sequence[np.ndarray], labels: np.ndarray | None) -> Part
 
 
 def _generator(seed: int, kind: str) -> np.random.Generator:
-    return np.random.default_rng(rng.key(seed, f"partition {kind}"))
+    return np.random.default_rng(rng.key(check.seed("seed", seed), f"partition {kind}"))
 
 
 def _read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
     """(labels `[n]` or None, n)"""
     if not hasattr(data, "__len__"):
-        raise TypeError(f"data is a {type(data).__name__}, without length: give the labels, or a map-style dataset.")
+        raise TypeError(f"data is {check.kind_of(data)}, without length: give the labels, or a map-style dataset.")
     n = len(data)
-    if _count("num_nodes", num_nodes) > n:
+    if check.integer("num_nodes", num_nodes) > n:
         raise ValueError(f"num_nodes={num_nodes} is more than the {n} examples: every node needs at least one.")
     return _labels(data), n
 
@@ -376,14 +378,3 @@ def _labels(data: Any) -> np.ndarray | None:
         if found.ndim == 1 and found.dtype.kind in "iu":
             return found.astype(np.int64)
     return None
-
-
-def _check_alpha(alpha: float) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
-        raise ValueError(f"alpha={alpha!r} must be a number > 0: the smaller, the more uneven.")
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer >= 1.")
-    return value

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from vecgym import check
 from vecgym.data import Batches
 from vecgym.errors import DivergenceError, VecgymWarning
 from vecgym.ledger import Ledger, readable_bytes
 from vecgym.logger import Logger
 from vecgym.metrics import History
-from vecgym.settings import kind_of
 from vecgym.simulate import Metrics, State
 
 
@@ -52,6 +52,7 @@ class Recorder:
 
     def step(self, state: State, metrics: Metrics) -> None:
         self.flush()
+        self.ledger.add(state.step - 1, metrics.transfers)
         precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
         losses = metrics.losses.to("cpu", precision).numpy()
         here = losses if metrics.active is None else losses[metrics.active]
@@ -59,7 +60,7 @@ class Recorder:
         in_epoch = (state.step - 1) % self.data.steps_per_epoch
         size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
         self._examples += size * len(here)
-        mean = float(here.mean(dtype=np.float64))
+        mean = float(here.mean(dtype=np.float64)) if len(here) else math.nan  # nobody has trained
         seconds = max(now - self._last, 1e-9)
         self._row = {
             "step": state.step,
@@ -79,7 +80,7 @@ class Recorder:
             self._row["outer_lr"] = _mean(metrics.outer_lr)
         self._last = now
         self._show(mean)
-        if not math.isfinite(mean):
+        if len(here) and not math.isfinite(mean):
             self._diverged(state.step - 1, losses, metrics.active)
 
     def add(self, **values: Any) -> None:
@@ -139,7 +140,8 @@ class Loggers:
         for one in given:
             if not isinstance(one, Logger):
                 raise TypeError(
-                    f"logger is {kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+                    f"logger is {check.kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of "
+                    "them."
                 )
         self._alive = given
         self._interval = interval

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import jvp, vjp
 
-from vecgym import nodes, tree
+from vecgym import check, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.held import reachable, replaced
 from vecgym.local import Engine
@@ -212,7 +212,8 @@ def _run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[
         state, metrics = simulation.step(state, batch, differentiable=True)
         losses.append(metrics.losses)
         distances.append(root(nodes.squared_consensus_distance(state.params)))
-        sent.append(torch.as_tensor(simulation.comm.ledger.step_bytes, dtype=torch.float64))
+        step_bytes = sum(transfer.sent_bytes for transfer in metrics.transfers)
+        sent.append(torch.as_tensor(step_bytes, dtype=torch.float64))
     return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))
 
 
@@ -427,8 +428,7 @@ def _check(strategy: Any, steps: list[Any], eval_batch: Any, num_nodes: int, seg
         )
     if not any(True for _ in tree.leaves(eval_batch)):
         raise ValueError("eval_batch holds no tensor: give one ordinary batch [B, ...], as the model takes it.")
-    if segments is not None and (isinstance(segments, bool) or not isinstance(segments, int) or segments < 1):
-        raise ValueError(f"segments={segments!r} must be an integer >= 1, or None to store every step.")
+    check.optional_integer("segments", segments, what="None stores every step")
     if segments is not None and segments > len(steps):
         raise ValueError(f"segments={segments} is more than the {len(steps)} steps: give at most {len(steps)}.")
 

@@ -6,10 +6,11 @@ that the optimizer was given.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from typing import Any
+
+from vecgym import check
 
 Schedule = Callable[[int], Any]  # step -> factor, a number or a tensor
 
@@ -49,16 +50,10 @@ def check_schedule(name: str | Schedule | None, warmup_steps: int = 0, cosine_an
     ValueError: lr_scheduler='cosin' is not known; did you mean 'cosine'? Allowed: 'constant', 'cosine', \
 'lambda_cosine', a function step -> factor, or None.
     """
-    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps!r} must be an integer >= 0 (optimizer steps).")
+    check.integer("warmup_steps", warmup_steps, 0, "optimizer steps")
+    check.flag("cosine_anneal", cosine_anneal)
     if isinstance(name, str):
-        if name not in NAMES:
-            close = difflib.get_close_matches(name, NAMES, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            allowed = ", ".join(map(repr, NAMES))
-            raise ValueError(
-                f"lr_scheduler={name!r} is not known{hint} Allowed: {allowed}, a function step -> factor, or None."
-            )
+        check.choice("lr_scheduler", name, NAMES, "a function step -> factor, or None")
     elif name is not None and not callable(name):
         raise TypeError(
             f"lr_scheduler={name!r} is a {type(name).__name__}; give a name {NAMES}, "

@@ -5,17 +5,31 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vecgym import check
+from vecgym import strategy as strategies
 from vecgym.strategy import Strategy
 
 ON_DIVERGENCE = ("raise", "warn", "ignore")
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("num_nodes", "num_epochs", "batch_size", "log_interval", "keep_checkpoints"), check.integer),
+    **dict.fromkeys(("max_steps", "minibatch_size", "val_interval", "correlation_interval"), check.optional_integer),
+    **dict.fromkeys(("chunk_size", "node_threads", "checkpoint_interval", "num_processes"), check.optional_integer),
+    **dict.fromkeys(("shuffle", "autocast", "exact", "progress"), check.flag),
+    "seed": check.seed,
+    "val_size": partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples"),
+    "on_divergence": partial(check.choice, allowed=ON_DIVERGENCE),
+    "timeout_s": partial(check.number, within="(0, inf]", what="seconds"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,10 @@ class FitOptions:
     resume: bool | str | os.PathLike[str]
     keep_checkpoints: int
 
+    def __post_init__(self) -> None:
+        for name, value in checked(vars(self)).items():
+            object.__setattr__(self, name, value)
+
     @property
     def recorded(self) -> dict[str, Any]:
         """What a run's settings say of them."""
@@ -53,26 +71,50 @@ class FitOptions:
         return {name: getattr(self, name) for name in names}
 
 
-def check_run(
-    strategy: Any, num_nodes: Any, batch_size: Any, minibatch_size: Any, val_size: Any, on_divergence: Any
-) -> None:
-    """Raise an error for settings of a run that cannot work."""
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"strategy is {kind_of(strategy)}; give a Strategy object such as DiLoCoStrategy('adamw', H=100)."
-        )
-    check_counts(num_nodes=num_nodes, batch_size=batch_size)
-    check_counts(or_none=True, minibatch_size=minibatch_size)
-    if minibatch_size is not None and batch_size % minibatch_size != 0:
+def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as plain Python values; an error for those that no run can be given.
+
+    >>> checked({"batch_size": 0})
+    Traceback (most recent call last):
+    ...
+    ValueError: batch_size=0 must be an integer >= 1.
+    """
+    plain = {name: CHECKS[name](name, value) if name in CHECKS else value for name, value in settings.items()}
+    if plain.get("minibatch_size") is not None:
+        check_parts(plain["batch_size"], plain["minibatch_size"])
+    return plain
+
+
+def check_strategy(strategy: Any, num_nodes: Any = None) -> None:
+    """Raise a TypeError for what is no strategy, saying what the user may have meant.
+
+    >>> check_strategy("diloco")
+    Traceback (most recent call last):
+    ...
+    TypeError: strategy='diloco' is of type str; did you mean DiLoCoStrategy()? Give a Strategy object such as \
+DiLoCoStrategy('adamw', H=100).
+    """
+    if isinstance(strategy, Strategy):
+        return
+    given, fix = f"strategy is {check.kind_of(strategy)}", "; "
+    if isinstance(num_nodes, Strategy):
+        fix = " and num_nodes a Strategy: they have changed places, fit(strategy, num_nodes). "
+    elif isinstance(strategy, type) and issubclass(strategy, Strategy):
+        fix = f"; did you mean an object of it, {strategy.__name__}()? "
+    elif isinstance(strategy, str):
+        names = {name.removesuffix("Strategy"): name for name in strategies.__all__ if name.endswith("Strategy")}
+        close = check.closest(strategy, names)
+        given = f"strategy={strategy!r} is of type str"
+        fix = f"; did you mean {names[close]}()? " if close else fix
+    give = "give" if fix == "; " else "Give"
+    raise TypeError(f"{given}{fix}{give} a Strategy object such as DiLoCoStrategy('adamw', H=100).")
+
+
+def check_parts(batch_size: int, parts: int, name: str = "minibatch_size") -> None:
+    """Raise a ValueError unless `parts` divides the batch."""
+    if batch_size % parts != 0:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        raise ValueError(f"minibatch_size={minibatch_size} must divide batch_size={batch_size}: one of {divisors}.")
-    if val_size is not None and (isinstance(val_size, bool) or not isinstance(val_size, int) or val_size < 0):
-        raise ValueError(
-            f"val_size={val_size!r} must be an integer >= 0 (0: never evaluate), or None for all examples."
-        )
-    if on_divergence not in ON_DIVERGENCE:
-        allowed = ", ".join(map(repr, ON_DIVERGENCE))
-        raise ValueError(f"on_divergence={on_divergence!r} is not known; allowed: {allowed}.")
+        raise ValueError(f"{name}={parts} must divide batch_size={batch_size}: one of {divisors}.")
 
 
 def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulation: int | None) -> int | None:
@@ -83,34 +125,15 @@ def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulati
     """
     if gradient_accumulation is None:
         return minibatch_size
-    check_counts(batch_size=batch_size, gradient_accumulation=gradient_accumulation)
+    batch_size = check.integer("batch_size", batch_size)
+    gradient_accumulation = check.integer("gradient_accumulation", gradient_accumulation)
     if minibatch_size is not None:
         raise ValueError(
             f"gradient_accumulation={gradient_accumulation} and minibatch_size={minibatch_size} both say how a batch "
             "is divided: give one of them."
         )
-    if batch_size % gradient_accumulation != 0:
-        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        raise ValueError(
-            f"gradient_accumulation={gradient_accumulation} must divide batch_size={batch_size}: one of {divisors}."
-        )
+    check_parts(batch_size, gradient_accumulation, "gradient_accumulation")
     return batch_size // gradient_accumulation
-
-
-def check_counts(or_none: bool = False, **values: Any) -> None:
-    """Raise a ValueError unless each value is an integer >= 1 (or None, if allowed)."""
-    for name, value in values.items():
-        if or_none and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an integer >= 1{', or None' if or_none else ''}.")
-
-
-def check_flags(**values: Any) -> None:
-    """Raise a TypeError unless each value is True or False: "no" would count as True."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} must be True or False.")
 
 
 @contextmanager
@@ -162,12 +185,3 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     if chosen.type not in present or (chosen.index or 0) >= count:
         raise ValueError(f"device={str(device)!r} is not there; present: {', '.join(present)}. None takes the best.")
     return chosen
-
-
-def kind_of(value: Any) -> str:
-    """What a wrong argument is, for a message.
-
-    >>> kind_of(3), kind_of(Strategy)
-    ('of type int', 'the class Strategy')
-    """
-    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

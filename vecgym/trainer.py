@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym import launch, nodes, saved
+from vecgym import check, hooks, launch, nodes, saved
 from vecgym.checkpoint import Checkpoints, Run, check_checkpoints
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
-from vecgym.data import Batches, EvalBatches, num_steps
+from vecgym.contract import check_model
+from vecgym.data import Batches, EvalBatches, check_dataset, num_steps
 from vecgym.errors import DivergenceError
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
@@ -30,11 +31,9 @@ from vecgym.recorder import Loggers, Recorder, show
 from vecgym.settings import (
     FitOptions,
     accumulated,
-    check_counts,
-    check_flags,
-    check_run,
+    check_strategy,
+    checked,
     interrupts,
-    kind_of,
     resolve_device,
 )
 from vecgym.simulate import Simulation, State
@@ -81,11 +80,15 @@ class Trainer:
     """
 
     def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is {kind_of(model)}; give an nn.Module object whose forward(batch) returns a loss.")
+        if isinstance(train_dataset, nn.Module) and not isinstance(model, nn.Module):
+            raise TypeError(f"model is {check.kind_of(model)}; the model comes first, Trainer(model, train_dataset).")
+        check_model(model)
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
+        check_dataset(train_dataset, "train_dataset")
+        if val_dataset is not None:
+            check_dataset(val_dataset, "val_dataset")
         self.history = History()
         self.ledger = Ledger()
         self.state: State | None = None
@@ -246,22 +249,14 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
             FileNotFoundError: for a path to resume from that is not there.
         """
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise ValueError(
-                f"the model, {kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
-                "Fix: model.requires_grad_(True), at least for a part of it."
-            )
+        check_model(self.model)  # it may have changed
+        check_strategy(strategy, num_nodes)
+        num_nodes, progress = check.integer("num_nodes", num_nodes), check.flag("progress", progress)
         minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
-        check_run(strategy, num_nodes, batch_size, minibatch_size, val_size, on_divergence)
-        check_counts(num_epochs=num_epochs, log_interval=log_interval)
-        check_flags(shuffle=shuffle, autocast=autocast, progress=progress, exact=exact)
-        optional = {"max_steps": max_steps, "val_interval": val_interval, "correlation_interval": correlation_interval}
-        check_counts(or_none=True, **optional)
         check_settings(engine, chunk_size, node_threads)
         check_fraction(max_memory_usage)
-        _check_backend(backend, num_processes, num_nodes, timeout_s)
-        folder = check_checkpoints(save_dir, checkpoint_interval, resume, keep_checkpoints)
-        loggers = Loggers(logger, log_interval)
+        num_processes = _check_backend(backend, num_processes, num_nodes, timeout_s)
+        folder = check_checkpoints(save_dir, checkpoint_interval, resume)
         where = resolve_device(device)
         options = FitOptions(
             num_epochs=num_epochs, max_steps=max_steps, batch_size=batch_size, minibatch_size=minibatch_size,
@@ -272,17 +267,20 @@ class Trainer:
             dataloader_kwargs=dataloader_kwargs, exact=exact, save_dir=folder, checkpoint_interval=checkpoint_interval,
             resume=resume, keep_checkpoints=keep_checkpoints,
         )  # fmt: skip
+        loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
-            return self._fit_processes(strategy, num_nodes, num_processes or 1, options, loggers, progress, timeout_s)
+            hooks.check_pickled(self.model)
+            return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
             one_thread() if exact else nullcontext(),
         ):
             comm: Collectives = StackedCollectives(num_nodes)
             if backend == "distributed":
-                comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
-                if comm.wire.rank > 0:
-                    loggers, progress = Loggers(None, log_interval), False
+                wire = Wire(watch=launch.watch, announce=launch.announce)
+                comm = DistributedCollectives(num_nodes, wire, exact=exact)
+                if wire.rank > 0:
+                    loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
 
     def _fit(
@@ -301,7 +299,7 @@ class Trainer:
         steps = num_steps(train, options.num_epochs, options.max_steps)
         strategy.check(comm.num_nodes, steps)
 
-        model = copy.deepcopy(self.model).to(where)
+        model = hooks.copied(self.model).to(where)
         local = _engine(model, options)
         with torch.enable_grad():
             local.prepare(train.batch(0), together.facts)
@@ -339,13 +337,16 @@ class Trainer:
                     self.after_step(recorder.row)
                     checkpoints.save_if_due(self.state, last=False)
                 for batch in train.iterate(self.state.step, steps):
-                    self.state, metrics = simulation.step(self.state, batch)
+                    done = self.state.step + 1
+                    is_evaluated = done == steps or (options.val_interval and done % options.val_interval == 0)
+                    before = _DistanceBefore(comm) if is_evaluated else None
+                    self.state, metrics = simulation.step(self.state, batch, observe=before)
                     metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
-                    done = self.state.step
                     if options.correlation_interval and done % options.correlation_interval == 0:
                         recorder.add(correlation=correlation(self.state.params, comm))
-                    if done == steps or (options.val_interval and done % options.val_interval == 0):
+                    if before is not None:
+                        recorder.add(consensus_distance_before=before.distance)
                         self._evaluate(recorder, local, val, comm)
                     self.after_step(recorder.row)
                     stop = together.stop(interrupted)
@@ -536,6 +537,17 @@ def _engine(model: nn.Module, options: FitOptions) -> Engine:
     return Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
 
 
+class _DistanceBefore:
+    """Measures how far the nodes are apart just before they exchange their parameters."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.distance = 0.0
+
+    def __call__(self, params: Tree) -> None:
+        self.distance = consensus_distance(params, self.comm)
+
+
 def _fitting(
     options: FitOptions,
     strategy: Strategy,
@@ -562,18 +574,20 @@ def _fitting(
     return replace(options, minibatch_size=cut), {"memory": found.report}
 
 
-def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not known; allowed: {', '.join(map(repr, BACKENDS))}.")
-    check_counts(or_none=True, num_processes=num_processes)
-    if num_processes is not None:
-        if backend != "processes":
-            raise ValueError(
-                f'num_processes={num_processes} with backend={backend!r} has no effect: give backend="processes"; '
-                "torchrun --nproc-per-node says how many it starts."
-            )
-        check_divides(num_processes, num_nodes)
-    elif backend == "processes":
-        raise ValueError(f'backend="processes" needs num_processes=W, a divisor of num_nodes={num_nodes}.')
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds > 0.")
+def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> int:
+    """The number of processes that this one is to start."""
+    check.choice("backend", backend, BACKENDS)
+    if backend != "distributed":
+        launch.check_alone(f'a run with backend="{backend}"', 'give backend="distributed", or ')
+    plain = checked({"num_processes": num_processes, "timeout_s": timeout_s})
+    if plain["num_processes"] is None:
+        if backend == "processes":
+            raise ValueError(f'backend="processes" needs num_processes=W, a divisor of num_nodes={num_nodes}.')
+        return 0
+    if backend != "processes":
+        raise ValueError(
+            f'num_processes={num_processes} with backend={backend!r} has no effect: give backend="processes"; '
+            "torchrun --nproc-per-node says how many it starts."
+        )
+    check_divides(plain["num_processes"], num_nodes)
+    return plain["num_processes"]

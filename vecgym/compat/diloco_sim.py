@@ -34,7 +34,6 @@ the average: SAVE_DIR/STEP.pt |
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import sys
@@ -47,14 +46,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from vecgym import nodes
+from vecgym import check, nodes
 from vecgym.errors import warn
 from vecgym.files import write_atomically
 from vecgym.ledger import Ledger
 from vecgym.logger import WandbLogger
 from vecgym.metrics import History
 from vecgym.optim import OptimSpec
-from vecgym.settings import check_counts, kind_of
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -189,7 +187,7 @@ class DilocoSimulatorConfig:
             setattr(self, name, getattr(self, name) or None)  # 0 means none, as in the original
         if not (isinstance(self.model_cls, type) and issubclass(self.model_cls, nn.Module)):
             raise TypeError(
-                f"model_cls is {kind_of(self.model_cls)}; give a subclass of nn.Module, not an object of it."
+                f"model_cls is {check.kind_of(self.model_cls)}; give a subclass of nn.Module, not an object of it."
             )
         if not callable(self.loss_fn):
             raise TypeError(f"loss_fn={self.loss_fn!r}: give a function (output, y) -> loss, such as F.cross_entropy.")
@@ -197,7 +195,7 @@ class DilocoSimulatorConfig:
             raise TypeError("train_dataset is missing: give a dataset of (x, y).")
         for name in ("model_kwargs", "optimizer_kwargs", "outer_optimizer_kwargs"):
             if not isinstance(getattr(self, name), dict):
-                raise TypeError(f"{name} is {kind_of(getattr(self, name))}; give a dict of keyword arguments.")
+                raise TypeError(f"{name} is {check.kind_of(getattr(self, name))}; give a dict of keyword arguments.")
         for name in ("train_loss_hook", "eval_loss_hook"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name}={getattr(self, name)!r}: give a function of one argument, or None.")
@@ -206,9 +204,11 @@ class DilocoSimulatorConfig:
 
     def _check_numbers(self) -> None:
         counts = ("batch_size", "eval_iters", "eval_interval", "num_epochs", "sparta_interval", "num_nodes")
-        check_counts(**{name: getattr(self, name) for name in (*counts, "diloco_interval")})
+        for name in (*counts, "diloco_interval"):
+            setattr(self, name, check.integer(name, getattr(self, name)))
         optional = ("ckpt_interval", "corr_interval", "max_local_step", "max_minibatch_size")
-        check_counts(or_none=True, **{name: getattr(self, name) for name in optional})
+        for name in optional:
+            setattr(self, name, check.optional_integer(name, getattr(self, name)))
         if self.ckpt_interval is not None and self.save_dir is None:
             raise ValueError(f"ckpt_interval={self.ckpt_interval} needs a directory: give save_dir='checkpoints'.")
         if self.num_local_steps < 1:
@@ -282,7 +282,9 @@ class DilocoSimulator:
         elif arguments:
             raise TypeError(f"give a config or keywords, not both: {', '.join(arguments)} can be in the config.")
         if not isinstance(config, DilocoSimulatorConfig):
-            raise TypeError(f"config is {kind_of(config)}; give a DilocoSimulatorConfig, or its arguments as keywords.")
+            raise TypeError(
+                f"config is {check.kind_of(config)}; give a DilocoSimulatorConfig, or its arguments as keywords."
+            )
         self.config = replace(config)  # checked once more: its fields may have been set
         self.max_local_step = config.num_local_steps
         self.local_step = 0
@@ -481,12 +483,7 @@ def _check_overridden(cls: type) -> None:
 
 def _known(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments, if there is none that the configuration does not have."""
-    names = [f.name for f in fields(DilocoSimulatorConfig)]
-    for name in arguments:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"DilocoSimulator has no argument {name!r}{hint} Its arguments: {', '.join(names)}.")
+    check.keywords("DilocoSimulator", arguments, [f.name for f in fields(DilocoSimulatorConfig)])
     if "model_cls" not in arguments:
         raise TypeError("model_cls is missing: give a subclass of nn.Module.")
     return arguments

@@ -20,7 +20,6 @@ all-reduces), that of the others through an all-gather.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from vecgym import check
 from vecgym.compress.dct import strongest
 from vecgym.tree import Tree
 
@@ -142,7 +142,7 @@ class TopK(Codec):
             raise ValueError(f"fraction={fraction!r} and k={k!r} both say how many values are sent: give one of them.")
         given = DEFAULT_FRACTION if fraction is None and k is None else fraction
         self.fraction = given if given is None else check_fraction("fraction", given)
-        self.k = k if k is None else _check_count("k", k, "number of values sent of each tensor")
+        self.k = check.optional_integer("k", k, what="the number of values sent of each tensor")
 
     def count(self, n: int) -> int:
         """The number of values sent of a tensor of n.
@@ -309,7 +309,7 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int = 4) -> None:
-        self.rank = _check_count("rank", rank, "number of columns of the two matrices sent in place of one")
+        self.rank = check.integer("rank", rank, what="the number of columns of the two matrices sent in place of one")
 
     def init(self, values: Tree) -> Tree:
         """Q of every matrix, `[1, columns, r]`: zeros, that is to be drawn."""
@@ -378,14 +378,9 @@ def make_codec(method: str | Compressor, **options: Any) -> Compressor:
         return method
     if not isinstance(method, str):
         raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
-    if method not in METHODS:
-        close = difflib.get_close_matches(method.lower(), METHODS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"method={method!r} is not one of {', '.join(METHODS)}{hint}")
+    check.choice("method", method, METHODS)
     allowed = list(inspect.signature(METHODS[method]).parameters) if method != "sign" else []
-    unknown = [name for name in options if name not in allowed]
-    if unknown:
-        raise TypeError(f"{method!r} has no option {', '.join(unknown)}; it has {', '.join(allowed) or 'none'}.")
+    check.keywords(repr(method), options, allowed)
     return METHODS[method](**options)
 
 
@@ -437,11 +432,9 @@ def check_fraction(name: str, value: Any) -> float:
     >>> check_fraction("fraction", 2)
     Traceback (most recent call last):
     ...
-    ValueError: fraction=2 must be in (0, 1]: the part of the values that is sent, such as 0.01.
+    ValueError: fraction=2 must be a number in (0, 1]: the part of the values that is sent, such as 0.01.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"{name}={value!r} must be in (0, 1]: the part of the values that is sent, such as 0.01.")
-    return value
+    return check.number(name, value, "(0, 1]", "the part of the values that is sent, such as 0.01")
 
 
 def check_bits(name: str, value: Any) -> int:
@@ -455,12 +448,6 @@ def check_bits(name: str, value: Any) -> int:
     if isinstance(value, bool) or value not in (4, 8):
         raise ValueError(f"{name}={value!r} is not possible: values are sent in 8 or 4 bits.")
     return int(value)
-
-
-def _check_count(name: str, value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer >= 1: the {what}.")
-    return value
 
 
 def _size(x: Tensor) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vecgym import check
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import ELEMENTWISE
 from vecgym.optim.per_node import PerNodeRule
@@ -101,6 +101,14 @@ class OptimSpec:
         if "lr" not in self.hyper:
             raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
         return self.hyper["lr"]
+
+    def lr_at(self, step: int) -> Any:
+        """The base learning rate of one step, counted from 0: `self.at(step).lr`.
+
+        >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]])).lr_at(1)
+        tensor(0.0100)
+        """
+        return _at(self.lr, step) if isinstance(self.lr, Tensor) else self.lr
 
     def replace(self, **kwargs: Any) -> OptimSpec:
         """The same optimizer with other hyperparameters (or `param_groups`)."""
@@ -227,9 +235,7 @@ def _class(optim: object) -> type[Optimizer]:
     if isinstance(optim, str):
         if optim.lower() in OPTIMIZERS:
             return OPTIMIZERS[optim.lower()]
-        close = difflib.get_close_matches(optim.lower(), OPTIMIZERS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"optimizer {optim!r} is not one of {', '.join(sorted(OPTIMIZERS))}{hint}")
+        check.choice("optimizer", optim, sorted(OPTIMIZERS))
     if isinstance(optim, type) and issubclass(optim, Optimizer):
         return optim
     hint = ""
@@ -246,11 +252,8 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # the first is `params`
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     allowed = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for key in kwargs if not open_ended else ():
-        if key not in allowed:
-            close = difflib.get_close_matches(key, allowed, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{cls.__name__} has no keyword {key!r}; it has {', '.join(allowed)}{hint}")
+    if not open_ended:
+        check.keywords(cls.__name__, kwargs, allowed)
     for pick in (torch.min, torch.max):
         values = {key: _extreme(key, value, pick) for key, value in kwargs.items()}
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.compress import (
     Grid,
     accumulate_dct_,
@@ -68,8 +68,12 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
                 "step, such as 0.999."
             )
         self.compression_decay = compression_decay
-        self.compression_topk = _check_count("compression_topk", compression_topk, "coefficients sent of each chunk")
-        self.compression_chunk = _check_count("compression_chunk", compression_chunk, "longest side of a chunk")
+        self.compression_topk = check.integer(
+            "compression_topk", compression_topk, what="the coefficients sent of each chunk"
+        )
+        self.compression_chunk = check.integer(
+            "compression_chunk", compression_chunk, what="the longest side of a chunk"
+        )
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"residual": tree.map(self._zeros, params)}
@@ -80,7 +84,7 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
             old = state["residual"][name].expand(g.shape[0], -1, -1)
             found = self._update_in_place(old, g, ctx.exact) if ctx.inplace else self._update(old, g)
             residual[name], indices[name], values[name] = found
-        indices, values = ctx.comm.all_gather(indices), ctx.comm.all_gather(values)  # [1, K, chunks, k]
+        indices, values = (ctx.comm.all_gather(x, inplace=True) for x in (indices, values))  # [1, K, chunks, k]
         mean = {name: self._decode(indices[name], values[name], g) for name, g in grads.items()}
         return mean, {"residual": residual}
 
@@ -236,9 +240,3 @@ def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
 def _block_bytes(x: Tensor) -> int:
     """The size of temporaries: on a CPU they stay in its cache, other devices want few large operations."""
     return 2**22 if x.device.type == "cpu" else 2**28
-
-
-def _check_count(name: str, value: int, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer >= 1: the {what}.")
-    return value

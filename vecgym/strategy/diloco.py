@@ -87,7 +87,7 @@ class DiLoCoCommunicator(CommunicationModule):
         return DiLoCoCommunicator(outer, self.H)
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params))  # [1, *]
+        delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params), inplace=True)  # [1, *]
         spec = self.outer_optim.at(ctx.step // self.H)
         rule = self._rule if spec is self.outer_optim else spec.rule()
         outer, optimizer = rule.update(state["params"], delta, state["optimizer"], inplace=ctx.inplace)

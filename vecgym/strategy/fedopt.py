@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.tree import Tree
 
 Slots = dict[str, Tree]
@@ -75,11 +74,7 @@ class ServerOptimizer:
     tau: float | Tensor = 1e-3
 
     def __post_init__(self) -> None:
-        if self.name not in SERVER_OPTIMIZERS:
-            close = difflib.get_close_matches(str(self.name), SERVER_OPTIMIZERS, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            allowed = ", ".join(map(repr, SERVER_OPTIMIZERS))
-            raise ValueError(f"server_optim={self.name!r} is not known; allowed: {allowed}.{hint}")
+        check.choice("server_optim", self.name, SERVER_OPTIMIZERS)
         if not isinstance(self.lr, Tensor) and not self.lr >= 0:
             raise ValueError(f"server_lr={self.lr!r} must be >= 0.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vecgym import check
 from vecgym.compress import check_bits
 from vecgym.errors import VecgymWarning
 from vecgym.optim import OptimSpec
@@ -319,7 +320,9 @@ class SparseCommunicator(CommunicationModule):
         if (ctx.step + 1) % self.interval == 0:
             index, selector = self.index_selector.select(_shapes(params), selector, ctx.step // self.interval, ctx)
             index = {name: where.to(params[name].device) for name, where in index.items()}
-            mean = self._mean({name: _flat(params[name]).index_select(1, where) for name, where in index.items()}, ctx)
+            values = {name: _flat(params[name]).index_select(1, where) for name, where in index.items()}
+            with ctx.comm.ledger.lagging(self.delay):
+                mean = self._mean(values, ctx)
             # [1, m]: as all state, with the node dimension first.
             queue[str(ctx.step + self.delay)] = {"index": {name: x[None] for name, x in index.items()}, "mean": mean}
         due = queue.pop(str(ctx.step), None)
@@ -506,12 +509,8 @@ def _check_rate(name: str, value: Any, high: float = 1.0) -> float:
             f"coordinate is either drawn or not. Give the number, {name}={float(value.detach().mean()):g}; how much is "
             "averaged can be differentiated by sync_weight of AveragingCommunicator."
         )
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
-        raise ValueError(
-            f"{name}={value!r} must be a number in [0, {high:g}]: the fraction of the parameters that is exchanged, "
-            f"such as {name}=0.005."
-        )
-    return value
+    what = f"the fraction of the parameters that is exchanged, such as {name}=0.005"
+    return check.number(name, value, f"[0, {high:g}]", what)
 
 
 def _selector(selector: Selector | None, name: str, rate: float | None, default: float) -> Selector:

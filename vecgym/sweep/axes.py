@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vecgym import rng
-from vecgym.settings import kind_of
+from vecgym.check import kind_of
 
 Point = dict[str, Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym.settings import check_counts, check_run, kind_of
+from vecgym import check, hooks
+from vecgym.settings import checked
 from vecgym.strategy import Strategy
 from vecgym.sweep.axes import Point, label
 
@@ -50,7 +50,7 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
     allowed, anything = set(SETTINGS), False
     for what, function in functions.items():
         if not callable(function):
-            raise TypeError(f"{what} is {kind_of(function)}; give {_WANTED[what]}.")
+            raise TypeError(f"{what} is {check.kind_of(function)}; give {_WANTED[what]}.")
         names, needed, takes_any = _arguments(function)
         allowed |= names
         anything |= takes_any
@@ -66,11 +66,9 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
         allowed.add("strategy")
     for name in axes if not anything else ():
         if name not in allowed:
-            close = difflib.get_close_matches(name, sorted(allowed), 1, cutoff=0.4)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"grid[{name!r}] is not used: strategy does not take it, and it is no setting. Allowed: "
-                f"{', '.join(sorted(allowed))}.{hint}"
+                f"grid[{name!r}] is not used: strategy does not take it, and it is no setting"
+                f"{check.did_you_mean(name, allowed)} Allowed: {', '.join(sorted(allowed))}."
             )
 
 
@@ -94,17 +92,14 @@ def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
 
 
 def make_configurations(
-    points: Iterable[Point], strategy: Any, model: Any, defaults: dict[str, Any], val_size: Any
+    points: Iterable[Point], strategy: Any, model: Any, defaults: dict[str, Any]
 ) -> list[Configuration]:
     configs = []
     models: dict[Any, nn.Module] = {}
     for index, point in enumerate(points):
-        settings = {name: point.get(name, value) for name, value in defaults.items()}
+        settings = checked({name: point.get(name, value) for name, value in defaults.items()})
         own = point["strategy"] if strategy is None else strategy
         made = own if isinstance(own, Strategy) else _called("strategy", own, point, Strategy)
-        check_run(made, settings["num_nodes"], settings["batch_size"], settings["minibatch_size"], val_size, "raise")
-        check_counts(num_epochs=settings["num_epochs"])
-        check_counts(or_none=True, max_steps=settings["max_steps"])
         configs.append(Configuration(index, point, _model(model, point, models), made, settings))
     return configs
 
@@ -118,7 +113,7 @@ def _model(model: Any, point: Point, made: dict[Any, nn.Module]) -> nn.Module:
             made[key] = _called("model", model, point, nn.Module)
         model = made[key]
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"the model, {kind_of(model)}, has no trainable parameter: nothing can be trained.")
+        raise ValueError(f"the model, {check.kind_of(model)}, has no trainable parameter: nothing can be trained.")
     return model
 
 
@@ -136,6 +131,8 @@ def alike(a: nn.Module, b: nn.Module) -> bool:
                 return False
             if not one.requires_grad and not torch.equal(one, other):
                 return False
+    if hooks.of_parameters(a) != hooks.of_parameters(b):
+        return False
     modules = list(zip(a.named_modules(), b.named_modules()))
     return len(list(a.modules())) == len(list(b.modules())) and all(_same_module(x, y) for x, y in modules)
 

@@ -25,6 +25,7 @@ class Record:
             "train_losses": np.full((T, C, K), np.nan),
             "lr": np.full((T, C), np.nan),
             "bytes": np.zeros((T, C)),
+            "distance_before": np.full((T, C), np.nan),
             "active": np.zeros((T, C), dtype=np.int64),
             "seconds": np.full(T, np.nan),
         }

@@ -6,23 +6,23 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from vecgym import check, launch
 from vecgym.errors import VecgymWarning
 from vecgym.ledger import readable_bytes
 from vecgym.local import check_settings
 from vecgym.memory import available_bytes
-from vecgym.settings import check_counts, resolve_device
+from vecgym.settings import checked, resolve_device
 from vecgym.strategy import Strategy
 from vecgym.sweep.axes import Point, Uniform, checked_axes, count_points, points
 from vecgym.sweep.configurations import check_axes, make_configurations
 from vecgym.sweep.result import SweepResult
 from vecgym.sweep.runner import Runner
-from vecgym.sweep.saving import load_results, saver
+from vecgym.sweep.saving import ResultsFile
 
 
 def sweep(
@@ -104,13 +104,17 @@ def sweep(
     >>> len(result.rows), result.best("val_loss")["H"], result.history(0)["step"]
     (4, 2, [0, 1, 2, 3, 4])
     """
+    launch.check_alone("the sweep")
     axes = checked_axes(grid, samples)
     check_axes(axes, strategy, model)
     check_settings(engine, chunk_size, node_threads)
-    optional = {"samples": samples, "val_interval": val_interval, "chunk_configs": chunk_configs,
-                "max_memory_bytes": max_memory_bytes}  # fmt: skip
-    check_counts(or_none=True, **optional)
-    check_counts(max_configs=max_configs)
+    checked({"val_size": val_size, "val_interval": val_interval, "progress": progress})
+    for name, value in (("samples", samples), ("chunk_configs", chunk_configs), ("max_memory_bytes", max_memory_bytes)):
+        check.optional_integer(name, value)
+    check.integer("max_configs", max_configs)
+    check.seed("sample_seed", sample_seed)
+    for name, value in (("keep_models", keep_models), ("dry_run", dry_run)):
+        check.flag(name, value)
     if ("num_nodes" in axes) == (num_nodes is not None):
         raise ValueError('give the number of nodes once: num_nodes=8, or an axis grid["num_nodes"]=[4, 8].')
     settings = {
@@ -122,7 +126,7 @@ def sweep(
 
     def runner_of(points: Iterable[Point]) -> Runner:
         return Runner(
-            train_dataset, val_dataset, axes, make_configurations(points, strategy, model, settings, val_size),
+            train_dataset, val_dataset, axes, make_configurations(points, strategy, model, settings),
             device=where, val_size=val_size, val_interval=val_interval,
             engine=(engine, chunk_size, node_threads), dataloader_kwargs=dataloader_kwargs,
             chunk_configs=chunk_configs, max_memory_bytes=memory, keep_models=keep_models,
@@ -140,10 +144,9 @@ def sweep(
     runner = runner_of(points(axes, samples, sample_seed))
     save = None
     if resume is not None:
-        path = Path(resume)
-        if path.exists():
-            load_results(runner, path)
-        save = saver(runner, path)
+        file = ResultsFile(runner, resume)
+        file.load()
+        save = file.save
     result = SweepResult(runner)
     if dry_run:
         return result

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vecgym.errors import warn
@@ -35,22 +34,6 @@ OF_RUNS = {
     "devices": "all nodes are on one device; give device='cuda:1', say",
     "force_minibatch_recalculate": "nothing is probed: batches are computed whole unless minibatch_size is given",
 }
-
-
-def refuse_unknown(whose: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise a TypeError for an option that nobody knows.
-
-    >>> refuse_unknown("fit()", ["max_step"], ["max_steps"])
-    Traceback (most recent call last):
-    ...
-    TypeError: fit() has no option 'max_step'; did you mean 'max_steps'?
-    """
-    known = list(known)
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}."
-            raise TypeError(f"{whose} has no option {name!r}{hint}")
 
 
 def warn_without_effect(whose: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
+from vecgym import check
 from vecgym import optim as vecgym_optim
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, broadcast, broadcast_object_list
-from vecgym.compat.exogym.options import OF_STRATEGIES, refuse_unknown, warn_without_effect
+from vecgym.compat.exogym.options import OF_STRATEGIES, warn_without_effect
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.schedule import NAMES as SCHEDULES
 
@@ -88,18 +89,13 @@ class Strategy(ABC, LogModule):
             if isinstance(lr_scheduler, str) and name in options:
                 kwargs.setdefault(name, options.pop(name))
         if isinstance(lr_scheduler, str):
-            if lr_scheduler not in SCHEDULES:
-                allowed = ", ".join(map(repr, SCHEDULES))
-                raise ValueError(
-                    f"lr_scheduler={lr_scheduler!r} is not known; allowed: {allowed}, a class of "
-                    "torch.optim.lr_scheduler, or None."
-                )
-            refuse_unknown("lr_scheduler_kwargs", kwargs, ("warmup_steps", "cosine_anneal", "max_steps"))
+            check.choice("lr_scheduler", lr_scheduler, SCHEDULES, "a class of torch.optim.lr_scheduler, or None")
+            check.keywords("lr_scheduler_kwargs", kwargs, ("warmup_steps", "cosine_anneal", "max_steps"))
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_kwargs = kwargs
         if type(self).__module__.startswith(MODULE):
             whose = type(self).__name__
-            refuse_unknown(whose, options, OF_STRATEGIES)
+            check.keywords(whose, options, OF_STRATEGIES)
             warn_without_effect(whose, options, OF_STRATEGIES)
         self.kwargs = options
         for name, value in options.items():
@@ -256,7 +252,7 @@ class DiLoCoCommunicator(CommunicationModule):
     """
 
     def __init__(self, H: int = 100, outer_optim_spec: AnySpec = None, **options: Any) -> None:
-        refuse_unknown(type(self).__name__, options, ())
+        check.keywords(type(self).__name__, options, ())
         self.H = H
         default = Spec(torch.optim.SGD, **OUTER_SGD)
         by_name = isinstance(outer_optim_spec, str) and outer_optim_spec.lower() == "sgd"
@@ -316,7 +312,7 @@ class AveragingCommunicator(CommunicationModule):
     """The mean of the parameters over all nodes, or over random islands that node 0 draws and sends."""
 
     def __init__(self, island_size: int | None = None, **options: Any) -> None:
-        refuse_unknown(type(self).__name__, options, ())
+        check.keywords(type(self).__name__, options, ())
         self.island_size = island_size
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
@@ -442,7 +438,7 @@ class SparseCommunicator(CommunicationModule):
         sparsification_rate: float | None = None,
         **options: Any,
     ) -> None:
-        refuse_unknown(type(self).__name__, options, ())
+        check.keywords(type(self).__name__, options, ())
         if index_selector is None:
             index_selector = 0.01 if sparsification_rate is None else sparsification_rate
         number = isinstance(index_selector, (int, float))

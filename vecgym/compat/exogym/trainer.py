@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vecgym import nodes
+from vecgym import check, nodes
 from vecgym import trainer as vecgym_trainer
 from vecgym.compat.exogym import strict
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
-from vecgym.compat.exogym.options import OF_RUNS, refuse_unknown, warn_without_effect
+from vecgym.compat.exogym.options import OF_RUNS, warn_without_effect
 from vecgym.compat.exogym.strategies import Strategy
 from vecgym.compat.exogym.utils import create_config
 from vecgym.compat.exogym.vectorised import vectorised
@@ -27,7 +27,7 @@ from vecgym.logger import Logger
 from vecgym.metrics import History
 from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers
-from vecgym.settings import accumulated, check_counts, kind_of, resolve_device
+from vecgym.settings import accumulated, resolve_device
 
 # What `fit` takes besides the arguments in its signature.
 FIT_OPTIONS = (
@@ -131,16 +131,18 @@ class Trainer:
             TypeError: for an unknown option, and for what is missing.
             ValueError: for what cannot work.
         """
-        refuse_unknown("fit()", options, [*FIT_OPTIONS, *SIGNATURE])
+        check.keywords("fit()", options, [*FIT_OPTIONS, *SIGNATURE])
         warn_without_effect("fit()", options, OF_RUNS)
         if not isinstance(strategy, Strategy):
             raise TypeError(
-                f"strategy is {kind_of(strategy)}; give a strategy of exogym.strategy, or of a class made of one."
+                f"strategy is {check.kind_of(strategy)}; give a strategy of exogym.strategy, or of a class made of one."
             )
         if num_nodes is None:
             raise TypeError("fit() needs num_nodes=K.")
-        check_counts(num_nodes=num_nodes, batch_size=batch_size, val_interval=val_interval)
-        check_counts(or_none=True, minibatch_size=minibatch_size, max_steps=max_steps)
+        num_nodes, batch_size = check.integer("num_nodes", num_nodes), check.integer("batch_size", batch_size)
+        val_interval = check.integer("val_interval", val_interval)
+        minibatch_size = check.optional_integer("minibatch_size", minibatch_size)
+        max_steps = check.optional_integer("max_steps", max_steps)
         if minibatch_size is not None and minibatch_size > batch_size:
             raise ValueError(f"minibatch_size={minibatch_size} must not be larger than batch_size={batch_size}.")
         device = resolve_device(options.get("device") or self.device or None)

@@ -1,0 +1,200 @@
+"""Checks of arguments. Each returns the value, as a plain Python one, or says what was given and what is allowed.
+
+A number out of range, also one that is not finite or not a number at all, is a `ValueError`; a flag that is neither
+True nor False and a keyword that nobody knows are `TypeError`s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
+    """`value` if it is an integer >= `least`, numpy's too; True and 2.0 are none.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        least: the smallest that is allowed.
+        what: what the argument is, for the message.
+
+    Raises:
+        ValueError: otherwise.
+
+    >>> integer("seed", np.int64(3), 0)
+    3
+    >>> integer("H", 0, what="optimizer steps between two exchanges")
+    Traceback (most recent call last):
+    ...
+    ValueError: H=0 must be an integer >= 1: optimizer steps between two exchanges.
+    """
+    if _is(numbers.Integral, value) and value >= least:
+        return int(value)
+    raise ValueError(f"{name}={value!r} must be an integer >= {least}{_about(what)}.")
+
+
+def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> int | None:
+    """As `integer`, or None.
+
+    >>> optional_integer("max_steps", None), optional_integer("max_steps", 3)
+    (None, 3)
+    >>> optional_integer("chunk_size", 0, what="None lets vecgym choose")
+    Traceback (most recent call last):
+    ...
+    ValueError: chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose.
+    """
+    if value is None or (_is(numbers.Integral, value) and value >= least):
+        return None if value is None else int(value)
+    raise ValueError(f"{name}={value!r} must be an integer >= {least}, or None{_about(what)}.")
+
+
+def seed(name: str, value: Any) -> int:
+    """`value` if it is an integer of at most 63 bits, numpy's too.
+
+    Raises:
+        TypeError: for what is no integer.
+        ValueError: for one that is too large.
+
+    >>> seed("seed", np.int64(3))
+    3
+    >>> seed("seed", 1.5)
+    Traceback (most recent call last):
+    ...
+    TypeError: seed=1.5 must be an integer.
+    """
+    if not _is(numbers.Integral, value):
+        raise TypeError(f"{name}={value!r} must be an integer.")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}={value} must be an integer from -2**63 to 2**63 - 1.")
+    return int(value)
+
+
+def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -> float:
+    """`value` if it is a number in an interval, numpy's too; True and tensors are none.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        within: the interval, in mathematical notation: "(0, 1]" is 0 < value <= 1, "[0, inf)" is 0 <= value < inf.
+        what: what the argument is, for the message.
+
+    Raises:
+        ValueError: otherwise.
+
+    >>> number("lr", 1e-3, "[0, inf)")
+    0.001
+    >>> number("p", float("nan"), "(0, 1]", "the part that is sent, such as 0.01")
+    Traceback (most recent call last):
+    ...
+    ValueError: p=nan must be a number in (0, 1]: the part that is sent, such as 0.01.
+    """
+    low, high = (float(end) for end in within[1:-1].split(","))
+    if _is(numbers.Real, value):
+        above = value >= low if within[0] == "[" else value > low
+        below = value <= high if within[-1] == "]" else value < high
+        if above and below:
+            return value.item() if isinstance(value, np.generic) else value
+    names = {"(-inf, inf)": "a finite number", "(0, inf)": "a number > 0", "[0, inf)": "a number >= 0"}
+    raise ValueError(f"{name}={value!r} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` if it is True or False, numpy's too: 0 and None are none, and "no" would count as True.
+
+    Raises:
+        TypeError: otherwise.
+
+    >>> flag("shuffle", "no")
+    Traceback (most recent call last):
+    ...
+    TypeError: shuffle='no' must be True or False.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{name}={value!r} must be True or False.")
+
+
+def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -> str:
+    """`value` if it is one of the names in `allowed`.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        allowed: the names.
+        otherwise: what may be given instead of a name, for the message: "a function, or None".
+
+    Raises:
+        ValueError: otherwise.
+
+    >>> choice("engine", "vamp", ("auto", "vmap", "loop"))
+    Traceback (most recent call last):
+    ...
+    ValueError: engine='vamp' is not known; did you mean 'vmap'? Allowed: 'auto', 'vmap', 'loop'.
+    """
+    names = list(allowed)
+    if isinstance(value, str) and value in names:
+        return value
+    possible = ", ".join([*map(repr, names), *([otherwise] if otherwise else [])])
+    raise ValueError(f"{name}={value!r} is not known{did_you_mean(value, names)} Allowed: {possible}.")
+
+
+def keywords(whose: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Nothing, if all keywords given are known.
+
+    Raises:
+        TypeError: otherwise.
+
+    >>> keywords("fit()", ["max_step"], ["batch_size", "max_steps"])
+    Traceback (most recent call last):
+    ...
+    TypeError: fit() has no argument 'max_step'; did you mean 'max_steps'? It has: batch_size, max_steps.
+    """
+    names = list(known)
+    for key in given:
+        if key not in names:
+            has = ", ".join(names) or "none"
+            raise TypeError(f"{whose} has no argument {key!r}{did_you_mean(key, names)} It has: {has}.")
+
+
+def did_you_mean(value: Any, known: Iterable[str]) -> str:
+    """The end of a message's first sentence, with the known name that is most like `value`, if one is.
+
+    >>> did_you_mean("cosin", ["constant", "cosine"]), did_you_mean("x", ["cosine"])
+    ("; did you mean 'cosine'?", '.')
+    """
+    close = closest(value, known)
+    return "." if close is None else f"; did you mean {close!r}?"
+
+
+def closest(value: Any, known: Iterable[str]) -> str | None:
+    """The known name that is most like `value`, upper or lower case, if one is.
+
+    >>> closest("ADAMM", ["sgd", "adam"]), closest("x", ["sgd", "adam"])
+    ('adam', None)
+    """
+    lower = {str(name).lower(): str(name) for name in known}
+    close = difflib.get_close_matches(str(value).lower(), lower, 1, cutoff=0.5)
+    return lower[close[0]] if close else None
+
+
+def kind_of(value: Any) -> str:
+    """What a wrong argument is, for a message.
+
+    >>> kind_of(3), kind_of(int)
+    ('of type int', 'the class int')
+    """
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+
+
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, (bool, Tensor))
+
+
+def _about(what: str) -> str:
+    return f": {what}" if what else ""
