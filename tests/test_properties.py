@@ -447,7 +447,7 @@ def test_identical_shards_keep_nodes_identical(name: str, model: str) -> None:
 @pytest.mark.parametrize("engine", ["vmap", "loop, exact"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_for_each_node_is_that_nodes_number(name: str, engine: str) -> None:
-    """Equal ones are the number; unlike ones are not, and are the nodes' in their order: `test_distributed` has more."""
+    """Equal ones are the number; unlike ones are not. `test_distributed` has them in many processes."""
     start, batches = setup()
     exact = {"engine": "loop", "exact": True} if engine == "loop, exact" else {"engine": engine}
     equal = run(start, make_per_node(name, K, spread=0.0), batches, **exact)
@@ -748,6 +748,32 @@ def test_unused_and_frozen_parameters_come_back_from_the_trainer(name: str) -> N
         assert torch.equal(trainer.nodes.params[key], before.expand(K, *before.shape))
         assert averaged.get_parameter(key).requires_grad == before.requires_grad
     assert not torch.equal(averaged.get_parameter("used.bias"), model.get_parameter("used.bias"))
+
+
+class WithEmpty(nn.Module):
+    """A model, and parameters without elements."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        shapes = {"flat": (0,), "rows": (0, 3), "columns": (3, 0), "cube": (2, 0, 3)}
+        self.empty = nn.ParameterDict({name: torch.zeros(shape).double() for name, shape in shapes.items()})
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.model(batch) + sum(p.sum() for p in self.empty.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_without_elements_change_nothing(name: str) -> None:
+    start, batches = setup()
+    plain = run(start, make(name, max_norm=0.5), batches[: H + 1])
+    for settings in ({"engine": "vmap"}, {"engine": "loop"}, {"differentiable": True}):
+        ours = run(WithEmpty(start), make(name, max_norm=0.5), batches[: H + 1], **settings)
+        for key, p in plain.params.items():
+            # What is drawn for a tensor of this name differs with the name, and so does what is sent of it.
+            if name != "sparta-partitioned-late" and name != "fedavg-randomk" and "powersgd" not in name:
+                assert_close({key: ours.params[f"model.{key}"]}, {key: p}, 1e-12)
+            assert ours.params[f"model.{key}"].isfinite().all()
 
 
 # -------------------------------------------------------------------------------- constructor arguments

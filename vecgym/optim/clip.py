@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) 
     Pascanu et al., arXiv 1211.5063; as `torch.nn.utils.clip_grad_norm_` on each node.
     """
     check_max_norm(max_norm)
-    flat = [g.reshape(g.shape[0], -1) for g in grads.values()]
+    flat = [g.reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
     if not flat:
         return grads, torch.zeros(1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):

@@ -192,9 +192,9 @@ class TopKSparseCommunicator(CommunicationModule):
         new, kept = {}, {}
         for name, p in params.items():
             at, n = sent[name].long(), _size(p)
-            mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(-1, *p.shape[1:])
+            mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(len(at), *p.shape[1:])
             touched = torch.zeros(len(at), n, dtype=torch.bool, device=p.device).scatter_(1, at.flatten(1), True)
-            touched = touched.view(-1, *p.shape[1:])  # [1, *]
+            touched = touched.view(len(at), *p.shape[1:])  # [1, *]
             new[name] = torch.where(touched, mean, p)
             kept[name] = torch.where(touched, mean, last[name]).detach()
         return new, {"last": kept}
