@@ -22,7 +22,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, buckets, check_divides, in_buckets
 from vecgym.ledger import Ledger
 from vecgym.strategy import CommunicationModule, OptimSpec, Strategy
-from vecgym.verify import Check, Run, compare
+from vecgym.verify import Run, compare
 
 K = 4
 STEPS = 4  # one more than H in the table
@@ -65,9 +65,9 @@ def every_case(link: launch.Link, steps: int) -> dict[str, dict[str, Any]]:
             model = WithEmpty(model) if name.endswith(EMPTY) else model
             data = TensorDataset(*make_data("Dropout", 64, dtype=torch.float64))
             given = Run(make(), model, data, K, steps, num_examples=EXAMPLES)
-            for W, rows in zip(mine, compare(given, list(mine.values()), exact=exact)):
-                check = Check(f"{name} W={W} {'exact' if exact else 'native'}", 0.0 if exact else 1e-12, rows)
-                found[check.name] = {"passed": check.passed, "first": check.first_failure}
+            for W, check in zip(mine, compare(given, list(mine.values()), exact=exact)):
+                assert check.bound == (0.0 if exact else 1e-12)
+                found[f"{name} W={W} {check.name}"] = {"passed": check.passed, "first": check.finding}
     return found
 
 

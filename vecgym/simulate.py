@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -125,7 +125,14 @@ class Simulation:
         optimizer, strategy = self.strategy.init(params, self._context(0, inplace=False))
         return State(0, params, buffers, optimizer, strategy)
 
-    def step(self, state: State, batch: Any, *, differentiable: bool = False) -> tuple[State, Metrics]:
+    def step(
+        self,
+        state: State,
+        batch: Any,
+        *,
+        differentiable: bool = False,
+        observe: Callable[[Tree], None] | None = None,
+    ) -> tuple[State, Metrics]:
         """One optimizer step of every node.
 
         The ledger of `comm` stays as it is: what was sent is in `Metrics.transfers`.
@@ -133,16 +140,19 @@ class Simulation:
         Args:
             state: is given up, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
+            observe: is called with the parameters, `[1 or L, *]`, as the optimizer leaves them and before they are
+                exchanged. It must not change them.
         """
         ctx = self._context(state.step, inplace=not differentiable)
+        self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
-            state, metrics = self._step(state, batch, ctx)
+            state, metrics = self._step(state, batch, ctx, observe or (lambda params: None))
         return state, metrics._replace(transfers=tuple(transfers))
 
-    def _step(self, state: State, batch: Any, ctx: Context) -> tuple[State, Metrics]:
+    def _step(self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None]) -> tuple[State, Metrics]:
         active = self.strategy.active_nodes(ctx)
         if active is not None:
-            return self._partial_step(state, batch, active, ctx)
+            return self._partial_step(state, batch, active, ctx, observe)
 
         # 1. Gradients: each node by itself.
         local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
@@ -150,6 +160,7 @@ class Simulation:
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
         # 3. The inner optimizer: each node by itself.
         params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
+        observe(params)
         # 4. What is exchanged of the parameters.
         shared, exchanged = self.strategy.exchange_parameters(params, exchanged, ctx)
 
@@ -162,7 +173,9 @@ class Simulation:
             local.losses, self.strategy.lr(ctx), None, self.strategy.outer_learning_rate(ctx)
         )
 
-    def _partial_step(self, state: State, batch: Any, active: list[int], ctx: Context) -> tuple[State, Metrics]:
+    def _partial_step(
+        self, state: State, batch: Any, active: list[int], ctx: Context, observe: Callable[[Tree], None]
+    ) -> tuple[State, Metrics]:
         """The same step when only some nodes train: phases 1 and 3 on their rows, the others keep their state."""
         chosen = set(active)
         rows = torch.tensor([i for i, node in enumerate(self._node_ids) if node in chosen], dtype=torch.long)
@@ -172,6 +185,7 @@ class Simulation:
             params, buffers, optimizer, losses = self._train_rows(state, batch, rows, losses, ctx)
         # Per node in every process, also where none has trained: they meet in the exchange.
         params = tree.map(lambda p: _widened(p, self.num_local), params)
+        observe(params)
         shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
         if ctx.inplace:
             exchanged = _unshared(exchanged, state.strategy, (params,))

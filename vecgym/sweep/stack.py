@@ -37,6 +37,7 @@ class StackMetrics(NamedTuple):
     lrs: list[float]
     active: list[list[int] | None]  # the nodes that trained; None: all
     sent_bytes: list[float]  # per node, of each configuration
+    distances: list[float] | None  # of the nodes of each configuration to their average, before the exchange
 
 
 class StackEvaluation(NamedTuple):
@@ -140,11 +141,12 @@ class Stack:
 
     # ------------------------------------------------------------------------------------------- a step
 
-    def step(self, batch: Any) -> StackMetrics:
+    def step(self, batch: Any, measure_distance: bool = False) -> StackMetrics:
         """One optimizer step of every node.
 
         Args:
             batch: leaves `[C * K, B, ...]`, the configurations one after the other.
+            measure_distance: how far the nodes are apart before they exchange their parameters.
         """
         contexts = [self._context(member) for member in self.members]
         active = [m.strategy.active_nodes(ctx) for m, ctx in zip(self.members, contexts)]
@@ -152,6 +154,7 @@ class Stack:
         with ExitStack() as recordings:
             transfers = [recordings.enter_context(each.comm.ledger.recording()) for each in self.exchanges]
             losses, lrs = take(batch, contexts, active)
+            distances = self.consensus_distance() if measure_distance else None
             self._exchange_parameters(contexts)
         self.done += 1
         sent_bytes = [
@@ -159,7 +162,7 @@ class Stack:
             for own, exchange in zip(transfers, self.exchanges)
             for _ in range(exchange.size)
         ]
-        return StackMetrics(losses.view(self.num_configs, self.num_nodes), lrs, active, sent_bytes)
+        return StackMetrics(losses.view(self.num_configs, self.num_nodes), lrs, active, sent_bytes, distances)
 
     def _full_step(
         self, batch: Any, contexts: list[Context], active: list[list[int] | None]
