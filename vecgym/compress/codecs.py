@@ -188,7 +188,7 @@ class RandomK(Codec):
 
     def __init__(self, fraction: float = DEFAULT_FRACTION, unbiased: bool = False) -> None:
         self.fraction = check_fraction("fraction", fraction)
-        self.unbiased = unbiased
+        self.unbiased = check.flag("unbiased", unbiased)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), _size(x))
@@ -228,7 +228,7 @@ class Quantise(Codec):
 
     def __init__(self, bits: int = 8, stochastic: bool = False) -> None:
         self.bits = check_bits("bits", bits)
-        self.stochastic = stochastic
+        self.stochastic = check.flag("stochastic", stochastic)
 
     @property
     def limit(self) -> int:

@@ -257,6 +257,8 @@ class Strategy:
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         self.inner_optim.check_steps(num_nodes, max_steps, "inner optimizer")
+        if self.max_norm is not None:
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 
