@@ -243,7 +243,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         server_betas: tuple[float | Tensor, float | Tensor] | None = None,
         server_tau: float | Tensor | None = None,
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
