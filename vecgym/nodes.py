@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,3 +184,23 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
         return values.index_copy_(0, index, source)
     wide = values.expand(num_nodes, *values.shape[1:])
     return wide.clone().index_copy_(0, index, source) if inplace else wide.index_copy(0, index, source)
+
+
+def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
+    """The modules' states, cloned where they keep memory that is overwritten later: of parameters and gradients.
+
+    The states `before` have been through here: a module that gave its own back is not asked again.
+
+    >>> params = {"w": torch.ones(2)}
+    >>> unshared({"0": {"kept": params["w"][:1]}}, {}, [params])["0"]["kept"].data_ptr() == params["w"].data_ptr()
+    False
+    """
+    changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
+    if not changed:
+        return exchanged
+    memory = {x.untyped_storage().data_ptr() for values in overwritten for x in values.values() if x.numel()}
+
+    def unshare(x: Tensor) -> Tensor:
+        return x.clone() if x.untyped_storage().data_ptr() in memory else x
+
+    return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}

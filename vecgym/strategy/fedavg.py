@@ -176,10 +176,11 @@ class ProximalTerm(CommunicationModule):
     """
 
     def __init__(self, mu: float | Tensor, H: int = 1) -> None:
-        if not isinstance(mu, Tensor) and not mu >= 0:
-            raise ValueError(f"proximal_mu={mu!r} must be >= 0; 0 is no proximal term.")
-        self.mu = mu
+        self.mu = check.per_node("proximal_mu", mu, "[0, inf)", "0 is no proximal term")
         self.H = check_interval("H", H)
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        check.per_node("proximal_mu", self.mu, "[0, inf)", num_nodes=num_nodes)
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"start": params}
@@ -242,14 +243,14 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         server_betas: tuple[float | Tensor, float | Tensor] | None = None,
         server_tau: float | Tensor | None = None,
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
         modules: list[CommunicationModule]
         given = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
-        has_mu = isinstance(proximal_mu, Tensor) or proximal_mu != 0
+        has_mu = not isinstance(proximal_mu, (int, float)) or proximal_mu != 0
         if sync_weight is not None and (server_optim is not None or has_mu):
             other = "proximal_mu" if has_mu else "server_optim"
             raise ValueError(f"{other} works in rounds of H steps, and sync_weight has none: give H, or no {other}.")
