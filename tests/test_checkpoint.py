@@ -24,7 +24,15 @@ from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
 from vecgym import (
-    CSVLogger, DivergenceError, Logger, OptimSpec, TensorBoardLogger, Trainer, VecgymWarning, launch, saved,
+    CSVLogger,
+    DivergenceError,
+    Logger,
+    OptimSpec,
+    TensorBoardLogger,
+    Trainer,
+    VecgymWarning,
+    launch,
+    saved,
 )  # fmt: skip
 from vecgym.checkpoint import checkpoints_in
 from vecgym.errors import ProcessError
