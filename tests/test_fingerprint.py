@@ -1,4 +1,4 @@
-"""What is noted of a run: the same for the same script, wherever it is and however laid out; another for another one."""
+"""What is noted of a run: the same for the same script, wherever it is; something else for another one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def changed(old: str, new: str) -> str:
     "source",
     [
         "# moved down\n\n\n" + SCRIPT,
-        changed("        return helper(x)", '        """Says what it does."""\n        # and how\n        return helper(x)'),
+        changed("        return helper", '        """Says what it does."""\n        # and how\n        return helper'),
         changed("total", "outcome"),
         changed("        self.names =", "        self.ignored = None\n        del self.ignored\n        self.names ="),
         changed('{"b", "a", "c"}', '{"a", "c", "b"}'),

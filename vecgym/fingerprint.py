@@ -1,7 +1,8 @@
 """What an object holds and what it computes, as plain values: to compare two runs, and to say what differs.
 
 - A function is its code (instructions, constants, arguments, the names that it uses; no comments, no line numbers, no
-  names of its variables), its defaults, what it closes over, and the globals that it reads, with the functions that it calls.
+  names of its variables), its defaults, what it closes over, and the globals that it reads: also the functions that
+  it calls.
 - An object is its class and what it holds, a class its own methods. Those that come from an installed package are
   known by their names, those of a script or a module of the user's by their code.
 - A tensor or array is a checksum of what is in it; of more than `MAX_BYTES`, of parts of that size in all.

@@ -107,6 +107,9 @@ def sweep(
     launch.check_alone("the sweep")
     axes = checked_axes(grid, samples)
     check_axes(axes, strategy, model)
+    for name, data in (("train_dataset", train_dataset), ("val_dataset", val_dataset)):
+        if isinstance(data, (nn.Module, Strategy)):
+            raise TypeError(f"{name} is {check.kind_of(data)}; the order is sweep(model, train_dataset, val_dataset).")
     check_settings(engine, chunk_size, node_threads)
     checked({"val_size": val_size, "val_interval": val_interval, "progress": progress})
     for name, value in (("samples", samples), ("chunk_configs", chunk_configs), ("max_memory_bytes", max_memory_bytes)):
