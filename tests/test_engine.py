@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -87,6 +88,23 @@ def test_threads_agree(model: str, engine: str, strategy: str) -> None:
         found = run(model, strategy, engine=engine, **settings)
         assert_equal_runs(found, expected)
         assert found.history.settings["node_threads"] == settings["node_threads"]
+
+
+def test_a_node_thread_uses_one_thread_in_its_operations() -> None:
+    """Else each of N node threads would compute with N threads, and their waiting would take the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = local.Engine(make_model("MLP"), engine="loop", node_threads=2)
+        engine.prepare(Batches(dataset("MLP"), 4, 3).batch(0))
+        assert engine._pool is not None
+        both = threading.Barrier(2)  # so that each thread answers once
+        answers = list(engine._pool.map(lambda _: (both.wait(20), torch.get_num_threads())[1], range(2)))
+        engine.close()
+        assert answers == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_more_threads_than_nodes() -> None:
