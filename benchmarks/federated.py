@@ -1,8 +1,8 @@
 """Federated learning on handwritten digits: many nodes, each with its own kind of data, and few there at a time.
 
 The data (MNIST where torchvision has it on disk, else scikit-learn's digits) is divided as --partition says. In a round
-of 10 local steps all nodes take part, or some of them (--participation), which average among themselves, in random
-islands, or through a server from which all nodes begin the next round. 60 rounds.
+of 10 local steps all nodes take part, or some of them (--participation), which average at a server from which all begin
+the next round (FedAvg), among themselves, or in random islands. 60 rounds.
 
 python benchmarks/federated.py --num-clients 100 --island-size 10 [--partition shards]
 """
@@ -50,11 +50,11 @@ def main() -> None:
     compared = {
         "all average": fedavg(),
         "islands": fedavg(island_size=args.island_size),
-        "some average": fedavg(**some),
-        "some, islands": fedavg(island_size=args.island_size, **some),
-        "some, server": fedavg(server_optim="avg", **some),
+        "some, server": fedavg(**some),
         "some, server with momentum": fedavg(server_optim="avgm", server_lr=0.3, **some),
-        "some, server, FedProx": fedavg(server_optim="avg", proximal_mu=0.1, **some),
+        "some, server, FedProx": fedavg(proximal_mu=0.1, **some),
+        "some, among themselves": fedavg(resting="keep", **some),
+        "some, islands": fedavg(island_size=args.island_size, **some),
     }
     model = seeded(args.seed, lambda: mlp(images, 64))
     data = partition.datasets(images.train), images.test

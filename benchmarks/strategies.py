@@ -92,7 +92,8 @@ class Timed:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         start = time.perf_counter()
         for batch in batches:
-            self.state, _ = self.simulation.step(self.state, batch)
+            self.state, metrics = self.simulation.step(self.state, batch)
+            self.comm.ledger.add(self.state.step - 1, metrics.transfers)
         whole = time.perf_counter() - start
         found = {**self.seconds, "exchange": whole - sum(self.seconds.values()), "step": whole}
         return {what: seconds / len(batches) for what, seconds in found.items()}

@@ -55,10 +55,12 @@ class Recording(StackedCollectives):
         super().__init__(num_nodes, num_configs)
         self.drawn: list[Groups] = []
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         if groups is not None:
             self.drawn.append(groups)
-        return super().mean(x, groups, weights)
+        return super().mean(x, groups, weights, inplace=inplace)
 
 
 @dataclass
@@ -87,6 +89,7 @@ def simulation(
     seed: int = 42,
     minibatch_size: int | None = None,
     num_examples: tuple[int, ...] | None = None,
+    exact: bool = False,
 ) -> Simulation:
     """A simulation, ready to step, of as many nodes as `batches[step]`, `[K, B, ...]`, has."""
     local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads)
@@ -100,6 +103,7 @@ def simulation(
         seed=seed,
         minibatch_size=minibatch_size,
         num_examples=num_examples,
+        exact=exact,
     )
 
 
@@ -128,6 +132,7 @@ def advance(sim: Simulation, state: State, batches: Sequence[Any], *, differenti
     for batch in batches:
         drawn.clear()
         state, metrics = sim.step(state, batch, differentiable=differentiable)
+        sim.comm.ledger.add(state.step - 1, metrics.transfers)
         losses.append(metrics.losses)
         active.append(None if metrics.active is None else tuple(metrics.active))
         groups.append(tuple(tuple(island) for island in drawn[-1]) if drawn else None)

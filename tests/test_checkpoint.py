@@ -24,16 +24,29 @@ from tests.fitting import dataset, fit, same, same_run
 from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
-from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning, launch, saved, tree
+from vecgym import (
+    CSVLogger,
+    DivergenceError,
+    Logger,
+    OptimSpec,
+    TensorBoardLogger,
+    Trainer,
+    VecgymWarning,
+    launch,
+    saved,
+    tree,
+)
 from vecgym.checkpoint import FORM, checkpoints_in
 from vecgym.errors import ProcessError
 from vecgym.files import PARTIAL, write_atomically
+from vecgym.fingerprint import described
 from vecgym.metrics import MEASURED
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipStrategy,
     Strategy,
     all_reduce,
 )
@@ -663,6 +676,68 @@ def test_another_run_is_refused_saying_what_differs(given: dict[str, Any], messa
     assert at(tmp_path, 4).name in str(caught.value)
 
 
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 10)
+
+    def forward(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class Bent(Line):
+    def forward(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]).sin(), batch[1])
+
+
+def mixing(shift: float) -> Any:
+    def matrix(step: int) -> torch.Tensor:
+        return torch.eye(K).roll(int(shift), 0).double()
+
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ({"model": Line}, {"model": Bent}, "model: saved Line, given Bent"),
+        (
+            {"groups": lambda name, p: {"lr": 0.1} if p.dim() > 1 else {}},
+            {"groups": lambda name, p: {"lr": 0.2} if p.dim() > 1 else {}},
+            r"strategy\.inner_optim\.param_groups\(\): other code",
+        ),
+        ({"topology": mixing(1)}, {"topology": mixing(2)}, r"topology\.shift: saved 1, given 2"),
+        (
+            {"dataloader_kwargs": {"collate_fn": torch.utils.data.default_collate}},
+            {"dataloader_kwargs": {"collate_fn": lambda rows: torch.utils.data.default_collate(rows)}},
+            "collate_fn: saved default_collate, given function",
+        ),
+    ],
+)
+def test_functions_that_compute_something_else_are_another_run(
+    one: dict[str, Any], other: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    def call(model: Any = Line, groups: Any = None, topology: Any = "ring", **settings: Any) -> Trainer:
+        strategy = GossipStrategy(topology, inner_optim=OptimSpec("adamw", lr=0.01, param_groups=groups))
+        data = dataset("MLP")
+        return fit(model(), strategy, data=data, num_nodes=K, max_steps=2, save_dir=tmp_path, **settings)[0]
+
+    call(**one)
+    call(**one, resume=True)
+    with pytest.raises(ValueError, match=message):
+        call(**other, resume=True)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=3)
+    held = saved.read(at(tmp_path, 3))
+    before = {name: x for name, x in held["identity"].items() if name not in ("description", "python")}
+    saved.write(at(tmp_path, 3), {**held, "identity": before})
+    with pytest.raises(ValueError, match="was written by another version of vecgym"):
+        train(tmp_path, max_steps=3, resume=True)
+    assert vecgym.load(at(tmp_path, 3)).step == 3
+
+
 def test_more_steps_are_refused_where_the_learning_rates_depend_on_them(tmp_path: Path) -> None:
     for schedule, allowed in (({"warmup_steps": 3}, True), ({"lr_scheduler": "cosine"}, False)):
         folder = tmp_path / str(allowed)
@@ -702,12 +777,10 @@ def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
     """What is compared are settings; nothing that a run leaves in a strategy's objects."""
-    from vecgym.identity import described
-
     strategy = make(name)
-    before = list(described(strategy, "strategy"))
+    before = described(strategy, "strategy")
     train(strategy=strategy, max_steps=STEPS, val_interval=None)
-    assert list(described(strategy, "strategy")) == before == list(described(make(name), "strategy"))
+    assert described(strategy, "strategy") == before == described(make(name), "strategy")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import check_groups
-from vecgym.ledger import Entry
-from vecgym.topology import Mixing
+from vecgym.ledger import Ledger, Transfer
+from vecgym.topology import Links, Mixing, Server
 
 K = 5
 SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (2, 1, 3)]  # of one node: [L] to 4-D tensors
@@ -99,6 +99,16 @@ OPERATIONS |= {
         lambda comm, x: comm.server_mean(x, [4, 1], SHARES),
         lambda x: [(x[1] * SHARES[1] + x[4] * SHARES[4]) / (SHARES[1] + SHARES[4])] * K,
     ),
+    "server_sum": (lambda comm, x: comm.server_sum(x, range(K)), naive_sum),
+    "server_sum of some": (
+        lambda comm, x: comm.server_sum(x, [4, 1], SHARES),
+        lambda x: [x[1] * SHARES[1] + x[4] * SHARES[4]] * K,
+    ),
+    "server_gather": (lambda comm, x: comm.server_gather(x), lambda x: [torch.stack(x)] * K),
+    "server_gather of some": (
+        lambda comm, x: comm.server_gather(x, [4, 1]),
+        lambda x: [torch.stack([x[4], x[1]])] * K,
+    ),
 }
 for _name, _groups in GROUPS.items():
     OPERATIONS[f"mean {_name}"] = (
@@ -111,7 +121,7 @@ for _name, _groups in GROUPS.items():
     )
 SAME_EVERYWHERE = (  # [L, *] -> [1, *]
     "mean", "sum", "all_gather", "broadcast", "mean weighted", "server_mean", "server_mean of some",
-    "server_mean weighted",
+    "server_mean weighted", "server_sum", "server_sum of some", "server_gather", "server_gather of some",
 )  # fmt: skip
 
 
@@ -244,7 +254,7 @@ def test_derivatives_by_the_mixing_matrix(shape: tuple[int, ...]) -> None:
 
 PAYLOAD = 4 * (6 + 2) + 8  # {"w": float32 [2, 3], "b": float32 [2], "scale": float64 []} of one node
 
-# operation -> bytes that a node sends, averaged over the nodes, in payloads; and who takes part
+# operation -> bytes that a node sends, averaged over the nodes, in payloads; and how many take part
 BYTES: dict[str, tuple[float, int]] = {
     "mean": (2 * 4 / 5, 5),
     "sum": (2 * 4 / 5, 5),
@@ -257,6 +267,10 @@ BYTES: dict[str, tuple[float, int]] = {
     "server_mean": (1, 5),  # up to the server
     "server_mean of some": (2 / 5, 2),
     "server_mean weighted": (2 / 5, 2),
+    "server_sum": (1, 5),
+    "server_sum of some": (2 / 5, 2),
+    "server_gather": (1, 5),
+    "server_gather of some": (2 / 5, 2),
     # a ring of n: each of its members sends 2 (n - 1) / n
     "mean uneven": ((2 * (2 * 1 / 2) + 3 * (2 * 2 / 3)) / 5, 5),
     "mean some in none": (2 * (2 * 1 / 2) / 5, 2),
@@ -268,6 +282,25 @@ BYTES: dict[str, tuple[float, int]] = {
     "sum singletons": (3 * (2 * 2 / 3) / 5, 3),
     "sum everyone": (2 * 4 / 5, 5),
     "sum nobody": (0, 0),
+}
+# What a node receives, where that is not what it sends.
+RECEIVED = {"all_gather": 4, "server_gather": 0, "server_gather of some": 0}
+EVERYONE = tuple(range(K))
+WHO: dict[str, Any] = {
+    "permute": Links.of(torch.tensor([2, 0, 1]), torch.tensor([0, 1, 2])),
+    "mix": Links.of(
+        *[torch.tensor([(j, i) for i in range(K) for j in range(K) if i != j and j != 2]).T[k] for k in (0, 1)]
+    ),
+    "broadcast": ((3, 0, 1, 2, 4),),
+    "server_mean": Server(EVERYONE, EVERYONE),
+    "server_mean of some": Server((4, 1), (4, 1)),
+    "server_mean weighted": Server((4, 1), (4, 1)),
+    "server_sum": Server(EVERYONE, EVERYONE),
+    "server_sum of some": Server((4, 1), (4, 1)),
+    "server_gather": Server(EVERYONE, ()),
+    "server_gather of some": Server((4, 1), ()),
+    "mean weighted uneven": ((3, 0), (1, 4, 2)),
+    **{f"{operation} {name}": tuple(map(tuple, g)) for operation in ("mean", "sum") for name, g in GROUPS.items()},
 }
 
 
@@ -281,9 +314,59 @@ def test_bytes_equal_the_closed_form(operation: str) -> None:
         tree = {"w": factor * draw(rows, 2, 3).float(), "b": draw(rows, 2).float(), "scale": draw(rows)}
         OPERATIONS[operation][0](comm, tree)
         (entry,) = comm.ledger
-        assert entry == Entry(7, operation.split()[0], PAYLOAD, entry.sent_bytes, participants)
+        transfer = Transfer(operation.split()[0], PAYLOAD, K, WHO.get(operation), 0, ("w", "b", "scale"))
+        assert entry[:3] == (7, operation.split()[0], PAYLOAD)
+        assert (entry.participants, entry.transfer) == (participants, transfer)
         assert entry.sent_bytes == pytest.approx(sent * PAYLOAD)
+        assert entry.received_bytes == pytest.approx(RECEIVED.get(operation, sent) * PAYLOAD)
+        assert comm.ledger.total_received_bytes == entry.received_bytes
         assert comm.ledger.step_bytes == comm.ledger.total_bytes == entry.sent_bytes
+
+
+def test_a_servers_value_reaches_the_nodes_that_it_is_sent_to() -> None:
+    comm = StackedCollectives(K)
+    assert torch.equal(comm.server_send(draw(1, 4), to=[0, 2]), draw(1, 4))
+    assert (comm.ledger.total_bytes, comm.ledger.total_received_bytes) == (0, pytest.approx(2 * 32 / K))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_saved_ledger_is_the_same(operation: str) -> None:
+    comm, other = StackedCollectives(K), Ledger()
+    with comm.ledger.lagging(2), comm.ledger.weighted(0.5):
+        OPERATIONS[operation][0](comm, {"w": draw(K, 2)})
+    other.load(comm.ledger.state())
+    assert list(other) == list(comm.ledger)
+    assert [(entry.transfer.lag, entry.transfer.weight) for entry in other] == [(2, 0.5)]
+    assert other.total_received_bytes == comm.ledger.total_received_bytes
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, K])
+@pytest.mark.parametrize("stored_once", [True, False])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_result_has_storage_of_its_own(operation: str, stored_once: bool, num_nodes: int) -> None:
+    """The optimizer overwrites the parameters in place: a mean that a module keeps must not change with them."""
+    if num_nodes < K and operation not in ("mean", "sum", "all_gather", "server_gather"):
+        call = {
+            "broadcast": lambda comm, x: comm.broadcast(x, 0),
+            "permute": lambda comm, x: comm.permute(x, range(num_nodes)),
+            "mix": lambda comm, x: comm.mix(x, torch.eye(num_nodes)),
+            "server_mean": lambda comm, x: comm.server_mean(x, range(num_nodes)),
+            "server_sum": lambda comm, x: comm.server_sum(x, range(num_nodes)),
+            "mean nobody": lambda comm, x: comm.mean(x, groups=[]),
+            "sum nobody": lambda comm, x: comm.sum(x, groups=[]),
+            "mean weighted": lambda comm, x: comm.mean(x, weights=SHARES[:num_nodes]),
+        }.get(operation)
+        if call is None:
+            return  # names nodes that are not there
+    else:
+        call = OPERATIONS[operation][0]
+    x = draw(1 if stored_once else num_nodes, 3)
+    for given in (x.clone(), {"w": x.clone()}, {"w": torch.cat([x, x])[: len(x)]}):  # the last one is a view itself
+        result = call(StackedCollectives(num_nodes), given)
+        kept, result = (given, result) if isinstance(given, Tensor) else (given["w"], result["w"])
+        before = result.clone()
+        kept.fill_(7.0)
+        assert torch.equal(result, before)
 
 
 def test_the_ledger_counts_every_call() -> None:

@@ -920,7 +920,7 @@ def test_the_reference_is_not_the_parameters() -> None:
 def test_parameters_can_be_sent_as_they_are() -> None:
     """Where that is asked for: in islands too, and by some of the nodes."""
     start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
-    for settings in ({}, {"island_size": 2}, {"participation": 0.6}):
+    for settings in ({}, {"island_size": 2}, {"participation": 0.6, "resting": "keep"}):
         module = AveragingCommunicator(H=4, **settings)
         plain = run(start, CommunicateOptimizeStrategy([module], "sgd", lr=0.1), data)
         for codec in (TopK(1.0), Quantise(8)):

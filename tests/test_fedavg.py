@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import stack
-from tests.models import make_batches, make_model
+from tests.helpers import run, stack
+from tests.models import Quadratic, make_batches, make_model
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
 from vecgym.local import Engine
@@ -35,7 +35,8 @@ def simulate(
     simulation.engine.prepare(stack(batches[0]))
     state = simulation.init()
     for batch in batches:
-        state, _ = simulation.step(state, stack(batch))
+        state, metrics = simulation.step(state, stack(batch))
+        simulation.comm.ledger.add(state.step - 1, metrics.transfers)
     return state, comm
 
 
@@ -130,6 +131,45 @@ def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: st
     assert comm.ledger.total_bytes == pytest.approx(payload * 2 / 5 * (STEPS // H), rel=1e-12)
 
 
+def test_nodes_that_rest_hold_the_servers_parameters() -> None:
+    """After an exchange all nodes do; within a round those that sit out still do, and FedProx pulls towards them."""
+
+    def drawn(step: int) -> list[int]:
+        return participants(0.4, H, Context(StackedCollectives(5), step, STEPS, seed=42))
+
+    plain = SERVERS["avg"][0]
+    for mu in (0.0, 0.3):
+        state, comm = simulate(FedAvgStrategy(SGD, H=H, participation=0.4, proximal_mu=mu), 5)
+        compare(state, server_twin(5, plain, drawn, [1.0] * 5, mu=mu))
+        payload = sum(x[0].numel() for x in state.params.values()) * 8
+        assert comm.ledger.total_bytes == pytest.approx(payload * 2 / 5 * (STEPS // H), rel=1e-12)
+    model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", H + 1, 5, dtype=torch.float64)
+    simulation = Simulation(model, FedAvgStrategy(SGD, H=H, participation=0.4), StackedCollectives(5), max_steps=STEPS)
+    simulation.engine.prepare(stack(batches[0]))
+    state, seen = simulation.init(), []
+    for batch in batches:
+        state, _ = simulation.step(state, stack(batch))
+        seen.append({name: x.expand(5, *x.shape[1:]).clone() for name, x in state.params.items()})
+    for name, theta in seen[H - 1].items():
+        assert torch.equal(theta, theta[:1].expand_as(theta))
+        moved = [i for i in range(5) if not torch.equal(seen[H][name][i], theta[0])]
+        assert moved == drawn(H)
+
+
+def test_a_servers_model_learns_where_stale_ones_do_not() -> None:
+    """On f_i = 1/2 (x - c_i)^2 with mean(c) = 10, from 0, two nodes of 20 at a time."""
+    centers = torch.linspace(-1.0, 1.0, 20, dtype=torch.float64)[:, None] + 10.0
+    batches = [centers[:, None]] * 60
+    far = {}
+    for resting in ("server", "keep"):
+        torch.manual_seed(0)
+        model = Quadratic(1, 1.0).double()
+        strategy = FedAvgStrategy("sgd", H=2, participation=0.1, lr=0.1, resting=resting)
+        state = run(model, strategy, batches).params["x"]
+        far[resting] = float((state.mean() - 10.0).abs())
+    assert far["server"] < 0.5 < 4.0 < far["keep"]
+
+
 @pytest.mark.parametrize("num_nodes", [1, 3])
 def test_fedprox_adds_the_gradient_of_the_proximal_term(num_nodes: int) -> None:
     state, _ = simulate(FedAvgStrategy(SGD, H=H, proximal_mu=0.3), num_nodes)
@@ -183,6 +223,10 @@ def test_server_avg_is_fedavg() -> None:
         ({"proximal_mu": -0.1}, "must be >= 0"),
         ({"weighting": "size"}, "Allowed: 'equal', 'examples'"),
         ({"participation": 0.0}, r"must be a number in \(0, 1\]"),
+        ({"participation": 0.5, "resting": "stay"}, 'allowed: "server", "keep"'),
+        ({"participation": 0.5, "resting": "server", "island_size": 2}, "leave out island_size and sync_weight"),
+        ({"participation": 0.5, "resting": "server", "sync_weight": [1.0]}, "leave out island_size and sync_weight"),
+        ({"participation": 0.5, "resting": "keep", "server_optim": "adam"}, "all nodes begin a round"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:

@@ -725,6 +725,14 @@ def test_lists_and_functions_of_lists_are_matrices() -> None:
         assert_close(trained(GossipStrategy(given, inner_optim=MOMENTUM), 2).params, expected, 1e-13)
 
 
+def test_numbers_that_float32_rounds_stay_what_they_are() -> None:
+    thirds = [[1 / 3] * 3] * 3
+    expected = trained(GossipStrategy("complete", inner_optim=MOMENTUM), 3).params
+    forms: list[Any] = [thirds, lambda step: thirds]
+    for given in forms:
+        assert_close(trained(GossipStrategy(given, inner_optim=MOMENTUM), 3).params, expected, 1e-13)
+
+
 def test_the_state_is_empty() -> None:
     start = make_model("MLP")
     assert Simulation(start, GossipStrategy(), StackedCollectives(4)).init().strategy == {"0": {}}

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
+import vecgym
 from tests.fitting import STRATEGIES, Rows, dataset, fit, same, same_run
 from tests.models import make_data, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning, launch
@@ -360,6 +361,45 @@ def test_the_processes_end_with_the_one_that_started_them(
 
 
 # ----------------------------------------------------------------------------------------------------------- torchrun
+
+
+@pytest.mark.parametrize("backend", ["stacked", "processes"])
+def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else every process of torchrun would train the whole run, and write to the same files."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    settings = {"backend": backend, "num_processes": 2 if backend == "processes" else None}
+    with pytest.raises(
+        ValueError, match=r'process 1 of 2.*backend="distributed", or start the script without torchrun'
+    ):
+        fit("MLP", "FedAvg", num_nodes=4, **settings, logger=CSVLogger(tmp_path / "log"))
+    with pytest.raises(ValueError, match="process 1 of 2"):
+        vecgym.sweep(
+            make_model("MLP"), dataset("MLP"), strategy=STRATEGIES["FedAvg"](), grid={"seed": [0]}, num_nodes=2
+        )
+    with pytest.raises(ValueError, match="process 1 of 2"):
+        launch.run(refuse, 2)
+    assert not (tmp_path / "log").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
+
+
+def in_a_group(link: launch.Link) -> str:
+    """What `fit` says in a group that no environment variable tells of; and where vecgym has started it."""
+    assert len(fit("MLP", "FedAvg", num_nodes=2, max_steps=2)[0].nodes) == 2
+    launch._link = None
+    try:
+        fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_in_a_process_group_only_distributed_trains() -> None:
+    [first, second] = launch.run(in_a_group, 2)
+    assert "this is process 0 of 2" in first
+    assert "this is process 1 of 2" in second
+
 
 UNDER_TORCHRUN = """
 import sys, torch, torch.distributed as dist

@@ -516,9 +516,9 @@ def test_rates_are_of_the_step() -> None:
     trainer, _ = fit("MLP", "AllReduce", max_steps=3, val=dataset("MLP", 8))
     for row in trainer.history.rows[1:]:
         seconds = 1 / row["steps_per_s"]
-        assert row["bytes_per_s"] == pytest.approx(row["bytes"] / seconds)
+        assert row["bytes_per_s"] == pytest.approx(row["bytes_step"] / seconds)
         assert row["examples_per_s"] == pytest.approx(3 * 4 / seconds)
-        assert row["bytes"] > 0
+        assert row["bytes_step"] > 0
     memory = trainer.history.series("memory_bytes")
     assert memory[0] == trainer.history.series("val_loss")[0]  # with the evaluations, no oftener
     assert min(memory[1]) > 2**20

@@ -73,6 +73,7 @@ def run(strategy: Strategy, num_nodes: int, name: str = "MLP") -> tuple[dict[str
     state, rates = simulation.init(), []
     for batch in batches:
         state, metrics = simulation.step(state, stack(batch))
+        comm.ledger.add(state.step - 1, metrics.transfers)
         rates.append(float(metrics.lr))
     return {n: p.expand(num_nodes, *p.shape[1:]) for n, p in state.params.items()}, comm, rates
 

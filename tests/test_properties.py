@@ -214,7 +214,17 @@ STRATEGIES: dict[str, Row] = {
     "fedavg": Row(lambda **kw: FedAvgStrategy(H=H, **kw), ROUNDS * ring(K)),
     "fedavg-islands": Row(lambda **kw: FedAvgStrategy(H=H, island_size=2, **kw), ROUNDS * ring(2, 2, 1)),
     "fedavg-participation": Row(
-        lambda **kw: FedAvgStrategy(H=H, participation=0.6, **kw), ROUNDS * ring(3), averages=False
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, **kw), ROUNDS * 3 / K, averages=False, server=True
+    ),
+    "fedavg-participation-kept": Row(
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, resting="keep", **kw), ROUNDS * ring(3), averages=False
+    ),
+    "fedprox-participation": Row(
+        lambda **kw: FedAvgStrategy(H=H, participation=0.6, proximal_mu=0.5, **kw),
+        ROUNDS * 3 / K,
+        averages=False,
+        proximal_mu=0.5,
+        server=True,
     ),
     "fedavg-participants-in-islands": Row(
         lambda **kw: FedAvgStrategy(H=H, participation=0.8, island_size=2, **kw), ROUNDS * ring(2, 2), averages=False
@@ -320,6 +330,25 @@ def make(name: str, **settings: Any) -> Strategy:
     return STRATEGIES[name].make(**{"inner_optim": MOMENTUM, **settings})
 
 
+def make_per_node(name: str, num_nodes: int, spread: float = 0.5) -> Strategy:
+    """The same strategy with a value of its own for each node, wherever a number may be `[K]`."""
+
+    def each(value: float) -> Tensor:
+        return value * torch.linspace(1 - spread, 1 + spread, num_nodes, dtype=torch.float64)
+
+    sgd = OptimSpec(SGD, lr=each(0.1), momentum=each(0.6), weight_decay=each(0.1))
+    inner: dict[str, Any] = {"inner_optim": sgd, "max_norm": each(0.5), "warmup_steps": 2}
+    if name == "demo":
+        return DeMoStrategy(**DEMO, lr=each(0.01), weight_decay=each(0.1), max_norm=each(0.5), warmup_steps=2)
+    if name.startswith("fedprox"):
+        participation = 0.6 if name == "fedprox-participation" else 1.0
+        return FedAvgStrategy(H=H, proximal_mu=each(0.5), participation=participation, **inner)
+    if name == "diloco":
+        outer = OptimSpec(SGD, lr=each(0.5), momentum=each(0.6), nesterov=True)
+        return DiLoCoStrategy(H=H, outer_optim=outer, **inner)
+    return STRATEGIES[name].make(**inner)
+
+
 def setup(model: str = "MLP", num_nodes: int = K, steps: int = STEPS, seed: int = 0) -> tuple[nn.Module, list[Any]]:
     return make_model(model, dtype=torch.float64), stacked(
         make_batches(model, steps, num_nodes, seed=seed, dtype=torch.float64)
@@ -415,6 +444,19 @@ def test_identical_shards_keep_nodes_identical(name: str, model: str) -> None:
     assert_close(result.buffers, alone.buffers, 1e-12, "buffers")
 
 
+@pytest.mark.parametrize("engine", ["vmap", "loop, exact"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_for_each_node_is_that_nodes_number(name: str, engine: str) -> None:
+    """Equal ones are the number; unlike ones are not, and are the nodes' in their order: `test_distributed` has more."""
+    start, batches = setup()
+    exact = {"engine": "loop", "exact": True} if engine == "loop, exact" else {"engine": engine}
+    equal = run(start, make_per_node(name, K, spread=0.0), batches, **exact)
+    number = run(start, make_per_node(name, 1, spread=0.0), batches, **exact)
+    assert_close(equal.params, number.params, 1e-12, "equal")
+    unlike = run(start, make_per_node(name, K), batches, **exact)
+    assert difference(unlike.params, number.params) > 1e-4
+
+
 # ------------------------------------------------------------------------------------------ permutation
 
 
@@ -425,10 +467,12 @@ class Relabelled(StackedCollectives):
         super().__init__(num_nodes)
         self.order = order
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         if groups is not None:
             groups = [sorted(self.order[i] for i in group) for group in groups]
-        return super().mean(x, groups, weights)
+        return super().mean(x, groups, weights, inplace=inplace)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         return super().server_mean(x, sorted(self.order[i] for i in participants), weights)
@@ -466,7 +510,7 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
     assert num_nodes == 2 or difference(second.buffers, first.buffers) > 1e-6  # the order was not the identity
 
 
-@pytest.mark.parametrize("name", ["fedavg-islands", "fedavg-participation"])
+@pytest.mark.parametrize("name", ["fedavg-islands", "fedavg-participation-kept"])
 def test_draws_favour_no_node(name: str) -> None:
     """Every pair of nodes shares an island equally often, and every node takes part equally often."""
     (module,) = make(name).communication_modules
@@ -493,9 +537,11 @@ def test_draws_favour_no_node(name: str) -> None:
 class Recorded(StackedCollectives):
     groups: Groups = ()
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         self.groups = groups or ()
-        return super().mean(x, groups, weights)
+        return super().mean(x, groups, weights, inplace=inplace)
 
 
 # ------------------------------------------------------------------------------ repeating and continuing
@@ -591,7 +637,8 @@ def test_the_pure_step_equals_the_donating_one(name: str, model: str) -> None:
     state = sim.init()
     for batch in batches:
         before, given = saved(state), state
-        state, _ = sim.step(given, batch, differentiable=True)
+        state, metrics = sim.step(given, batch, differentiable=True)
+        sim.comm.ledger.add(given.step, metrics.transfers)
         assert given.step == before.step
         assert_same_bits(given, before, "given state")
     assert_close(state, donating.state, 1e-12)
@@ -754,6 +801,7 @@ ARGUMENTS: dict[type, Changes] = {
             "island_size": 2,
             "participation": 0.6,
             "weighting": "examples",
+            "resting": "keep",
             "proximal_mu": 0.5,
             "server_optim": "avgm",
             "server_lr": 0.5,
@@ -764,6 +812,7 @@ ARGUMENTS: dict[type, Changes] = {
         also={
             **{name: {"server_optim": "yogi"} for name in ("server_lr", "server_betas", "server_tau")},
             "sync_weight": {"H": 1},
+            "resting": {"participation": 0.6},
         },
     ),
     DiLoCoStrategy: Changes(
@@ -833,8 +882,15 @@ ARGUMENTS: dict[type, Changes] = {
     AveragingCommunicator: Changes(
         with_module(AveragingCommunicator),
         {"H": 2},
-        {"H": 3, "island_size": 2, "participation": 0.6, "weighting": "examples", "sync_weight": WEIGHTS},
-        also={"sync_weight": {"H": 1}},
+        {
+            "H": 3,
+            "island_size": 2,
+            "participation": 0.6,
+            "weighting": "examples",
+            "sync_weight": WEIGHTS,
+            "resting": "keep",
+        },
+        also={"sync_weight": {"H": 1}, "resting": {"participation": 0.6}},
     ),
     ServerCommunicator: Changes(
         with_module(ServerCommunicator),

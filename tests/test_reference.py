@@ -446,6 +446,27 @@ def test_a_node_that_returns_goes_on_from_what_it_had() -> None:
         assert_close(result.models[1].state_dict()[key], value)
 
 
+def test_participants_begin_a_round_from_the_servers_parameters() -> None:
+    """By hand on a quadratic: each of them moves theta by -gamma a (theta - c_i); weights 1, 2, 3, 4."""
+    a, gamma = 1.0, 0.5
+    model, batches, c = quadratic(a, 2, 4)
+    result = fedavg(
+        model,
+        batches,
+        4,
+        H=1,
+        inner=(torch.optim.SGD, {"lr": gamma}),
+        participants=lambda step: [[0, 1], [1, 3]][step],
+        weights=[1.0, 2.0, 3.0, 4.0],
+        server=True,
+    )
+    theta = model.x.detach()
+    for first, second, share in ((0, 1, 1 / 3), (1, 3, 2 / 6)):
+        local = theta - gamma * a * (theta - c)
+        theta = share * local[first] + (1 - share) * local[second]
+    assert_close(vectors(result), theta.expand(4, -1))
+
+
 def test_absent_nodes_and_weights_within_islands() -> None:
     """Two islands of two; node 1 is absent at the average; weights 1, 2, 3, 4."""
     a, gamma = 1.0, 0.5

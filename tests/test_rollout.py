@@ -22,7 +22,7 @@ from tests.models import make_batches, make_model
 from vecgym import Trainer, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
-from vecgym.ledger import Ledger
+from vecgym.ledger import Ledger, Transfer
 from vecgym.local import Engine
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule, project_to_budget
@@ -545,7 +545,7 @@ def test_the_trajectory_is_the_trainers(kind: str, name: str) -> None:
     history = trainer.history
     assert_close(found.losses, torch.as_tensor(history.node_array("train_losses")), 1e-12, "losses")
     assert_close(found.loss, torch.tensor(history.last("val_loss"), dtype=F64), 1e-12, "final loss")
-    sent = torch.tensor(history["bytes"][-T:], dtype=F64) * (WEIGHTS if name == "relaxed" else 1)
+    sent = torch.tensor(history["bytes_step"][-T:], dtype=F64) * (WEIGHTS if name == "relaxed" else 1)
     assert_close(found.bytes, sent, 1e-12, "bytes")
     assert found.consensus_distance[-1].item() == pytest.approx(history.last("consensus_distance"), rel=1e-9, abs=1e-12)
     for path, p in found.params.items():
@@ -1003,14 +1003,18 @@ def test_a_matrix_must_be_doubly_stochastic() -> None:
 
 def test_weighted_bytes() -> None:
     ledger, weight = Ledger(), torch.tensor(0.25, requires_grad=True)
-    ledger.record("mean", 8, 8.0, 2)
-    with ledger.weighted(weight), ledger.weighted(0.5):
-        ledger.record("mean", 8, 8.0, 2)
-    ledger.record("mean", 8, 8.0, 2)
-    assert isinstance(ledger.step_bytes, Tensor)
-    assert ledger.step_bytes.item() == 17
-    assert torch.autograd.grad(ledger.step_bytes, weight)[0].item() == 4
-    assert ledger.total_bytes == 17.0
+    transfer = Transfer("mean", payload_bytes=8, num_nodes=2)
+    with ledger.recording() as transfers:
+        ledger.record(transfer)
+        with ledger.weighted(weight), ledger.weighted(0.5):
+            ledger.record(transfer)
+        ledger.record(transfer)
+    step_bytes = sum(one.sent_bytes for one in transfers)
+    assert isinstance(step_bytes, Tensor)
+    assert step_bytes.item() == 17
+    assert torch.autograd.grad(step_bytes, weight)[0].item() == 4
+    ledger.add(0, transfers)
+    assert ledger.total_bytes == ledger.step_bytes == 17.0
 
 
 # ------------------------------------------------------------------------------------------ optimized schedules

@@ -623,7 +623,7 @@ def test_one_node_is_plain_training(model: str, engine: str) -> None:
         )  # fmt: skip
         torch.testing.assert_close(result.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-11)
         np.testing.assert_allclose(trainer.history["train_loss"], losses, rtol=1e-10)
-        assert trainer.history.last("total_bytes") == 0
+        assert trainer.history.last("bytes_total") == 0
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "islands" not in s and s != "Composed"])
@@ -739,8 +739,8 @@ def all_reduce(n: int) -> float:
 )
 def test_bytes_are_the_closed_forms(strategy: Any, num_nodes: int, expected: list[float]) -> None:
     trainer, _ = fit("MLP", strategy, num_nodes=num_nodes, max_steps=6, val=dataset("MLP", 4), val_interval=1)
-    assert trainer.history["bytes"] == pytest.approx([0.0, *expected], rel=1e-12)
-    assert trainer.history["total_bytes"] == pytest.approx(np.cumsum([0.0, *expected]), rel=1e-12)
+    assert trainer.history["bytes_step"] == pytest.approx([0.0, *expected], rel=1e-12)
+    assert trainer.history["bytes_total"] == pytest.approx(np.cumsum([0.0, *expected]), rel=1e-12)
     assert trainer.ledger.total_bytes == pytest.approx(sum(expected), rel=1e-12)
     by_step = np.zeros(6)
     for entry in trainer.ledger:
@@ -931,3 +931,55 @@ def test_an_optim_spec_is_used_as_it_is() -> None:
     a, _ = fit("MLP", FedAvgStrategy(spec, H=2), max_steps=4)
     b, _ = fit("MLP", FedAvgStrategy("sgd", H=2, lr=0.1), max_steps=4)
     assert not torch.equal(params(a), params(b))
+
+
+def test_the_distance_of_the_nodes_is_recorded_before_and_after_an_exchange() -> None:
+    """After an averaging it is 0, whatever the nodes did: the one before tells."""
+    data = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+    for make in (
+        lambda: FedAvgStrategy("sgd", H=4, lr=0.1),
+        lambda: FedAvgStrategy("sgd", H=4, lr=0.1, participation=0.5),
+    ):
+        trainer = Trainer(Mean(), data)
+        trainer.fit(make(), num_nodes=4, max_steps=8, batch_size=2, val_interval=2, progress=False)
+        after, before = (
+            dict(zip(*trainer.history.series(name))) for name in ("consensus_distance", "consensus_distance_before")
+        )
+        assert list(before) == [2, 4, 6, 8]
+        assert before[2] == after[2] > 0
+        assert before[4] > after[4] == 0
+        assert before[8] > after[8] == 0
+
+
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w - x).square().mean()
+
+
+def test_columns_go_by_their_old_names_with_a_warning() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Reading(Logger):
+        def start(self, settings: dict[str, Any]) -> None: ...
+
+        def log(self, row: dict[str, Any]) -> None:
+            seen.append(row)
+
+    trainer, _ = fit("MLP", "DiLoCo", max_steps=4, logger=Reading())
+    history, row = trainer.history, seen[-1]
+    for old, new in (("bytes", "bytes_step"), ("total_bytes", "bytes_total")):
+        for read in (lambda n: history[n], history.series, history.last, lambda n: row[n], row.get):
+            with pytest.warns(DeprecationWarning, match=f"'{old}' is now called '{new}'"):
+                found = read(old)
+            assert found == read(new)
+    with pytest.raises(KeyError, match="not a column"):
+        history["byte"]
+    with pytest.raises(KeyError):
+        row["byte"]
+    earlier = History()
+    earlier.append({"step": 1, "total_bytes": 3.0})
+    assert earlier["bytes_total"] == [3.0]

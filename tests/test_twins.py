@@ -72,7 +72,15 @@ CASES: dict[str, Case] = {
     ),
     "fedavg-participation-adamw-cosine": Case(
         lambda: FedAvgStrategy("adamw", H=4, participation=0.6, lr=0.01, warmup_steps=WARMUP, lr_scheduler="cosine"),
-        functools.partial(fedavg, H=4, inner=(AdamW, {"lr": 0.01}), schedule=warm_cosine),
+        functools.partial(fedavg, H=4, inner=(AdamW, {"lr": 0.01}), schedule=warm_cosine, server=True),
+    ),
+    "fedavg-participation-weighted-sgd": Case(
+        lambda: FedAvgStrategy("sgd", H=3, participation=0.4, weighting="examples", lr=0.1),
+        functools.partial(fedavg, H=3, inner=(SGD, {"lr": 0.1}), weights=EXAMPLES, server=True),
+    ),
+    "fedavg-participation-kept-momentum": Case(
+        lambda: FedAvgStrategy(OptimSpec(SGD, lr=0.1, momentum=0.9), H=4, participation=0.6, resting="keep"),
+        functools.partial(fedavg, H=4, inner=(SGD, {"lr": 0.1, "momentum": 0.9})),
     ),
     "fedavg-islands-of-participants-rmsprop": Case(
         lambda: FedAvgStrategy("rmsprop", H=2, island_size=2, participation=0.8, lr=0.003, max_norm=0.3),

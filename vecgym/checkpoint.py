@@ -27,7 +27,8 @@ from vecgym import saved, tree
 from vecgym.data import Batches
 from vecgym.errors import warn
 from vecgym.files import is_regular, remove_partial, write_atomically
-from vecgym.identity import arithmetic, check_learning_rates, differences, digest, identity, learning_rates
+from vecgym.fingerprint import checksum, described_data, digest
+from vecgym.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
 from vecgym.recorder import Recorder
 from vecgym.settings import FitOptions
 from vecgym.simulate import Simulation, State
@@ -102,11 +103,12 @@ class Run:
         """Say what the run is given, before anything in it has changed."""
         batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], self.train.batch(0))
         digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(self.simulation.num_local)]
-        first_batch = digest(torch.tensor(self.together.joined(digests)))
+        data = {
+            "first batch of the training data": digest(torch.tensor(self.together.joined(digests))),
+            "training data": checksum(described_data(self.train.dataset, "data")),
+        }
         self.identity = identity(self.strategy, self.model, self.simulation, self.train, self.options)
-        self.arithmetic = arithmetic(
-            self.simulation, self.options, self.device, self.together.num_processes, first_batch
-        )
+        self.arithmetic = arithmetic(self.simulation, self.options, self.device, self.together.num_processes, data)
 
     def held(self, state: State) -> dict[str, Any] | None:
         """All of it, for a file; None in processes other than the first. All processes call it."""
@@ -135,6 +137,7 @@ class Run:
         """Raise a ValueError if the checkpoint is of another run; warn where the run will not have the same bits."""
         num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
         with saved.naming(path):
+            check_noted(held["identity"], path)
             found = differences(held["identity"], self.identity)
             rates = check_learning_rates(held["learning_rates"], self.strategy, steps, num_nodes)
             found = found or [*filter(None, [rates])]

@@ -140,6 +140,7 @@ class Batches:
         agree: Callable[[int], int] | None = None,
         name: str = "train_dataset",
     ):
+        self.dataset = dataset
         self.num_nodes = check.integer("num_nodes", num_nodes, 1)
         self.node_ids = _node_ids(node_ids, self.num_nodes)
         self.batch_size = check.integer("batch_size", batch_size, 1)

@@ -212,7 +212,8 @@ def _run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[
         state, metrics = simulation.step(state, batch, differentiable=True)
         losses.append(metrics.losses)
         distances.append(root(nodes.squared_consensus_distance(state.params)))
-        sent.append(torch.as_tensor(simulation.comm.ledger.step_bytes, dtype=torch.float64))
+        step_bytes = sum(transfer.sent_bytes for transfer in metrics.transfers)
+        sent.append(torch.as_tensor(step_bytes, dtype=torch.float64))
     return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))
 
 

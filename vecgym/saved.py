@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vecgym import nodes
 from vecgym.check import kind_of
 from vecgym.files import is_regular, write_atomically
-from vecgym.metrics import History
+from vecgym.metrics import History, Row
 from vecgym.tree import Tree
 
 FORMAT = "vecgym"
@@ -297,7 +297,7 @@ def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unpacked_rows(held: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{} for _ in range(held["length"])]
+    rows: list[dict[str, Any]] = [Row() for _ in range(held["length"])]
     for name, column in held["columns"].items():
         values = column["values"]
         if column["kind"] == "arrays":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from vecgym import nodes, tree
 from vecgym.collectives import Collectives
+from vecgym.ledger import Transfer
 from vecgym.local import Engine, Local
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
@@ -52,6 +54,7 @@ class Metrics(NamedTuple):
     lr: float | Tensor
     active: list[int] | None = None  # the nodes that trained; None: all
     outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
+    transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
 
 
 class Simulation:
@@ -122,18 +125,34 @@ class Simulation:
         optimizer, strategy = self.strategy.init(params, self._context(0, inplace=False))
         return State(0, params, buffers, optimizer, strategy)
 
-    def step(self, state: State, batch: Any, *, differentiable: bool = False) -> tuple[State, Metrics]:
+    def step(
+        self,
+        state: State,
+        batch: Any,
+        *,
+        differentiable: bool = False,
+        observe: Callable[[Tree], None] | None = None,
+    ) -> tuple[State, Metrics]:
         """One optimizer step of every node.
+
+        The ledger of `comm` stays as it is: what was sent is in `Metrics.transfers`.
 
         Args:
             state: is given up, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
+            observe: is called with the parameters, `[1 or L, *]`, as the optimizer leaves them and before they are
+                exchanged. It must not change them.
         """
         ctx = self._context(state.step, inplace=not differentiable)
-        self.comm.ledger.begin_step(state.step)
+        self.comm.step = state.step
+        with self.comm.ledger.recording() as transfers:
+            state, metrics = self._step(state, batch, ctx, observe or (lambda params: None))
+        return state, metrics._replace(transfers=tuple(transfers))
+
+    def _step(self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None]) -> tuple[State, Metrics]:
         active = self.strategy.active_nodes(ctx)
         if active is not None:
-            return self._partial_step(state, batch, active, ctx)
+            return self._partial_step(state, batch, active, ctx, observe)
 
         # 1. Gradients: each node by itself.
         local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
@@ -141,15 +160,22 @@ class Simulation:
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
         # 3. The inner optimizer: each node by itself.
         params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
+        observe(params)
         # 4. What is exchanged of the parameters.
         shared, exchanged = self.strategy.exchange_parameters(params, exchanged, ctx)
 
-        params = _own_storage(shared, params) if ctx.inplace else shared
+        if ctx.inplace:
+            exchanged = _unshared(exchanged, state.strategy, (params, local.grads, grads))
+            params = _own_storage(shared, params)
+        else:
+            params = shared
         return State(state.step + 1, params, local.buffers, optimizer, exchanged), Metrics(
             local.losses, self.strategy.lr(ctx), None, self.strategy.outer_learning_rate(ctx)
         )
 
-    def _partial_step(self, state: State, batch: Any, active: list[int], ctx: Context) -> tuple[State, Metrics]:
+    def _partial_step(
+        self, state: State, batch: Any, active: list[int], ctx: Context, observe: Callable[[Tree], None]
+    ) -> tuple[State, Metrics]:
         """The same step when only some nodes train: phases 1 and 3 on their rows, the others keep their state."""
         chosen = set(active)
         rows = torch.tensor([i for i, node in enumerate(self._node_ids) if node in chosen], dtype=torch.long)
@@ -159,8 +185,13 @@ class Simulation:
             params, buffers, optimizer, losses = self._train_rows(state, batch, rows, losses, ctx)
         # Per node in every process, also where none has trained: they meet in the exchange.
         params = tree.map(lambda p: _widened(p, self.num_local), params)
+        observe(params)
         shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
-        params = _own_storage(shared, params) if ctx.inplace else shared
+        if ctx.inplace:
+            exchanged = _unshared(exchanged, state.strategy, (params,))
+            params = _own_storage(shared, params)
+        else:
+            params = shared
         return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(
             losses, self.strategy.lr(ctx), active, self.strategy.outer_learning_rate(ctx)
         )
@@ -232,6 +263,22 @@ def _widened(x: Tensor, num_nodes: int) -> Tensor:
     return x if x.shape[0] == num_nodes else x.expand(num_nodes, *x.shape[1:]).clone()
 
 
+def _unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
+    """The modules' states, cloned where they keep memory that a later step overwrites: parameters and gradients.
+
+    The states `before` have been through here: a module that gave its own back is not asked again.
+    """
+    changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
+    if not changed:
+        return exchanged
+    memory = {x.untyped_storage().data_ptr() for values in overwritten for x in values.values() if x.numel()}
+
+    def unshare(x: Tensor) -> Tensor:
+        return x.clone() if x.untyped_storage().data_ptr() in memory else x
+
+    return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}
+
+
 def _own_storage(shared: Tree, params: Tree) -> Tree:
     """What an exchange gave back, in the storage of the parameters that it was given.
 
@@ -244,7 +291,7 @@ def _own_storage(shared: Tree, params: Tree) -> Tree:
             return own
         if new.shape[0] > own.shape[0]:
             return new.clone()
-        return own.copy_(new)
+        return own.copy_(new.clone() if new._is_view() and new._base is own else new)
 
     with torch.no_grad():
         return tree.map(settle, shared, params)

@@ -7,13 +7,61 @@ stochastic: nonnegative, every row and every column sums to 1, so that mixing pr
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Groups = Sequence[Sequence[int]]
+
+
+class Links(NamedTuple):
+    """Who sends to whom: one message for each pair of a sender and a receiver.
+
+    The node ids are kept as bytes (int32), which hash and compare fast: a run has the same links at most steps.
+
+    >>> links = Links.of(torch.tensor([0, 1]), torch.tensor([1, 2]))
+    >>> len(links.senders), links.pairs
+    (2, [(0, 1), (1, 2)])
+    """
+
+    sender_bytes: bytes
+    receiver_bytes: bytes
+
+    @classmethod
+    def of(cls, senders: Tensor, receivers: Tensor) -> Links:
+        """Message i goes from node `senders[i]` to node `receivers[i]`."""
+        return cls(*(array("i", x.tolist()).tobytes() for x in (senders, receivers)))
+
+    @property
+    def senders(self) -> array[int]:
+        """The sending node of each message."""
+        return array("i", self.sender_bytes)
+
+    @property
+    def receivers(self) -> array[int]:
+        """The receiving node of each message."""
+        return array("i", self.receiver_bytes)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The (sender, receiver) of each message."""
+        return list(zip(self.senders, self.receivers))
+
+
+class Server(NamedTuple):
+    """Messages to a server, from the nodes `up`, and from it, to the nodes `down`.
+
+    >>> Server(up=(0, 3), down=(0, 3)).up
+    (0, 3)
+    """
+
+    up: tuple[int, ...]
+    down: tuple[int, ...]
+
 
 SUM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the rows and columns of a user's matrix
 
@@ -247,10 +295,10 @@ class Mixing:
         sources: the columns of the nonzero entries, row after row.
         values: these entries, cut off from any derivatives.
         starts: where each row starts in `sources`, `[K]`.
-        num_links: nonzero entries off the diagonal: what crosses the network in one exchange.
+        links: who sends to whom: the nonzero entries off the diagonal.
 
     >>> mixing = Mixing.of(ring(4))
-    >>> mixing.sources.tolist(), mixing.starts.tolist(), mixing.num_links
+    >>> mixing.sources.tolist(), mixing.starts.tolist(), len(mixing.links.senders)
     ([0, 1, 3, 0, 1, 2, 1, 2, 3, 0, 2, 3], [0, 3, 6, 9], 8)
     """
 
@@ -258,7 +306,7 @@ class Mixing:
     sources: Tensor
     values: Tensor
     starts: Tensor
-    num_links: int
+    links: Links
 
     @classmethod
     def of(cls, weights: Tensor) -> Mixing:
@@ -266,8 +314,9 @@ class Mixing:
         constant = weights.detach()
         rows, columns = constant.nonzero(as_tuple=True)
         entries = torch.bincount(rows, minlength=len(weights))
-        num_links = int((rows != columns).sum())
-        return cls(weights, columns, constant[rows, columns], entries.cumsum(0) - entries, num_links)
+        crossing = rows != columns
+        links = Links.of(columns[crossing], rows[crossing])
+        return cls(weights, columns, constant[rows, columns], entries.cumsum(0) - entries, links)
 
     @property
     def sparse(self) -> bool:

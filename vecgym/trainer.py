@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym import check, launch, nodes, saved
+from vecgym import check, hooks, launch, nodes, saved
 from vecgym.checkpoint import Checkpoints, Run, check_checkpoints
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
+from vecgym.contract import check_model
 from vecgym.data import Batches, EvalBatches, check_dataset, num_steps
 from vecgym.errors import DivergenceError
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate
@@ -79,10 +80,9 @@ class Trainer:
     """
 
     def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
-        if not isinstance(model, nn.Module):
-            swapped = isinstance(train_dataset, nn.Module)
-            fix = "the model comes first, Trainer(model, train_dataset)" if swapped else "give an nn.Module object"
-            raise TypeError(f"model is {check.kind_of(model)}; {fix}, whose forward(batch) returns a loss.")
+        if isinstance(train_dataset, nn.Module) and not isinstance(model, nn.Module):
+            raise TypeError(f"model is {check.kind_of(model)}; the model comes first, Trainer(model, train_dataset).")
+        check_model(model)
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -250,11 +250,7 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
             FileNotFoundError: for a path to resume from that is not there.
         """
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise ValueError(
-                f"the model, {check.kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
-                "Fix: model.requires_grad_(True), at least for a part of it."
-            )
+        check_model(self.model)  # it may have changed
         check_strategy(strategy, num_nodes)
         num_nodes, progress = check.integer("num_nodes", num_nodes), check.flag("progress", progress)
         minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
@@ -274,6 +270,7 @@ class Trainer:
         )  # fmt: skip
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
+            hooks.check_pickled(self.model)
             with self._alone():
                 return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (
@@ -283,8 +280,9 @@ class Trainer:
         ):
             comm: Collectives = StackedCollectives(num_nodes)
             if backend == "distributed":
-                comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
-                if comm.wire.rank > 0:
+                wire = Wire(watch=launch.watch, announce=launch.announce)
+                comm = DistributedCollectives(num_nodes, wire, exact=exact)
+                if wire.rank > 0:
                     loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
 
@@ -318,7 +316,7 @@ class Trainer:
         steps = num_steps(train, options.num_epochs, options.max_steps)
         strategy.check(comm.num_nodes, steps)
 
-        model = copy.deepcopy(self.model).to(where)
+        model = hooks.copied(self.model).to(where)
         local = _engine(model, options)
         with torch.enable_grad():
             local.prepare(train.batch(0), together.facts)
@@ -358,13 +356,16 @@ class Trainer:
                     self.after_step(recorder.row)
                     checkpoints.save_if_due(self.state, last=False)
                 for batch in train.iterate(self.state.step, steps):
-                    self.state, metrics = simulation.step(self.state, batch)
+                    done = self.state.step + 1
+                    is_evaluated = done == steps or (options.val_interval and done % options.val_interval == 0)
+                    before = _DistanceBefore(comm) if is_evaluated else None
+                    self.state, metrics = simulation.step(self.state, batch, observe=before)
                     metrics = together.observed(metrics, interrupted)
                     recorder.step(self.state, metrics)
-                    done = self.state.step
                     if options.correlation_interval and done % options.correlation_interval == 0:
                         recorder.add(correlation=correlation(self.state.params, comm))
-                    if done == steps or (options.val_interval and done % options.val_interval == 0):
+                    if before is not None:
+                        recorder.add(consensus_distance_before=before.distance)
                         self._evaluate(recorder, local, val, comm)
                     self.after_step(recorder.row)
                     stop = together.stop(interrupted)
@@ -455,7 +456,7 @@ class Trainer:
                 self.history.append(value)
                 loggers.log(value)
                 if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
-                    show(bar, value["train_loss"], value["total_bytes"])
+                    show(bar, value["train_loss"], value["bytes_total"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:
@@ -555,6 +556,17 @@ def _engine(model: nn.Module, options: FitOptions) -> Engine:
     return Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
 
 
+class _DistanceBefore:
+    """Measures how far the nodes are apart just before they exchange their parameters."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self.comm = comm
+        self.distance = 0.0
+
+    def __call__(self, params: Tree) -> None:
+        self.distance = consensus_distance(params, self.comm)
+
+
 def _fitting(
     options: FitOptions,
     strategy: Strategy,
@@ -584,6 +596,8 @@ def _fitting(
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> int:
     """The number of processes that this one is to start."""
     check.choice("backend", backend, BACKENDS)
+    if backend != "distributed":
+        launch.check_alone(f'a run with backend="{backend}"', 'give backend="distributed", or ')
     plain = checked({"num_processes": num_processes, "timeout_s": timeout_s})
     if plain["num_processes"] is None:
         if backend == "processes":

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vecgym import tree
-from vecgym.ledger import Ledger
-from vecgym.topology import Groups, Mixing
+from vecgym.ledger import Islands, Ledger, Transfer
+from vecgym.topology import Groups, Links, Mixing, Server
 from vecgym.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
@@ -22,8 +22,8 @@ class Collectives(ABC):
     """Operations on tensors `[L, *]`, or trees of them, of the L nodes that this process holds.
 
     A node dimension of size 1 may come in, meaning "the same on every node", and comes out whenever the
-    result is the same on every node. All operations are differentiable, and each call writes one entry into
-    the ledger, whatever the values are.
+    result is the same on every node. All operations are differentiable. A result is a tensor of its own, never `x` or a
+    view of it, unless `inplace` allows that. Each call records one `Transfer`, whatever the values are.
 
     Attributes:
         num_nodes: K, the nodes that take part.
@@ -40,6 +40,9 @@ class Collectives(ABC):
     (tensor([[1., 2., 3., 6.]]), tensor([6., 1., 2., 3.]), tensor([3., 3., 3., 3.]))
     >>> comm.mean({"w": x})["w"], comm.everyone({"w": x})["w"], len(comm.ledger)
     (tensor([3.]), tensor([1., 2., 3., 6.]), 10)
+    >>> votes = comm.server_gather(x, participants=[0, 1, 3])  # the median of what reaches a server, sent to all
+    >>> comm.server_send(votes.median(1).values), comm.server_sum(x, participants=[0, 3])
+    (tensor([2.]), tensor([7.]))
     """
 
     num_nodes: int
@@ -48,6 +51,7 @@ class Collectives(ABC):
 
     # Whether results differ from those of one process in the last bits, since other hands add up.
     native: bool = False
+    step = 0  # of the run, for errors
 
     def everyone(self, x: Tree) -> Tree:
         """The values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. Not a part of it: no entry."""
@@ -80,53 +84,73 @@ class Collectives(ABC):
 
     # What strategies call.
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         """Average over all nodes, `[L, *] -> [1, *]`; over each group of node ids, `[L, *] -> [L, *]`.
 
         Groups are disjoint; a node in no group keeps its own value and sends nothing. With `weights`, one number
-        >= 0 for each of the K nodes: sum_i w_i x_i / sum_i w_i, over all nodes or over each group.
+        >= 0 for each of the K nodes: sum_i w_i x_i / sum_i w_i, over all nodes or over each group. With `inplace`, `x`
+        may be overwritten or come back as the result.
         """
-        self._record_reduction("mean", x, groups)
+        self._announce("mean", x, self._checked_groups(groups))
         if weights is not None:
             x = self._scaled(x, _shares(weights, groups, self.num_nodes))
-        return self._apply(x, lambda comm, y: comm._sum(y, groups, average=True))
+        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average=True)), x, inplace)
+
+    def sum(self, x: T, groups: Groups | None = None) -> T:
+        """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
+        self._announce("sum", x, self._checked_groups(groups))
+        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average=False)), x)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
         """A server's (weighted) average of what the participants send it, on every node: `[L, *] -> [1, *]`.
 
         Each participant sends its value up once, and gets the average back.
         """
-        check_groups([participants], self.num_nodes)
-        payload = payload_bytes(x)
-        sent = payload * len(participants) / self.num_nodes
-        self.ledger.record("server_mean", payload, sent, len(participants))
-        if weights is None and len(participants) == self.num_nodes:
-            return self._apply(x, lambda comm, y: comm._sum(y, None, average=True))
-        chosen = set(participants)
-        given = [1.0] * self.num_nodes if weights is None else weights
-        used = [float(w) if i in chosen else 0.0 for i, w in enumerate(given)]
-        x = self._scaled(x, _shares(used, None, self.num_nodes))
-        return self._apply(x, lambda comm, y: comm._sum(y, None, average=True))
+        self._announce("server_mean", x, self._server(participants, participants))
+        if weights is not None or len(participants) < self.num_nodes:
+            x = self._scaled(x, _shares(self._chosen(participants, weights), None, self.num_nodes))
+        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, None, average=True)), x)
 
-    def sum(self, x: T, groups: Groups | None = None) -> T:
-        """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
-        self._record_reduction("sum", x, groups)
-        return self._apply(x, lambda comm, y: comm._sum(y, groups, average=False))
+    def server_sum(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
+        """A server's sum of w_i x_i over the participants, on every node: `[L, *] -> [1, *]`; not normalised.
 
-    def all_gather(self, x: T) -> T:
-        """Every node's value on every node: `[L, *] -> [1, K, *]`."""
-        payload = payload_bytes(x)
-        self.ledger.record("all_gather", payload, float(payload if self.num_nodes > 1 else 0), self.num_nodes)
-        return self._apply(x, lambda comm, y: comm._all_gather(y))
+        Each participant sends its value up once, and gets the sum back.
+        """
+        self._announce("server_sum", x, self._server(participants, participants))
+        if weights is not None or len(participants) < self.num_nodes:
+            x = self._scaled(x, _checked_weights(self._chosen(participants, weights), self.num_nodes))
+        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, None, average=False)), x)
+
+    def server_gather(self, x: T, participants: Sequence[int] | None = None) -> T:
+        """What the participants (all nodes, if not given) send to a server: `[L, *] -> [1, n, *]`, in their order.
+
+        For what a server makes of it, a median say; `server_send` hands the result to the nodes.
+        """
+        senders = list(range(self.num_nodes)) if participants is None else [int(node) for node in participants]
+        self._announce("server_gather", x, self._server(senders, []))
+        gathered = self._apply(x, lambda comm, y: comm._all_gather(y))
+        return map_tensors(gathered, lambda y: y[:, senders])
+
+    def server_send(self, x: T, to: Sequence[int] | None = None) -> T:
+        """Send a server's value `[1, *]` to the nodes `to` (all, if not given); it is `[1, *]` here too."""
+        receivers = list(range(self.num_nodes)) if to is None else [int(node) for node in to]
+        self._announce("server_send", x, self._server([], receivers))
+        return x
+
+    def all_gather(self, x: T, *, inplace: bool = False) -> T:
+        """Every node's value on every node: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`."""
+        self._announce("all_gather", x)
+        return self._own_storage(self._apply(x, lambda comm, y: comm._all_gather(y)), x, inplace)
 
     def broadcast(self, x: T, src: int) -> T:
         """The value of node `src` on every node: `[L, *] -> [1, *]`."""
         if not 0 <= src < self.num_nodes:
             raise ValueError(f"src={src} is not a node: there are {self.num_nodes}, 0 to {self.num_nodes - 1}.")
-        payload = payload_bytes(x)
-        sent = payload * (self.num_nodes - 1) / self.num_nodes
-        self.ledger.record("broadcast", payload, sent, self.num_nodes)
-        return self._apply(x, lambda comm, y: comm._broadcast(y, src))
+        source_first: tuple[int, ...] = (int(src), *(node for node in range(self.num_nodes) if node != src))
+        self._announce("broadcast", x, (source_first,))
+        return self._own_storage(self._apply(x, lambda comm, y: comm._broadcast(y, src)), x)
 
     def permute(self, x: T, source: Sequence[int] | Tensor) -> T:
         """Node i receives the value of node `source[i]`: `[L, *] -> [L, *]`; `source` is a permutation."""
@@ -137,10 +161,9 @@ class Collectives(ABC):
                 f"source={order.tolist()} must be a permutation of 0..{self.num_nodes - 1}: "
                 "one source for each node, and each node sends once."
             )
-        payload = payload_bytes(x)
-        senders = int((order != nodes).sum())
-        self.ledger.record("permute", payload, payload * senders / self.num_nodes, senders)
-        return self._apply(x, lambda comm, y: comm._permute(y, order))
+        moved = order != nodes
+        self._announce("permute", x, Links.of(order[moved], nodes[moved]))
+        return self._own_storage(self._apply(x, lambda comm, y: comm._permute(y, order)), x)
 
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
         """x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
@@ -155,24 +178,46 @@ class Collectives(ABC):
                 f"[{self.num_nodes}, {self.num_nodes}]."
             )
         mixing = weights if isinstance(weights, Mixing) else Mixing.of(weights)
-        payload = payload_bytes(x)
-        self.ledger.record("mix", payload, payload * mixing.num_links / self.num_nodes, self.num_nodes)
+        self._announce("mix", x, mixing.links)
         if not inplace:
             return self._apply(x, lambda comm, y: comm._mix(y, matrix))
         with torch.no_grad():
             return self._apply(x, lambda comm, y: comm._mix_inplace(y, mixing))
 
+    def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | Server | None = None) -> None:
+        """Record what an operation sends."""
+        names = None if isinstance(x, Tensor) else tuple(x)
+        self.ledger.record(Transfer(operation, payload_bytes(x), self.num_nodes, who, tensors=names))
+
+    def _checked_groups(self, groups: Groups | None) -> Islands | None:
+        if groups is None:
+            return None
+        check_groups(groups, self.num_nodes)
+        return tuple(tuple(int(node) for node in group) for group in groups)
+
+    def _server(self, up: Sequence[int], down: Sequence[int]) -> Server:
+        for members in (up, down):
+            check_groups([members], self.num_nodes)
+        return Server(tuple(map(int, up)), tuple(map(int, down)))
+
+    def _chosen(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float]:
+        """Each node's weight `[K]`; 0 where it does not take part."""
+        chosen = set(participants)
+        given = [1.0] * self.num_nodes if weights is None else weights
+        return [float(w) if i in chosen else 0.0 for i, w in enumerate(given)]
+
+    def _own_storage(self, result: T, x: T, inplace: bool = False) -> T:
+        """`result`, cloned where it is `x` or a view of it: what is later done to `x` must not reach it."""
+        if inplace:
+            return result
+        if isinstance(result, Tensor):
+            return _detached_from(x, result)
+        return {name: _detached_from(x[name], y) for name, y in result.items()}
+
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
         mine = factors[self.node_ids]
         return map_tensors(x, lambda y: y * tree.per_node(mine.to(y.device), y))
-
-    def _record_reduction(self, operation: str, x: Tensor | Tree, groups: Groups | None) -> None:
-        payload = payload_bytes(x)
-        sizes = [self.num_nodes] if groups is None else check_groups(groups, self.num_nodes)
-        # Each of the n members of a group sends 2 (n - 1) / n payloads in a ring; averaged over all nodes.
-        sent = payload * sum(2 * (n - 1) for n in sizes) / self.num_nodes
-        self.ledger.record(operation, payload, sent, sum(n for n in sizes if n > 1))
 
 
 def payload_bytes(x: Tensor | Tree) -> int:
@@ -197,9 +242,7 @@ def check_groups(groups: Groups, num_nodes: int) -> list[int]:
 
 def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> Tensor:
     """Factors `[K]`, float64, that turn an average over a group into the weighted average."""
-    given = torch.as_tensor(weights, dtype=torch.float64)
-    if given.shape != (num_nodes,) or bool((given < 0).any()):
-        raise ValueError(f"weights={given.tolist()} must be {num_nodes} numbers >= 0, one for each node.")
+    given = _checked_weights(weights, num_nodes)
     factors = torch.ones(num_nodes, dtype=torch.float64)
     for group in [list(range(num_nodes))] if groups is None else groups:
         members = list(group)
@@ -208,6 +251,20 @@ def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> 
             raise ValueError(f"the weights of nodes {members} are all 0: nothing to average.")
         factors[members] = given[members] * len(members) / total
     return factors
+
+
+def _checked_weights(weights: Sequence[float], num_nodes: int) -> Tensor:
+    """The weights `[K]`, float64."""
+    given = torch.as_tensor(weights, dtype=torch.float64)
+    if given.shape != (num_nodes,) or not bool((given >= 0).all()):
+        raise ValueError(f"weights={given.tolist()} must be {num_nodes} numbers >= 0, one for each node.")
+    return given
+
+
+def _detached_from(x: Tensor, result: Tensor) -> Tensor:
+    """`result`, cloned if it shares storage with `x`."""
+    base = result._base if result._is_view() else result
+    return result.clone() if base is x or (x._is_view() and base is x._base) else result
 
 
 def map_tensors(x: T, fn: Callable[[Tensor], Tensor]) -> T:

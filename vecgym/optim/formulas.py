@@ -48,7 +48,11 @@ NUMBER = "mu_product"
 
 
 def _where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
-    return torch.where(condition, yes, no) if isinstance(condition, Tensor) else (yes if condition else no)
+    if not isinstance(condition, Tensor):
+        return yes if condition else no
+    if not isinstance(yes, Tensor):  # of two Python numbers torch makes the default type, float32
+        yes = torch.tensor(yes, dtype=torch.float64)
+    return torch.where(condition, yes, no)
 
 
 def root(v: Scalar) -> Scalar:

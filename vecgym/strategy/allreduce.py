@@ -25,7 +25,7 @@ class GradientAveraging(CommunicationModule):
     mean_gradient = True
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return ctx.comm.mean(grads), state
+        return ctx.comm.mean(grads, inplace=ctx.inplace), state
 
 
 class AllReduceStrategy(Strategy):

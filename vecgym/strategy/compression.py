@@ -32,11 +32,12 @@ from vecgym.compress.codecs import (
 )
 from vecgym.compress.dct import mean_of_senders, strongest
 from vecgym.ledger import Ledger
-from vecgym.strategy.base import CommunicationModule, Context, State
+from vecgym.strategy import contract
+from vecgym.strategy.base import CommunicationModule, Context, State, overrides
 from vecgym.topology import Groups
 from vecgym.tree import Tree
 
-PHASES = {"gradients": "exchange_gradients", "parameters": "exchange_parameters"}
+PHASES = {"gradients": contract.exchange_gradients, "parameters": contract.exchange_parameters}
 
 NO_ISLANDS = (
     "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
@@ -221,6 +222,8 @@ class TopKSparseCommunicator(CommunicationModule):
 class _Compressed(CommunicationModule):
     """See `compressed`. `mean_gradient` stays False: what is compressed is each node's own gradient."""
 
+    passes_on = True
+
     def __init__(
         self, module: CommunicationModule, codec: Compressor, error_feedback: bool, reference: bool | None
     ) -> None:
@@ -233,6 +236,11 @@ class _Compressed(CommunicationModule):
             raise ValueError(
                 f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
                 "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
+            )
+        if getattr(module, "resting", None) == "server":
+            raise ValueError(
+                f"{module!r} averages at a server, and only an average among nodes can be compressed: give "
+                'participation=1, or resting="keep" together with reference=False.'
             )
         if reference:
             self._check_phases()
@@ -293,7 +301,7 @@ class _Compressed(CommunicationModule):
             return average
 
         inner = replace(ctx, comm=_OnlyOneMean(ctx.comm, mean, repr(self)))
-        result, changed = getattr(self.module, PHASES[phase])(given, state["module"], inner)
+        result, changed = PHASES[phase](self.module, given, state["module"], inner)
         return result, {**state, "module": changed, phase: after}
 
     def _mean(
@@ -378,7 +386,9 @@ class _OnlyOneMean(Collectives):
         self.num_nodes, self.node_ids, self.ledger = comm.num_nodes, comm.node_ids, comm.ledger
         self._compressed, self._who, self._used = mean, who, False
 
-    def mean(self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None) -> T:
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
         if self._used:
             self._refuse("ctx.comm.mean a second time in one exchange")
         self._used = True
@@ -422,7 +432,7 @@ def _gathered_mean(
 def _all_gather(codes: dict[str, Tree], codec: Codec, comm: Collectives) -> dict[str, Tree]:
     """Every node's codes on every node, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
     sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
-    received = comm.all_gather(sent)
+    received = comm.all_gather(sent, inplace=True)
     return {
         name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
         for name, code in codes.items()
@@ -490,9 +500,7 @@ def _same_on_all(params: Tree, ctx: Context) -> Tree:
 
 def _phases(module: CommunicationModule) -> list[str]:
     """The phases of a step in which the module does something."""
-    return [
-        phase for phase, name in PHASES.items() if getattr(type(module), name) is not getattr(CommunicationModule, name)
-    ]
+    return [phase for phase in PHASES if overrides(module, f"exchange_{phase}")]
 
 
 def _plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:

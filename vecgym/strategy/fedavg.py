@@ -23,19 +23,25 @@ from vecgym.tree import Tree
 class AveragingCommunicator(CommunicationModule):
     """Every H steps: theta_i <- sum_k w_k theta_k / sum_k w_k over the nodes, or over the island, that i is in.
 
+    With `participation` < 1 a server does the averaging, over the nodes S that took part in the round:
+    theta <- sum_{k in S} w_k theta_k / sum_{k in S} w_k, and all nodes begin the next round from theta.
+
     Args:
         island_size: nodes per island; None: all in one. At each exchange the nodes are shuffled (seeded) into
             islands; when `island_size` does not divide their number, the last island is smaller.
         H: optimizer steps between two exchanges.
         participation: the fraction of the nodes, drawn anew for each round of H steps (at least one), that
-            trains and averages in it; the others keep parameters and optimizer state.
+            trains and averages in it; the others keep optimizer state and buffers.
         weighting: "equal", or "examples": w_k is the number of examples of node k.
         sync_weight: `[T]`, in place of H: a_t, one for each step, theta_i <- (1 - a_t) theta_i + a_t mean theta; see
             `SyncWeight`.
+        resting: with `participation` < 1, what a node that sat out begins with when it is drawn again: "server", the
+            server's theta; "keep", the parameters that it had, since those who take part average among themselves.
+            None: "server", but "keep" with islands or `sync_weight`, which have no theta of all.
 
     Raises:
-        ValueError: for H or island_size < 1, participation outside (0, 1]; at `fit` for an island larger than
-            the number of nodes that take part.
+        ValueError: for H or island_size < 1, participation outside (0, 1], resting="server" with islands or
+            `sync_weight`; at `fit` for an island larger than the number of nodes that take part.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> module, params = AveragingCommunicator(H=2), {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
@@ -52,12 +58,15 @@ class AveragingCommunicator(CommunicationModule):
         participation: float = 1.0,
         weighting: str = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
+        resting: str | None = None,
     ) -> None:
         self.island_size = check.optional_integer("island_size", island_size, what="None is one island")
         self.H = check_interval("H", H)
         self.participation = check_participation(participation)
         self.weighting = check_weighting(weighting)
         self.sync_weight = make_sync_weight(sync_weight, self.H, default=1)
+        rounds_of_all = island_size is None and sync_weight is None
+        self.resting = check_resting(resting, rounds_of_all) if participation < 1 else None
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         if self.sync_weight is not None:
@@ -90,6 +99,8 @@ class AveragingCommunicator(CommunicationModule):
         if self.island_size is None and self.participation == 1:
             return ctx.comm.mean(params, weights=weights), state
         nodes = participants(self.participation, self.H, ctx)
+        if self.resting == "server":
+            return ctx.comm.server_mean(params, nodes, weights), state
         islands = random_islands(nodes, self.island_size or len(nodes), ctx.generator("islands", ctx.step))
         return ctx.comm.mean(params, groups=islands, weights=weights), state
 
@@ -151,7 +162,8 @@ class ServerCommunicator(CommunicationModule):
 class ProximalTerm(CommunicationModule):
     """FedProx: each node's loss gets mu / 2 |theta_i - theta_i(start of the round)|^2, so g_i += mu (theta_i - start).
 
-    Put it after the module that averages, with the same H. State: the start of the round, `[1 or L, *]`.
+    Put it after the module that averages, with the same H: the start is then what that gave, the server's theta.
+    State: the start of the round, `[1 or L, *]`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> module, ctx = ProximalTerm(mu=0.5), Context(StackedCollectives(2))
@@ -187,14 +199,19 @@ class FedAvgStrategy(Strategy):
 
     theta_i <- inner(theta_i, g_i), H times; then theta_i <- sum_{k in island(i)} w_k theta_k / sum w_k.
 
-    With `server_optim` the average goes through a server's optimizer instead: see `ServerOptimizer`. Inner
-    optimizer state stays on its node. Bytes sent per node and round: 2 (n - 1) / n * b * P with islands of n
-    nodes; with a server, b * P up for each participant.
+    With `participation` < 1 it is the paper's algorithm: in each round a sample S of the nodes begins from the
+    server's theta, and theta <- sum_{k in S} w_k theta_k / sum w_k. After every exchange all nodes hold theta; within a
+    round, those that sit out still do. With `server_optim` theta takes a step of the server's optimizer instead: see
+    `ServerOptimizer`.
+
+    Inner optimizer state stays on its node and is kept until the node takes part again. (The paper's clients run plain
+    SGD, which has none.) Bytes sent per node and round: 2 (n - 1) / n * b * P with islands of n nodes; with a server,
+    b * P up for each participant, and as many down.
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         H: local steps per round.
-        island_size, participation, weighting, sync_weight: see `AveragingCommunicator`.
+        island_size, participation, weighting, sync_weight, resting: see `AveragingCommunicator`.
         proximal_mu: FedProx's mu; 0: none.
         server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
         server_lr, server_betas, server_tau: of the server's optimizer.
@@ -205,8 +222,8 @@ class FedAvgStrategy(Strategy):
 AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
 
     Reference: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-    arXiv 1602.05629. Deviations: without `server_optim`, nodes exchange among themselves, and one that does not
-    take part in a round keeps its own parameters; nodes count alike unless `weighting="examples"`.
+    arXiv 1602.05629. Deviations: progress is counted in steps, not in epochs; nodes count alike unless
+    `weighting="examples"`; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
     def __init__(
@@ -218,6 +235,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         *,
         weighting: str = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
+        resting: str | None = None,
         proximal_mu: float | Tensor = 0.0,
         server_optim: str | None = None,
         server_lr: float | Tensor | None = None,
@@ -240,11 +258,16 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
             if options:
                 names = ", ".join(f"server_{name}" for name in options)
                 raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
-            modules = [AveragingCommunicator(island_size, H, participation, weighting, sync_weight)]
+            modules = [AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting)]
         else:
             if island_size is not None:
                 raise ValueError(
                     f"island_size={island_size} and server_optim={server_optim!r}: a server has no islands."
+                )
+            if check_resting(resting, rounds_of_all=True) == "keep":
+                raise ValueError(
+                    f'resting="keep" and server_optim={server_optim!r}: all nodes begin a round from the server\'s '
+                    "parameters. Leave one of them out."
                 )
             modules = [ServerCommunicator(ServerOptimizer(server_optim, **options), H, participation, weighting)]
         if has_mu:
@@ -286,6 +309,18 @@ def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
 
 def check_participation(participation: float) -> float:
     return check.number("participation", participation, "(0, 1]", "the fraction of nodes that trains in a round")
+
+
+def check_resting(resting: str | None, rounds_of_all: bool) -> str:
+    """ "server" or "keep", as asked for; None: "server" where rounds of all nodes have one."""
+    if resting not in (None, "server", "keep"):
+        raise ValueError(f'resting={resting!r} is not known; allowed: "server", "keep".')
+    if resting == "server" and not rounds_of_all:
+        raise ValueError(
+            'resting="server" needs one server and rounds of H steps: leave out island_size and sync_weight, or give '
+            'resting="keep".'
+        )
+    return resting or ("server" if rounds_of_all else "keep")
 
 
 def check_weighting(weighting: str) -> str:

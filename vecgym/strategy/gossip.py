@@ -96,7 +96,7 @@ class GossipCommunicator(CommunicationModule):
             matrices = _cycle(self.topology)
             return Mixing.of(matrices[exchange % len(matrices)])
         if not isinstance(self.topology, str):
-            weights = torch.as_tensor(self.topology(step))
+            weights = _as_matrix(self.topology(step))
             graphs.check_doubly_stochastic(weights, f"topology({step})")
             return Mixing.of(weights)
         if self.topology == "random_matching":
@@ -197,7 +197,7 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
     if callable(topology):
         return topology
     try:
-        matrices = topology if isinstance(topology, Tensor) else torch.as_tensor(topology, dtype=torch.float64)
+        matrices = _as_matrix(topology)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"topology={topology!r}: {allowed}") from error
     if matrices.dim() not in (2, 3) or len(matrices) == 0:
@@ -205,6 +205,11 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
     for t, weights in enumerate(_cycle(matrices)):
         graphs.check_doubly_stochastic(weights, f"topology[{t}]" if matrices.dim() == 3 else "topology")
     return matrices if matrices.requires_grad else matrices.clone()
+
+
+def _as_matrix(weights: Any) -> Tensor:
+    """A tensor as it is; Python's numbers in float64, as they are, not in torch's default type."""
+    return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
 
 
 def _warn(message: str) -> None:

@@ -320,7 +320,9 @@ class SparseCommunicator(CommunicationModule):
         if (ctx.step + 1) % self.interval == 0:
             index, selector = self.index_selector.select(_shapes(params), selector, ctx.step // self.interval, ctx)
             index = {name: where.to(params[name].device) for name, where in index.items()}
-            mean = self._mean({name: _flat(params[name]).index_select(1, where) for name, where in index.items()}, ctx)
+            values = {name: _flat(params[name]).index_select(1, where) for name, where in index.items()}
+            with ctx.comm.ledger.lagging(self.delay):
+                mean = self._mean(values, ctx)
             # [1, m]: as all state, with the node dimension first.
             queue[str(ctx.step + self.delay)] = {"index": {name: x[None] for name, x in index.items()}, "mean": mean}
         due = queue.pop(str(ctx.step), None)

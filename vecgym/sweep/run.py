@@ -6,13 +6,12 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vecgym import check
+from vecgym import check, launch
 from vecgym.errors import VecgymWarning
 from vecgym.ledger import readable_bytes
 from vecgym.local import check_settings
@@ -23,7 +22,7 @@ from vecgym.sweep.axes import Point, Uniform, checked_axes, count_points, points
 from vecgym.sweep.configurations import check_axes, make_configurations
 from vecgym.sweep.result import SweepResult
 from vecgym.sweep.runner import Runner
-from vecgym.sweep.saving import load_results, saver
+from vecgym.sweep.saving import ResultsFile
 
 
 def sweep(
@@ -105,6 +104,7 @@ def sweep(
     >>> len(result.rows), result.best("val_loss")["H"], result.history(0)["step"]
     (4, 2, [0, 1, 2, 3, 4])
     """
+    launch.check_alone("the sweep")
     axes = checked_axes(grid, samples)
     check_axes(axes, strategy, model)
     check_settings(engine, chunk_size, node_threads)
@@ -144,10 +144,9 @@ def sweep(
     runner = runner_of(points(axes, samples, sample_seed))
     save = None
     if resume is not None:
-        path = Path(resume)
-        if path.exists():
-            load_results(runner, path)
-        save = saver(runner, path)
+        file = ResultsFile(runner, resume)
+        file.load()
+        save = file.save
     result = SweepResult(runner)
     if dry_run:
         return result

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from vecgym import nodes, tree
+from vecgym import hooks, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.ledger import readable_bytes
@@ -242,7 +242,7 @@ class Runner:
         key = program, len(chunk)
         if key not in self._engines:
             kind, chunk_size, node_threads = self.engine_settings
-            model = copy.deepcopy(chunk[0].model).to(self.device)
+            model = hooks.copied(chunk[0].model).to(self.device)
             engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads)
             with torch.enable_grad():
                 engine.prepare(joined_batches([self.batches(config).batch(0) for config in chunk]))
@@ -285,7 +285,7 @@ class Runner:
                 which = self._which([configs[c] for c in alive], sources)
                 if not alive:
                     break
-            if stack.done == T or (self.val_interval and stack.done % self.val_interval == 0):
+            if self._is_evaluated(stack.done, T):
                 self._evaluate(stack, record, configs, alive)
             if interrupted:
                 break
@@ -305,28 +305,35 @@ class Runner:
     ) -> tuple[list[int], list[int]]:
         """One step of a stack; those that go on, and those that diverged."""
         t = stack.done
-        metrics = stack.step(chosen_batches(list(each), which))
+        is_evaluated = self._is_evaluated(t + 1, len(record.arrays["train_loss"]))
+        metrics = stack.step(chosen_batches(list(each), which), measure_distance=is_evaluated)
         losses = metrics.losses.to("cpu", torch.promote_types(metrics.losses.dtype, torch.float32)).numpy()
         arrays = record.arrays
         arrays["train_losses"][t, alive] = losses
         arrays["lr"][t, alive] = metrics.lrs
-        arrays["bytes"][t, alive] = [member.comm.ledger.step_bytes for member in stack.members]
+        arrays["bytes"][t, alive] = metrics.sent_bytes
+        if metrics.distances is not None:
+            arrays["distance_before"][t, alive] = metrics.distances
         if all(chosen is None for chosen in metrics.active):
             means = losses.mean(axis=1, dtype=np.float64)
             arrays["active"][t, alive] = losses.shape[1]
         else:
             own = [x if chosen is None else x[chosen] for x, chosen in zip(losses, metrics.active)]
-            means = np.array([x.mean(dtype=np.float64) for x in own])
+            means = np.array([x.mean(dtype=np.float64) if len(x) else np.nan for x in own])
             arrays["active"][t, alive] = [len(x) for x in own]
         arrays["train_loss"][t, alive] = means
         record.steps[alive] = t + 1
-        finite = np.isfinite(means)
+        finite = np.isfinite(means) | (arrays["active"][t, alive] == 0)  # where nobody trained, nothing diverged
         if finite.all():
             return alive, []
         going = np.flatnonzero(finite).tolist()
         if going:
             stack.keep(going)
         return [alive[i] for i in going], [alive[i] for i in np.flatnonzero(~finite).tolist()]
+
+    def _is_evaluated(self, done: int, num_steps: int) -> bool:
+        """Whether the models are evaluated after `done` steps."""
+        return done == num_steps or bool(self.val_interval and done % self.val_interval == 0)
 
     def _evaluate(self, stack: Stack, record: Record, configs: list[Configuration], alive: list[int]) -> None:
         C, K = len(configs), stack.num_nodes
@@ -341,6 +348,7 @@ class Runner:
             row["val_loss_local"][alive] = local.mean(axis=1)
             row["val_losses"][alive] = local
         if stack.done > 0:
+            row["consensus_distance_before"] = record.arrays["distance_before"][stack.done - 1].copy()
             row["consensus_distance"] = np.full(C, np.nan)
             row["consensus_distance"][alive] = stack.consensus_distance()
         if row:

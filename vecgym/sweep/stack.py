@@ -8,6 +8,7 @@ optimizer is one update for all neighbours in the stack that share its class, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +36,8 @@ class StackMetrics(NamedTuple):
     losses: Tensor  # [C, K], before the update; nan where a node did not train
     lrs: list[float]
     active: list[list[int] | None]  # the nodes that trained; None: all
+    sent_bytes: list[float]  # per node, of each configuration
+    distances: list[float] | None  # of the nodes of each configuration to their average, before the exchange
 
 
 class StackEvaluation(NamedTuple):
@@ -138,21 +141,28 @@ class Stack:
 
     # ------------------------------------------------------------------------------------------- a step
 
-    def step(self, batch: Any) -> StackMetrics:
+    def step(self, batch: Any, measure_distance: bool = False) -> StackMetrics:
         """One optimizer step of every node.
 
         Args:
             batch: leaves `[C * K, B, ...]`, the configurations one after the other.
+            measure_distance: how far the nodes are apart before they exchange their parameters.
         """
         contexts = [self._context(member) for member in self.members]
-        for member in self.members:
-            member.comm.ledger.begin_step(self.done)
         active = [m.strategy.active_nodes(ctx) for m, ctx in zip(self.members, contexts)]
         take = self._full_step if all(chosen is None for chosen in active) else self._partial_step
-        losses, lrs = take(batch, contexts, active)
-        self._exchange_parameters(contexts)
+        with ExitStack() as recordings:
+            transfers = [recordings.enter_context(each.comm.ledger.recording()) for each in self.exchanges]
+            losses, lrs = take(batch, contexts, active)
+            distances = self.consensus_distance() if measure_distance else None
+            self._exchange_parameters(contexts)
         self.done += 1
-        return StackMetrics(losses.view(self.num_configs, self.num_nodes), lrs, active)
+        sent_bytes = [
+            float(sum(transfer.sent_bytes for transfer in own))
+            for own, exchange in zip(transfers, self.exchanges)
+            for _ in range(exchange.size)
+        ]
+        return StackMetrics(losses.view(self.num_configs, self.num_nodes), lrs, active, sent_bytes, distances)
 
     def _full_step(
         self, batch: Any, contexts: list[Context], active: list[list[int] | None]
@@ -185,6 +195,9 @@ class Stack:
         own = [torch.arange(K) if chosen is None else torch.tensor(chosen, dtype=torch.long) for chosen in active]
         counts = [len(rows) for rows in own]
         rows = torch.cat([c * K + x for c, x in enumerate(own)])
+        if not len(rows):
+            losses = next(iter(self.params.values())).new_full((self.num_configs * K,), torch.nan)
+            return losses, [_mean(member.strategy.lr(ctx)) for member, ctx in zip(self.members, contexts)]
         everything = (self.params, self.buffers)
         params, buffers = (nodes.take_rows(x, rows) for x in everything)
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
@@ -475,8 +488,6 @@ class _Exchange(_Neighbours):
         if self.size > 1:
             K = first.comm.num_nodes
             self.comm = StackedCollectives(K, self.size, first.comm.ledger)
-            for member in members:
-                member.comm.ledger = self.comm.ledger  # what each of them sends
             columns = zip(*[member.strategy.communication_modules for member in members])
             modules = [column[0].stacked(column, K) for column in columns]
             self.strategy = Strategy(first.strategy.inner_optim, communication_modules=modules)
@@ -515,7 +526,7 @@ class _Group(_Neighbours):
         own = contexts[self.start : self.stop]
         if self.is_own:
             params, self.state = self.strategies[0].optimize(params, grads, self.state, own[0])
-            self.lrs = [float(self.strategies[0].lr(own[0]))]
+            self.lrs = [_mean(self.strategies[0].lr(own[0]))]
             return params
         self.lrs = [float(strategy.lr(ctx)) for strategy, ctx in zip(self.strategies, own)]
         if self._lr_of != (self.lrs, counts):  # most often they stay
@@ -531,6 +542,11 @@ class _Group(_Neighbours):
         if key not in self._specs:
             self._specs = {key: merged_spec([s.inner_optim for s in self.strategies], counts).rule()}
         return self._specs[key]
+
+
+def _mean(lr: float | Tensor) -> float:
+    """Where nodes differ, their mean."""
+    return float(lr.double().mean()) if isinstance(lr, Tensor) else float(lr)
 
 
 def touches_gradients(strategy: Strategy) -> bool:

@@ -1,0 +1,136 @@
+"""What a step sends is a value that it returns; what a module keeps is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import assert_close, assert_same_bits, run, simulation
+from vecgym import Trainer, tree
+from vecgym.collectives import StackedCollectives
+from vecgym.strategy import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Context,
+    DiLoCoStrategy,
+    SPARTAStrategy,
+    delayed,
+    every,
+)
+from vecgym.strategy.base import State
+from vecgym.tree import Tree
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w - x).square().mean()
+
+
+def batches(num_nodes: int, steps: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(num_nodes, 3, 2, generator=generator, dtype=torch.float64) for _ in range(steps)]
+
+
+def test_a_pure_step_taken_twice_sends_the_same_and_counts_nothing_itself() -> None:
+    sim = simulation(Line(), DiLoCoStrategy("sgd", H=1, lr=0.1), batches(4))
+    state = sim.init()
+    _, first = sim.step(state, batches(4)[0], differentiable=True)
+    _, second = sim.step(state, batches(4)[0], differentiable=True)
+    assert first.transfers == second.transfers
+    assert [t.operation for t in first.transfers] == ["mean"]
+    assert (first.transfers[0].sent_bytes, first.transfers[0].tensors) == (24.0, ("w",))
+    assert len(sim.comm.ledger) == 0
+
+
+def test_the_ledger_of_a_run_is_made_of_the_transfers_of_its_steps() -> None:
+    given = batches(4)
+    sim = simulation(Line(), SPARTAStrategy(p_sparta=0.5, inner_optim="sgd", lr=0.1), given)
+    state, transfers = sim.init(), []
+    for batch in given:
+        state, metrics = sim.step(state, batch)
+        transfers.append(metrics.transfers)
+    trainer = Trainer(Line(), torch.cat([b.flatten(0, 1) for b in given]))
+    trainer.fit(SPARTAStrategy(p_sparta=0.5, inner_optim="sgd", lr=0.1), num_nodes=4, max_steps=4, batch_size=3)
+    assert [e.transfer for e in trainer.ledger] == [t for of_step in transfers for t in of_step]
+    assert trainer.ledger.total_bytes == sum(t.sent_bytes for of_step in transfers for t in of_step)
+
+
+def test_what_is_used_later_says_how_many_steps_later() -> None:
+    class Average(CommunicationModule):
+        def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+            return ctx.comm.mean(params), state
+
+    for strategy, lag in (
+        (CommunicateOptimizeStrategy([delayed(Average(), 2)], "sgd", lr=0.1), 2),
+        (CommunicateOptimizeStrategy([Average()], "sgd", lr=0.1), 0),
+        (CommunicateOptimizeStrategy([every(2, delayed(Average(), 1))], "sgd", lr=0.1), 2),
+        (SPARTAStrategy(p_sparta=0.5, inner_optim="sgd", lr=0.1, delay=3), 3),
+    ):
+        ledger = run(Line(), strategy, batches(2)).comm.ledger
+        assert {entry.transfer.lag for entry in ledger} == {lag}
+
+
+# --------------------------------------------------------------------------- what a module keeps in its state
+
+KEPT: dict[str, Any] = {
+    "what it was given": lambda comm, x: x,
+    "mean": lambda comm, x: comm.mean(x),
+    "mean in place": lambda comm, x: comm.mean(x, inplace=True),
+    "mean over groups": lambda comm, x: comm.mean(x, groups=[[0]]),
+    "sum": lambda comm, x: comm.sum(x),
+    "server_mean": lambda comm, x: comm.server_mean(x, range(comm.num_nodes)),
+    "server_sum": lambda comm, x: comm.server_sum(x, range(comm.num_nodes)),
+    "all_gather": lambda comm, x: tree.map(lambda y: y[:, 0], comm.all_gather(x)),
+    "broadcast": lambda comm, x: comm.broadcast(x, 0),
+    "permute": lambda comm, x: comm.permute(x, range(comm.num_nodes)),
+    "mix": lambda comm, x: comm.mix(x, torch.eye(comm.num_nodes)),
+    "a view": lambda comm, x: tree.map(lambda y: y[:1], x),
+}
+
+
+class Keeps(CommunicationModule):
+    """Keep something of the gradients and of the parameters, and use what was kept in the step before."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return {"grads": tree.map(torch.zeros_like, params), "params": params}
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        kept = KEPT[self.what](ctx.comm, grads)
+        return tree.map(lambda g, old: g + 0.1 * old, grads, state["grads"]), {**state, "grads": kept}
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        kept = KEPT[self.what](ctx.comm, params)
+        new = kept if ctx.step % 2 else tree.map(lambda p, old: 0.7 * p + 0.3 * old, params, state["params"])
+        return new, {**state, "params": kept}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("what", KEPT)
+def test_what_a_module_keeps_is_never_overwritten(what: str, engine: str, num_nodes: int) -> None:
+    """The pure step shares nothing; the one that overwrites its state must give the same."""
+    given = batches(num_nodes, steps=6)
+    for optimizer in ("adamw", "sgd"):
+        strategy = CommunicateOptimizeStrategy([Keeps(what)], optimizer, lr=0.1)
+        donating = run(Line(), strategy, given, engine=engine)
+        pure = run(Line(), strategy, given, engine=engine, differentiable=True)
+        for name in ("params", "strategy"):
+            ours, theirs = ({name: getattr(result.state, name)} for result in (donating, pure))
+            assert_close(ours, theirs, 1e-12)
+
+
+def test_collectives_used_alone_write_into_the_ledger() -> None:
+    comm = StackedCollectives(4)
+    comm.mean(torch.ones(4, 2))
+    assert comm.ledger.total_bytes == 12
+    assert_same_bits({"x": comm.mean(torch.ones(4, 2))}, {"x": torch.ones(1, 2)})
