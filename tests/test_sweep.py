@@ -22,6 +22,7 @@ from vecgym import (
 )  # fmt: skip
 from vecgym.compress import TopK
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
+from vecgym.strategy.fedavg import Weighting
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -387,7 +388,7 @@ def test_data_of_each_nodes_own() -> None:
             assert result.history(i).last(column) == pytest.approx(trainer.history.last(column), rel=1e-10)
 
 
-def weighted(weighting: str) -> Strategy:
+def weighted(weighting: Weighting) -> Strategy:
     return FedAvgStrategy("sgd", H=2, lr=0.1, weighting=weighting)
 
 
