@@ -17,7 +17,7 @@ from vecgym.local import Engine
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.base import Context
-from vecgym.strategy.fedavg import participants
+from vecgym.strategy.fedavg import Weighting, participants
 from vecgym.topology import random_islands
 
 STEPS, H = 24, 4
@@ -115,7 +115,7 @@ def test_server_optimizers_follow_the_paper(name: str, num_nodes: int, engine: s
 
 
 @pytest.mark.parametrize("weighting", ["equal", "examples"])
-def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: str) -> None:
+def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: Weighting) -> None:
     examples = (10, 20, 30, 40, 50)
     strategy = FedAvgStrategy(SGD, H=H, participation=0.4, server_optim="avgm", server_lr=0.5, weighting=weighting)
 

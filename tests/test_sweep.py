@@ -33,6 +33,7 @@ from vecgym import (
 from vecgym.compress import TopK
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.rows import averaged, chosen, labelled
+from vecgym.strategy.fedavg import Weighting
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -398,7 +399,7 @@ def test_data_of_each_nodes_own() -> None:
             assert result.history(i).last(column) == pytest.approx(trainer.history.last(column), rel=1e-10)
 
 
-def weighted(weighting: str) -> Strategy:
+def weighted(weighting: Weighting) -> Strategy:
     return FedAvgStrategy("sgd", H=2, lr=0.1, weighting=weighting)
 
 

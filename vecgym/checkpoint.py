@@ -291,7 +291,8 @@ class Checkpoints:
         """The newest checkpoint, older than `passed`, that can be read; None: there was none in the folder."""
         folder, resume = self._folder, self.run.options.resume
         if folder is None:
-            path = Path(os.fspath(resume)).absolute()
+            assert not isinstance(resume, bool)
+            path = Path(resume).absolute()
             saved.read(path, FORM, mmap=True)
             return path
         there = checkpoints_in(folder)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vecgym import tree
 from vecgym.tree import Tree
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def expand(values: Tree, num_nodes: int) -> Tree:
@@ -84,7 +86,7 @@ def correlation(params: Tree, num_nodes: int) -> float:
 
 
 @dataclass
-class Nodes:
+class Nodes(Generic[M]):
     """The final state of all nodes, one stacked tensor `[K, *shape]` for each parameter and buffer.
 
     A parameter that is the same on every node is stored once and shown expanded.
@@ -97,7 +99,7 @@ class Nodes:
     (3.0, 2.0, 1.0)
     """
 
-    model: nn.Module
+    model: M
     num_nodes: int
     params: Tree
     buffers: Tree
@@ -105,13 +107,13 @@ class Nodes:
     def __len__(self) -> int:
         return self.num_nodes
 
-    def module(self, node: int) -> nn.Module:
+    def module(self, node: int) -> M:
         """A copy of the model with the parameters and buffers of one node."""
         if not -self.num_nodes <= node < self.num_nodes:
             raise IndexError(f"node {node} of {self.num_nodes}: give 0 to {self.num_nodes - 1}.")
         return fill(self.model, {name: x[node] for name, x in {**self.params, **self.buffers}.items()})
 
-    def average(self) -> nn.Module:
+    def average(self) -> M:
         """A copy of the model with the average of the nodes: parameters and floating buffers.
 
         Integer buffers (counters) are those of node 0.
@@ -127,7 +129,7 @@ class Nodes:
         return f"Nodes({self.num_nodes} x {type(self.model).__name__}, {count:,} parameters each)"
 
 
-def fill(model: nn.Module, values: Tree) -> nn.Module:
+def fill(model: M, values: Tree) -> M:
     """A copy of `model` holding `values`; tied weights stay tied, frozen parameters stay frozen.
 
     >>> fill(nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[7.0]])}).weight.item()

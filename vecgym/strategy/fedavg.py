@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
 from vecgym.topology import random_islands, sample_nodes
 from vecgym.tree import Tree
+
+Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 
 
 class AveragingCommunicator(CommunicationModule):
@@ -56,7 +58,7 @@ class AveragingCommunicator(CommunicationModule):
         island_size: int | None = None,
         H: int = 1,
         participation: float = 1.0,
-        weighting: str = "equal",
+        weighting: Weighting = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
     ) -> None:
@@ -130,7 +132,7 @@ class ServerCommunicator(CommunicationModule):
         server: ServerOptimizer,
         H: int = 1,
         participation: float = 1.0,
-        weighting: str = "equal",
+        weighting: Weighting = "equal",
     ) -> None:
         self.server = server
         self.H = check_interval("H", H)
@@ -234,7 +236,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         island_size: int | None = None,
         participation: float = 1.0,
         *,
-        weighting: str = "equal",
+        weighting: Weighting = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
         proximal_mu: float | Tensor = 0.0,
@@ -324,8 +326,8 @@ def check_resting(resting: str | None, rounds_of_all: bool) -> str:
     return resting or ("server" if rounds_of_all else "keep")
 
 
-def check_weighting(weighting: str) -> str:
-    return check.choice("weighting", weighting, ("equal", "examples"))
+def check_weighting(weighting: Weighting) -> str:
+    return check.choice("weighting", weighting, get_args(Weighting))
 
 
 def warn_if_never(H: int, max_steps: int) -> None:
