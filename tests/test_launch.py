@@ -292,7 +292,7 @@ def overflowing() -> Any:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "threads"}, "allowed: 'stacked', 'processes', 'distributed'"),
+        ({"backend": "threads"}, "Allowed: 'stacked', 'processes', 'distributed'"),
         ({"backend": "processes"}, "needs num_processes"),
         ({"backend": "processes", "num_processes": 3}, r"one of \[1, 2, 4\]"),
         ({"num_processes": 2}, 'backend="processes"'),

@@ -17,7 +17,9 @@ import vecgym.strategy
 from tests.fitting import Rows
 from tests.helpers import assert_close
 from tests.models import make_data, make_model
-from vecgym import DivergenceError, LogUniform, OptimSpec, SweepResult, Trainer, Uniform, VecgymWarning, sweep, tree
+from vecgym import (
+    DivergenceError, LogUniform, OptimSpec, SweepResult, Trainer, Uniform, VecgymWarning, saved, sweep, tree,
+)  # fmt: skip
 from vecgym.compress import TopK
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.strategy import (
@@ -489,7 +491,7 @@ RESUMED: dict[str, Callable[..., Strategy]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("after", [2, 7, 15])  # before the first step; in the first stack; in the second
+@pytest.mark.parametrize("after", [6, 11, 19])  # before the first step; in the first stack; in the second
 def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
     path = tmp_path / "results" / "sweep.pt"
@@ -521,19 +523,164 @@ def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     calls = -counted.left  # fewer than from the start: the steps done were not done again
     third = Interrupting(*tensors, after=-1)
     assert call(third).rows[0] == second.rows[0]
-    assert third.left > -5, "a finished sweep reads nothing but what it is planned with"
+    assert third.left > -9, "a finished sweep reads nothing but what it is planned and recognised with"
     assert calls > -third.left
 
 
-def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.pt"
-    run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2)
-    with pytest.raises(ValueError, match="holds another sweep"):
-        run_sweep(outer, {"lr": [1e-3]}, resume=path, max_steps=2)
-    before = path.read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["sweep.pt"]
-    assert run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2).num_pending == 0
-    assert len(before) > 0
+class Sine(nn.Module):
+    """Its parameters have the names and shapes of `Cosine`'s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Linear(16, 10, dtype=F64)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]).sin(), batch[1])
+
+
+class Cosine(Sine):
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]).cos(), batch[1])
+
+
+def other_weights() -> nn.Module:
+    model = Sine()
+    with torch.no_grad():
+        model.net.weight[3, 3] += 1e-12
+    return model
+
+
+def other_data(name: str = "MLP", num_examples: int = 90) -> Any:
+    x, y = data(name, num_examples).tensors
+    return TensorDataset(x, y.index_fill(0, torch.tensor([num_examples // 2]), 0))
+
+
+def kept(path: Path, **given: Any) -> SweepResult:
+    """Two configurations, in a file; every argument may be another one."""
+    settings: dict[str, Any] = {
+        "model": Sine(), "train": data(), "val": data(num_examples=10, seed=1), "grid": {"lr": [0.1, 0.01]},
+        "schedule": lambda step: 0.9**step, "groups": no_decay, "H": 2, "num_nodes": 2, "max_steps": 2,
+        "batch_size": 4, "val_interval": 1, "weights": torch.arange(2000.0), **given,
+    }  # fmt: skip
+    model, train, val, schedule, groups, H, weights = (
+        settings.pop(key) for key in ("model", "train", "val", "schedule", "groups", "H", "weights")
+    )
+
+    class Weighted(AveragingCommunicator):
+        def __init__(self) -> None:
+            super().__init__(H=H)
+            self.table = weights
+
+    def strategy(lr: float) -> Strategy:
+        spec = OptimSpec("adamw", lr=lr, param_groups=groups)
+        return CommunicateOptimizeStrategy([Weighted()], spec, lr_scheduler=schedule if lr < 0.1 else None)
+
+    return sweep(model, train, val, strategy=strategy, resume=path, device="cpu", progress=False, **settings)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "weights": ({"model": other_weights()}, r"model\.net\.weight: saved float64 \[10, 16\] with checksum"),
+    "forward": ({"model": Cosine()}, "model: saved Sine, given Cosine"),
+    "data": ({"train": other_data()}, r"training data\.tensors\[1\]: saved int64 \[90\] with checksum"),
+    "read data": ({"train": Rows(data().tensors)}, "training data: saved TensorDataset of 90, given Rows of 90"),
+    "validation": ({"val": data(num_examples=11, seed=1)}, "validation data: saved TensorDataset of 10, given"),
+    "no validation": ({"val": None}, "validation data: saved TensorDataset of 10, given None"),
+    "schedule": ({"schedule": lambda step: 0.8**step}, r"strategy\.lr_scheduler\(\) of row 1: other code"),
+    "groups": ({"groups": lambda name, p: {}}, r"strategy\.inner_optim\.param_groups\(\): other code"),
+    "tensor": (
+        {"weights": torch.arange(2000.0).index_fill(0, torch.tensor([1000]), 0.0)},
+        r"strategy\.communication_modules\[0\]\.table: saved float32 \[2000\] with checksum",
+    ),
+    "grid": ({"grid": {"lr": [0.1, 0.02]}}, r"grid\['lr'\] of row 1: saved 0\.01, given 0\.02"),
+    "more": ({"grid": {"lr": [0.1, 0.02, 0.03]}}, "number of configurations: saved 2, given 3"),
+    "axes": ({"grid": {"lr": [0.1, 0.02], "seed": [0]}}, "axes: saved lr, given lr, seed"),
+    "H": ({"H": 1}, r"strategy\.communication_modules\[0\]\.H: saved 2, given 1"),
+    "batch_size": ({"batch_size": 2}, "batch_size: saved 4, given 2"),
+    "max_steps": ({"max_steps": 3}, "number of steps: saved 2, given 3"),
+    "num_nodes": ({"num_nodes": 3}, "num_nodes: saved 2, given 3"),
+    "val_interval": ({"val_interval": 2}, "val_interval: saved 1, given 2"),
+    "collate_fn": (
+        {"dataloader_kwargs": {"collate_fn": torch.utils.data.default_collate}}, "collate_fn: saved None, given default",
+    ),
+    "models": ({"keep_models": True}, "keep_models: saved False, given True"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kept") / "sweep.pt"
+    kept(path)
+    return path
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_sweep_is_refused_saying_what_differs(name: str, kept_file: Path) -> None:
+    given, message = OTHERS[name]
+    before = kept_file.read_bytes()
+    with pytest.raises(ValueError, match=rf"(?s)holds another sweep:\n.*{message}.*remove the file"):
+        kept(kept_file, **given)
+    assert kept_file.read_bytes() == before
+    assert [path.name for path in kept_file.parent.iterdir()] == ["sweep.pt"]
+
+
+def test_the_same_sweep_goes_on(kept_file: Path) -> None:
+    """Objects made anew, and what changes rounding only."""
+    assert kept(kept_file).num_pending == 0
+    assert kept(kept_file, engine="loop", chunk_configs=1, schedule=lambda step: 0.9**step).num_pending == 0
+
+
+class Noise(Rows):
+    """Read at random, from a generator of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(x.shape, generator=GENERATOR), y
+
+
+GENERATOR = torch.Generator()
+
+
+def test_data_that_are_no_tensors_are_recognised_by_examples(tmp_path: Path) -> None:
+    """Of a class, or made by a function; those that differ at every read by their form."""
+    x, y = data().tensors
+    for i, make in enumerate([Rows, Noise, lambda held: lambda rank, num_nodes, train: Rows(held)]):
+        path = tmp_path / f"{i}.pt"
+        kept(path, train=make((x, y)))
+        assert kept(path, train=make((x, y))).num_pending == 0
+        with pytest.raises(ValueError, match="training data"):
+            kept(path, train=make((x + 1, y)))
+
+
+def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -> None:
+    old, damaged, run = (tmp_path / name for name in ("old.pt", "damaged.pt", "run.pt"))
+    saved.write(old, {"fingerprint": "0a1b", "sweep": {}})
+    with pytest.raises(ValueError, match=r"old\.pt was written by another version of vecgym"):
+        kept(old)
+    damaged.write_bytes(kept_file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"damaged\.pt is damaged"):
+        kept(damaged)
+    saved.write(run, {"identity": {}})
+    with pytest.raises(ValueError, match=r"run\.pt holds no sweep"):
+        kept(run)
+    held = saved.read(kept_file)
+    saved.write(run, {**held, "identity": {**held["identity"], "python": "3.9", "model.forward()": "code 00"}})
+    with pytest.warns(VecgymWarning, match=r"was written with Python 3\.9; this is .* has not been checked"):
+        assert kept(run).num_pending == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "message"),
+    [
+        (True, TypeError, "resume=True must be the path of a file"),
+        ("FOLDER", ValueError, "is a folder; give a file, such as"),
+        ("/proc/none/sweep.pt", ValueError, "cannot be written to"),
+    ],
+)
+def test_where_results_cannot_be_kept(path: Any, kind: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=message):
+        kept(tmp_path if path == "FOLDER" else path)
 
 
 # ------------------------------------------------------------------------------------------ random search

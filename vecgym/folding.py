@@ -70,6 +70,8 @@ class Observer(TorchFunctionMode):
             for option in ("max_norm", "scale_grad_by_freq"):
                 if bound.get(option):
                     self.unsafe = f"its gradient of an embedding with {option} would be wrong"
+        elif func is Tensor.register_hook:
+            self.unsafe = "its forward puts a hook on a tensor's gradient (register_hook), which would be left out"
         elif isinstance(out, Tensor) and func in _PRODUCTS:
             self.flop += _PRODUCTS[func](out, [x for x in args if isinstance(x, Tensor)])
         return out

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vecgym import check, rng, tree
-from vecgym.errors import warn
+from vecgym import check, hooks, rng, tree
+from vecgym.contract import check_loss, check_model, check_val_metrics, fix, offers_metrics, shown_batch
+from vecgym.errors import ModelError, warn
 from vecgym.folding import Folding, Observer, TwiceDifferentiable
 from vecgym.tree import Tree
 
@@ -91,7 +92,8 @@ class ModelFacts:
     unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
-    flop: int  # floating-point operations of one node's forward and backward pass
+    hooked: bool = False  # has hooks on its gradients
+    flop: int = 0  # floating-point operations of one node's forward and backward pass
     largest_bytes: int = 0  # of one node's tensors: parameters, and what its operations give
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
@@ -130,9 +132,15 @@ class _Skeleton:
         with self._holding({**params, **buffers}):
             loss = self.model(batch)
             # Activation checkpointing runs the model again in the backward pass, which must find these tensors.
-            grads = _gradient_of_loss(loss, wrt) if wrt else ()
+            grads = self._gradient_of(loss, wrt) if wrt else ()
             places = {name: self._places[name][0] for name in self._buffers}
             return loss, {name: held[key] for name, (held, key) in places.items()}, grads
+
+    def _gradient_of(self, loss: Any, wrt: Tree) -> tuple[Tensor | None, ...]:
+        check_loss(loss, self.model)
+        grads = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
+        # An embedding may give a sparse one, which has no place in stacked storage.
+        return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
         """What validation measures: the loss, or all of what the model's own `val_metrics` gives."""
@@ -155,13 +163,6 @@ class _Skeleton:
         finally:
             for held, key, x in before:
                 held[key] = x
-
-
-def _gradient_of_loss(loss: Any, wrt: Tree) -> tuple[Tensor | None, ...]:
-    check_loss(loss)
-    grads = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
-    # An embedding may give a sparse one, which has no place in stacked storage.
-    return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
 
 
 class Engine:
@@ -203,9 +204,13 @@ class Engine:
         autocast: bool = False,
     ) -> None:
         check_settings(engine, chunk_size, node_threads)
+        check_model(model)
         self.settings = (engine, chunk_size, node_threads)
         self.autocast = autocast
-        self.plan = Plan(engine="vmap" if engine != "loop" else "loop", chunk_size=chunk_size, reason="asked for")
+        self._hooks = hooks.of_parameters(model)
+        self._hooked = hooks.on_gradients(model)
+        by_node = engine == "loop" or bool(self._hooked)
+        self.plan = Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for")
         self.facts: ModelFacts | None = None
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -238,8 +243,7 @@ class Engine:
         plan = choose_plan(self.facts, num_nodes, self.device, torch.get_num_threads(), engine)
         if node_threads is not None:
             plan = replace(plan, node_threads=min(node_threads, num_nodes))
-            if node_threads > 1 and (self.facts.random or self.device.type != "cpu"):
-                why = "draws random numbers" if self.facts.random else f"runs on {self.device.type}"
+            if node_threads > 1 and (why := self._one_thread()):
                 warn(f"node_threads={node_threads} has no effect: the model {why}.")
                 plan = replace(plan, node_threads=1)
         if self.facts.vmap_error is not None and engine in ("auto", "fastest"):
@@ -252,6 +256,15 @@ class Engine:
             self.plan = self._measured_plan(batch, num_nodes)
         self._start_threads()
         return self.plan
+
+    def _one_thread(self) -> str:
+        """Why the nodes cannot be spread over threads; "" if they can."""
+        assert self.facts is not None
+        if self.device.type != "cpu":
+            return f"runs on {self.device.type}"
+        if self.facts.hooked:
+            return "has hooks, which are called node after node"
+        return "draws random numbers" if self.facts.random else ""
 
     @property
     def device(self) -> torch.device:
@@ -271,13 +284,14 @@ class Engine:
         before = {name: b.clone() for name, b in self.buffers.items()}
         with _seeded(0, self.device, active=True), Observer() as observer:
             state = torch.get_rng_state(), _device_rng_state(self.device)
-            with self._casting():
+            with self._casting(), _first_call(self.model, batch):
                 _, after, grads = self._train[0].call_with_gradient(
                     {**params, **self.frozen}, _clones(before), batch, params
                 )
             random = not torch.equal(state[0], torch.get_rng_state())
             random |= not torch.equal(state[1], _device_rng_state(self.device))
         facts = ModelFacts(
+            hooked=bool(self._hooked),
             unused=frozenset(name for name, g in zip(params, grads) if g is None),
             mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
             random=random,
@@ -286,8 +300,8 @@ class Engine:
         )
         if not want_vmap:
             return facts
-        if observer.unsafe:
-            return replace(facts, vmap_error=RuntimeError(f"vmap cannot run this model: {observer.unsafe}."))
+        if unsafe := observer.unsafe or (self._hooked and f"{self._hooked}, which sees one node at a time"):
+            return replace(facts, vmap_error=_vmap_error(unsafe))
         self.facts = facts
         two = tree.map_leaves(lambda x: torch.stack([x, x]), batch)
         stacked = {name: torch.stack([p, p]) for name, p in self.params.items() if name not in facts.unused}
@@ -297,7 +311,10 @@ class Engine:
                 warnings.simplefilter("always")
                 self._vmap_chunk(0, stacked, wide, two)
         except Exception as error:  # whatever the model's code raises under vmap: the loop can run it
-            return replace(facts, vmap_error=error)
+            failure = _vmap_error(_cause(error))
+            if self.settings[0] == "vmap":
+                raise failure from error
+            return replace(facts, vmap_error=failure)
         slow = tuple(str(w.message).split("batching rule for ")[1].split(".")[0] for w in caught
                      if "batching rule for " in str(w.message))  # fmt: skip
         return replace(facts, vmap_slow=tuple(dict.fromkeys(slow)))
@@ -317,7 +334,7 @@ class Engine:
         """The fastest of the possible plans, by two timed calls each."""
         assert self.facts is not None
         engines = ["loop"] if self.facts.vmap_error is not None else ["vmap", "loop"]
-        counts = {1} if self.facts.random or self.device.type != "cpu" else {1, torch.get_num_threads()}
+        counts = {1} if self._one_thread() else {1, torch.get_num_threads()}
         candidates = [Plan(e, min(t, num_nodes), self.plan.chunk_size) for e in engines for t in sorted(counts)]
         params = {name: p.detach()[None].repeat(num_nodes, *[1] * p.dim()) for name, p in self.params.items()}
         timed = []
@@ -362,6 +379,11 @@ class Engine:
             mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
         """
+        if differentiable and self._hooked:
+            raise ValueError(
+                f"{self._hooked}, through which no derivatives can be taken: remove it (handle.remove()), and let "
+                "forward, or the strategy, do what it does."
+            )
         num_nodes, batch_size = _sizes(batch)
         keys = _Keys(seed, step, list(range(num_nodes)) if node_ids is None else list(node_ids))
         buffers = self._own_buffers(buffers, num_nodes, differentiable)
@@ -369,7 +391,8 @@ class Engine:
         for start in range(0, batch_size, minibatch_size or batch_size):
             stop = min(batch_size, start + (minibatch_size or batch_size))
             part = batch if stop - start == batch_size else tree.map_leaves(lambda x: x[:, start:stop], batch)  # noqa: B023
-            local = self._pass(params, buffers, part, keys.part(start), mean, differentiable)
+            with self._explaining(params, buffers, part, keys.part(start), differentiable):
+                local = self._pass(params, buffers, part, keys.part(start), mean, differentiable)
             buffers = local.buffers
             result = _weighted(result, local, (stop - start) / batch_size)
         assert result is not None
@@ -439,9 +462,8 @@ class Engine:
         """All nodes of a chunk in one vectorised call; buffers that change are written in place."""
         size = _sizes(batch)[0]
         leaves = {name: p.detach().expand(size, *p.shape[1:]).requires_grad_() for name, p in params.items()}
-        with _explaining():
-            losses, buffers = self._vmapped(thread, leaves, False, buffers, batch)
-            grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+        losses, buffers = self._vmapped(thread, leaves, False, buffers, batch)
+        grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
         return Local(dict(zip(leaves, grads)), losses.detach(), buffers)
 
     def _mean_pass(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, chunks: list[tuple[int, int]]) -> Local:
@@ -452,7 +474,7 @@ class Engine:
         total: Tree | None = None
         losses = []
         for a, b in chunks:
-            leaves = {name: p[0].detach().requires_grad_() for name, p in params.items()}
+            leaves = {name: self._leaf(name, p[0]) for name, p in params.items()}
             part = (buffers, batch)
             if b - a < num_nodes:
                 part = _rows(buffers, a, b), tree.map_leaves(lambda x: x[a:b], batch)  # noqa: B023
@@ -467,13 +489,12 @@ class Engine:
         """What a chunk adds to the gradient of the mean of all losses, and its losses."""
         num_nodes = len(keys.node_ids)
         if self.plan.engine == "loop":
-            with _naming(keys.node_ids[first], keys.step):
+            with _naming(f"node {keys.node_ids[first]}, step {keys.step}"):
                 loss, grads = self._one(0, leaves, buffers, tree.map_leaves(lambda x: x[0], batch))
             return tree.map(lambda g: g / num_nodes, grads), loss[None]
-        with _explaining():
-            losses, _ = self._vmapped(0, leaves, True, buffers, batch)
-            share = losses.new_full(losses.shape, 1 / num_nodes)
-            found = torch.autograd.grad(losses, list(leaves.values()), share, materialize_grads=True)
+        losses, _ = self._vmapped(0, leaves, True, buffers, batch)
+        share = losses.new_full(losses.shape, 1 / num_nodes)
+        found = torch.autograd.grad(losses, list(leaves.values()), share, materialize_grads=True)
         return dict(zip(leaves, found)), losses.detach()
 
     def _vmapped(
@@ -507,15 +528,22 @@ class Engine:
         """Node after node, each with its own random key; gradients are written into `grads`."""
         losses = []
         for i in range(_sizes(batch)[0]):
-            leaves = {name: _row(p, i).detach().requires_grad_() for name, p in params.items()}
+            leaves = {name: self._leaf(name, _row(p, i)) for name, p in params.items()}
             with _seeded(keys.of(first + i), self.device, self._random):
                 rows = tree.map_leaves(lambda x: x[i], batch)  # noqa: B023
-                with _naming(keys.node_ids[first + i], keys.step):
+                with _naming(f"node {keys.node_ids[first + i]}, step {keys.step}"):
                     loss, gradient = self._one(thread, leaves, _rows(buffers, i, i + 1), rows)
             for name, g in gradient.items():
                 grads[name][first + i].copy_(g)
             losses.append(loss)
         return torch.stack(losses)
+
+    def _leaf(self, name: str, p: Tensor) -> Tensor:
+        """One node's parameter, to take the gradient by; the parameter's hooks get that gradient."""
+        leaf = p.detach().requires_grad_()
+        for hook in self._hooks.get(name, ()):
+            leaf.register_hook(hook)
+        return leaf
 
     def _one(self, thread: int, leaves: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
         """Loss and gradient of one node; its row of the buffers is overwritten."""
@@ -538,7 +566,7 @@ class Engine:
             return loss, {name: after[name] for name in after if dims.get(name) == 0}
 
         of_one = grad_and_value(loss_of_one, has_aux=True)
-        with TwiceDifferentiable(), self._casting(), _explaining_derivatives():
+        with TwiceDifferentiable(), self._casting():
             if self.plan.engine == "vmap":
                 grads, (losses, after) = vmap(of_one, in_dims=(0, dims, 0), randomness="different")(
                     params, given, batch
@@ -553,6 +581,25 @@ class Engine:
         each_loss, each_after = zip(*values)
         return Local(_stacked(each_grads), torch.stack(each_loss), {**buffers, **_stacked(each_after)})
 
+    @contextlib.contextmanager
+    def _explaining(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, differentiable: bool) -> Iterator[None]:
+        """Raise the model's own error where it has one, and otherwise say what vmap, or a derivative, cannot do."""
+        if self.plan.engine == "loop" and not differentiable:
+            yield  # node after node: what is raised is the model's own
+            return
+        try:
+            yield
+        except Exception as error:
+            _check_memory(error)
+            given = tree.map_leaves(_plain, [params, _clones(buffers), batch])
+            _outside_transforms(lambda: self._run_plainly(*given, keys))
+            raise (_derivative_error if differentiable else _vmap_error)(_cause(error)) from error
+
+    @torch.enable_grad()
+    def _run_plainly(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys) -> None:
+        """Node after node, for the error of the first that has one."""
+        self._loop_chunk(0, params, buffers, batch, self._gradient_storage(params, len(keys.node_ids)), keys, 0)
+
     # ------------------------------------------------------------------------------------------ evaluation
 
     def loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
@@ -564,7 +611,7 @@ class Engine:
         """
         with (
             TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), _plain_attention(), self._casting(),
-            _seeded(rng.key(0, "evaluation", 0), self.device, self._random),
+            _seeded(rng.key(0, "evaluation", 0), self.device, self._random), _naming("in evaluation"),
         ):  # fmt: skip
             return self._eval.call({**params, **self.frozen}, _clones(buffers), batch)[0]
 
@@ -610,17 +657,23 @@ class Engine:
             return self._eval.measure({**values, **self.frozen}, rows)
 
         if size == 1:
-            one = of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)
+            with _naming("in validation"):
+                one = of_one(given, tree.map_leaves(lambda x: x[0], batch) if own_batches else batch)
             return tree.map(lambda x: x[None], one)
-        with _explaining(), Folding(), self._casting(), _plain_attention():
-            return vmap(of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
+        try:
+            with Folding(), self._casting(), _plain_attention():
+                return vmap(of_one, in_dims=(dims, 0 if own_batches else None), randomness="different")(given, batch)
+        except Exception as error:
+            _check_memory(error)
+            self._loop_measures(params, _clones(buffers), batch, own_batches, size)  # raises the model's own error
+            raise _vmap_error(_cause(error)) from error
 
     def _loop_measures(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
         found = []
         for i in range(size):
             rows = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
             values = tree.map(lambda x: _row(x, i), {**params, **buffers})  # noqa: B023
-            with self._casting():
+            with self._casting(), _naming("in validation"):
                 found.append(self._eval.measure({**values, **self.frozen}, rows))
         return _stacked(found)
 
@@ -678,7 +731,7 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
         chosen, reason = "vmap", "all nodes in one call"
     flop = facts.flop * num_nodes
     threads = min(num_threads, num_nodes)
-    if device.type != "cpu" or facts.random or flop < MIN_FLOP_PER_THREAD * threads:
+    if device.type != "cpu" or facts.random or facts.hooked or flop < MIN_FLOP_PER_THREAD * threads:
         threads = 1
     if threads > 1:
         reason += f"; {flop / 1e9:.2g} GFLOP a step are worth {threads} node threads"
@@ -701,89 +754,30 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
         check.optional_integer(name, value, what="None lets vecgym choose")
 
 
-def check_loss(loss: Any) -> None:
-    """Raise the error that tells a user what the model's forward must return.
-
-    >>> check_loss(torch.ones((), requires_grad=True))
-    >>> try:
-    ...     check_loss(torch.ones(8, requires_grad=True))
-    ... except ValueError as error:
-    ...     print(str(error).split(". ")[0])
-    the model returned a tensor of shape [8], not a scalar
-    """
-    fix = (
-        "The model is called as model(batch) and must return the mean loss over the batch as one number: wrap "
-        "it in a module whose forward(batch) unpacks the batch and returns, say, "
-        "F.cross_entropy(self.net(x), y)."
+def _vmap_error(cause: str) -> RuntimeError:
+    """What fails under vmap only, with the way out."""
+    return RuntimeError(
+        f'vmap cannot run this model: {cause}.\nUse engine="loop" (node after node, any model), or engine="auto", '
+        "which falls back to it."
     )
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"the model returned a {type(loss).__name__}, not a scalar tensor. {fix}")
-    if loss.dim() != 0:
-        raise ValueError(f"the model returned a tensor of shape {list(loss.shape)}, not a scalar. {fix}")
-    if not loss.is_floating_point():
-        raise ValueError(f"the model returned a {loss.dtype} tensor; a loss is a floating-point number. {fix}")
-    if not loss.requires_grad:
-        raise ValueError(
-            "the model's loss does not depend on any trainable parameter: check for .detach(), .item(), "
-            "torch.no_grad() in its forward, and that some parameters have requires_grad=True."
-        )
 
 
-def offers_metrics(model: nn.Module) -> bool:
-    """Whether a model says itself what validation measures; see `Engine.measures`.
-
-    >>> class Classifier(nn.Module):
-    ...     def val_metrics(self, batch):
-    ...         return {"loss": self(batch), "accuracy": torch.tensor(0.5)}
-    >>> offers_metrics(Classifier()), offers_metrics(nn.Linear(1, 1))
-    (True, False)
-    """
-    return callable(getattr(type(model), "val_metrics", None))
+def _derivative_error(cause: str) -> RuntimeError:
+    """What to do where a model's gradient has no derivative."""
+    return RuntimeError(
+        f"the gradient of this model cannot be differentiated: {cause}.\nNo derivatives exist through activation "
+        "checkpointing, .item(), or an operation with a backward pass of its own: leave them out of the model. What "
+        'branches on values needs engine="loop".'
+    )
 
 
-def check_val_metrics(found: Any) -> None:
-    """Raise the error that tells a user what a model's `val_metrics` must return.
-
-    >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
-    >>> try:
-    ...     check_val_metrics({"accuracy": torch.tensor(0.5)})
-    ... except TypeError as error:
-    ...     print(str(error).split(". ")[0])
-    val_metrics(batch) returned the keys ['accuracy']; a dict with "loss" is needed
-    """
-    fix = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
-    if not isinstance(found, dict) or "loss" not in found:
-        shown = f"the keys {list(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
-        raise TypeError(f'val_metrics(batch) returned {shown}; a dict with "loss" is needed. {fix}')
-    for name, x in found.items():
-        if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
-            shown = f"a {x.dtype} tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise TypeError(f"val_metrics(batch) returned {shown} as {name!r}. {fix}")
-
-
-@contextlib.contextmanager
-def _explaining() -> Iterator[None]:
-    """Rewrap, once, what comes out of vmap: with the cause, the place and the way out."""
-    try:
-        yield
-    except Exception as error:
-        if "memory" in str(error).lower():
-            way_out = "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
-        else:
-            way_out = 'Use engine="loop" (node after node, any model), or engine="auto", which falls back to it.'
-        raise RuntimeError(f"vmap cannot run this model: {_cause(error)}.\n{way_out}") from error
-
-
-@contextlib.contextmanager
-def _explaining_derivatives() -> Iterator[None]:
-    """Say what to do where a model's gradient has no derivative."""
-    try:
-        yield
-    except Exception as error:
-        raise RuntimeError(
-            f"the gradient of this model cannot be differentiated: {_cause(error)}.\nNo derivatives exist through "
-            "activation checkpointing, .item(), or an operation with a backward pass of its own: leave them out of the "
-            'model. What branches on values needs engine="loop".'
+def _check_memory(error: Exception) -> None:
+    """Where the memory was not enough, say what to do."""
+    on_device = isinstance(error, torch.OutOfMemoryError)
+    if on_device or "allocate memory" in str(error):
+        kind = torch.OutOfMemoryError if on_device else RuntimeError
+        raise kind(
+            f"{_cause(error)}.\nUse a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
         ) from error
 
 
@@ -799,12 +793,31 @@ def _plain_attention() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _naming(node: int, step: int) -> Iterator[None]:
-    """Say which node, and when, in an error of the loop."""
+def _naming(what: str) -> Iterator[None]:
+    """Say of which node, and when, an error of the model is, and in which line of it."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from error
     except Exception as error:
-        raise RuntimeError(f"node {node}, step {step}: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{what}: {type(error).__name__}: {error}{_place(error)}") from error
+
+
+@contextlib.contextmanager
+def _first_call(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Say what the model was given, and what it must do, where its first call fails."""
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        way_out = f" {fix(model)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
+        raise RuntimeError(
+            f"the model fails on its first batch, {shown_batch(batch)}: {type(error).__name__}: {error}{_place(error)}."
+            + way_out
+        ) from error
 
 
 def _cause(error: Exception) -> str:
@@ -813,11 +826,15 @@ def _cause(error: Exception) -> str:
     text = first_line.split(" (see ")[0].split(". ")[0][:200].rstrip(".")
     if "escaped from inside a function being vmapped" in text:
         text = "something in it runs parts of the model again, as activation checkpointing does"
+    return f"{text}{_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """The line of the model's own code that an error comes from."""
     here = Path(__file__).parent
     own = (str(Path(torch.__file__).parent), *(str(here / name) for name in ("local.py", "folding.py")))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
-    where = f', at {Path(frames[-1].filename).name}:{frames[-1].lineno}, "{frames[-1].line}"' if frames else ""
-    return f"{text}{where}"
+    return f', at {Path(frames[-1].filename).name}:{frames[-1].lineno}, "{frames[-1].line}"' if frames else ""
 
 
 # ------------------------------------------------------------------------------------------- small helpers

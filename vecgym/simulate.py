@@ -144,6 +144,7 @@ class Simulation:
                 exchanged. It must not change them.
         """
         ctx = self._context(state.step, inplace=not differentiable)
+        self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
             state, metrics = self._step(state, batch, ctx, observe or (lambda params: None))
         return state, metrics._replace(transfers=tuple(transfers))

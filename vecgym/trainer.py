@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym import check, launch, nodes, saved
+from vecgym import check, hooks, launch, nodes, saved
 from vecgym.checkpoint import Checkpoints, Run, check_checkpoints
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
+from vecgym.contract import check_model
 from vecgym.data import Batches, EvalBatches, check_dataset, num_steps
 from vecgym.errors import DivergenceError
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate
@@ -79,10 +80,9 @@ class Trainer:
     """
 
     def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
-        if not isinstance(model, nn.Module):
-            swapped = isinstance(train_dataset, nn.Module)
-            fix = "the model comes first, Trainer(model, train_dataset)" if swapped else "give an nn.Module object"
-            raise TypeError(f"model is {check.kind_of(model)}; {fix}, whose forward(batch) returns a loss.")
+        if isinstance(train_dataset, nn.Module) and not isinstance(model, nn.Module):
+            raise TypeError(f"model is {check.kind_of(model)}; the model comes first, Trainer(model, train_dataset).")
+        check_model(model)
         self.model = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
@@ -93,6 +93,7 @@ class Trainer:
         self.ledger = Ledger()
         self.state: State | None = None
         self._nodes: Nodes | None = None
+        self._training = False
 
     @property
     def nodes(self) -> Nodes:
@@ -249,11 +250,7 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step in progress; `history` and `nodes` hold the run so far.
             FileNotFoundError: for a path to resume from that is not there.
         """
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise ValueError(
-                f"the model, {check.kind_of(self.model)}, has no trainable parameter: nothing can be trained. "
-                "Fix: model.requires_grad_(True), at least for a part of it."
-            )
+        check_model(self.model)  # it may have changed
         check_strategy(strategy, num_nodes)
         num_nodes, progress = check.integer("num_nodes", num_nodes), check.flag("progress", progress)
         minibatch_size = accumulated(batch_size, minibatch_size, gradient_accumulation)
@@ -273,17 +270,35 @@ class Trainer:
         )  # fmt: skip
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
-            return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
+            hooks.check_pickled(self.model)
+            with self._alone():
+                return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (
+            self._alone(),
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
             one_thread() if exact else nullcontext(),
         ):
             comm: Collectives = StackedCollectives(num_nodes)
             if backend == "distributed":
-                comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
-                if comm.wire.rank > 0:
+                wire = Wire(watch=launch.watch, announce=launch.announce)
+                comm = DistributedCollectives(num_nodes, wire, exact=exact)
+                if wire.rank > 0:
                     loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One run at a time: its state is this object's."""
+        if self._training:
+            raise RuntimeError(
+                "this Trainer is in the middle of a run, whose state a second one would overwrite: fit() was called "
+                "from within after_step or from another thread. Give the second run a Trainer of its own."
+            )
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
 
     def _fit(
         self,
@@ -301,7 +316,7 @@ class Trainer:
         steps = num_steps(train, options.num_epochs, options.max_steps)
         strategy.check(comm.num_nodes, steps)
 
-        model = copy.deepcopy(self.model).to(where)
+        model = hooks.copied(self.model).to(where)
         local = _engine(model, options)
         with torch.enable_grad():
             local.prepare(train.batch(0), together.facts)
@@ -325,6 +340,8 @@ class Trainer:
         run = Run(strategy, model, simulation, recorder, train, options, together, where)
         checkpoints = Checkpoints(run)
         resumed = checkpoints.resumed()
+        if checkpoints.run_id is not None:
+            settings["run_id"] = self.history.settings["run_id"] = checkpoints.run_id
         self.state = resumed or simulation.init()
         try:
             with (
@@ -439,7 +456,7 @@ class Trainer:
                 self.history.append(value)
                 loggers.log(value)
                 if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
-                    show(bar, value["train_loss"], value["total_bytes"])
+                    show(bar, value["train_loss"], value["bytes_total"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:

@@ -123,7 +123,7 @@ def of_library(settings: Settings, seed: int) -> Seen:
     )  # fmt: skip
     rows = trainer.history.rows
     seen = Seen(
-        bytes=[row["bytes"] for row in rows if row["step"] > 0],
+        bytes=[row["bytes_step"] for row in rows if row["step"] > 0],
         lr=[row["lr"] for row in rows if row["step"] > 0],
         params=dict(trainer.nodes.params),
         buffers=dict(trainer.nodes.buffers),

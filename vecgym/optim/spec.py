@@ -102,6 +102,14 @@ class OptimSpec:
             raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
         return self.hyper["lr"]
 
+    def lr_at(self, step: int) -> Any:
+        """The base learning rate of one step, counted from 0: `self.at(step).lr`.
+
+        >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]])).lr_at(1)
+        tensor(0.0100)
+        """
+        return _at(self.lr, step) if isinstance(self.lr, Tensor) else self.lr
+
     def replace(self, **kwargs: Any) -> OptimSpec:
         """The same optimizer with other hyperparameters (or `param_groups`)."""
         return OptimSpec(self.cls, **{"param_groups": self.param_groups, **self.kwargs, **kwargs})

@@ -32,11 +32,12 @@ from vecgym.compress.codecs import (
 )
 from vecgym.compress.dct import mean_of_senders, strongest
 from vecgym.ledger import Ledger
-from vecgym.strategy.base import CommunicationModule, Context, State
+from vecgym.strategy import contract
+from vecgym.strategy.base import CommunicationModule, Context, State, overrides
 from vecgym.topology import Groups
 from vecgym.tree import Tree
 
-PHASES = {"gradients": "exchange_gradients", "parameters": "exchange_parameters"}
+PHASES = {"gradients": contract.exchange_gradients, "parameters": contract.exchange_parameters}
 
 NO_ISLANDS = (
     "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
@@ -221,6 +222,8 @@ class TopKSparseCommunicator(CommunicationModule):
 class _Compressed(CommunicationModule):
     """See `compressed`. `mean_gradient` stays False: what is compressed is each node's own gradient."""
 
+    passes_on = True
+
     def __init__(
         self, module: CommunicationModule, codec: Compressor, error_feedback: bool, reference: bool | None
     ) -> None:
@@ -298,7 +301,7 @@ class _Compressed(CommunicationModule):
             return average
 
         inner = replace(ctx, comm=_OnlyOneMean(ctx.comm, mean, repr(self)))
-        result, changed = getattr(self.module, PHASES[phase])(given, state["module"], inner)
+        result, changed = PHASES[phase](self.module, given, state["module"], inner)
         return result, {**state, "module": changed, phase: after}
 
     def _mean(
@@ -497,9 +500,7 @@ def _same_on_all(params: Tree, ctx: Context) -> Tree:
 
 def _phases(module: CommunicationModule) -> list[str]:
     """The phases of a step in which the module does something."""
-    return [
-        phase for phase, name in PHASES.items() if getattr(type(module), name) is not getattr(CommunicationModule, name)
-    ]
+    return [phase for phase in PHASES if overrides(module, f"exchange_{phase}")]
 
 
 def _plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:

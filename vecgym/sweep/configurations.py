@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import check
+from vecgym import check, hooks
 from vecgym.settings import checked
 from vecgym.strategy import Strategy
 from vecgym.sweep.axes import Point, label
@@ -131,6 +131,8 @@ def alike(a: nn.Module, b: nn.Module) -> bool:
                 return False
             if not one.requires_grad and not torch.equal(one, other):
                 return False
+    if hooks.of_parameters(a) != hooks.of_parameters(b):
+        return False
     modules = list(zip(a.named_modules(), b.named_modules()))
     return len(list(a.modules())) == len(list(b.modules())) and all(_same_module(x, y) for x, y in modules)
 

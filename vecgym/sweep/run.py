@@ -6,7 +6,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from vecgym.sweep.axes import Point, Uniform, checked_axes, count_points, points
 from vecgym.sweep.configurations import check_axes, make_configurations
 from vecgym.sweep.result import SweepResult
 from vecgym.sweep.runner import Runner
-from vecgym.sweep.saving import load_results, saver
+from vecgym.sweep.saving import ResultsFile
 
 
 def sweep(
@@ -145,10 +144,9 @@ def sweep(
     runner = runner_of(points(axes, samples, sample_seed))
     save = None
     if resume is not None:
-        path = Path(resume)
-        if path.exists():
-            load_results(runner, path)
-        save = saver(runner, path)
+        file = ResultsFile(runner, resume)
+        file.load()
+        save = file.save
     result = SweepResult(runner)
     if dry_run:
         return result

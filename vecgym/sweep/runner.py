@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from vecgym import nodes, tree
+from vecgym import hooks, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.ledger import readable_bytes
@@ -242,7 +242,7 @@ class Runner:
         key = program, len(chunk)
         if key not in self._engines:
             kind, chunk_size, node_threads = self.engine_settings
-            model = copy.deepcopy(chunk[0].model).to(self.device)
+            model = hooks.copied(chunk[0].model).to(self.device)
             engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads)
             with torch.enable_grad():
                 engine.prepare(joined_batches([self.batches(config).batch(0) for config in chunk]))
@@ -319,11 +319,11 @@ class Runner:
             arrays["active"][t, alive] = losses.shape[1]
         else:
             own = [x if chosen is None else x[chosen] for x, chosen in zip(losses, metrics.active)]
-            means = np.array([x.mean(dtype=np.float64) for x in own])
+            means = np.array([x.mean(dtype=np.float64) if len(x) else np.nan for x in own])
             arrays["active"][t, alive] = [len(x) for x in own]
         arrays["train_loss"][t, alive] = means
         record.steps[alive] = t + 1
-        finite = np.isfinite(means)
+        finite = np.isfinite(means) | (arrays["active"][t, alive] == 0)  # where nobody trained, nothing diverged
         if finite.all():
             return alive, []
         going = np.flatnonzero(finite).tolist()
