@@ -323,6 +323,8 @@ class Strategy:
         """What is exchanged of the parameters: each module in turn."""
         ctx = self._told(ctx)
         for i, module in enumerate(self.communication_modules):
+            if i > 0 and ctx.inplace:
+                params = _apart(params, state)
             params, changed = contract.exchange_parameters(module, params, state[str(i)], ctx)
             state = {**state, str(i): changed}
         return params, state
@@ -454,6 +456,12 @@ def check_interval(name: str, value: Any) -> int:
     ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
     """
     return check.integer(name, value, what="the number of optimizer steps between two exchanges")
+
+
+def _apart(params: Tree, state: State) -> Tree:
+    """The parameters, cloned where a module keeps what it has returned: the next one may write into them."""
+    kept = {x.data_ptr() for x in leaves(state)}
+    return {name: p.clone() if p.data_ptr() in kept else p for name, p in params.items()}
 
 
 def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:
