@@ -832,7 +832,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown option": (
         lambda: make_codec("topk", fractoin=0.1),
         TypeError,
-        "no argument 'fractoin'; did you mean 'fraction'",
+        "did you mean 'fraction'",
     ),
     "option of sign": (lambda: make_codec("sign", k=1), TypeError, "no argument 'k'. It has: none"),
     "options of a codec": (lambda: make_codec(Sign(), k=1), TypeError, "has its options already"),

@@ -61,7 +61,7 @@ class Net(Base):
 
 @torch.no_grad()
 def groups(name, p, decay=0.1):
-    return {} if p.dim() > 1 or name in KINDS else {"weight_decay": decay}
+    return {} if p.dim() > 1 or name in KINDS or name in {"u", "v", "w"} else {"weight_decay": decay}
 
 
 def scheduler(power):

@@ -330,6 +330,25 @@ def make(name: str, **settings: Any) -> Strategy:
     return STRATEGIES[name].make(**{"inner_optim": MOMENTUM, **settings})
 
 
+def make_per_node(name: str, num_nodes: int, spread: float = 0.5) -> Strategy:
+    """The same strategy with a value of its own for each node, wherever a number may be `[K]`."""
+
+    def each(value: float) -> Tensor:
+        return value * torch.linspace(1 - spread, 1 + spread, num_nodes, dtype=torch.float64)
+
+    sgd = OptimSpec(SGD, lr=each(0.1), momentum=each(0.6), weight_decay=each(0.1))
+    inner: dict[str, Any] = {"inner_optim": sgd, "max_norm": each(0.5), "warmup_steps": 2}
+    if name == "demo":
+        return DeMoStrategy(**DEMO, lr=each(0.01), weight_decay=each(0.1), max_norm=each(0.5), warmup_steps=2)
+    if name.startswith("fedprox"):
+        participation = 0.6 if name == "fedprox-participation" else 1.0
+        return FedAvgStrategy(H=H, proximal_mu=each(0.5), participation=participation, **inner)
+    if name == "diloco":
+        outer = OptimSpec(SGD, lr=each(0.5), momentum=each(0.6), nesterov=True)
+        return DiLoCoStrategy(H=H, outer_optim=outer, **inner)
+    return STRATEGIES[name].make(**inner)
+
+
 def setup(model: str = "MLP", num_nodes: int = K, steps: int = STEPS, seed: int = 0) -> tuple[nn.Module, list[Any]]:
     return make_model(model, dtype=torch.float64), stacked(
         make_batches(model, steps, num_nodes, seed=seed, dtype=torch.float64)
@@ -423,6 +442,19 @@ def test_identical_shards_keep_nodes_identical(name: str, model: str) -> None:
     assert_close(result.losses, alone.losses.expand(STEPS, K), 1e-12, "losses")
     assert_close(result.params, alone.params, 1e-12, "params")
     assert_close(result.buffers, alone.buffers, 1e-12, "buffers")
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop, exact"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_for_each_node_is_that_nodes_number(name: str, engine: str) -> None:
+    """Equal ones are the number; unlike ones are not, and are the nodes' in their order: `test_distributed` has more."""
+    start, batches = setup()
+    exact = {"engine": "loop", "exact": True} if engine == "loop, exact" else {"engine": engine}
+    equal = run(start, make_per_node(name, K, spread=0.0), batches, **exact)
+    number = run(start, make_per_node(name, 1, spread=0.0), batches, **exact)
+    assert_close(equal.params, number.params, 1e-12, "equal")
+    unlike = run(start, make_per_node(name, K), batches, **exact)
+    assert difference(unlike.params, number.params) > 1e-4
 
 
 # ------------------------------------------------------------------------------------------ permutation

@@ -545,7 +545,7 @@ def test_the_trajectory_is_the_trainers(kind: str, name: str) -> None:
     history = trainer.history
     assert_close(found.losses, torch.as_tensor(history.node_array("train_losses")), 1e-12, "losses")
     assert_close(found.loss, torch.tensor(history.last("val_loss"), dtype=F64), 1e-12, "final loss")
-    sent = torch.tensor(history["bytes"][-T:], dtype=F64) * (WEIGHTS if name == "relaxed" else 1)
+    sent = torch.tensor(history["bytes_step"][-T:], dtype=F64) * (WEIGHTS if name == "relaxed" else 1)
     assert_close(found.bytes, sent, 1e-12, "bytes")
     assert found.consensus_distance[-1].item() == pytest.approx(history.last("consensus_distance"), rel=1e-9, abs=1e-12)
     for path, p in found.params.items():

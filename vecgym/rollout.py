@@ -8,7 +8,7 @@ follows that gradient.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -404,8 +404,10 @@ def as_steps(batches: Any, num_nodes: int) -> list[Any]:
                 "have the same, T, as [T, K, B, ...]. A list is a sequence of T batches."
             )
         steps = [tree.map_leaves(lambda x: x[t], batches) for t in range(lengths.pop())]  # noqa: B023
-    else:
+    elif isinstance(batches, Iterable):
         steps = list(batches)
+    else:
+        raise TypeError(f"batches is {check.kind_of(batches)}; give a list of T batches [K, B, ...].")
     if not steps or not all(any(True for _ in tree.leaves(step)) for step in steps):
         raise ValueError("batches holds no batch, or one without a tensor: give a list of T batches [K, B, ...].")
     for t, step in enumerate(steps):

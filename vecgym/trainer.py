@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ class Trainer:
         self.ledger = Ledger()
         self.state: State | None = None
         self._nodes: Nodes | None = None
+        self._training = False
 
     @property
     def nodes(self) -> Nodes:
@@ -270,8 +271,10 @@ class Trainer:
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
             hooks.check_pickled(self.model)
-            return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
+            with self._alone():
+                return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (
+            self._alone(),
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
             one_thread() if exact else nullcontext(),
         ):
@@ -282,6 +285,20 @@ class Trainer:
                 if wire.rank > 0:
                     loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One run at a time: its state is this object's."""
+        if self._training:
+            raise RuntimeError(
+                "this Trainer is in the middle of a run, whose state a second one would overwrite: fit() was called "
+                "from within after_step or from another thread. Give the second run a Trainer of its own."
+            )
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
 
     def _fit(
         self,
@@ -323,6 +340,8 @@ class Trainer:
         run = Run(strategy, model, simulation, recorder, train, options, together, where)
         checkpoints = Checkpoints(run)
         resumed = checkpoints.resumed()
+        if checkpoints.run_id is not None:
+            settings["run_id"] = self.history.settings["run_id"] = checkpoints.run_id
         self.state = resumed or simulation.init()
         try:
             with (
@@ -437,7 +456,7 @@ class Trainer:
                 self.history.append(value)
                 loggers.log(value)
                 if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
-                    show(bar, value["train_loss"], value["total_bytes"])
+                    show(bar, value["train_loss"], value["bytes_total"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:

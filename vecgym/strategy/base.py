@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import check, rng
+from vecgym import check, nodes, rng
 from vecgym.collectives import Collectives
-from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
+from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
 from vecgym.tree import Tree, leaves, map_leaves
@@ -315,11 +315,7 @@ class Strategy:
         """Clip, then the inner optimizer's step."""
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
-        spec = self.inner_optim.at(ctx.step)
-        if ctx.rows is not None and any(x.numel() > 1 for x in leaves(spec.kwargs)):
-            spec = spec.replace(**map_leaves(ctx.own, spec.kwargs))
-        rule = self._rule if spec is self.inner_optim else spec.rule()
-        return rule.update(params, grads, state, lr=ctx.own(self.lr(ctx)), inplace=ctx.inplace)
+        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """What is exchanged of the parameters: each module in turn."""
@@ -423,6 +419,29 @@ AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
             warmup_steps=warmup_steps,
             cosine_anneal=cosine_anneal,
         )
+
+
+def optimizer_step(
+    spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
+) -> tuple[Tree, State]:
+    """Step `step` of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
+    now = spec.at(step)
+    everyone = ctx.rows is None and not ctx.exact
+    if everyone or all(x.numel() == 1 for x in leaves([now.kwargs, lr])):
+        return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
+    rows = ctx.comm.node_ids if ctx.rows is None else ctx.rows
+    # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
+    parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
+    found = []
+    for i, part in enumerate(parts):
+        here = replace(ctx, rows=part)
+        own = now.replace(**map_leaves(here.own, now.kwargs)).rule()
+        row = torch.tensor([i])
+        given = (params, grads, state) if len(parts) == 1 else [nodes.take_rows(x, row) for x in (params, grads, state)]
+        found.append(own.update(*given, lr=here.own(lr), inplace=ctx.inplace))
+    if len(found) == 1:
+        return found[0]
+    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
 
 def check_interval(name: str, value: Any) -> int:
