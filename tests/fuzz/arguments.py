@@ -88,7 +88,7 @@ ENTRANCES = {
 # ... the constructors of what vecgym makes and users read, ...
 MADE = {
     f"vecgym.{name}" for name in (
-        "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "Outcome", "ProcessError",
+        "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
         "Saved", "SweepResult")
 }  # fmt: skip
 # ... the methods that a run calls, of what users write or give, ...
