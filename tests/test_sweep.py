@@ -33,7 +33,6 @@ from vecgym import (
 from vecgym.compress import TopK
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.rows import averaged, chosen, labelled
-from vecgym.strategy.fedavg import Weighting
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -61,6 +60,7 @@ from vecgym.strategy import (
     delayed,
     every,
 )
+from vecgym.strategy.fedavg import Weighting
 from vecgym.sweep.axes import points
 
 K = 4
