@@ -72,8 +72,8 @@ class CommunicationModule:
 
     A module holds hyperparameters only. What evolves is its state, nested dicts of tensors `[1, *]` or `[L, *]`, which
     `init` makes and the exchanges take and give back. What a method returns is checked: names and shapes are those that
-    it was given. With `ctx.inplace` an exchange may overwrite what it was given; a tensor that it was given and wants
-    to keep in its state it must clone.
+    it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
+    its state, also one that it was given or that a collective returned.
 
     Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
