@@ -128,8 +128,17 @@ def check_pickled(model: nn.Module) -> None:
         )
 
 
+def computed(model: nn.Module) -> dict[int, Tensor]:
+    """For `copy.deepcopy`, which refuses them: tensors that a forward pass has left in the model, without their graph.
+
+    Such is the weight that `torch.nn.utils.weight_norm` computes anew in each.
+    """
+    held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+    return {id(x): x.detach().clone() for x in held if x.grad_fn is not None}
+
+
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy that has the parameters' hooks, too; torch's own leaves them out.
+    """A deep copy that has the parameters' hooks, too, which torch's own leaves out.
 
     >>> model = nn.Linear(2, 1)
     >>> handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
@@ -137,7 +146,7 @@ def copied(model: nn.Module) -> nn.Module:
     (['weight'], [])
     """
     check_hooks(model)
-    new = copy.deepcopy(model)
+    new = copy.deepcopy(model, computed(model))
     theirs = dict(new.named_parameters())
     for name, hooks in of_parameters(model).items():
         for hook in hooks:
