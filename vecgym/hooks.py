@@ -129,6 +129,15 @@ def check_pickled(model: nn.Module) -> None:
         )
 
 
+def computed(model: nn.Module) -> dict[int, Tensor]:
+    """For `copy.deepcopy`, which refuses them: tensors that a forward pass has left in the model, without their graph.
+
+    Such is the weight that `torch.nn.utils.weight_norm` computes anew in each.
+    """
+    held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+    return {id(x): x.detach().clone() for x in held if x.grad_fn is not None}
+
+
 def copied(model: M) -> M:
     """A deep copy that has the parameters' hooks, too; torch's own leaves them out.
 
@@ -138,7 +147,7 @@ def copied(model: M) -> M:
     (['weight'], [])
     """
     check_hooks(model)
-    new = copy.deepcopy(model)
+    new = copy.deepcopy(model, computed(model))
     theirs = dict(new.named_parameters())
     for name, hooks in of_parameters(model).items():
         for hook in hooks:

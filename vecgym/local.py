@@ -30,9 +30,17 @@ from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym import check, hooks, rng, tree
-from vecgym.contract import check_loss, check_model, check_val_metrics, fix, offers_metrics, shown_batch
+from vecgym.contract import (
+    check_differentiable,
+    check_loss,
+    check_model,
+    check_val_metrics,
+    fix,
+    offers_metrics,
+    shown_batch,
+)
 from vecgym.errors import ModelError, warn
-from vecgym.folding import Folding, Observer, TwiceDifferentiable
+from vecgym.folding import Folding, Observer, TwiceDifferentiable, plain
 from vecgym.tree import Tree
 
 T = TypeVar("T")
@@ -109,7 +117,7 @@ class _Skeleton:
     """
 
     def __init__(self, model: nn.Module, training: bool) -> None:
-        shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        shared = {id(x): x for x in (*model.parameters(), *model.buffers())} | hooks.computed(model)
         self.model = copy.deepcopy(model, shared).train(training)
         names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
@@ -233,7 +241,7 @@ class Engine:
         """
         num_nodes = next(iter(tree.leaves(batch))).shape[0]
         engine, chunk_size, node_threads = self.settings
-        of_one = tree.map_leaves(lambda x: _plain(x)[0], batch)
+        of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
         self.facts = _outside_transforms(lambda: self._examine(of_one, want_vmap=engine != "loop"))
         if agree is not None:
             self.facts = agree(self.facts)
@@ -380,11 +388,8 @@ class Engine:
             mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
         """
-        if differentiable and self._hooked:
-            raise ValueError(
-                f"{self._hooked}, through which no derivatives can be taken: remove it (handle.remove()), and let "
-                "forward, or the strategy, do what it does."
-            )
+        if differentiable:
+            check_differentiable(self.model)
         num_nodes, batch_size = _sizes(batch)
         keys = _Keys(seed, step, list(range(num_nodes)) if node_ids is None else list(node_ids))
         buffers = self._own_buffers(buffers, num_nodes, differentiable)
@@ -592,7 +597,7 @@ class Engine:
             yield
         except Exception as error:
             _check_memory(error)
-            given = tree.map_leaves(_plain, [params, _clones(buffers), batch])
+            given = tree.map_leaves(plain, [params, _clones(buffers), batch])
             _outside_transforms(lambda: self._run_plainly(*given, keys))
             raise (_derivative_error if differentiable else _vmap_error)(_cause(error)) from error
 
@@ -881,13 +886,6 @@ def _outside_transforms(fn: Callable[[], T]) -> T:
         return fn()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(fn).result()
-
-
-def _plain(x: Tensor) -> Tensor:
-    """The values alone, without what a transform or a graph adds to them."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x.detach()
 
 
 def _take_one_thread() -> None:

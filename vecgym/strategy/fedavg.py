@@ -141,6 +141,7 @@ class ServerCommunicator(CommunicationModule):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         warn_if_never(self.H, max_steps)
+        self.server.check()
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"params": params, "slots": self.server.init(params)}

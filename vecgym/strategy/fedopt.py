@@ -75,13 +75,19 @@ class ServerOptimizer:
 
     def __post_init__(self) -> None:
         check.choice("server_optim", self.name, SERVER_OPTIMIZERS)
-        _check_one("server_lr", self.lr, "[0, inf)")
-        _check_one("server_tau", self.tau, "(0, inf)")
+        check.per_node("server_lr", self.lr, "[0, inf)")
+        check.per_node("server_tau", self.tau, "(0, inf)")
         pair = isinstance(self.betas, (tuple, list)) and len(self.betas) == 2
         if not pair:
             raise ValueError(f"server_betas={self.betas!r} must be two numbers in [0, 1).")
         for beta in self.betas:
-            _check_one("server_betas", beta, "[0, 1)", "each of the two numbers")
+            check.per_node("server_betas", beta, "[0, 1)", "each of the two numbers")
+
+    def check(self) -> None:
+        """Raise a ValueError for several values of a number: a run has one server, a stack of runs one for each."""
+        for name, value in (("lr", self.lr), ("tau", self.tau), *(("betas", beta) for beta in self.betas)):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"server_{name} has shape {list(value.shape)}: there is one server, give one number.")
 
     def init(self, params: Tree) -> Slots:
         """The slots before the first round, `[1, *]`."""
@@ -108,9 +114,3 @@ class ServerOptimizer:
 
     def _lr(self, like: Tensor) -> float | Tensor:
         return tree.per_node(self.lr, like)
-
-
-def _check_one(name: str, value: float | Tensor, within: str, what: str = "") -> None:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} has shape {list(value.shape)}: there is one server, give one number.")
-    check.per_node(name, value, within, what)
