@@ -195,10 +195,8 @@ TREES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 STATES: dict[str, tuple[Any, type[Exception], str]] = {
     "nothing": (None, TypeError, "None as state; a state is a dict of tensors"),
     "a tensor": (torch.zeros(1), TypeError, "a Tensor as state"),
-    "a number": ({"count": {"now": 3}}, TypeError, r"an? int as state\['count'\]\['now'\]"),
     "no nodes": ({"count": torch.tensor(3)}, ValueError, r"state\['count'\] in shape \[\]"),
     "two nodes of three": ({"count": torch.zeros(2, 5)}, ValueError, r"shape \[2, 5\] with L = 3"),
-    "a key": ({3: torch.zeros(1)}, TypeError, "key 3"),
 }
 
 
@@ -239,6 +237,14 @@ def test_a_state_that_is_none(case: str, method: str) -> None:
     own = (lambda params, ctx: state) if method == "init" else (lambda params, old, ctx: (params, state))
     with pytest.raises(error, match=rf"Mine\(\)\.{method}.*{message}"):
         trained(Mine(**{method: own}))
+
+
+def test_a_state_may_hold_plain_values() -> None:
+    def own(params: Any, state: Any, ctx: Any) -> Any:
+        return params, {"count": state["count"] + 1, "of": {3: "a text"}}
+
+    result = trained(Mine(init=lambda params, ctx: {"count": 0, "of": {}}, exchange_parameters=own))
+    assert result.state.strategy["0"] == {"count": STEPS, "of": {3: "a text"}}
 
 
 def test_with_participation_local_gradients_are_of_those_who_train() -> None:
