@@ -44,7 +44,7 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     from vecgym.data import Batches
 
     K, steps = 4, 8
-    options = {"lr": 0.01}
+    options: dict[str, Any] = {"lr": 0.01}
     slow = optim.OptimSpec(torch.optim.SGD, lr=0.02, momentum=0.9)
     modules = strategy
     strategies: dict[str, Callable[[], Any]] = {
@@ -89,7 +89,7 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         runs = [result.history(i) for i in range(2)]
         losses = [torch.as_tensor(x) for run in runs for x in run.series("train_losses")[1]]
         losses += [torch.tensor(run.last("val_loss"), dtype=torch.float64) for run in runs]
-        return trace(losses, {}, sum(_total_bytes(run) for run in runs))
+        return trace(losses, {}, sum(run.last("bytes_total") for run in runs))
 
     def unrolled(name: str) -> dict[str, Any]:
         data = fitting.dataset("MLP", 48, dtype=torch.float64)
@@ -110,13 +110,6 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     for name in ("FedAvg islands", "DiLoCo", "Gossip ring"):
         settings = {"backend": "processes", "num_processes": 2, "exact": True}
         yield f"processes {name}", lambda n=name, s=settings: fitted(n, "MLP", "float64", **s)  # type: ignore[misc]
-
-
-def _total_bytes(history: Any) -> float:
-    for name in ("bytes_total", "total_bytes"):
-        if name in history.columns:
-            return history.last(name)
-    raise KeyError("no column of bytes")
 
 
 def trace(losses: list[Any], values: dict[str, Any], num_bytes: float) -> dict[str, Any]:

@@ -62,6 +62,7 @@ from vecgym.strategy import (
     delayed,
     every,
 )
+from vecgym.strategy.fedavg import Weighting
 from vecgym.sweep.axes import points
 
 K = 4
@@ -410,7 +411,7 @@ def test_data_of_each_nodes_own() -> None:
             assert result.history(i).last(column) == pytest.approx(trainer.history.last(column), rel=1e-10)
 
 
-def weighted(weighting: str) -> Strategy:
+def weighted(weighting: Weighting) -> Strategy:
     return FedAvgStrategy("sgd", H=2, lr=0.1, weighting=weighting)
 
 

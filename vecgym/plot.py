@@ -75,7 +75,7 @@ def plot_comparison(
 
     >>> run = History()
     >>> for step in range(1, 9):
-    ...     run.append({"step": step, "train_loss": 1 / step, "total_bytes": 100.0 * step})
+    ...     run.append({"step": step, "train_loss": 1 / step, "bytes_total": 100.0 * step})
     >>> figure = plot_comparison({"allreduce": run})
     >>> [axes.get_xlabel() for axes in figure.axes]
     ['optimizer steps', 'bytes sent per node']
@@ -85,12 +85,12 @@ def plot_comparison(
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     for (name, history), style in zip(histories.items(), _styles(list(histories))):
         _draw_losses(by_step, history, "step", style, window)
-        _draw_losses(by_bytes, history, "total_bytes", style, window)
-        if not history.last("total_bytes"):
+        _draw_losses(by_bytes, history, "bytes_total", style, window)
+        if not history.last("bytes_total"):
             _draw_silent(by_bytes, name, history, style["color"])
     _finish(by_step, "loss against steps", "optimizer steps", loss_label)
     _finish(by_bytes, "loss against communication", "bytes sent per node", "")
-    if any(history.last("total_bytes") for history in histories.values()):
+    if any(history.last("bytes_total") for history in histories.values()):
         _scale_bytes(by_bytes)
     else:
         by_bytes.set_xticks([])
@@ -150,7 +150,7 @@ def plot_history(
 X_AXES = {
     "step": ("step", "optimizer steps"),
     "examples": ("examples", "examples seen by all nodes"),
-    "bytes": ("total_bytes", "bytes sent per node"),
+    "bytes": ("bytes_total", "bytes sent per node"),
     "seconds": ("seconds", "seconds of simulation"),
 }
 
@@ -199,7 +199,7 @@ def plot_runs(
             at = np.array(history.series("train_losses", column)[0], dtype=np.float64)
             _draw_spread(panels[0], at, smooth(each[name], window or default_window(history)), many, style["color"])
         _draw_losses(panels[0], history, column, style, window)
-        if x == "bytes" and not history.last("total_bytes"):
+        if x == "bytes" and not history.last("bytes_total"):
             _draw_silent(panels[0], name, history, style["color"])
         if name in apart:
             panels[1].plot(*_curve(history, "consensus_distance", column, 1), **style, markersize=5.5, label=name)
@@ -231,7 +231,7 @@ def _draw_spread(axes: Axes, at: np.ndarray, each: np.ndarray, many: bool, colou
 
 def _scale_x(axes: Axes, x: str, histories: Mapping[str, History]) -> None:
     if x == "bytes":
-        if not any(history.last("total_bytes") for history in histories.values()):
+        if not any(history.last("bytes_total") for history in histories.values()):
             axes.set_xticks([])
             return
         if len(histories) > 1:
@@ -701,7 +701,7 @@ def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarr
     """
     at, values = map(np.array, history.series(column, x))
     values = smooth(values, window)
-    if x != "total_bytes":
+    if x != "bytes_total":
         return at, values
     keep = np.append(at[1:] != at[:-1], True) & (at > 0)
     return at[keep], values[keep]

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         history = trainer.history
         if first and any(row.get("train_loss") is not None for row in history):
             plot_runs({output.name: history}, output / "run.png", title=str(type(found["strategy"]).__name__))
-            names = ("step", "train_loss", "val_loss", "total_bytes", "seconds")
+            names = ("step", "train_loss", "val_loss", "bytes_total", "seconds")
             rows = [[name, f"{history.last(name):.6g}"] for name in names if name in history.columns]
             print(f"{table(rows)}\nHistory: {output / 'history.csv'}\nFigure: {output / 'run.png'}")
     return 0

@@ -14,7 +14,7 @@ from torch import nn
 from vecgym import check, launch
 from vecgym.errors import VecgymWarning
 from vecgym.ledger import readable_bytes
-from vecgym.local import check_settings
+from vecgym.local import EngineName, check_settings
 from vecgym.memory import available_bytes
 from vecgym.settings import checked, resolve_device
 from vecgym.strategy import Strategy
@@ -44,7 +44,7 @@ def sweep(
     device: str | torch.device | None = None,
     val_size: int | None = None,
     val_interval: int | None = 100,
-    engine: str = "auto",
+    engine: EngineName = "auto",
     chunk_size: int | None = None,
     node_threads: int | None = None,
     dataloader_kwargs: Mapping[str, Any] | None = None,

@@ -260,7 +260,8 @@ class Stack:
                 self._widen()
             ctx = contexts[exchange.start] if exchange.size == 1 else self._context(exchange)
             params = self._part(exchange)
-            shared, exchange.state = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            shared, changed = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            exchange.state = nodes.unshared(changed, exchange.state, (params,))
             if any(x.shape[0] > self.rows * exchange.size for x in shared.values()):
                 self._widen()
                 params = self._part(exchange)
@@ -407,11 +408,9 @@ class Stack:
         return self.num_configs == 1 and self.rows == 1 and self.members[0].strategy.mean_gradient
 
     def _differs_by_node(self, c: int) -> bool:
-        """Whether the nodes of a configuration differ in a number of their optimizer: they part, then, though all take
+        """Whether the nodes of a configuration differ in a number of their optimizer: they part then, though all may take
         the mean gradient."""
         strategy = self.members[c].strategy
-        if not strategy.mean_gradient:
-            return False
         specs = [spec for spec, _, _ in strategy.inner_optim.groups(self._views[c])]
         numbers = [*tree.leaves([spec.kwargs for spec in specs]), strategy.max_norm]
         return any(isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] > 1 for x in numbers)
@@ -514,7 +513,9 @@ class _Exchange(_Neighbours):
         modules = self.state if ctx.rows is None else nodes.take_rows(self.state, ctx.rows)
         grads = self.strategy.local_gradients(grads, params, modules, ctx)
         if ctx.rows is None:
-            grads, self.state = self.strategy.exchange_gradients(grads, self.state, ctx)
+            given, before = grads, self.state
+            grads, changed = self.strategy.exchange_gradients(given, before, ctx)
+            self.state = nodes.unshared(changed, before, (given, grads))
         return grads
 
 
