@@ -16,6 +16,8 @@ from torch.utils.data import TensorDataset
 
 import vecgym.strategy
 from tests.fitting import Rows
+from tests.fuzz import sweeps as fuzz
+from tests.fuzz.common import Case, Failure
 from tests.helpers import assert_close
 from tests.models import make_data, make_model
 from vecgym import (
@@ -207,6 +209,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
         lambda k, lr: composed(DeMoCommunicator(compression_topk=k, compression_chunk=16), lr=lr),
         {"k": [2, 4], "lr": [1e-2, 1e-3]},
     ),
+    "AllReduce, numbers of each node": (
+        lambda b1, norm: AllReduceStrategy(OptimSpec("adamw", lr=0.01, betas=(b1, 0.95)), max_norm=norm),
+        {"b1": [torch.linspace(0.5, 0.9, K), 0.8], "norm": [0.5, None, torch.linspace(0.1, 0.4, K)]},
+    ),
     "Strategy": (lambda lr, seed: Strategy("adagrad", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}),
 }  # fmt: skip
 
@@ -222,6 +228,12 @@ def test_a_configuration_is_what_it_is_alone(name: str) -> None:
 def test_every_exported_strategy_is_there() -> None:
     names = {name for name in vecgym.strategy.__all__ if name.endswith("Strategy")}
     assert names - {"SimpleReduceStrategy"} <= set(CASES)
+
+
+@pytest.mark.parametrize("case", list(fuzz.cases(0, 5)), ids=range(5))
+def test_random_configurations_are_what_they_are_alone(case: Case) -> None:
+    """Some of `python -m tests.fuzz --campaign sweeps`."""
+    assert not isinstance(fuzz.run(case), Failure)
 
 
 # --------------------------------------------------------------------------------- what an axis may be

@@ -31,7 +31,7 @@ from vecgym.rows import Rows, averaged, check_over, groups
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 MANY_NODES = 16  # from here on the band of the nodes is between percentiles
-MAX_LEGEND = 20  # entries
+MAX_LEGEND = 16  # entries
 MAX_RUNS_INSIDE = 5  # of a legend among the curves: a longer one would hide them
 LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 
@@ -351,11 +351,10 @@ def plot_partition(
     axes.set_xlim(-0.6, len(each) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes, "", "node", "examples")
-    if 1 < len(labels) <= MAX_LEGEND:
+    if len(labels) > 1:
         handles, names = axes.get_legend_handles_labels()
-        axes.legend(
-            handles[::-1], names[::-1], title="class", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False
-        )
+        of = "class" if len(labels) <= MAX_LEGEND else f"{len(labels)} classes"
+        _legend_beside(axes, handles[::-1], names[::-1], of)
     return _done(figure, title or repr(partition)[len("Partition(") : -1], path)
 
 
@@ -412,10 +411,10 @@ def plot_axis(
             axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
     _finish(axes, "", x, _column(y))
     if hue is not None:
-        _legend_of_values(figure, axes, hue, values)
+        _legend_of_values(axes, hue, values)
     what = f"{'the best' if best else 'mean'} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     spread = f", and the range of {over}s" if over is not None else "" if best else ", and their range"
-    return _done(figure, _with_left_out(title or f"{_column(y)}: {what}{spread}", rows, there), path)
+    return _done(figure, _with_left_out(title or f"{_column(y)}:\n{what}{spread}", rows, there), path)
 
 
 def _summary(rows: Rows, y: str, over: str | None, best: bool) -> tuple[float, float, float] | None:
@@ -517,11 +516,11 @@ def plot_pareto(
         axes.scatter(at, middle, s=24, zorder=2, label=label, **style)
         if over is not None:
             low, high = ([f(row[y] for row in whole[i]) for i in mine] for f in (min, max))
-            axes.vlines(at, low, high, color=style["color"], alpha=0.35, linewidth=1.2, zorder=1)
+            axes.vlines(at, low, high, color=style["color"], alpha=0.6, linewidth=1.6, zorder=1)
     axes.scatter([row["bytes"] for row in front], [row[y] for row in front], s=90, facecolors="none", edgecolors="0.2")
     _finish(axes, "", "bytes sent per node", _column(y))
     _scale_sent(axes, [row["bytes"] for row in means])
-    _legend_of_values(figure, axes, hue, values)
+    _legend_of_values(axes, hue, values)
     seeds = "" if over is None else f": mean and range of {len(whole[0])} {over}s"
     return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs{seeds}", rows, there), path)
 
@@ -545,21 +544,29 @@ def _styles(values: list[Any]) -> list[dict[str, Any]]:
     return [{"color": shade, "marker": MARKERS[i % len(MARKERS)]} for i, shade in enumerate(shades)]
 
 
-def _legend_of_values(figure: Figure, axes: Axes, hue: str | None, values: list[Any]) -> None:
+def _legend_of_values(axes: Axes, hue: str | None, values: list[Any]) -> None:
     """Among the curves while it is short, beside them when it is not; of very many values some."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) <= MAX_RUNS_INSIDE:
         axes.legend(handles, labels, frameon=False)
         return
+    _legend_beside(axes, handles, labels, f"{len(values)} values of {hue}")
+
+
+def _legend_beside(axes: Axes, handles: Sequence[Any], labels: Sequence[str], title: str) -> None:
     keep = _some(len(handles))
-    more = f"{len(values)} values of {hue}" if len(keep) < len(handles) else None
-    figure.legend(
-        [handles[i] for i in keep], [labels[i] for i in keep], title=more, frameon=False, loc="outside right center"
-    )
+    axes.legend(
+        [handles[i] for i in keep], [labels[i] for i in keep], title=title, frameon=False, loc="center left",
+        bbox_to_anchor=(1, 0.5), fontsize=8,
+    )  # fmt: skip
 
 
 def _some(number: int) -> list[int]:
-    """The places of at most MAX_LEGEND of so many entries, evenly spaced, with the first and the last."""
+    """The places of at most MAX_LEGEND of so many entries, evenly spaced, with the first and the last.
+
+    >>> _some(3), len(_some(200)), _some(200)[-1]
+    ([0, 1, 2], 16, 199)
+    """
     if number <= MAX_LEGEND:
         return list(range(number))
     return [round(i * (number - 1) / (MAX_LEGEND - 1)) for i in range(MAX_LEGEND)]

@@ -114,6 +114,7 @@ class Stack:
         values = [{**dict(m.model.named_parameters()), **dict(m.model.named_buffers())} for m in self.members]
         self._set_params({n: torch.stack([v[n].detach() for v in values]) for n in engine.params})
         self.buffers = {n: self._start(n, [v[n].detach() for v in values]) for n in engine.buffers}
+        self._has_numbers_of_nodes = any(map(self._differs_by_node, range(self.num_configs)))
         self._exchanges_gradients = any(touches_gradients(member.strategy) for member in self.members)
         self.groups = self._formed_groups()
         self.exchanges = self._formed_exchanges()
@@ -170,7 +171,8 @@ class Stack:
         local = self._gradients(self._wide_params(), self.buffers, batch, range(self.num_configs * self.num_nodes))
         self.buffers = local.buffers
         each = self._exchanged(local.grads, contexts) if self._exchanges_gradients else [local.grads]
-        if self.rows == 1 and self.num_nodes > 1 and any(x.shape[0] > 1 for g in each for x in g.values()):
+        own_gradients = any(x.shape[0] > 1 for g in each for x in g.values())
+        if self.rows == 1 and self.num_nodes > 1 and (own_gradients or self._has_numbers_of_nodes):
             self._widen()
         lrs = [0.0] * self.num_configs
         for group in self.groups:
@@ -404,6 +406,14 @@ class Stack:
     @property
     def _takes_mean_gradient(self) -> bool:
         return self.num_configs == 1 and self.rows == 1 and self.members[0].strategy.mean_gradient
+
+    def _differs_by_node(self, c: int) -> bool:
+        """Whether the nodes of a configuration differ in a number of their optimizer: they part then, though all may take
+        the mean gradient."""
+        strategy = self.members[c].strategy
+        specs = [spec for spec, _, _ in strategy.inner_optim.groups(self._views[c])]
+        numbers = [*tree.leaves([spec.kwargs for spec in specs]), strategy.max_norm]
+        return any(isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] > 1 for x in numbers)
 
     def _widen(self) -> None:
         """From one row per configuration to one per node."""
