@@ -21,7 +21,7 @@ from tests.fitting import STRATEGIES, alone, dataset, fit, params, same_run
 from tests.models import MODELS, NO_VMAP, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning, local
 from vecgym.data import Batches
-from vecgym.local import ModelFacts, choose_plan
+from vecgym.local import EngineName, ModelFacts, choose_plan
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ENGINES = ["vmap", "loop", "auto", "fastest"]
@@ -793,7 +793,7 @@ class Counting(nn.Module):
     [({}, "vmap"), ({}, "loop"), ({"sparse": True}, "vmap"), ({"sparse": True}, "loop"), ({"max_norm": 0.5}, "loop")],
 )
 @pytest.mark.parametrize("strategy", [AllReduceStrategy, DiLoCoStrategy], ids=lambda s: s.__name__)
-def test_validation_has_no_part_in_the_training(strategy: Any, settings: dict[str, Any], engine: str) -> None:
+def test_validation_has_no_part_in_the_training(strategy: Any, settings: dict[str, Any], engine: EngineName) -> None:
     """Nor is a sparse gradient another one."""
     tokens = torch.randint(0, 20, (24, 3), generator=torch.Generator().manual_seed(1))
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ from vecgym.folding import Folding, Observer, TwiceDifferentiable
 from vecgym.tree import Tree
 
 T = TypeVar("T")
-ENGINES = ("auto", "vmap", "loop", "fastest")
+EngineName = Literal["auto", "vmap", "loop", "fastest"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
 
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
 # the Python of one vectorised call: worth it from about this much arithmetic per step and thread.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import check, rng
+from vecgym import check, nodes, rng
 from vecgym.collectives import Collectives
-from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
+from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
 from vecgym.tree import Tree, leaves, map_leaves
@@ -72,8 +72,8 @@ class CommunicationModule:
 
     A module holds hyperparameters only. What evolves is its state, nested dicts of tensors `[1, *]` or `[L, *]`, which
     `init` makes and the exchanges take and give back. What a method returns is checked: names and shapes are those that
-    it was given. With `ctx.inplace` an exchange may overwrite what it was given; a tensor that it was given and wants
-    to keep in its state it must clone.
+    it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
+    its state, also one that it was given or that a collective returned.
 
     Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
@@ -201,7 +201,7 @@ class Strategy:
             when not given.
         communication_modules: `CommunicationModule`s; none: the nodes train independently.
         lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
-        max_norm: clip each node's gradient to this 2-norm, after `exchange_gradients`.
+        max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after `exchange_gradients`.
         lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
             `vecgym.schedule`.
         warmup_steps: steps of linear warm-up from 0.
@@ -232,7 +232,7 @@ class Strategy:
         *,
         communication_modules: Sequence[CommunicationModule] = (),
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
@@ -257,6 +257,8 @@ class Strategy:
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         self.inner_optim.check_steps(num_nodes, max_steps, "inner optimizer")
+        if self.max_norm is not None:
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 
@@ -315,16 +317,14 @@ class Strategy:
         """Clip, then the inner optimizer's step."""
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
-        spec = self.inner_optim.at(ctx.step)
-        if ctx.rows is not None and any(x.numel() > 1 for x in leaves(spec.kwargs)):
-            spec = spec.replace(**map_leaves(ctx.own, spec.kwargs))
-        rule = self._rule if spec is self.inner_optim else spec.rule()
-        return rule.update(params, grads, state, lr=ctx.own(self.lr(ctx)), inplace=ctx.inplace)
+        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """What is exchanged of the parameters: each module in turn."""
         ctx = self._told(ctx)
         for i, module in enumerate(self.communication_modules):
+            if i > 0 and ctx.inplace:
+                params = _apart(params, state)
             params, changed = contract.exchange_parameters(module, params, state[str(i)], ctx)
             state = {**state, str(i): changed}
         return params, state
@@ -409,7 +409,7 @@ AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
@@ -425,6 +425,28 @@ AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
         )
 
 
+def optimizer_step(
+    spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
+) -> tuple[Tree, State]:
+    """Step `step` of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
+    now = spec.at(step)
+    everyone = ctx.rows is None and not ctx.exact
+    if everyone or all(x.numel() == 1 for x in leaves([now.kwargs, lr])):
+        return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
+    rows = ctx.comm.node_ids if ctx.rows is None else ctx.rows
+    # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
+    parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
+    found = []
+    for i, part in enumerate(parts):
+        here = replace(ctx, rows=part)
+        own = now.replace(**map_leaves(here.own, now.kwargs)).rule()
+        if len(parts) == 1:
+            return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
+        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
+        found.append(own.update(p, g, s, lr=here.own(lr), inplace=ctx.inplace))
+    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
+
+
 def check_interval(name: str, value: Any) -> int:
     """Return `value` if it is an integer >= 1, a number of optimizer steps.
 
@@ -434,6 +456,12 @@ def check_interval(name: str, value: Any) -> int:
     ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
     """
     return check.integer(name, value, what="the number of optimizer steps between two exchanges")
+
+
+def _apart(params: Tree, state: State) -> Tree:
+    """The parameters, cloned where a module keeps what it has returned: the next one may write into them."""
+    kept = {x.data_ptr() for x in leaves(state)}
+    return {name: p.clone() if p.data_ptr() in kept else p for name, p in params.items()}
 
 
 def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:
