@@ -74,8 +74,8 @@ def read_configuration(
         found = {alone[0]: found}
     if not isinstance(found, dict):
         either = f"a {alone[1].__name__}, or " if alone is not None else ""
-        given = type(found).__name__
-        raise ValueError(f"{where} returned a {given}; it must return {either}a dict of arguments by name.")
+        kind = type(found).__name__
+        raise ValueError(f"{where} returned a {kind}; it must return {either}a dict of arguments by name.")
     if wrong := [key for key in replaced if key not in allowed]:
         raise ValueError(
             f"--set {wrong[0]}=...: {where} takes {', '.join(parameters) or 'no arguments'}, and what it returns may "
