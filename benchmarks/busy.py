@@ -1,8 +1,9 @@
 """A training step on a machine that has other things to do: how torch's threads wait, and how many there are.
 
 Threads of OpenMP wait for one another at the end of every operation, by default in a loop that keeps the core busy.
-Where other programs want the cores too, a thread that all others wait for may not run meanwhile. `OMP_WAIT_POLICY=PASSIVE`
-makes them sleep instead; it is read when torch is imported. Node threads compute whole nodes, and wait once in a step.
+Where other programs want the cores too, a thread that all others wait for may not run meanwhile.
+`OMP_WAIT_POLICY=PASSIVE` makes them sleep instead; it is read when torch is imported. Node threads compute whole nodes,
+and wait once in a step.
 
 Each row is a fresh process: the small GPT on 8 nodes with DiLoCo, alone and beside `--load` processes that only count.
 "ms per step" is the median of blocks; a fair share of the cores is what the load leaves to a program with as many

@@ -45,18 +45,21 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 # ----------------------------------------------------------------------------------------------------- ordinary runs
 
 
-def total(link: launch.Link, value: int) -> tuple[int, int, torch.Tensor]:
+def total(link: launch.Link, value: int) -> tuple[int, int, torch.Tensor, str]:
     x = torch.tensor([value + link.rank])
     dist.all_reduce(x)
-    return link.rank, os.getpid(), x
+    return link.rank, os.getpid(), x, os.environ["OMP_WAIT_POLICY"]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_every_process_returns_in_the_order_of_ranks(method: str) -> None:
+def test_every_process_returns_in_the_order_of_ranks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     found = launch.run(total, 3 if method == "fork" else 2, (10,), start_method=method, timeout_s=60)
-    assert [rank for rank, _, _ in found] == list(range(len(found)))
-    assert len({os.getpid(), *[pid for _, pid, _ in found]}) == len(found) + 1
-    assert [int(x) for _, _, x in found] == [sum(10 + r for r in range(len(found)))] * len(found)
+    assert [rank for rank, *_ in found] == list(range(len(found)))
+    assert len({os.getpid(), *[pid for _, pid, *_ in found]}) == len(found) + 1
+    assert {policy for *_, policy in found} == {"PASSIVE"}  # threads that wait leave the core to other processes
+    assert "OMP_WAIT_POLICY" not in os.environ
+    assert [int(x) for _, _, x, _ in found] == [sum(10 + r for r in range(len(found)))] * len(found)
 
 
 def talk(link: launch.Link) -> None:
