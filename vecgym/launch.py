@@ -68,6 +68,7 @@ class Link:
         rank, num_processes: of this process, and W.
 
     >>> def work(link):
+    ...     link.announce("nothing")  # what the error would say if it hung now
     ...     link.watch(inside=False)  # it gets on
     ...     link.send({"rank": link.rank})
     >>> run(work, 1, start_method="fork", on_message=print)
