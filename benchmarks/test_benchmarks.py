@@ -130,6 +130,14 @@ def test_memory(tmp_path: Path) -> None:
     assert row["estimated"] > 0 < row["measured"]
 
 
+def test_busy(tmp_path: Path) -> None:
+    table, result = run_quick("busy.py", tmp_path, "--load", "1")
+    assert "| tiny, K = 8 | ms per step alone | busy | ratio |" in table
+    assert "beside: 1 busy processes" in table
+    assert len(result["settings"]) == 4
+    assert all(row["alone_s"] > 0 < row["busy_s"] for row in result["settings"].values())
+
+
 def test_rollout(tmp_path: Path) -> None:
     table, result = run_quick("rollout.py", tmp_path)
     assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table
