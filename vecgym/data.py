@@ -190,11 +190,19 @@ class Batches:
 
     @property
     def limits(self) -> tuple[int, ...] | None:
-        """The most examples of a batch that are a node's own, of each node here; None where all always are."""
+        """The most examples of a batch that are a node's own, of each node here; None where all always are.
+
+        >>> Batches(lambda rank, num_nodes, train: torch.arange(5 - 3 * rank), num_nodes=2, batch_size=4).limits
+        (5, 2)
+        """
         return self.limits_of(self.shard_sizes)
 
     def limits_of(self, shard_sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Likewise of nodes with these shards, which may be in other processes."""
+        """Likewise of nodes with these shards, which may be in other processes.
+
+        >>> Batches(lambda rank, num_nodes, train: torch.arange(5), num_nodes=2, batch_size=4).limits_of((5, 2))
+        (5, 2)
+        """
         return None if self._source.shared or min(shard_sizes) >= self.batch_size else shard_sizes
 
     def width(self, step: int) -> int:
