@@ -64,8 +64,11 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"num_nodes": None}, ValueError, ["num_nodes=None", "integer >= 1"]),
     ({"batch_size": 0}, ValueError, ["batch_size=0", "integer >= 1"]),
     ({"batch_size": 2.5}, ValueError, ["batch_size=2.5", "integer >= 1"]),
-    ({"batch_size": 9}, ValueError, ["batch_size=9", "24 examples", "8", "3 nodes", "batch_size=8"]),
-    ({"num_nodes": 25, "batch_size": 2}, ValueError, ["batch_size=2", "24 examples", "25 nodes", "fewer nodes"]),
+    (
+        {"batch_size": 9, "dataloader_kwargs": {"drop_last": True}},
+        ValueError,
+        ["drop_last", "batch_size=9", "8 examples", "3 nodes", "batch_size=8"],
+    ),
     ({"minibatch_size": 3}, ValueError, ["minibatch_size=3", "divide", "batch_size=4", "[1, 2, 4]"]),
     ({"minibatch_size": 8}, ValueError, ["minibatch_size=8", "divide", "batch_size=4", "[1, 2, 4]"]),
     ({"minibatch_size": 0}, ValueError, ["minibatch_size=0", "integer >= 1", "None"]),
@@ -330,15 +333,6 @@ def test_examples_of_different_shapes() -> None:
     message = refusal(ValueError, lambda: fit(make_model("MLP"), alone(), data=data, num_nodes=1, batch_size=4))
     assert "16" in message
     assert "15" in message
-
-
-def test_a_factory_that_makes_a_shard_too_small() -> None:
-    def factory(rank: int, num_nodes: int, train: bool) -> Any:
-        return dataset("MLP", 8 if rank < 2 else 3)
-
-    message = refusal(ValueError, lambda: fit(make_model("MLP"), alone(), data=factory, batch_size=4))
-    for part in ("batch_size=4", "node 2", "3 examples", "batch_size=3"):
-        assert part in message
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -624,7 +618,7 @@ def test_after_a_refusal_the_trainer_still_works() -> None:
     assert len(trainer.history) == 2
     history = trainer.history
     with pytest.raises(ValueError, match="batch_size"):
-        trainer.fit(alone(), 2, batch_size=400)
+        trainer.fit(alone(), 2, batch_size=400, dataloader_kwargs={"drop_last": True})
     assert trainer.history is history  # the run before is not lost
 
 

@@ -301,7 +301,10 @@ def overflowing() -> Any:
         ({"num_processes": 2}, 'backend="processes"'),
         ({"backend": "distributed"}, "torchrun --nproc-per-node"),
         ({"backend": "processes", "num_processes": 2, "timeout_s": 0}, "timeout_s=0"),
-        ({"backend": "processes", "num_processes": 2, "batch_size": 1000}, "larger than a node's shard"),
+        (
+            {"backend": "processes", "num_processes": 2, "batch_size": 99, "dataloader_kwargs": {"drop_last": True}},
+            "drop_last leaves no batch",
+        ),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

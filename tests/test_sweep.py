@@ -834,7 +834,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "give the number of nodes once", {"num_nodes": None}),
     (ValueError, "num_nodes=0 must be an integer >= 1", {"num_nodes": 0}),
     (ValueError, "minibatch_size=3 must divide batch_size=4", {"minibatch_size": 3}),
-    (ValueError, "batch_size=4000 is larger than a node's shard", {"batch_size": 4000}),
+    (ValueError, "drop_last leaves no batch", {"batch_size": 4000, "dataloader_kwargs": {"drop_last": True}}),
     (ValueError, "samples=0 must be an integer >= 1", {"samples": 0}),
     (ValueError, "chunk_configs=0 must be an integer >= 1", {"chunk_configs": 0}),
     (ValueError, r"has no end: say how many to draw, samples=50", {"grid": {"lr": LogUniform(1e-4, 1e-2)}}),

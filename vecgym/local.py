@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 import traceback
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vecgym import check, hooks, rng, tree
+from vecgym import check, hooks, nodes, rng, tree
 from vecgym.contract import (
     check_differentiable,
     check_loss,
@@ -376,6 +377,7 @@ class Engine:
         minibatch_size: int | None = None,
         mean: bool = False,
         differentiable: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Local:
         """Loss and gradient of every node on its own batch; the gradients may be overwritten by the next call.
 
@@ -387,10 +389,16 @@ class Engine:
             minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
             mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
+            limits: of each node, how many of the B examples are its own: the first of them; None: all.
         """
         if differentiable:
             check_differentiable(self.model)
         num_nodes, batch_size = _sizes(batch)
+        if limits is not None and min(limits) < batch_size:
+            return self._limited(
+                limits, params, buffers, batch, seed, list(range(num_nodes)) if node_ids is None else node_ids,
+                step=step, minibatch_size=minibatch_size, mean=mean, differentiable=differentiable,
+            )  # fmt: skip
         keys = _Keys(seed, step, list(range(num_nodes)) if node_ids is None else list(node_ids))
         buffers = self._own_buffers(buffers, num_nodes, differentiable)
         result: Local | None = None
@@ -403,6 +411,38 @@ class Engine:
             result = _weighted(result, local, (stop - start) / batch_size)
         assert result is not None
         return result
+
+    def _limited(
+        self, limits: Sequence[int], params: Tree, buffers: Tree, batch: Any, seed: int | Sequence[int],
+        node_ids: Sequence[int], *, mean: bool, **settings: Any,
+    ) -> Local:  # fmt: skip
+        """`gradients` of nodes whose batches differ in size: those of one size at a time."""
+        num_nodes, batch_size = _sizes(batch)
+        if any(x.dim() < 2 or x.shape[1] != batch_size for x in tree.leaves(batch)):
+            raise ValueError(
+                f"a node has {min(limits)} examples, fewer than the {batch_size} of a batch, which cannot be cut: its "
+                f"tensors are not all [nodes, {batch_size}, ...]. Give batch_size={min(limits)}, or another collate_fn."
+            )
+        sizes = [min(limit, batch_size) for limit in limits]
+        buffers = self._own_buffers(buffers, num_nodes, settings["differentiable"])
+        found: list[tuple[Tensor, Local]] = []
+        for size in sorted(set(sizes)):
+            rows = torch.tensor([i for i, own in enumerate(sizes) if own == size])
+            part = tree.map_leaves(lambda x: x[rows.to(x.device), :size], batch)  # noqa: B023
+            local = self.gradients(
+                nodes.take_rows(params, rows), nodes.take_rows(buffers, rows), part, mean=mean,
+                seed=seed if isinstance(seed, int) else [seed[i] for i in rows.tolist()],
+                node_ids=[node_ids[i] for i in rows.tolist()], **settings,
+            )  # fmt: skip
+            buffers = nodes.put_rows(buffers, rows, local.buffers, num_nodes, inplace=not settings["differentiable"])
+            share = len(rows) / num_nodes if mean else 1.0
+            found.append((rows, Local(tree.map(lambda g: g * share, local.grads), local.losses, {})))  # noqa: B023
+        back = torch.cat([rows for rows, _ in found]).argsort()
+        losses = torch.cat([local.losses for _, local in found])[back.to(self.device)]
+        each = [local.grads for _, local in found]
+        if mean:
+            return Local(tree.map(lambda *gs: functools.reduce(torch.add, gs), *each), losses, buffers)
+        return Local(tree.map(lambda *gs: torch.cat(gs)[back.to(self.device)], *each), losses, buffers)
 
     def _pass(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, mean: bool, differentiable: bool) -> Local:
         num_nodes = len(keys.node_ids)

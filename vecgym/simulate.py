@@ -95,6 +95,7 @@ class Simulation:
         seed: int = 42,
         minibatch_size: int | None = None,
         num_examples: tuple[int, ...] | None = None,
+        limits: tuple[int, ...] | None = None,
         exact: bool = False,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
@@ -109,6 +110,7 @@ class Simulation:
         self.seed = seed
         self.minibatch_size = minibatch_size
         self.num_examples = num_examples
+        self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.exact = exact
         self.num_local = len(comm.node_ids)  # L
         self._node_ids = comm.node_ids.tolist()
@@ -247,6 +249,7 @@ class Simulation:
             minibatch_size=self.minibatch_size,
             mean=mean and ctx.inplace,
             differentiable=not ctx.inplace,
+            limits=None if self.limits is None else [self.limits[node] for node in node_ids],
         )
         # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
         grads = (

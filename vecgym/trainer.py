@@ -206,7 +206,9 @@ class Trainer(Generic[M]):
             num_nodes: K.
             num_epochs: passes over the data, unless `max_steps` is given.
             max_steps: optimizer steps; the data repeats as needed.
-            batch_size: examples per node and step.
+            batch_size: examples per node and step; of a node that has fewer, all that it has. Each node's loss is the
+                mean over its own. All make the same number of steps: local epochs, of as many steps as a node's own
+                data gives, there are none yet.
             minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
             max_memory_usage: a part of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
                 it is given, are chosen so that the run fits; see `vecgym.memory.fitting_sizes`. Measured on CUDA,
@@ -323,11 +325,11 @@ class Trainer(Generic[M]):
         with torch.enable_grad():
             local.prepare(train.batch(0), together.facts)
         options, memory = _fitting(options, strategy, local, train, val, steps, together)
-        plan = local.plan
+        plan, num_examples = local.plan, together.joined(train.shard_sizes)
+        limits = train.limits_of(num_examples)
         simulation = Simulation(
             model, strategy, comm, engine=local, max_steps=steps, seed=options.seed,
-            minibatch_size=options.minibatch_size, num_examples=together.joined(train.shard_sizes),
-            exact=options.exact,
+            minibatch_size=options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
         )  # fmt: skip
         settings = {
             "strategy": repr(strategy), "hyperparameters": described(strategy), "num_nodes": comm.num_nodes,
@@ -338,7 +340,7 @@ class Trainer(Generic[M]):
         }  # fmt: skip
         self.ledger = comm.ledger
         self.history = History(settings)
-        recorder = Recorder(self.history, comm.ledger, train, options.on_divergence, loggers)
+        recorder = Recorder(self.history, comm.ledger, train, options.on_divergence, loggers, limits)
         run = Run(strategy, model, simulation, recorder, train, options, together, where)
         checkpoints = Checkpoints(run)
         resumed = checkpoints.resumed()

@@ -106,11 +106,10 @@ class SweepResult:
             return History(settings)
         data = runner.batches(config)
 
-        def size(step: int) -> int:
-            place = step % data.steps_per_epoch
-            return min(data.batch_size, data.epoch_length - place * data.batch_size)
+        def sizes(step: int) -> list[int]:
+            return [min(data.width(step), limit) for limit in data.limits or [data.batch_size] * config.num_nodes]
 
-        return curve.history(settings, data.steps_per_epoch, size)
+        return curve.history(settings, data.steps_per_epoch, sizes)
 
     def model(self, index: int) -> nn.Module:
         """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""

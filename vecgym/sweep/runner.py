@@ -231,7 +231,7 @@ class Runner:
             Member(
                 config.model if self.device.type == "cpu" else copy.deepcopy(config.model).to(self.device),
                 config.strategy, config.settings["seed"], StackedCollectives(config.num_nodes),
-                tuple(self.batches(config).shard_sizes),
+                tuple(self.batches(config).shard_sizes), self.batches(config).limits,
             )
             for config in chunk
         ]  # fmt: skip

@@ -64,6 +64,7 @@ class Member:
     seed: int
     comm: StackedCollectives
     num_examples: tuple[int, ...] | None = None
+    limits: tuple[int, ...] | None = None  # of each node, the most examples of a batch that are its own; None: all are
 
     def __post_init__(self) -> None:
         if is_per_rank(self.strategy):
@@ -242,7 +243,13 @@ class Stack:
             node_ids=[row % K for row in rows],
             minibatch_size=self.minibatch_size,
             mean=self._takes_mean_gradient,
+            limits=self._limits(rows),
         )
+
+    def _limits(self, rows: Sequence[int]) -> list[int] | None:
+        each = [member.limits for member in self.members]
+        found = [own[row % self.num_nodes] for row in rows if (own := each[row // self.num_nodes]) is not None]
+        return found or None
 
     def _exchanged(self, grads: Tree, contexts: list[Context]) -> list[Tree]:
         """What each configuration's optimizer takes, `[1 or K, *]`."""
