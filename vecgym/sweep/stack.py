@@ -180,6 +180,9 @@ class Stack:
             else:
                 grads = group.part(local.grads, self.rows)
             new = group.update(params, grads, contexts, [self.rows] * group.size)
+            if any(x.shape[0] > self.rows * group.size for x in new.values()):  # a setting of each node
+                self._widen()
+                params = self._part(group)
             for name, p in params.items():
                 if new[name] is not p:
                     p.copy_(new[name])
