@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz import Case, Failure, configurations
+from tests.fuzz import Case, Failure, configurations, sweeps
 from vecgym import tree
 from vecgym.collectives import StackedCollectives, base
 from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, fedavg, fedopt
@@ -51,6 +51,30 @@ FOUND: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_stays_mended(name: str) -> None:
     assert configurations.run(Case(FOUND[name])) is None
+
+
+FOUND_SWEEPS: dict[str, dict[str, Any]] = {
+    # An optimizer with a value for each node makes the parameters, one copy for all nodes until then, differ.
+    "a value for each node next to numbers": {
+        "run": {"num_nodes": 3},
+        "rows": [
+            {"strategy": {"kind": "allreduce"}, "inner": {"name": "adam", "lr": lr, **more}}
+            for lr, more in ((0.05, {}), (0.01, {}), (0.05, {"per_node": ["lr"]}), (0.02, {"per_node": ["lr"]}))
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_of_random_grids_equal_their_runs(seed: int) -> None:
+    for case in sweeps.cases(seed, 3):
+        outcome = sweeps.run(case)
+        assert not isinstance(outcome, Failure), f"{outcome}\n{sweeps.reproducer(case)}"
+
+
+@pytest.mark.parametrize("name", FOUND_SWEEPS)
+def test_what_was_found_of_sweeps_stays_mended(name: str) -> None:
+    assert sweeps.run(Case(FOUND_SWEEPS[name])) is None
 
 
 def wrong_sign(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import pprint
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -222,12 +222,7 @@ def deal(count: int, num_nodes: int, uneven: bool) -> list[list[int]]:
 
 def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
     data, num_nodes = Data.of(settings, seed), settings["num_nodes"]
-    model = problems.make_model(settings["model"], seed)
-    if nudge:
-        g = torch.Generator().manual_seed(nudge)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1 + NUDGE * torch.randn(p.shape, generator=g, dtype=p.dtype))
+    model = nudged(problems.make_model(settings["model"], seed), nudge)
     unused = frozenset({"unused"} if settings["model"] == "partly" else ())
     shapes = {name: p.shape for name, p in naive.trained(model, unused).items()}
     run = building.Run(num_nodes, data.max_steps, seed, data.num_examples(num_nodes), shapes)
@@ -255,6 +250,7 @@ def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
         rates=lambda t, node: factor[t], parts=lambda batch: parts(settings, batch), unused=unused,
         max_norm=[max_norm * float(x) for x in norms] if max_norm else None,
         sign=(lambda t, node: building.DEMO_LR * factor[t]) if is_demo else None, observe=observe,
+        blur=blurring(nudge),
     )  # fmt: skip
     before = torch.get_default_dtype()
     if "nadam" in (settings["inner"]["name"], settings["strategy"].get("outer", {}).get("name")):
@@ -270,6 +266,25 @@ def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
     seen.average = dict(mean_model(result.models).state_dict())
     seen.distance = [distance(result.models, shapes)]
     return seen
+
+
+def nudged(model: nn.Module, nudge: int) -> nn.Module:
+    """The model with parameters that differ by 1e-14; 0: as it is."""
+    g = torch.Generator().manual_seed(nudge)
+    with torch.no_grad():
+        for p in model.parameters() if nudge else ():
+            p.mul_(1 + NUDGE * torch.randn(p.shape, generator=g, dtype=p.dtype))
+    return model
+
+
+def blurring(nudge: int) -> Callable[[Tensor], Tensor]:
+    """Rounding as it could be: relative differences of 1e-15; 0: none."""
+    g = torch.Generator().manual_seed(nudge)
+
+    def blur(x: Tensor) -> Tensor:
+        return x * (1 + 0.1 * NUDGE * torch.randn(x.shape, generator=g, dtype=x.dtype)) if nudge else x
+
+    return blur
 
 
 def parts(settings: Settings, batch: Any) -> list[tuple[Any, float]]:

@@ -35,6 +35,7 @@ class World:
     num_nodes: int
     num_examples: Sequence[int]  # of each node's shard
     sent: float = 0.0  # bytes in this step, averaged over the nodes
+    blur: Callable[[Tensor], Tensor] = lambda x: x  # what rounding could do to an average
 
     def ring(self, payload: float, sizes: Sequence[int]) -> None:
         """Rings of these sizes reduce a payload: each member of a ring of n sends 2 (n - 1) / n of it."""
@@ -44,18 +45,22 @@ class World:
         """Every node sends its payload once; a node alone sends nothing."""
         self.sent += payload if self.num_nodes > 1 else 0.0
 
+    def average(self, values: Values, members: Sequence[int], weights: Sequence[float]) -> dict[str, Tensor]:
+        """sum_k w_k x_k / sum_k w_k over the members."""
+        total = sum(weights[k] for k in members)
+        sums = {name: torch.stack([weights[k] * values[k][name] for k in members]).sum(0) for name in values[0]}
+        return {name: self.blur(x / total) for name, x in sums.items()}
+
+    def plain(self, values: Sequence[Tensor]) -> Tensor:
+        """The plain mean of some tensors."""
+        return self.blur(sum(values[1:], values[0]) / len(values))
+
     def weights(self, weighting: str) -> list[float]:
         return [1.0] * self.num_nodes if weighting == "equal" else [float(n) for n in self.num_examples]
 
 
 def size(values: Values) -> int:
     return sum(x.numel() for x in values[0].values())
-
-
-def weighted(values: Values, members: Sequence[int], weights: Sequence[float]) -> dict[str, Tensor]:
-    """sum_k w_k x_k / sum_k w_k over the members."""
-    total = sum(weights[k] for k in members)
-    return {name: sum(weights[k] * values[k][name] for k in members) / total for name in values[0]}  # type: ignore[misc]
 
 
 def clones(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,7 +101,7 @@ class Module:
         world.ring(BYTES * size(x), [len(ring) for ring in rings])
         result = [clones(values) for values in x]
         for ring in rings:
-            average = weighted(x, ring, weights or [1.0] * world.num_nodes)
+            average = world.average(x, ring, weights or [1.0] * world.num_nodes)
             for node in ring:
                 result[node] = clones(average)
         return result
@@ -134,7 +139,7 @@ class Average(Module):
         present = self.participants(t) if self.participants else None
         if self.server and present is not None:
             self.world.sent += BYTES * size(params) * len(present) / self.world.num_nodes
-            theta = weighted(params, present, self.world.weights(self.weighting))
+            theta = self.world.average(params, present, self.world.weights(self.weighting))
             return [clones(theta) for _ in params]
         groups = self.islands(t) if self.islands else None if present is None else [present]
         return self.mean(params, t, groups, weights)
@@ -166,7 +171,7 @@ class Server(Module):
             return params
         present = self.participants(t) if self.participants else list(range(self.world.num_nodes))
         self.world.sent += BYTES * size(params) * len(present) / self.world.num_nodes
-        average = weighted(params, present, self.world.weights(self.weighting))
+        average = self.world.average(params, present, self.world.weights(self.weighting))
         for name, theta in self.theta.items():
             self.theta[name] = theta + self.lr * self._direction(name, average[name] - theta)
         return [clones(self.theta) for _ in params]
@@ -289,7 +294,7 @@ class Sparse(Module):
                 code = compression.quantise(self.bits)
                 values = [code(t, name, node, x) if len(x) else x for node, x in enumerate(values)]
                 self.world.gather(quantised_bytes(len(index), self.bits))
-            found[name] = index, sum(values[1:], values[0]) / len(values)
+            found[name] = index, self.world.plain(values)
         return found
 
 
@@ -319,7 +324,7 @@ class TopKSparse(Module):
                 for c, value in zip(sent.tolist(), values):
                     heard.setdefault(c, []).append(value.clone())
             for c, of_senders in heard.items():
-                mean = sum(of_senders[1:], of_senders[0]) / len(of_senders)
+                mean = self.world.plain(of_senders)
                 last.view(n)[c] = mean
                 for x in params:
                     x[name].view(n)[c] = mean
@@ -504,7 +509,8 @@ class Compressed(Module):
         for ring in rings:
             total = sum((weights or [1.0] * len(x))[k] for k in ring)
             for name in r:
-                average = r[name] + sum((weights[k] if weights else 1.0) * sent[k][name] for k in ring) / total
+                total_sent = sum((weights[k] if weights else 1.0) * sent[k][name] for k in ring)
+                average = self.world.blur(r[name] + total_sent / total)
                 for node in ring:
                     result[node][name] = average.clone()
         if uses_reference:
@@ -534,6 +540,7 @@ class Plan:
         sign: DeMo's own optimizer: the gradients are clipped and scaled by rate(step, node) before they are exchanged,
             and the sign of what comes back is what the optimizer takes.
         observe: called with the number of steps done and the models.
+        blur: what rounding could do to an average.
     """
 
     model: nn.Module
@@ -547,6 +554,7 @@ class Plan:
     max_norm: Sequence[float] | None = None
     sign: Callable[[int, int], float] | None = None
     observe: Callable[[int, list[nn.Module]], None] = lambda step, models: None
+    blur: Callable[[Tensor], Tensor] = lambda x: x
 
 
 @dataclass
@@ -565,7 +573,7 @@ def train(plan: Plan) -> Result:
     thetas = [trained(model, plan.unused) for model in models]
     optimizers = [plan.optimizer(node, theta) for node, theta in enumerate(thetas)]
     bases = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    world, result = World(num_nodes, plan.num_examples), Result(models)
+    world, result = World(num_nodes, plan.num_examples, blur=plan.blur), Result(models)
     for module in plan.modules:
         module.begin(world, clones(thetas[0]))
     plan.observe(0, models)
