@@ -21,6 +21,47 @@ from tests.fuzz import Case, Failure, arguments, calls, files, kills
 from tests.fuzz.common import attempt
 from vecgym import saved
 
+# Cases that have failed once.
+ONCE: dict[ModuleType, list[Case]] = {
+    kills: [
+        Case({"what": what, "run": "DDP", "happens": [(how, at, 1)]})
+        for what, how, at in [
+            ("save", "SIGKILL", ("write", 300)),  # left a partial file
+            ("sweep", "SIGKILL", ("write", 300)),
+            ("fit", "SIGKILL", ("sync", 1)),  # while it tried whether the folder can be written to
+            ("save", "SIGINT", ("write", 30)),  # ended in an error of torch's writer
+            ("keep one", "power", ("rename", 4)),
+        ]
+    ],
+    files: [
+        *(Case({"reader": reader, "run": "DDP", "damage": "a FIFO"}, seed)
+          for reader in ("load", "sweep", "read_text", "load_model", "read_csv") for seed in range(2)),
+        *(Case({"reader": "load_model", "run": "DDP", "damage": damage}, 1)
+          for damage in ("truncated", "malicious", "of another kind", "garbage")),
+        *(Case({"reader": "read_csv", "run": "DDP", "damage": "other cell"}, seed) for seed in range(20)),
+    ],
+    arguments: [
+        Case({"call": call, "given": {name: value}})
+        for call, name, value in [
+            ("vecgym.Trainer.save", "path", "2.5"),
+            ("vecgym.load", "path", "'a\\0b'"),
+            ("vecgym.CSVLogger", "directory", "[]"),
+            ("vecgym.logger.read_csv", "directory", "None"),
+            ("vecgym.History.to_csv", "path", "{}"),
+            ("vecgym.corpus.read_text", "path", "object()"),
+            ("vecgym.corpus.split_text", "every", "'abc'"),
+            ("vecgym.corpus.standard_library_text", "num_chars", "2.5"),
+            ("vecgym.schedule.lambda_cosine", "warmup_steps", "'abc'"),
+            ("vecgym.topology.ring", "num_nodes", "tensor(2)"),
+            ("vecgym.topology.torus", "num_nodes", "2.5"),
+            ("vecgym.topology.exponential", "num_nodes", "True"),
+            ("vecgym.topology.one_peer_exponential", "round", "0.5"),
+            ("vecgym.topology.second_eigenvalue", "weights", "'abc'"),
+            ("vecgym.compat.diloco_sim.DilocoSimulator.load_model", "path", "3"),
+            ("vecgym.compat.exogym.run_script", "path", "nan"),
+        ]
+    ],
+}  # fmt: skip
 SHARES = {arguments: 400, files: 40, kills: 16}
 
 
@@ -38,6 +79,11 @@ def failures(campaign: ModuleType, cases: Iterator[Case]) -> list[str]:
 def test_a_share_of_each_campaign(campaign: ModuleType, part: int) -> None:
     count = SHARES[campaign]
     assert failures(campaign, islice(campaign.cases(0, count), part, None, 4)) == []
+
+
+@pytest.mark.parametrize("campaign", ONCE, ids=lambda campaign: campaign.NAME)
+def test_what_has_failed_once(campaign: ModuleType) -> None:
+    assert failures(campaign, iter(ONCE[campaign])) == []
 
 
 # ----------------------------------------------------------------------------------------------- bad arguments
