@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.fitting import STRATEGIES, alone, dataset, fit, params
 from tests.models import MLP, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning, optimize_schedule, sweep
 from vecgym.data import Batches, partition_dirichlet
+from vecgym.local import EngineName
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -139,33 +141,29 @@ def test_misspelt_keywords_of_fit_and_trainer() -> None:
 def test_flags_are_true_or_false() -> None:
     trainer = Trainer(make_model("MLP"), dataset("MLP"))
     labels = torch.arange(8) % 2
+
+    def of_fit(name: str, value: Any) -> None:
+        given: dict[str, Any] = {name: value}
+        trainer.fit(alone(), 2, **given)
+
+    def of_loader(name: str, value: Any) -> None:
+        Batches(labels, 2, 1, dataloader_kwargs={name: value})
+
+    def of_sweep(name: str, value: Any) -> None:
+        given: dict[str, Any] = {"grid": {"lr": [0.1]}, "num_nodes": 2, name: value}
+        sweep(trainer.model, trainer.train_dataset, strategy=lambda lr: alone(lr=lr), **given)
+
     flags: dict[str, Callable[[Any], Any]] = {
-        **{
-            name: lambda value, name=name: trainer.fit(alone(), 2, **{name: value})
-            for name in ("shuffle", "autocast", "progress", "exact")
-        },
-        **{
-            name: lambda value, name=name: Batches(labels, 2, 1, dataloader_kwargs={name: value})
-            for name in ("drop_last", "pin_memory", "persistent_workers")
-        },
+        **{name: partial(of_fit, name) for name in ("shuffle", "autocast", "progress", "exact")},
+        **{name: partial(of_loader, name) for name in ("drop_last", "pin_memory", "persistent_workers")},
+        **{f"sweep {name}": partial(of_sweep, name) for name in ("keep_models", "dry_run", "progress", "shuffle")},
         "train": lambda value: Batches(labels, 2, 1, train=value),
         "balanced": lambda value: partition_dirichlet(labels, 2, 1.0, balanced=value),
-        "cosine_anneal": lambda value: alone_with(cosine_anneal=value),
-        **{
-            name: lambda value, name=name: sweep(
-                trainer.model, trainer.train_dataset, strategy=lambda lr: alone(lr=lr), grid={"lr": [0.1]},
-                num_nodes=2, **{name: value},
-            )
-            for name in ("keep_models", "dry_run", "progress", "shuffle")
-        },
-    }  # fmt: skip
+        "cosine_anneal": lambda value: CommunicateOptimizeStrategy([], "sgd", cosine_anneal=value),
+    }
     for name, give in flags.items():
         for wrong in ("no", 1, None):
-            assert f"{name}={wrong!r} must be True or False" in refusal(TypeError, lambda: give(wrong))  # noqa: B023
-
-
-def alone_with(**settings: Any) -> Any:
-    return CommunicateOptimizeStrategy([], "sgd", **settings)
+            assert f"{name.split()[-1]}={wrong!r} must be True or False" in refusal(TypeError, lambda: give(wrong))  # noqa: B023
 
 
 def test_numpys_integers_and_flags_are_integers_and_flags() -> None:
@@ -227,11 +225,13 @@ def test_a_strategy_that_is_none_says_which_it_may_be(strategy: Any, fix: str) -
 
 
 def test_fit_within_its_own_run_is_refused_and_leaves_it_unharmed() -> None:
+    others: list[dict[str, Any]] = [{}, {"backend": "processes", "num_processes": 2}]
+
     class Nested(Trainer):
         refused = 0
 
         def after_step(self, row: dict[str, Any]) -> None:
-            for settings in ({}, {"backend": "processes", "num_processes": 2}):
+            for settings in others:
                 message = refusal(RuntimeError, lambda: self.fit(alone(), 2, progress=False, **settings))  # noqa: B023
                 assert "a Trainer of its own" in message
             self.refused += 1
@@ -549,7 +549,7 @@ def poisoned(bad: float = float("nan")) -> Tensor:
     return data
 
 
-def diverge(engine: str = "auto", bad: float = float("nan"), **settings: Any) -> Trainer:
+def diverge(engine: EngineName = "auto", bad: float = float("nan"), **settings: Any) -> Trainer:
     trainer = Trainer(Diverging(), poisoned(bad))
     trainer.fit(
         alone(), 3, batch_size=1, shuffle=False, max_steps=4, engine=engine, progress=False, device="cpu", **settings
@@ -559,7 +559,7 @@ def diverge(engine: str = "auto", bad: float = float("nan"), **settings: Any) ->
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_divergence_names_node_and_step_and_keeps_the_run(engine: str, bad: float) -> None:
+def test_divergence_names_node_and_step_and_keeps_the_run(engine: EngineName, bad: float) -> None:
     trainer = Trainer(Diverging(), poisoned(bad))
     with pytest.raises(DivergenceError) as raised:
         trainer.fit(
@@ -577,7 +577,7 @@ def test_divergence_names_node_and_step_and_keeps_the_run(engine: str, bad: floa
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_divergence_warns_once_and_goes_on(engine: str) -> None:
+def test_divergence_warns_once_and_goes_on(engine: EngineName) -> None:
     with pytest.warns(VecgymWarning, match="node 1 is nan at step 2") as caught:
         trainer = diverge(engine, on_divergence="warn")
     assert len(caught) == 1
@@ -586,7 +586,7 @@ def test_divergence_warns_once_and_goes_on(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_divergence_can_be_ignored(engine: str) -> None:
+def test_divergence_can_be_ignored(engine: EngineName) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer = diverge(engine, on_divergence="ignore")

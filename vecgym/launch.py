@@ -611,6 +611,8 @@ def unpacked(value: Any) -> Any:
     {'a': tensor([1.5000, 2.0000], dtype=torch.bfloat16), 'b': (3, 'text')}
     """
     if isinstance(value, _Packed):
+        if not value.data.size:  # no view of another type is taken of nothing
+            return torch.empty(value.shape, dtype=value.dtype)
         # A copy: what came through the pipe cannot be written to.
         return torch.from_numpy(value.data.copy()).view(value.dtype).view(value.shape)
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ import json
 import netrc
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,7 +17,7 @@ from vecgym import check
 from vecgym.files import is_regular
 from vecgym.metrics import PER_NODE, SCALARS, History
 
-WANDB_MODES = ("online", "offline", "disabled")
+WandbMode = Literal["online", "offline", "disabled"]
 
 
 class Logger:
@@ -210,7 +210,7 @@ class WandbLogger(Logger):
         *,
         name: str | None = None,
         entity: str | None = None,
-        mode: str | None = None,
+        mode: WandbMode | None = None,
         directory: str | os.PathLike[str] | None = None,
         per_node: bool = False,
     ) -> None:
@@ -219,7 +219,7 @@ class WandbLogger(Logger):
                 f"experiment_name={experiment_name!r} and name={name!r} are two names for the run's name: give one."
             )
         if mode is not None:
-            check.choice("mode", mode, WANDB_MODES, "or None")
+            check.choice("mode", mode, get_args(WandbMode), "or None")
         self._wandb = _optional("wandb", "init", "WandbLogger")
         self.project = project
         self.name = experiment_name if name is None else name

@@ -19,13 +19,16 @@ from vecgym.errors import DivergenceError, VecgymWarning
 from vecgym.ledger import Ledger, readable_bytes
 from vecgym.logger import Logger
 from vecgym.metrics import START, History, Row
+from vecgym.settings import OnDivergence
 from vecgym.simulate import Metrics, State
 
 
 class Recorder:
     """Turns steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
 
-    def __init__(self, history: History, ledger: Ledger, data: Batches, on_divergence: str, loggers: Loggers) -> None:
+    def __init__(
+        self, history: History, ledger: Ledger, data: Batches, on_divergence: OnDivergence, loggers: Loggers
+    ) -> None:
         self.history = history
         self.ledger = ledger
         self.data = data

@@ -19,7 +19,7 @@ from torch.func import jvp, vjp
 from vecgym import check, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.held import reachable, replaced
-from vecgym.local import Engine
+from vecgym.local import Engine, EngineName
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.simulate import Simulation, State
@@ -72,7 +72,7 @@ def rollout(
     params: Tree | None = None,
     seed: int = 42,
     num_examples: tuple[int, ...] | None = None,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
 ) -> Outcome:
     """Train for T steps as `Trainer.fit` does, and return what can be differentiated.
 
@@ -153,7 +153,7 @@ def rollout_jvp(
     *,
     num_nodes: int,
     eval_batch: Any,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
     **settings: Any,
 ) -> tuple[Outcome, Outcome]:
     """A rollout and its derivative in one direction, in forward mode: no memory grows with the number of steps.
@@ -370,7 +370,7 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
+def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engine:
     """An engine that has looked at the model.
 
     >>> class Line(nn.Module):

@@ -22,6 +22,7 @@ from vecgym import nodes
 from vecgym.check import kind_of
 from vecgym.files import is_regular, write_atomically
 from vecgym.metrics import History, Row
+from vecgym.rows import counted
 from vecgym.tree import Tree
 
 FORMAT = "vecgym"
@@ -89,7 +90,7 @@ class Saved:
         return {**{key: values[name] for key, name in self.keys.items()}, **self.extra}
 
     def __repr__(self) -> str:
-        return f"Saved({self.num_nodes} nodes after step {self.step}, {len(self.history)} rows)"
+        return f"Saved({counted(self.num_nodes, 'node')} after step {self.step}, {counted(len(self.history), 'row')})"
 
 
 def load(path: str | os.PathLike[str]) -> Saved:

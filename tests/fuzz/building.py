@@ -60,6 +60,7 @@ GROUPS: dict[str, Callable[[str, Tensor], dict[str, Any]]] = {
     "slow": lambda name, p: {} if p.dim() >= 2 else {"lr": 0.02},
     "momentum": lambda name, p: {} if p.dim() >= 2 else {"momentum": 0.5},
 }
+AVERAGING = ("H", "island_size", "participation", "weighting", "resting")
 SHARES = {"binary": (0.0, 1.0, 0.0, 0.0, 1.0), "part": (0.0, 0.5, 1.0, 0.25)}
 
 
@@ -155,7 +156,9 @@ def _allreduce(s: Settings, K: int, T: int, spec: OptimSpec, common: dict[str, A
 
 
 def _fedavg(s: Settings, K: int, T: int, spec: OptimSpec, common: dict[str, Any]) -> Strategy:
-    options = {key: s[key] for key in ("H", "island_size", "participation", "weighting", "resting") if key in s}
+    options: dict[str, Any] = {
+        key: s[key] for key in ("H", "island_size", "participation", "weighting", "resting") if key in s
+    }
     options |= {f"server_{key}": s[key] for key in ("lr", "betas", "tau") if key in s}
     if "server" in s:
         options["server_optim"] = s["server"]
@@ -174,7 +177,7 @@ def outer_of(s: Settings) -> OptimSpec | None:
 
 
 def _diloco(s: Settings, K: int, T: int, spec: OptimSpec, common: dict[str, Any]) -> Strategy:
-    options = {key: s[key] for key in ("H", "outer_lr", "compression") if key in s}
+    options: dict[str, Any] = {key: s[key] for key in ("H", "outer_lr", "compression") if key in s}
     return DiLoCoStrategy(spec, outer_of(s), sync_weight=shares(s.get("share"), T), **options, **common)
 
 
@@ -182,8 +185,13 @@ def selector_of(s: Settings) -> Selector:
     name, p = s.get("selector", {}).get("name", "random"), s.get("selector", {}).get("p", 0.25)
     if name == "scheduled":
         return ScheduledSelector(p, H=4)
-    kinds = {"random": RandomSelector, "sequential": ShuffledSequentialSelector, "partitioned": PartitionedSelector}
-    return kinds[name](p)
+    kinds: dict[str, Any] = {
+        "random": RandomSelector,
+        "sequential": ShuffledSequentialSelector,
+        "partitioned": PartitionedSelector,
+    }
+    selector: Selector = kinds[name](p)
+    return selector
 
 
 def _sparta(s: Settings, K: int, T: int, spec: OptimSpec, common: dict[str, Any]) -> Strategy:
@@ -194,7 +202,7 @@ def _sparta(s: Settings, K: int, T: int, spec: OptimSpec, common: dict[str, Any]
 
 
 def _sparta_diloco(s: Settings, K: int, T: int, spec: OptimSpec, common: dict[str, Any]) -> Strategy:
-    options = {key: s[key] for key in ("H", "outer_lr", "delay") if key in s}
+    options: dict[str, Any] = {key: s[key] for key in ("H", "outer_lr", "delay") if key in s}
     return SPARTADiLoCoStrategy(
         None, s.get("interval", 1), inner_optim=spec, outer_optim=outer_of(s), index_selector=selector_of(s),
         **options, **common,
@@ -245,6 +253,7 @@ MAKERS: dict[str, Callable[..., Strategy]] = {
 
 def library_module(s: Settings, K: int, T: int) -> CommunicationModule:
     kind = s["kind"]
+    options: dict[str, Any]
     if kind == "gradients":
         return GradientAveraging()
     if kind == "average":
@@ -407,8 +416,8 @@ def matrices(s: Settings, module: GossipCommunicator, run: Run) -> Callable[[int
     def hears(*others: int) -> Tensor:
         W = torch.zeros(K, K, dtype=torch.float64)
         for i in range(K):
-            for other in set(o % K for o in others):
-                W[i, (i + other) % K] = 1 / len(set(o % K for o in others))
+            for other in {o % K for o in others}:
+                W[i, (i + other) % K] = 1 / len({o % K for o in others})
         return W
 
     def matrix(exchange: int, t: int) -> Tensor:

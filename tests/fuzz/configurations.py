@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from tests.fuzz import building, naive, problems
-from tests.fuzz.common import Case, Failure, Outcome, Refusal
+from tests.fuzz.common import Case, Failure, Outcome, Refusal, crash, deliberate
 from tests.fuzz.settings import Settings, draw_settings, simpler, with_defaults
 from vecgym import DivergenceError, Trainer, rng
 
@@ -65,7 +65,7 @@ def run(case: Case) -> Outcome:
     try:
         seen: Seen | None = of_library(settings, case.seed)
     except (ValueError, TypeError) as error:
-        return Refusal(f"{type(error).__name__}: {error}")
+        return Refusal(f"{type(error).__name__}: {error}") if deliberate(error) else crash(error)
     except DivergenceError:
         seen = None
     twin = of_twin(settings, case.seed)
@@ -151,7 +151,8 @@ class Data:
     def of(cls, settings: Settings, seed: int) -> Data:
         name, kind, count = settings["model"], settings["data"], settings["examples"]
         dataset = problems.dataset(name, kind, count, seed)
-        own, train = None, dataset
+        own: list[list[int]] | None = None
+        train: Any = dataset
         if kind in ("factory", "uneven"):
             own = deal(count, settings["num_nodes"], kind == "uneven")
             train = Factory(dataset, own)
@@ -177,8 +178,8 @@ class Data:
         """The examples that a node reads in an epoch."""
         num_nodes, shuffle = settings["num_nodes"], settings["shuffle"]
         if self.own is None:
-            count = range(len(self.tensors[0]))
-            sampler = DistributedSampler(count, num_nodes, node, shuffle, seed)  # type: ignore[arg-type]
+            examples: Any = range(len(self.tensors[0]))
+            sampler: DistributedSampler[int] = DistributedSampler(examples, num_nodes, node, shuffle, seed)
             sampler.set_epoch(epoch)
             return list(sampler)
         examples = self.own[node]

@@ -1,8 +1,8 @@
 """K plain modules trained in a Python loop, in every composition of exchanges: what the library must compute.
 
-It imports nothing from vecgym. Every `Module` here says for itself, from its paper or from the documented rule, what the
-nodes exchange and how many bytes a node sends for it, averaged over the nodes. What the library draws at random (masks,
-matchings, participants, islands) is given as functions of the step.
+It imports nothing from vecgym. Every `Module` here says for itself, from its paper or from the documented rule, what
+the nodes exchange and how many bytes a node sends for it, averaged over the nodes. What the library draws at random
+(masks, matchings, participants, islands) is given as functions of the step.
 
 `Values` are the parameters, or the gradients, of each node: `values[node][name]`. Steps count from 0.
 """
@@ -397,7 +397,7 @@ class DeMo(Module):
 
 @dataclass(eq=False)
 class Every(Module):
-    """The module at every n-th step; inside, time counts in exchanges. Who trains, and FedProx's term: at every step."""
+    """The module at every n-th step; inside, time counts in exchanges. Who trains, what is added locally: each step."""
 
     n: int
     module: Module

@@ -1,4 +1,4 @@
-"""Random settings of a run, as plain values, of which only those that differ from the defaults are named; and simpler ones.
+"""Random settings of a run, as plain values; those that are left out have their defaults. And simpler ones.
 
 {"num_nodes": 3, "inner": {"name": "adamw", "lr": 0.01}, "strategy": {"kind": "diloco", "H": 2}}
 """
@@ -133,7 +133,7 @@ def server(draw: Draw) -> Settings:
 def diloco(draw: Draw) -> Settings:
     if draw.random() < 0.2:
         return {"kind": "diloco", "share": draw.choice(["binary", "part"]), **some(draw, 0.5, outer_lr=[0.4, 1.0])}
-    options = {"kind": "diloco", "H": draw.choice([1, 2, 3, 4])}
+    options: Settings = {"kind": "diloco", "H": draw.choice([1, 2, 3, 4])}
     kind = draw.random()
     if kind < 0.4:
         options["outer"] = optimizer(draw, ELEMENTWISE + ("adafactor",), per_node=False)
@@ -143,7 +143,7 @@ def diloco(draw: Draw) -> Settings:
 
 
 def sparse(draw: Draw) -> Settings:
-    selector = {"name": draw.choice(["random", "scheduled", "sequential", "partitioned"])}
+    selector: Settings = {"name": draw.choice(["random", "scheduled", "sequential", "partitioned"])}
     selector |= some(draw, 0.7, p=[0.1, 0.3, 0.5])
     if selector["name"] == "random" and draw.random() < 0.2:
         selector["p"] = draw.choice([0.0, 1.0])
@@ -237,7 +237,7 @@ def strategy(draw: Draw) -> Settings:
 
 
 def chooses(strategy: Any) -> bool:
-    """Whether something takes the largest of many values, or signs: of equal steps it would be rounding that decides."""
+    """Whether something takes the largest of many values, or signs: of steps of one size rounding would choose."""
     text = repr(strategy)
     return any(word in text for word in ("topk", "'sign'", "demo", "powersgd"))
 
@@ -251,12 +251,14 @@ def draw_settings(draw: Draw) -> Settings:
         "model": draw.choice(sorted(MODELS)),
         "num_nodes": draw.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 7]),
         "inner": optimizer(draw, SMOOTH if sensitive else (*ELEMENTWISE, *ELEMENTWISE, "adafactor", "asgd", "lbfgs")),
-        **some(draw, 0.5, max_steps=list(range(4, 13)), batch_size=[1, 2, 4, 5]),
+        **some(draw, 0.5, max_steps=list(range(3, 10)), batch_size=[1, 2, 4, 5]),
         **some(draw, 0.3, examples=[33, 50, 61], data=["python", "factory", "uneven"], shuffle=False),
         **some(draw, 0.25, val_interval=[1, 2, 4], num_epochs=[1, 2]),
         **some(draw, 0.2, drop_last=True, chunk_size=[1, 2, 3], node_threads=2, exact=True),
         **some(draw, 0.35, engine=["vmap", "loop", "loop"], max_norm=[0.5, 0.1]),
     }
+    if settings.get("num_epochs"):  # few steps, which begin another epoch
+        settings |= {"examples": draw.choice([17, 24]), "batch_size": draw.choice([2, 3])}
     if settings["model"] == "convolution" and settings.get("batch_size") == 1:
         del settings["batch_size"]
     if settings["model"] == "recurrent" and settings.get("engine") == "vmap":
@@ -265,7 +267,7 @@ def draw_settings(draw: Draw) -> Settings:
         settings["inner"] = optimizer(draw, ("muon",), per_node=False)
     if settings.get("max_norm") and draw.random() < 0.2:
         settings["max_norm_per_node"] = True
-    batch_size = settings.get("batch_size", DEFAULTS["batch_size"])
+    batch_size: int = settings.get("batch_size") or DEFAULTS["batch_size"]
     divisors = [n for n in range(1, batch_size) if batch_size % n == 0]
     if divisors and settings["model"] != "convolution" and draw.random() < 0.3:
         settings["minibatch_size"] = draw.choice(divisors)

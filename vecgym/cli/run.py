@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vecgym.cli.configuration import add_options, read_configuration
 from vecgym.cli.values import table
+from vecgym.rows import counted
 
 OWN = ("model", "train_dataset", "val_dataset")  # of Trainer; all others are arguments of Trainer.fit
 NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         found["progress"] = False
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"
     if first:
-        print(f"{found['strategy']}\n{found['num_nodes']} nodes", flush=True)
+        print(f"{found['strategy']}\n{counted(found['num_nodes'], 'node')}", flush=True)
     try:
         trainer.fit(**found, logger=[*loggers, CSVLogger(output)])
     finally:

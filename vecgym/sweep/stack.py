@@ -258,7 +258,8 @@ class Stack:
                 self._widen()
             ctx = contexts[exchange.start] if exchange.size == 1 else self._context(exchange)
             params = self._part(exchange)
-            shared, exchange.state = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            shared, changed = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            exchange.state = nodes.unshared(changed, exchange.state, (params,))
             if any(x.shape[0] > self.rows * exchange.size for x in shared.values()):
                 self._widen()
                 params = self._part(exchange)
@@ -502,7 +503,9 @@ class _Exchange(_Neighbours):
         modules = self.state if ctx.rows is None else nodes.take_rows(self.state, ctx.rows)
         grads = self.strategy.local_gradients(grads, params, modules, ctx)
         if ctx.rows is None:
-            grads, self.state = self.strategy.exchange_gradients(grads, self.state, ctx)
+            given, before = grads, self.state
+            grads, changed = self.strategy.exchange_gradients(given, before, ctx)
+            self.state = nodes.unshared(changed, before, (given, grads))
         return grads
 
 
