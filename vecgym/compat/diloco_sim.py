@@ -322,7 +322,7 @@ class DilocoSimulator:
         try:
             self.master_model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         except Exception as error:  # damage shows in many ways
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = " ".join(str(error).split())[:400] or type(error).__name__
             raise ValueError(f"{file} is damaged, or holds no state_dict of this model: {reason}") from error
 
     def train(self) -> nn.Module:
