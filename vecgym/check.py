@@ -185,6 +185,27 @@ def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -
     raise ValueError(f"{name}={value!r} is not known{did_you_mean(value, names)} Allowed: {possible}.")
 
 
+def index(name: str, value: Any, size: int) -> int:
+    """`value` if it is the index of one of `size` things, counted from the end where it is negative.
+
+    Raises:
+        TypeError: for what is no integer.
+        IndexError: for one that is out of range.
+
+    >>> index("node", -1, 4)
+    -1
+    >>> index("node", 4, 4)
+    Traceback (most recent call last):
+    ...
+    IndexError: node 4 of 4: give 0 to 3.
+    """
+    if not _is(numbers.Integral, value):
+        raise TypeError(f"{name}={value!r} must be an integer.")
+    if not -size <= value < size:
+        raise IndexError(f"{name} {value} of {size}: give 0 to {size - 1}.")
+    return int(value)
+
+
 def path(name: str, value: Any) -> Path:
     """`value` as a path, if it is a text or a path.
 

@@ -73,8 +73,7 @@ class Saved:
 
     def node(self, node: int) -> dict[str, Any]:
         """One node's model, for `model.load_state_dict`."""
-        if not -self.num_nodes <= node < self.num_nodes:
-            raise IndexError(f"node {node} of {self.num_nodes}: give 0 to {self.num_nodes - 1}.")
+        node = checks.index("node", node, self.num_nodes)
         values = {**self.params, **self.buffers}
         return self._state_dict({name: x[node if len(x) > 1 else 0].clone() for name, x in values.items()})
 
