@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -181,6 +183,48 @@ def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -
         return value
     possible = ", ".join([*map(repr, names), *([otherwise] if otherwise else [])])
     raise ValueError(f"{name}={value!r} is not known{did_you_mean(value, names)} Allowed: {possible}.")
+
+
+def index(name: str, value: Any, size: int) -> int:
+    """`value` if it is the index of one of `size` things, counted from the end where it is negative.
+
+    Raises:
+        TypeError: for what is no integer.
+        IndexError: for one that is out of range.
+
+    >>> index("node", -1, 4)
+    -1
+    >>> index("node", 4, 4)
+    Traceback (most recent call last):
+    ...
+    IndexError: node 4 of 4: give 0 to 3.
+    """
+    if not _is(numbers.Integral, value):
+        raise TypeError(f"{name}={value!r} must be an integer.")
+    if not -size <= value < size:
+        raise IndexError(f"{name} {value} of {size}: give 0 to {size - 1}.")
+    return int(value)
+
+
+def path(name: str, value: Any) -> Path:
+    """`value` as a path, if it is a text or a path.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a text that no file can have as its name.
+
+    >>> path("directory", "runs").name
+    'runs'
+    >>> path("directory", 3)
+    Traceback (most recent call last):
+    ...
+    TypeError: directory=3 must be a path: a str or a pathlib.Path.
+    """
+    if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
+        raise TypeError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
+    if "\0" in os.fspath(value):
+        raise ValueError(f"{name}={value!r} is no path: it has a null character.")
+    return Path(value)
 
 
 def keywords(whose: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.tree import Tree
 
 M = TypeVar("M", bound=nn.Module)
@@ -109,8 +109,7 @@ class Nodes(Generic[M]):
 
     def module(self, node: int) -> M:
         """A copy of the model with the parameters and buffers of one node."""
-        if not -self.num_nodes <= node < self.num_nodes:
-            raise IndexError(f"node {node} of {self.num_nodes}: give 0 to {self.num_nodes - 1}.")
+        node = check.index("node", node, self.num_nodes)
         return fill(self.model, {name: x[node] for name, x in {**self.params, **self.buffers}.items()})
 
     def average(self) -> M:

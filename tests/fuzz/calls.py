@@ -68,6 +68,8 @@ UNCALLED = {
     **{f"vecgym.TensorBoardLogger.{name}": "TensorBoard's thread writes after the folder has gone" for name in
        ("start", "resume", "log", "finish")},
     "vecgym.topology.Mixing": "made by Mixing.of",
+    "vecgym.History.to_pandas": "needs pandas, which is not among the dependencies",
+    "vecgym.SweepResult.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
@@ -222,6 +224,7 @@ def work(link: Any) -> int:
 # --------------------------------------------------------------------------------- values by the argument's name
 
 VALUES: dict[str, Callable[[], Any]] = {
+    "overwritten": lambda: [tree_of_nodes()], "exchanged": dict, "before": dict,
     "participants": lambda: [0], "steps": lambda: 1, "transfer": transfer, "transfers": lambda: [transfer()],
     "what": lambda: "a run",
     "H": lambda: 1, "alpha": lambda: 1.0, "batch": lambda: steps()[0], "batch_size": lambda: 2, "batches": steps,
