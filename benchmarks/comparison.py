@@ -46,7 +46,7 @@ class Run:
     scores: dict[str, float] = field(default_factory=dict)  # more columns of the table
 
     def row(self, most_bytes: float) -> list[str]:
-        loss, of_nodes, sent = map(self.history.last, ("val_loss", "val_loss_local", "total_bytes"))
+        loss, of_nodes, sent = map(self.history.last, ("val_loss", "val_loss_local", "bytes_total"))
         cells = [self.name, str(self.num_nodes), str(self.batch_size), f"{loss:.3f}", f"{of_nodes:.3f}"]
         cells += [f"{score:.3f}" for score in self.scores.values()]
         less = f"{most_bytes / sent:.3g} x" if sent else "-"
@@ -126,7 +126,7 @@ def finish(runs: Sequence[Run], args: argparse.Namespace, start: float, title: s
     """The table, the figure, the file of all curves, and how long it took."""
     columns = ["strategy", "K", "batch", "val loss", "of the nodes", *runs[0].scores]
     columns += ["sent per node", "less", "ms / step"]
-    most = max(run.history.last("total_bytes") for run in runs)
+    most = max(run.history.last("bytes_total") for run in runs)
     print("\n" + markdown(columns, [run.row(most) for run in runs]) + "\n")
     print("val loss: of the average of the nodes; of the nodes: their mean; ms / step: with evaluation and recording")
     plot_comparison({run.name: run.history for run in runs}, args.figure, title=title, loss_label=loss_label)
@@ -138,7 +138,7 @@ def finish(runs: Sequence[Run], args: argparse.Namespace, start: float, title: s
 def _as_json(run: Run) -> dict[str, Any]:
     columns: dict[str, Any] = {
         name: dict(zip(("step", name), run.history.series(name)))
-        for name in ("train_loss", "val_loss", "val_loss_local", "total_bytes", "consensus_distance")
+        for name in ("train_loss", "val_loss", "val_loss_local", "bytes_total", "consensus_distance")
         if name in run.history.columns
     }
     return {

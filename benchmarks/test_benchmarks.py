@@ -99,7 +99,7 @@ def test_backends(tmp_path: Path) -> None:
 def test_sweep(tmp_path: Path) -> None:
     table, result = run_quick("sweep.py", tmp_path, "--cases", "tiny", "tiny allreduce")
     assert "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap |" in table
-    assert "2 configurations in 1 programs" in table
+    assert "2 configurations in 1 program:" in table
     for found in result["cases"].values():
         assert (found["num_configs"], found["steps"]) == (2, 4)
         assert found["ratio"] > 0
@@ -169,7 +169,7 @@ def test_shakespeare(tmp_path: Path) -> None:
     for column in ("val_loss", "train_loss"):
         one, four = (runs[name][column][column] for name in ("one node", "AllReduce"))
         torch.testing.assert_close(torch.tensor(one), torch.tensor(four), rtol=1e-4, atol=1e-4)
-    sent = {name: found["total_bytes"]["total_bytes"][-1] for name, found in runs.items()}
+    sent = {name: found["bytes_total"]["bytes_total"][-1] for name, found in runs.items()}
     assert sent["one node"] == 0
     assert sent["AllReduce"] == 5 * sent["FedAvg"] == 5 * sent["DiLoCo"]  # H = 5
     assert sent["SPARTA"] < sent["DeMo"] < sent["AllReduce"]

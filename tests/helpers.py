@@ -89,6 +89,7 @@ def simulation(
     seed: int = 42,
     minibatch_size: int | None = None,
     num_examples: tuple[int, ...] | None = None,
+    exact: bool = False,
 ) -> Simulation:
     """A simulation, ready to step, of as many nodes as `batches[step]`, `[K, B, ...]`, has."""
     local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads)
@@ -102,6 +103,7 @@ def simulation(
         seed=seed,
         minibatch_size=minibatch_size,
         num_examples=num_examples,
+        exact=exact,
     )
 
 

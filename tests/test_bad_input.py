@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from torch.utils.data import TensorDataset
 
 from tests.fitting import STRATEGIES, alone, dataset, fit, params
 from tests.models import MLP, make_model
-from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning
+from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning, optimize_schedule, sweep
+from vecgym.data import Batches, partition_dirichlet
+from vecgym.local import EngineName
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -137,9 +140,143 @@ def test_misspelt_keywords_of_fit_and_trainer() -> None:
 
 def test_flags_are_true_or_false() -> None:
     trainer = Trainer(make_model("MLP"), dataset("MLP"))
-    for name in ("shuffle", "autocast", "progress", "exact"):
-        wrong: dict[str, Any] = {name: "no"}
-        assert f"{name}='no' must be True or False" in refusal(TypeError, lambda: trainer.fit(alone(), 2, **wrong))  # noqa: B023
+    labels = torch.arange(8) % 2
+
+    def of_fit(name: str, value: Any) -> None:
+        given: dict[str, Any] = {name: value}
+        trainer.fit(alone(), 2, **given)
+
+    def of_loader(name: str, value: Any) -> None:
+        Batches(labels, 2, 1, dataloader_kwargs={name: value})
+
+    def of_sweep(name: str, value: Any) -> None:
+        given: dict[str, Any] = {"grid": {"lr": [0.1]}, "num_nodes": 2, name: value}
+        sweep(trainer.model, trainer.train_dataset, strategy=lambda lr: alone(lr=lr), **given)
+
+    flags: dict[str, Callable[[Any], Any]] = {
+        **{name: partial(of_fit, name) for name in ("shuffle", "autocast", "progress", "exact")},
+        **{name: partial(of_loader, name) for name in ("drop_last", "pin_memory", "persistent_workers")},
+        **{f"sweep {name}": partial(of_sweep, name) for name in ("keep_models", "dry_run", "progress", "shuffle")},
+        "train": lambda value: Batches(labels, 2, 1, train=value),
+        "balanced": lambda value: partition_dirichlet(labels, 2, 1.0, balanced=value),
+        "cosine_anneal": lambda value: CommunicateOptimizeStrategy([], "sgd", cosine_anneal=value),
+    }
+    for name, give in flags.items():
+        for wrong in ("no", 1, None):
+            assert f"{name.split()[-1]}={wrong!r} must be True or False" in refusal(TypeError, lambda: give(wrong))  # noqa: B023
+
+
+def test_numpys_integers_and_flags_are_integers_and_flags() -> None:
+    """As they come out of an array of seeds, or of sizes."""
+    plain, _ = fit("MLP", alone(), num_nodes=2, max_steps=3, batch_size=2, seed=3, shuffle=False)
+    numpys: dict[str, Any] = {
+        "num_nodes": np.int64(2), "max_steps": np.int8(3), "batch_size": np.uint16(2), "seed": np.int64(3),
+        "shuffle": np.bool_(False),
+    }  # fmt: skip
+    trainer, _ = fit("MLP", alone(), **numpys)
+    assert torch.equal(params(plain), params(trainer))
+    given = {name: value for name, value in trainer.history.settings.items() if name in numpys}
+    assert {name: type(value) for name, value in given.items()} == {
+        name: bool if name == "shuffle" else int for name in numpys
+    }
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "1", None, torch.tensor(1.0), True])
+def test_numbers_are_finite_numbers(value: Any) -> None:
+    labels = torch.arange(8) % 2
+    calls: dict[str, Callable[[], Any]] = {
+        "alpha": lambda: partition_dirichlet(labels, 2, value),
+        "max_memory_usage": lambda: fit("MLP", alone(), max_memory_usage=value),
+        "budget_bytes": lambda: optimize(H=None, budget_bytes=value),
+        "timeout": lambda: Batches(labels, 2, 1, dataloader_kwargs={"timeout": value, "num_workers": 1}),
+    }
+    for name, call in calls.items():
+        if value is None and name in ("max_memory_usage", "budget_bytes"):
+            continue
+        if name == "max_memory_usage" and value is True:
+            continue
+        assert name in refusal(ValueError, call)
+
+
+def test_what_has_changed_places_is_named() -> None:
+    model, data = make_model("MLP"), dataset("MLP")
+    swapped: Any = (data, model)
+    assert "the model comes first, Trainer(model, train_dataset)" in refusal(TypeError, lambda: Trainer(*swapped))
+    wrong: Any = (2, alone())
+    assert "changed places, fit(strategy, num_nodes)" in refusal(TypeError, lambda: Trainer(model, data).fit(*wrong))
+    for other in (model, nn.Sequential(model)):
+        for arguments in ((model, other), (model, data, other)):
+            assert "a model" in refusal(TypeError, lambda: Trainer(*arguments))  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fix"),
+    [
+        ("diloco", "did you mean DiLoCoStrategy()?"),
+        ("FedAvgStrategy", "did you mean FedAvgStrategy()?"),
+        ("allreduce", "did you mean AllReduceStrategy()?"),
+        (DiLoCoStrategy, "did you mean an object of it, DiLoCoStrategy()?"),
+        (lambda: DiLoCoStrategy(), "of type function; give a Strategy object"),
+        ("", "Strategy object"),
+    ],
+)
+def test_a_strategy_that_is_none_says_which_it_may_be(strategy: Any, fix: str) -> None:
+    assert fix in refusal(TypeError, lambda: fit("MLP", strategy))
+
+
+def test_fit_within_its_own_run_is_refused_and_leaves_it_unharmed() -> None:
+    others: list[dict[str, Any]] = [{}, {"backend": "processes", "num_processes": 2}]
+
+    class Nested(Trainer):
+        refused = 0
+
+        def after_step(self, row: dict[str, Any]) -> None:
+            for settings in others:
+                message = refusal(RuntimeError, lambda: self.fit(alone(), 2, progress=False, **settings))  # noqa: B023
+                assert "a Trainer of its own" in message
+            self.refused += 1
+
+    trainer = Nested(make_model("MLP"), dataset("MLP"))
+    settings: dict[str, Any] = {"num_nodes": 3, "max_steps": 3, "batch_size": 4, "progress": False, "device": "cpu"}
+    for _ in range(2):  # and it can be used again
+        trainer.fit(alone(), **settings)
+    assert trainer.refused == 8
+    plain, _ = fit("MLP", alone(), num_nodes=3, max_steps=3)
+    assert torch.equal(params(plain), params(trainer))
+
+
+def optimize(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "model": make_model("Quadratic"), "strategy": lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w),
+        "batches": list(Batches(dataset("Quadratic", 8), 2, 2).iterate(0, 2)), "num_nodes": 2,
+        "eval_batch": dataset("Quadratic", 2)[:], "H": 2,
+        "iterations": 1,
+    }  # fmt: skip
+    return optimize_schedule(**{**arguments, **changes})
+
+
+BAD_SCHEDULES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"model": torch.zeros(3)}, TypeError, "model is of type Tensor"),
+    ({"strategy": FedAvgStrategy}, TypeError, "the class FedAvgStrategy; give a function of the weights"),
+    ({"strategy": FedAvgStrategy()}, TypeError, "FedAvgStrategy; give a function of the weights"),
+    ({"strategy": "fedavg"}, TypeError, "str; give a function of the weights"),
+    ({"strategy": lambda w: FedAvgStrategy("sgd", H=2)}, ValueError, "does not depend on the weights"),
+    ({"batches": None}, TypeError, "batches is of type NoneType"),
+    ({"num_nodes": 2.0}, ValueError, "num_nodes=2.0 must be an integer >= 1"),
+    ({"iterations": 0}, ValueError, "iterations=0 must be an integer >= 1"),
+    ({"iterations": True}, ValueError, "iterations=True must be an integer >= 1"),
+    ({"seed": "a"}, TypeError, "seed='a' must be an integer"),
+    ({"H": 3}, ValueError, "H=3 must be an integer from 1 to the number of steps, 2"),
+    ({"H": 0.5}, ValueError, "H=0.5 must be an integer"),
+    ({"held_out": 3}, TypeError, "held_out is of type int; give a pair"),
+    ({"held_out": (1, 2, 3)}, TypeError, "held_out is of type tuple; give a pair"),
+    ({"segments": 0}, ValueError, "segments=0 must be an integer >= 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_SCHEDULES, ids=_id)
+def test_bad_arguments_of_optimize_schedule(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    assert message in refusal(error, lambda: optimize(**changes))
 
 
 def test_settings_are_keywords() -> None:
@@ -165,13 +302,18 @@ BAD_DATA: list[tuple[Any, type[Exception], list[str]]] = [
     ((x for x in range(3)), TypeError, ["train_dataset", "generator"]),
     (lambda rank, num_nodes, train: [], ValueError, ["train_dataset", "node 0", "empty"]),
     (lambda rank, num_nodes, train: None, TypeError, ["train_dataset", "node 0", "NoneType"]),
+    (lambda rank, num_nodes: [1], TypeError, ["train_dataset", "(rank, num_nodes, train) -> Dataset", "too many"]),
+    (torch.tensor(3.0), TypeError, ["train_dataset", "0-D tensor", "without length"]),
+    ({1, 2}, TypeError, ["train_dataset", "set", "__getitem__"]),
+    ([None] * 8, TypeError, ["train_dataset", "NoneType", "collate_fn"]),
+    ([torch.ones(2), torch.ones(3)] * 4, ValueError, ["train_dataset", "(2,)", "(3,)", "pad"]),
 ]
 
 
 @pytest.mark.parametrize(("data", "error", "parts"), BAD_DATA, ids=_id)
 def test_bad_data(data: Any, error: type[Exception], parts: list[str]) -> None:
     def train() -> None:
-        Trainer(make_model("Quadratic"), data).fit(alone(), 2, batch_size=1, progress=False, device="cpu")
+        Trainer(make_model("Quadratic"), data).fit(alone(), 2, batch_size=2, progress=False, device="cpu")
 
     message = refusal(error, train)
     for part in parts:
@@ -407,7 +549,7 @@ def poisoned(bad: float = float("nan")) -> Tensor:
     return data
 
 
-def diverge(engine: str = "auto", bad: float = float("nan"), **settings: Any) -> Trainer:
+def diverge(engine: EngineName = "auto", bad: float = float("nan"), **settings: Any) -> Trainer:
     trainer = Trainer(Diverging(), poisoned(bad))
     trainer.fit(
         alone(), 3, batch_size=1, shuffle=False, max_steps=4, engine=engine, progress=False, device="cpu", **settings
@@ -417,7 +559,7 @@ def diverge(engine: str = "auto", bad: float = float("nan"), **settings: Any) ->
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_divergence_names_node_and_step_and_keeps_the_run(engine: str, bad: float) -> None:
+def test_divergence_names_node_and_step_and_keeps_the_run(engine: EngineName, bad: float) -> None:
     trainer = Trainer(Diverging(), poisoned(bad))
     with pytest.raises(DivergenceError) as raised:
         trainer.fit(
@@ -435,7 +577,7 @@ def test_divergence_names_node_and_step_and_keeps_the_run(engine: str, bad: floa
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_divergence_warns_once_and_goes_on(engine: str) -> None:
+def test_divergence_warns_once_and_goes_on(engine: EngineName) -> None:
     with pytest.warns(VecgymWarning, match="node 1 is nan at step 2") as caught:
         trainer = diverge(engine, on_divergence="warn")
     assert len(caught) == 1
@@ -444,7 +586,7 @@ def test_divergence_warns_once_and_goes_on(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
-def test_divergence_can_be_ignored(engine: str) -> None:
+def test_divergence_can_be_ignored(engine: EngineName) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer = diverge(engine, on_divergence="ignore")

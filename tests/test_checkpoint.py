@@ -8,8 +8,10 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,29 @@ from tests.fitting import dataset, fit, same, same_run
 from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
-from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning, launch, saved
-from vecgym.checkpoint import checkpoints_in
+from vecgym import (
+    CSVLogger,
+    DivergenceError,
+    Logger,
+    OptimSpec,
+    TensorBoardLogger,
+    Trainer,
+    VecgymWarning,
+    launch,
+    saved,
+    tree,
+)
+from vecgym.checkpoint import FORM, checkpoints_in
 from vecgym.errors import ProcessError
+from vecgym.files import PARTIAL, write_atomically
+from vecgym.fingerprint import described
 from vecgym.metrics import MEASURED
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipStrategy,
     Strategy,
     all_reduce,
 )
@@ -378,6 +394,167 @@ def test_a_bad_file_is_named_and_the_newest_good_one_taken(damage: Callable[[Pat
     assert vecgym.load(at(tmp_path, STEPS)).step == STEPS  # written anew
 
 
+def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """What someone has made by hand, or with another program."""
+    held = torch.load(path, weights_only=True)
+    torch.save(change(held) or held, path)
+
+
+def without(name: str, held: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in held.items() if key != name}
+
+
+def replaced(name: str, held: dict[str, Any]) -> dict[str, Any]:
+    return {**held, name: torch.ones(3)}
+
+
+HANDMADE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda held: [1, 2],
+    "nothing but its name": lambda held: {"format": "vecgym", "version": 1},
+    "no version": lambda held: held.pop("version") and held,
+    "a version in words": lambda held: {**held, "version": "1"},
+    "version 0": lambda held: {**held, "version": 0},
+    **{f"no {name}": partial(without, name) for name in FORM if name != "ranks"},
+    **{f"{name} of another type": partial(replaced, name) for name in FORM if name != "ranks"},
+    "a negative step": lambda held: {**held, "step": -1},
+    "a step that is True": lambda held: {**held, "step": True},
+    "a parameter too few": lambda held: held["models"]["params"].popitem() and held,
+    "a parameter of another name": lambda held: held["models"]["params"].update(x=torch.ones(1, 2)),
+    "parameters of another shape": lambda held: held["models"].update(
+        params={name: torch.ones(1) for name in held["models"]["params"]}
+    ),
+    "parameters that are numbers": lambda held: held["models"].update(
+        params=dict.fromkeys(held["models"]["params"], 1.0)
+    ),
+    "nodes of another number": lambda held: held["models"].update(
+        params={name: x.expand(K, *x.shape[1:])[:3].clone() for name, x in held["models"]["params"].items()}
+    ),
+    "no state of the optimizer": lambda held: held["state"].update(optimizer={}),
+    "an optimizer's state of another shape": lambda held: held["state"].update(
+        optimizer=tree.map_leaves(lambda x: torch.ones(1, 7, 7), held["state"]["optimizer"])
+    ),
+    "no random states": lambda held: {**held, "random": []},
+    "random states of another kind": lambda held: {**held, "random": [{"torch": "x", "numpy": 3, "python": None}]},
+    "rows without columns": lambda held: held["rows"].update(columns={"step": 3}),
+    "rows of another length": lambda held: held["rows"].update(length=1),
+    "a ledger of another kind": lambda held: held["ledger"].update(kinds=[3]),
+    "learning rates of words": lambda held: {**held, "learning_rates": {"a": "b"}},
+}
+OF_RESUMING_ALONE = ("identity", "arithmetic", "learning", "state", "ledger", "recorder", "random", "parameter")
+
+
+def short(folder: Path | None = None, **settings: Any) -> Trainer:
+    strategy = FedAvgStrategy("adamw", H=2, lr=1e-2)
+    return train(folder, strategy=strategy, **{"max_steps": 2, "val_interval": None, **settings})
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, short(folder)
+
+
+@pytest.mark.parametrize("name", HANDMADE)
+def test_a_file_made_by_hand_is_named_and_the_next_older_one_taken(
+    name: str, saved_run: tuple[Path, Trainer], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved_run[0], tmp_path / "copy")
+    changed(at(folder, 2), HANDMADE[name])
+    with pytest.raises(ValueError, match=at(folder, 2).name):
+        short(resume=at(folder, 2))
+    if not any(part in name for part in OF_RESUMING_ALONE):
+        with pytest.raises(ValueError, match=at(folder, 2).name):
+            vecgym.load(at(folder, 2))
+    with pytest.warns(VecgymWarning, match=rf"{at(folder, 2).name}.*next older checkpoint is taken"):
+        resumed = short(folder, resume=True)
+    assert_same(resumed, saved_run[1])
+    vecgym.load(at(folder, 2))  # written anew
+
+
+def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None:
+    """To open a pipe waits for its other end, for ever."""
+    whole = train(tmp_path)
+    os.mkfifo(at(tmp_path, 97))
+    at(tmp_path, 98).mkdir()
+    at(tmp_path, 96).symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as server:
+        here = Path.cwd()
+        os.chdir(tmp_path)  # the path of a socket must be short
+        server.bind(at(Path(), 99).name)
+        os.chdir(here)
+    assert_same(train(tmp_path, resume=True), whole)
+    for step in (96, 97, 98, 99):
+        with pytest.raises(ValueError, match=r"no file, but a folder, a pipe|no checkpoint in"):
+            train(resume=at(tmp_path, step))
+        with pytest.raises(ValueError, match="no file, but a folder, a pipe"):
+            vecgym.load(at(tmp_path, step))
+
+
+def test_what_a_killed_run_has_left_is_removed_at_the_next_start_but_not_what_is_being_written(tmp_path: Path) -> None:
+    short(tmp_path)
+    left = [tmp_path / f".step.probe.77-ab{PARTIAL}", tmp_path / f".step-000000007.pt.77-ab{PARTIAL}"]
+    for path in left:
+        path.write_bytes(b"x")
+    os.mkfifo(tmp_path / f".step-pipe{PARTIAL}")
+    with write_atomically(at(tmp_path, 0)) as file:  # another run's, which is alive
+        file.write(b"whole")
+        short(tmp_path, resume=True)
+        assert not [path for path in left if path.exists()]
+    assert at(tmp_path, 0).read_bytes() == b"whole"
+
+
+def test_ctrl_c_within_a_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = short(tmp_path)
+    whole.save(tmp_path / "run.pt")
+    write, names = torch.save, sorted(path.name for path in tmp_path.iterdir())
+
+    def interrupted(held: Any, file: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        short(tmp_path, resume=True, max_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        whole.save(tmp_path / "run.pt")
+    monkeypatch.setattr(torch, "save", write)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert vecgym.load(tmp_path / "run.pt").step == 2
+    assert_same_bits(short(tmp_path, resume=True, max_steps=3).state, short(max_steps=3).state)
+
+
+def save_on_a_full_disk(link: launch.Link, folder: Path) -> str:
+    trainer = short()
+    trainer.save(folder / "run.pt")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    try:
+        trainer.save(folder / "run.pt")
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_a_full_disk_leaves_the_file_that_was_saved_before(tmp_path: Path) -> None:
+    assert "[Errno 27]" in launch.run(save_on_a_full_disk, 1, (tmp_path,))[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+    assert vecgym.load(tmp_path / "run.pt").step == 2
+
+
+def test_paths_that_nothing_can_be_saved_to(tmp_path: Path) -> None:
+    trainer = short()
+    (tmp_path / "file").write_text("x")
+    for path, error in ((tmp_path, "is a folder"), (tmp_path / "file" / "run.pt", "file")):
+        with pytest.raises(OSError, match=error):
+            trainer.save(path)
+    for wrong in (None, 3, b"run.pt"):
+        given: Any = wrong
+        for call in (trainer.save, vecgym.load):
+            with pytest.raises(TypeError, match=r"(?i)path"):
+                call(given)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_nothing_but_bad_files_is_an_error(tmp_path: Path) -> None:
     emptied(at(tmp_path, 3))
     with pytest.warns(VecgymWarning), pytest.raises(ValueError, match="none of the checkpoints"):
@@ -504,6 +681,68 @@ def test_another_run_is_refused_saying_what_differs(given: dict[str, Any], messa
     assert at(tmp_path, 4).name in str(caught.value)
 
 
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(16, 10)
+
+    def forward(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class Bent(Line):
+    def forward(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]).sin(), batch[1])
+
+
+def mixing(shift: float) -> Any:
+    def matrix(step: int) -> torch.Tensor:
+        return torch.eye(K).roll(int(shift), 0).double()
+
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ({"model": Line}, {"model": Bent}, "model: saved Line, given Bent"),
+        (
+            {"groups": lambda name, p: {"lr": 0.1} if p.dim() > 1 else {}},
+            {"groups": lambda name, p: {"lr": 0.2} if p.dim() > 1 else {}},
+            r"strategy\.inner_optim\.param_groups\(\): other code",
+        ),
+        ({"topology": mixing(1)}, {"topology": mixing(2)}, r"topology\.shift: saved 1, given 2"),
+        (
+            {"dataloader_kwargs": {"collate_fn": torch.utils.data.default_collate}},
+            {"dataloader_kwargs": {"collate_fn": lambda rows: torch.utils.data.default_collate(rows)}},
+            "collate_fn: saved default_collate, given function",
+        ),
+    ],
+)
+def test_functions_that_compute_something_else_are_another_run(
+    one: dict[str, Any], other: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    def call(model: Any = Line, groups: Any = None, topology: Any = "ring", **settings: Any) -> Trainer:
+        strategy = GossipStrategy(topology, inner_optim=OptimSpec("adamw", lr=0.01, param_groups=groups))
+        data = dataset("MLP")
+        return fit(model(), strategy, data=data, num_nodes=K, max_steps=2, save_dir=tmp_path, **settings)[0]
+
+    call(**one)
+    call(**one, resume=True)
+    with pytest.raises(ValueError, match=message):
+        call(**other, resume=True)
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=3)
+    held = saved.read(at(tmp_path, 3))
+    before = {name: x for name, x in held["identity"].items() if name not in ("description", "python")}
+    saved.write(at(tmp_path, 3), {**held, "identity": before})
+    with pytest.raises(ValueError, match="was written by another version of vecgym"):
+        train(tmp_path, max_steps=3, resume=True)
+    assert vecgym.load(at(tmp_path, 3)).step == 3
+
+
 def test_more_steps_are_refused_where_the_learning_rates_depend_on_them(tmp_path: Path) -> None:
     for schedule, allowed in (({"warmup_steps": 3}, True), ({"lr_scheduler": "cosine"}, False)):
         folder = tmp_path / str(allowed)
@@ -543,12 +782,10 @@ def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
     """What is compared are settings; nothing that a run leaves in a strategy's objects."""
-    from vecgym.identity import described
-
     strategy = make(name)
-    before = list(described(strategy, "strategy"))
+    before = described(strategy, "strategy")
     train(strategy=strategy, max_steps=STEPS, val_interval=None)
-    assert list(described(strategy, "strategy")) == before == list(described(make(name), "strategy"))
+    assert described(strategy, "strategy") == before == described(make(name), "strategy")
 
 
 @pytest.mark.parametrize(
@@ -604,7 +841,8 @@ def test_what_processes_save_is_what_one_process_saves(optim: type[torch.optim.O
     """The state of all nodes, in the same shapes: what is the same on every node once. One node of four trains."""
     found = []
     for backend, settings in BACKENDS.items():
-        strategy = FedAvgStrategy(optim, H=3, participation=0.25, lr=0.01)
+        # resting="keep": the nodes' parameters never become all alike, which a process of one node would save once.
+        strategy = FedAvgStrategy(optim, H=3, participation=0.25, lr=0.01, resting="keep")
         train(tmp_path / backend, strategy=strategy, exact=True, max_steps=4, **settings)
         found.append([saved.read(path) for path in checkpoints_in(tmp_path / backend)])
     for stacked, *others in zip(*found):

@@ -94,7 +94,7 @@ def test_table_says_what_the_histories_say(compared):
 
 def test_fedavg_and_diloco_send_H_times_less(compared):
     output, printed = compared
-    sent = {name: float(read_history(output, name)[-1]["total_bytes"]) for name in compare.STRATEGIES}
+    sent = {name: float(read_history(output, name)[-1]["bytes_total"]) for name in compare.STRATEGIES}
     assert sent["allreduce"] == pytest.approx(4 * sent["fedavg"])
     assert sent["fedavg"] == sent["diloco"] > 0
     assert [row[3] for row in table_of(printed).values()] == ["1x", "4x", "4x"]
@@ -104,7 +104,7 @@ def test_closed_form_of_the_bytes_is_what_allreduce_sent(compared, text_file):
     output, _ = compared
     vocab_size = len(set(text_file.read_text()))
     num_params = sum(p.numel() for p in GPT(vocab_size, context=8, num_layers=1, num_heads=2, width=8).parameters())
-    sent = float(read_history(output, "allreduce")[-1]["total_bytes"])
+    sent = float(read_history(output, "allreduce")[-1]["bytes_total"])
     assert allreduce_bytes(num_nodes=4, num_params=num_params, steps=12) == pytest.approx(sent)
 
 
@@ -194,7 +194,7 @@ def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
 def test_more_strategies_can_be_compared(text_file: Path, tmp_path: Path) -> None:
     more = [name for name in compare.MORE_STRATEGIES if name not in compare.STRATEGIES]
     assert main(tiny(text_file, tmp_path, "--strategies", *more)) == 0
-    sent = {name: float(read_history(tmp_path, name)[-1]["total_bytes"]) for name in more}
+    sent = {name: float(read_history(tmp_path, name)[-1]["bytes_total"]) for name in more}
     assert sent["sparta"] < sent["sparta-diloco"] < sent["gossip"]
     assert 0 < sent["demo"] < sent["gossip"]
 
@@ -371,7 +371,7 @@ def test_table_is_aligned():
     from vecgym import History
 
     history = History()
-    history.append({"val_loss": 1.23456, "val_loss_local": 1.5, "total_bytes": 2.5e9})
+    history.append({"val_loss": 1.23456, "val_loss_local": 1.5, "bytes_total": 2.5e9})
     lines = comparison_table({"a": compare.Run(history, 123.45), "longer": compare.Run(history, 1)}, 1e10).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1].split() == ["a", "1.2346", "1.5000", "2.5", "GB", "4x", "123.5"]

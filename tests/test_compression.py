@@ -832,7 +832,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "unknown option": (
         lambda: make_codec("topk", fractoin=0.1),
         TypeError,
-        "no argument 'fractoin'; did you mean 'fraction'",
+        "did you mean 'fraction'",
     ),
     "option of sign": (lambda: make_codec("sign", k=1), TypeError, "no argument 'k'. It has: none"),
     "options of a codec": (lambda: make_codec(Sign(), k=1), TypeError, "has its options already"),
@@ -892,6 +892,17 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
     call, error, message = REFUSED[setting]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)])
+@pytest.mark.parametrize("method", [*CODECS, "randomk unbiased"])
+def test_tensors_without_elements(method: str, shape: tuple[int, ...]) -> None:
+    codec, error_feedback = (CODECS[method], True) if method in CODECS else (RandomK(0.5, unbiased=True), False)
+    module = compressed(GradientAveraging(), codec, error_feedback=error_feedback)
+    given = {"w": torch.zeros(4, *shape)}
+    average, state = module.exchange_gradients(given, module.init({"w": given["w"][:1]}, context()), context())
+    assert average["w"].shape == (1, *shape)
+    assert all(x.isfinite().all() for x in tree.leaves(state))
 
 
 @pytest.mark.parametrize("method", CODECS)

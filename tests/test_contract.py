@@ -1,238 +1,394 @@
-"""What a model is told that is not what it must be, and whose error an error is."""
+"""What a user's module may do, and what it is told when it does something else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import Tensor
 
-from tests.fitting import alone, dataset, fit
-from vecgym import Trainer
-from vecgym.local import Engine
-from vecgym.rollout import rollout
-from vecgym.strategy import FedAvgStrategy
+from tests.fitting import dataset, fit, params
+from tests.helpers import assert_close, run, stacked
+from tests.models import make_batches, make_model
+from vecgym import sweep
+from vecgym.collectives import StackedCollectives
+from vecgym.optim import OptimSpec
+from vecgym.strategy import (
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Context,
+    DeMoStrategy,
+    GradientAveraging,
+    Strategy,
+    compressed,
+    delayed,
+    every,
+)
+
+K, STEPS = 3, 4
 
 
-class Net(nn.Module):
-    """A plain network, which returns logits."""
+def strategy(*modules: CommunicationModule, **settings: Any) -> Strategy:
+    return CommunicateOptimizeStrategy(list(modules), **{"inner_optim": "sgd", "lr": 0.1, **settings})
 
-    def __init__(self) -> None:
+
+def trained(*modules: CommunicationModule, num_nodes: int = K, steps: int = STEPS, **settings: Any) -> Any:
+    batches = stacked(make_batches("MLP", steps, num_nodes, dtype=torch.float64))
+    return run(make_model("MLP", dtype=torch.float64), strategy(*modules, **settings), batches)
+
+
+class Mine(CommunicationModule):
+    """A user's module, made of functions."""
+
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        self._methods = methods
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return self._methods["init"](params, ctx) if "init" in self._methods else {}
+
+    def local_gradients(self, grads: Any, params: Any, state: Any, ctx: Any) -> Any:
+        own = self._methods.get("local_gradients")
+        return own(grads, params, state, ctx) if own else grads
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        own = self._methods.get("exchange_parameters")
+        return own(params, state, ctx) if own else (params, state)
+
+
+class Gradients(Mine):
+    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+        own = self._methods.get("exchange_gradients")
+        return own(grads, state, ctx) if own else (grads, state)
+
+
+class Resting(Mine):
+    def active_nodes(self, ctx: Any) -> Any:
+        return self._methods["active_nodes"](ctx)
+
+
+# ------------------------------------------------------------------------------------------------ who trains
+
+
+class Both(Resting, Gradients):
+    pass
+
+
+class Around(Gradients):
+    """A user's wrapper, which has its own exchange of gradients."""
+
+    def __init__(self, module: CommunicationModule) -> None:
         super().__init__()
-        self.layer = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+        self.module = module
 
 
-class Loss(Net):
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(self.layer(batch[0]), batch[1])
+@pytest.mark.parametrize(
+    "modules",
+    [
+        [AveragingCommunicator(participation=0.5), Gradients()],
+        [Resting(active_nodes=lambda ctx: [0]), GradientAveraging()],
+        [every(2, Resting(active_nodes=lambda ctx: [0])), compressed(every(2, GradientAveraging()), "int8")],
+        [Both(active_nodes=lambda ctx: [0])],
+        [AveragingCommunicator(participation=0.5), Around(AveragingCommunicator())],
+    ],
+    ids=lambda modules: "-".join(type(module).__name__ for module in modules),
+)
+def test_an_exchange_of_gradients_is_never_skipped_without_a_word(modules: list[CommunicationModule]) -> None:
+    with pytest.raises(ValueError, match="lets some nodes sit out, and"):
+        strategy(*modules)
 
 
-class Lightning(Net):
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
+def test_a_strategy_that_exchanges_gradients_itself_lets_nobody_rest() -> None:
+    class Own(Strategy):
+        def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+            return ctx.comm.mean(grads), state
+
+    Own(communication_modules=[AveragingCommunicator()])
+    with pytest.raises(ValueError, match="and Own exchanges the gradients"):
+        Own(communication_modules=[AveragingCommunicator(participation=0.5)])
 
 
-class NoForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 10)
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        return F.cross_entropy(self.layer(batch[0]), batch[1])
+def test_what_lets_everybody_train_goes_with_gradients() -> None:
+    strategy(AveragingCommunicator(participation=1), GradientAveraging())
+    strategy(every(2, delayed(AveragingCommunicator(), 1)), Gradients())
 
 
-class Two(Net):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return F.cross_entropy(self.layer(x), y)
+@pytest.mark.parametrize(
+    "nodes", [[3], [-1], [0, 0], [0.0], [True, False], "01", 1, [None], torch.tensor([0, 1]), {0, 1}], ids=repr
+)
+def test_what_are_no_nodes_is_refused(nodes: Any) -> None:
+    with pytest.raises(ValueError, match=r"Resting\(\)\.active_nodes returned .* node ids, 0 to 2"):
+        trained(Resting(active_nodes=lambda ctx: nodes))
 
 
-class Parameterless(nn.Module):
-    def forward(self, batch: Any) -> Tensor:
-        return batch[0].mean()
+def test_integers_of_numpy_are_nodes() -> None:
+    result = trained(Resting(active_nodes=lambda ctx: [np.int64(2), 0]))
+    assert result.active == [(0, 2)] * STEPS
 
 
-BEFORE_A_CALL: dict[str, tuple[Any, list[str]]] = {
-    "no forward": (NoForward, ["NoForward", "no forward", "training_step(batch, 0)"]),
-    "two arguments": (Two, ["forward(x", "'y'", "F.cross_entropy(self.net(x), y)"]),
-    "no parameters": (Parameterless, ["no trainable parameter", "requires_grad_(True)"]),
-    "frozen": (lambda: Loss().requires_grad_(False), ["no trainable parameter"]),
-    "scripted": (lambda: torch.jit.script(Net()), ["TorchScript", "nn.Module that it was made from"]),
-    "scripted inside": (lambda: nn.Sequential(torch.jit.script(Net())), ["module '0'", "TorchScript"]),
-    "traced": (lambda: torch.jit.trace(Net(), torch.zeros(2, 16)), ["TorchScript"]),
-    "parallel": (lambda: nn.DataParallel(Loss()), ["DataParallel", "model.module"]),
-    "parallel inside": (lambda: nn.Sequential(nn.DataParallel(Net())), ["module '0'", "model.0.module"]),
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_a_step_in_which_nobody_trains(engine: str) -> None:
+    """Everything stays, losses are nan, and the exchange takes place."""
+    resting = Resting(active_nodes=lambda ctx: [] if ctx.step in (0, 2) else [0, 2])
+    seen = dataset("MLP", 12)
+    trainer, _ = fit(
+        "MLP", strategy(resting, AveragingCommunicator(H=2), inner_optim="adam", lr=0.01), num_nodes=K, max_steps=4,
+        data=dataset("MLP", 24), val=seen, val_interval=1, engine=engine,
+    )  # fmt: skip
+    losses = trainer.history.node_array()
+    assert np.isnan(losses).tolist() == [[True] * 3, [False, True, False]] * 2
+    assert np.isnan(trainer.history.series("train_loss")[1]).tolist() == [True, False] * 2
+    val = trainer.history.series("val_loss")[1]
+    assert np.isfinite(val).all()
+    never, model = fit("MLP", strategy(Resting(active_nodes=lambda ctx: [])), max_steps=3, data=seen, engine=engine)
+    start = make_model("MLP")
+    assert all(torch.equal(p, start.get_parameter(name)) for name, p in model.named_parameters())
+    assert torch.equal(params(never), params(never)[:1].expand(3, -1))
+
+
+def test_two_modules_may_leave_nobody() -> None:
+    result = trained(Resting(active_nodes=lambda ctx: [0]), Resting(active_nodes=lambda ctx: [1, 2]))
+    assert result.losses.isnan().all()
+    assert result.active == [()] * STEPS
+
+
+def test_nobody_communicates_while_some_rest() -> None:
+    talks = Mine(local_gradients=lambda grads, params, state, ctx: ctx.comm.mean(grads))
+    trained(talks)
+    with pytest.raises(ValueError, match=r"Mine\(\)\.local_gradients calls ctx\.comm\.mean in a step"):
+        trained(talks, AveragingCommunicator(participation=0.5))
+    asks = Mine(local_gradients=lambda grads, params, state, ctx: grads if ctx.comm.num_nodes == K else None)
+    trained(asks, AveragingCommunicator(participation=0.5))
+
+
+# -------------------------------------------------------------------------------------------- what comes back
+
+
+def one_name(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"first.weight": tree["first.weight"]}
+
+
+def flat(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.flatten() for name, x in tree.items()}
+
+
+def two_rows(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x[:1].expand(2, *x.shape[1:]) for name, x in tree.items()}
+
+
+def numbers(tree: dict[str, Tensor]) -> dict[str, Any]:
+    return dict.fromkeys(tree, 1.0)
+
+
+TREES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "nothing": (lambda tree: None, TypeError, "None as"),
+    "a list": (lambda tree: list(tree.values()), TypeError, "a list as"),
+    "one name": (one_name, ValueError, "leaves out"),
+    "another name": (lambda tree: {**tree, "other": torch.zeros(1)}, ValueError, "adds other; expected the names"),
+    "flat": (flat, ValueError, r"in shape \[\d+\]; expected \[1 or 3, \d+"),
+    "two nodes of three": (two_rows, ValueError, r"in shape \[2, .*expected \[1 or 3, "),
+    "numbers": (numbers, TypeError, "a float for"),
+}
+STATES: dict[str, tuple[Any, type[Exception], str]] = {
+    "nothing": (None, TypeError, "None as state; a state is a dict of tensors"),
+    "a tensor": (torch.zeros(1), TypeError, "a Tensor as state"),
+    "a number": ({"count": {"now": 3}}, TypeError, r"an? int as state\['count'\]\['now'\]"),
+    "no nodes": ({"count": torch.tensor(3)}, ValueError, r"state\['count'\] in shape \[\]"),
+    "two nodes of three": ({"count": torch.zeros(2, 5)}, ValueError, r"shape \[2, 5\] with L = 3"),
+    "a key": ({3: torch.zeros(1)}, TypeError, "key 3"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("name", BEFORE_A_CALL)
-def test_what_is_no_model_is_refused_before_any_call(name: str) -> None:
-    make, parts = BEFORE_A_CALL[name]
-    for give in (lambda: Trainer(make(), dataset("MLP")), lambda: Engine(make())):
-        with pytest.raises((ValueError, TypeError)) as raised:
-            give()
-        for part in parts:
-            assert part in str(raised.value)
+@pytest.mark.parametrize("method", ["local_gradients", "exchange_gradients", "exchange_parameters"])
+@pytest.mark.parametrize("case", TREES)
+def test_a_tree_that_is_none_names_module_method_and_what_is_expected(case: str, method: str) -> None:
+    spoil, error, message = TREES[case]
+    with_state = method != "local_gradients"
+
+    def own(tree: Any, *others: Any) -> Any:
+        return (spoil(tree), others[0]) if with_state else spoil(tree)
+
+    module = Gradients(**{method: own}) if method == "exchange_gradients" else Mine(**{method: own})
+    with pytest.raises(error, match=rf"{type(module).__name__}\(\)\.{method} returned .*{message}"):
+        trained(module)
 
 
-@pytest.mark.parametrize("make", [Net, Lightning])
-def test_a_network_instead_of_a_model_is_told_the_wrapper(make: type[nn.Module]) -> None:
-    """It fails on the tuple; the message shows what it was given, and the wrapper, which works."""
-    for engine in ("auto", "loop"):
-        with pytest.raises(RuntimeError) as raised:
-            fit(make(), alone(), data=dataset("MLP"), engine=engine)
-        message = str(raised.value)
-        for part in (
-            "first batch, (float32 [4, 16], int64 [4])",
-            "must be Tensor, not",
-            "test_contract.py",
-            "class WithLoss",
-        ):
-            assert part in message
-        assert ("training_step" in message) == (make is Lightning)
-        assert "vmap" not in message
-    with pytest.raises(ValueError, match=r"shape \[4, 10\], not a scalar(?s:.*)class WithLoss"):
-        fit(make(), alone(), data=torch.zeros(24, 16))
-    found: dict[str, Any] = {"nn": nn, "F": F}
-    code = message[message.index("    class") : message.index("\n\nand give")]
-    exec("\n".join(line[4:] for line in code.splitlines()), found)
-    fit(found["WithLoss"](make()), alone(), data=dataset("MLP"))
+@pytest.mark.parametrize("method", ["exchange_gradients", "exchange_parameters"])
+@pytest.mark.parametrize("wrong", [None, {}, [{}, {}], ({},), ({}, {}, {})], ids=repr)
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: every(1, m), lambda m: every(2, m)])
+def test_an_exchange_that_gives_no_pair(wrong: Any, method: str, wrap: Any) -> None:
+    module = Gradients(**{method: lambda tree, state, ctx: wrong})
+    with pytest.raises(TypeError, match=rf"Gradients\(\)\)?\.{method} returned .*tuple of two"):
+        trained(wrap(module))
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["vmap", "loop"])
-def test_compiled_models_train(kind: str) -> None:
-    plain, inside, in_place, around = (seeded() for _ in range(4))
-    inside.layer = torch.compile(inside.layer, backend="eager")  # type: ignore[assignment]
-    in_place.compile(backend="eager")
-    expected = fit(plain, alone(), data=dataset("MLP"), engine=kind)[0].history["train_loss"]
-    for model in (torch.compile(around, backend="eager"), inside, in_place):
-        found = fit(model, alone(), data=dataset("MLP"), engine=kind)[0].history["train_loss"]
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+def test_inside_of_a_combinator_the_module_itself_is_named() -> None:
+    module = Gradients(exchange_parameters=lambda params, state, ctx: None, exchange_gradients=lambda *a: None)
+    for wrapped in (delayed(module, 1), compressed(module, "int8", reference=False)):
+        with pytest.raises(TypeError, match=r"returned None; expected a tuple of two"):
+            trained(wrapped)
 
 
-def seeded() -> Loss:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Loss()
+@pytest.mark.parametrize("case", STATES)
+@pytest.mark.parametrize("method", ["init", "exchange_parameters"])
+def test_a_state_that_is_none(case: str, method: str) -> None:
+    state, error, message = STATES[case]
+    own = (lambda params, ctx: state) if method == "init" else (lambda params, old, ctx: (params, state))
+    with pytest.raises(error, match=rf"Mine\(\)\.{method}.*{message}"):
+        trained(Mine(**{method: own}))
 
 
-# ------------------------------------------------------------------------------------------------ whose error it is
+def test_with_participation_local_gradients_are_of_those_who_train() -> None:
+    def own(grads: Any, params: Any, state: Any, ctx: Any) -> Any:
+        return {name: x[:1].expand(3, *x.shape[1:]) for name, x in grads.items()}
+
+    with pytest.raises(ValueError, match=r"expected \[1 or 2, "):
+        trained(Mine(local_gradients=own), AveragingCommunicator(participation=0.6))
 
 
-class Table(nn.Module):
+# ------------------------------------------------------------------------------------ the learning rate
+
+
+class Recorder(CommunicationModule):
+    """It notes the learning rate that it is told, wherever it is asked something."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 1)
+        self._seen: dict[str, list[Any]] = {}
 
-    def forward(self, index: Tensor) -> Tensor:
-        return self.table(index).mean()
+    def _note(self, what: str, ctx: Context) -> None:
+        self._seen.setdefault(what, []).append(ctx.lr)
 
+    def init(self, params: Any, ctx: Any) -> Any:
+        self._note("init", ctx)
+        return {}
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
+    def local_gradients(self, grads: Any, params: Any, state: Any, ctx: Any) -> Any:
+        self._note("local_gradients", ctx)
+        return grads
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x).square().mean() + self.norm.weight.sum()
+    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+        self._note("exchange_gradients", ctx)
+        return grads, state
 
-
-class Asserting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        # A check of shapes, which vmap can do.
-        assert x.shape[0] == 2, "two examples are needed"
-        return (self.weight * x).mean()
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        self._note("exchange_parameters", ctx)
+        return params, state
 
 
-TOKENS = torch.cat([torch.zeros(8, dtype=torch.long), torch.tensor([0, 99, 0, 99])])  # node 1 gets the 99
-OWN: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
-    "a token out of range": (Table, {"data": TOKENS, "batch_size": 2}, ["node 1, step 2", "IndexError", "self.table("]),
-    "one example": (
-        Normed, {"data": torch.randn(8, 16), "batch_size": 2, "minibatch_size": 1},
-        ["node 0, step 0", "more than 1 value per channel", "self.norm(x)"],
-    ),
-    "an assertion": (
-        Asserting, {"data": torch.ones(8, 1), "batch_size": 2, "minibatch_size": 1},
-        ["node 0, step 0", "AssertionError: two examples", "assert x.shape"],
-    ),
-    "in validation": (
-        Table, {"data": torch.zeros(8, dtype=torch.long), "val": TOKENS, "batch_size": 2},
-        ["in validation", "IndexError", "self.table("],
-    ),
-}  # fmt: skip
+def test_a_module_is_told_the_inner_learning_rate_of_each_step() -> None:
+    """Schedule and warm-up included; inside of every(2, ...), where time counts in exchanges, that of the true step."""
+    module, rare = Recorder(), Recorder()
+    trained(module, every(2, rare), warmup_steps=2, cosine_anneal=True, steps=6)
+    made = strategy(warmup_steps=2, cosine_anneal=True)
+    expected = [made.lr(Context(StackedCollectives(K), step, 6)) for step in range(6)]
+    assert len(set(expected)) == 6
+    phases = ["local_gradients", "exchange_gradients", "exchange_parameters"]
+    assert module._seen == {"init": expected[:1], **dict.fromkeys(phases, expected)}
+    assert rare._seen["exchange_parameters"] == expected[1::2]
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("engine", ["vmap", "auto", "loop"])
-@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg"])
-@pytest.mark.parametrize("name", OWN)
-def test_an_error_of_the_model_is_its_own(name: str, strategy: str, engine: str) -> None:
-    make, settings, parts = OWN[name]
-    with pytest.raises(RuntimeError) as raised:
-        fit(make(), strategy, num_nodes=2, shuffle=False, engine=engine, **settings)
-    message = str(raised.value)
-    for part in [*parts, "test_contract.py"]:
-        assert part in message, f"{part!r} is not in {message!r}"
-    assert "vmap" not in message
+def test_it_is_a_tensor_where_that_of_the_strategy_is_one() -> None:
+    each, rates = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64), torch.rand(STEPS, K, dtype=torch.float64)
+    one, two = Recorder(), Recorder()
+    trained(one, inner_optim=OptimSpec("sgd", lr=each), lr=None)
+    assert all(torch.equal(lr, each) for lr in one._seen["exchange_parameters"])
+    trained(two, inner_optim=OptimSpec("sgd", lr=rates), lr=None)
+    assert all(torch.equal(lr, row) for lr, row in zip(two._seen["local_gradients"], rates))
 
 
-def test_an_error_of_the_model_in_a_rollout_is_its_own() -> None:
-    batches = TOKENS.view(3, 2, 2).mT
-    with pytest.raises(RuntimeError, match=r"node 1, step 2: IndexError: .*self\.table") as raised:
-        rollout(Table(), FedAvgStrategy("sgd"), batches, num_nodes=2, eval_batch=torch.zeros(2, dtype=torch.long))
-    assert "differentiated" not in str(raised.value)
+def test_with_it_a_module_can_take_the_inner_step_itself() -> None:
+    """Plain SGD, written as a module, from the optimizer's own rate: an optimizer of rate 0 in every other way."""
+
+    def step(params: Any, state: Any, ctx: Any) -> Any:
+        lr = ctx.own(ctx.lr).view(-1, *[1] * 0)
+        return {n: p + lr.view(-1, *[1] * (p.dim() - 1)) for n, p in params.items()}, state
+
+    each = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    moved = trained(Mine(exchange_parameters=step), inner_optim=OptimSpec("sgd", lr=each), lr=None, steps=1)
+    plain = trained(inner_optim=OptimSpec("sgd", lr=each), lr=None, steps=1)
+    expected = {n: p + each.view(-1, *[1] * (p.dim() - 1)) for n, p in plain.params.items()}
+    assert_close(moved.params, expected, 1e-14)
 
 
-def test_rollout_takes_numpys_integers_and_refuses_what_is_none() -> None:
-    data, one = torch.zeros(1, 2, 2, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-
-    def run(**settings: Any) -> Tensor:
-        strategy = FedAvgStrategy("sgd", H=1, weighting="examples")
-        given = {"num_nodes": 2, "num_examples": (1, 2), "eval_batch": one, **settings}
-        return rollout(Table().requires_grad_(), strategy, data, **given).loss
-
-    assert run(seed=np.int64(3), num_nodes=np.int64(2), num_examples=(np.int64(1), 2)).isfinite()
-    for wrong, says in (
-        ({"seed": 1.5}, "seed=1.5"),
-        ({"seed": True}, "seed=True"),
-        ({"num_nodes": 2.0}, "num_nodes=2.0"),
-        ({"num_examples": (1,)}, "tuple of 2 integers"),
-        ({"num_examples": 3}, "tuple of 2 integers"),
-        ({"num_examples": (1, 0)}, r"num_examples\[1\]=0"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=says):
-            run(**wrong)  # type: ignore[arg-type]
+def test_a_context_without_a_strategy_has_none_and_takes_one() -> None:
+    comm = StackedCollectives(K)
+    assert Context(comm).lr is None
+    module = Recorder()
+    strategy(module).exchange_parameters({"w": torch.zeros(1)}, {"0": {}}, Context(comm, lr=0.5))
+    assert module._seen["exchange_parameters"] == [0.5]
+    assert DeMoStrategy(lr=0.1).lr(Context(comm)) == 0.1
 
 
-def test_a_seed_of_numpy_is_an_integer() -> None:
-    batch = torch.ones(2, 3, 1)
-    engine = Engine(nn_dropout(), engine="loop")
-    engine.prepare(batch)
-    params = {n: p.detach()[None] for n, p in engine.params.items()}
-    a, b = (engine.gradients(params, {}, batch, seed=s, step=0).losses for s in (3, np.int64(3)))  # type: ignore[arg-type]
-    assert torch.equal(a, b)
-    Trainer(Table(), TensorDataset(TOKENS[:8]))
+def test_a_sweep_goes_on_where_nobody_trains() -> None:
+    def make(lr: float) -> Strategy:
+        resting = Resting(active_nodes=lambda ctx: [] if ctx.step == 0 else [0, 2])
+        return strategy(resting, AveragingCommunicator(H=2), lr=lr)
+
+    found = sweep(
+        make_model("MLP"), dataset("MLP", 24), strategy=make, grid={"lr": [0.1, 0.2]}, num_nodes=K, max_steps=3,
+        batch_size=4, device="cpu", progress=False,
+    )  # fmt: skip
+    assert [row["status"] for row in found.rows] == ["finished"] * 2
 
 
-def nn_dropout() -> nn.Module:
-    class Dropped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8))
+# -------------------------------------------------------------------------------------------- what is kept
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.weight * x, 0.5).mean()
+KEPT: dict[str, Callable[[Any, Context], Any]] = {
+    "what was given": lambda x, ctx: x,
+    "everyone": lambda x, ctx: ctx.comm.everyone(x),
+    "mean": lambda x, ctx: ctx.comm.mean(x),
+    "mean of a group": lambda x, ctx: ctx.comm.mean(x, groups=[[0]]),
+    "sum": lambda x, ctx: ctx.comm.sum(x),
+    "server_mean": lambda x, ctx: ctx.comm.server_mean(x, [0]),
+    "broadcast": lambda x, ctx: ctx.comm.broadcast(x, 0),
+    "permute": lambda x, ctx: ctx.comm.permute(x, list(range(ctx.comm.num_nodes))),
+    "mix": lambda x, ctx: ctx.comm.mix(x, torch.eye(ctx.comm.num_nodes, dtype=torch.float64)),
+    "all_gather": lambda x, ctx: ctx.comm.all_gather(x),
+    "a view": lambda x, ctx: {name: y.view_as(y) for name, y in ctx.comm.mean(x).items()},
+}
 
-    return Dropped()
+
+class Keeps(CommunicationModule):
+    """It keeps what a collective gave, and a copy of that; both must still be the same when it is asked again."""
+
+    def __init__(self, what: str, returns: bool) -> None:
+        self._collective, self._returns = KEPT[what], returns
+        self._checked = 0
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return {"kept": params, "copy": {name: p.clone() for name, p in params.items()}}
+
+    def _keep(self, x: Any, state: Any, ctx: Any) -> Any:
+        for name, kept in state["kept"].items():
+            assert torch.equal(kept, state["copy"][name]), f"{name} was overwritten before step {ctx.step}"
+        self._checked += 1
+        kept = self._collective(x, ctx)
+        shown = kept if self._returns and all(y.dim() == x[name].dim() for name, y in kept.items()) else x
+        return dict(shown), {"kept": kept, "copy": {name: y.clone() for name, y in kept.items()}}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        return self._keep(params, state, ctx)
+
+
+class KeepsGradients(Keeps):
+    exchange_parameters = CommunicationModule.exchange_parameters
+
+    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+        return self._keep(grads, state, ctx)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("kind", [Keeps, KeepsGradients])
+@pytest.mark.parametrize("what", KEPT)
+def test_what_a_module_keeps_is_never_overwritten(what: str, kind: type[Keeps], num_nodes: int) -> None:
+    for returns in (True, False):
+        module = kind(what, returns)
+        beside = [AveragingCommunicator(H=2)] if kind is KeepsGradients else [AveragingCommunicator(participation=0.5)]
+        for settings in ({"max_norm": 0.1}, {"inner_optim": OptimSpec("sgd", lr=0.1, momentum=0.9), "lr": None}):
+            trained(module, num_nodes=num_nodes, **settings)
+            trained(module, *beside, num_nodes=num_nodes, **settings)
+            trained(*beside, every(2, module), num_nodes=num_nodes, **settings)
+        assert module._checked == 2 * (STEPS + STEPS + STEPS // 2)

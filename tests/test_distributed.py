@@ -6,6 +6,7 @@ Four processes are started once and go through all cases together. A case of W <
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,18 +16,32 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tests.models import make_data, make_model
-from tests.test_properties import STRATEGIES
+from tests.test_properties import STRATEGIES, WithEmpty, make_per_node
 from vecgym import launch, strategy
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, buckets, check_divides, in_buckets
 from vecgym.ledger import Ledger
 from vecgym.strategy import CommunicationModule, OptimSpec, Strategy
-from vecgym.verify import Check, Run, compare
+from vecgym.verify import Run, compare
 
 K = 4
 STEPS = 4  # one more than H in the table
 LAYOUTS = {1: 4, 2: 2, 4: 1}  # W: L
 EXAMPLES = (3, 1, 4, 2)  # what each node's shard is said to hold
+
+
+# Those that take a value of each node another way than the rest.
+PER_NODE = [
+    "independent", "allreduce", "allreduce-int8", "fedavg-participation", "fedprox-participation", "fedavg-server-adam",
+    "diloco", "sparta", "gossip-ring", "demo", "demo-momentum",
+]  # fmt: skip
+EMPTY = ", and parameters without elements"
+SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip-ring", "demo"]  # one for each collective
+CASES: dict[str, Callable[[], Strategy]] = {
+    **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in STRATEGIES.items()},
+    **{f"{name}, a value for each node": partial(make_per_node, name, K) for name in PER_NODE},
+    **{f"{name}{EMPTY}": partial(STRATEGIES[name].make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name in SEVERAL},
+}
 
 
 def wires(link: launch.Link) -> dict[int, Wire]:
@@ -43,22 +58,23 @@ def every_case(link: launch.Link, steps: int) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     mine = wires(link)
     found: dict[str, dict[str, Any]] = {}
-    for name, row in STRATEGIES.items():
+    for name, make in CASES.items():
         for exact in (True, False):
             # Dropout: its masks must be those of the stacked run, too.
             model = make_model("Dropout", dtype=torch.float64)
+            model = WithEmpty(model) if name.endswith(EMPTY) else model
             data = TensorDataset(*make_data("Dropout", 64, dtype=torch.float64))
-            given = Run(row.make(inner_optim=OptimSpec("adamw", lr=1e-2)), model, data, K, steps, num_examples=EXAMPLES)
-            for W, rows in zip(mine, compare(given, list(mine.values()), exact=exact)):
-                check = Check(f"{name} W={W} {'exact' if exact else 'native'}", 0.0 if exact else 1e-12, rows)
-                found[check.name] = {"passed": check.passed, "first": check.first_failure}
+            given = Run(make(), model, data, K, steps, num_examples=EXAMPLES)
+            for W, check in zip(mine, compare(given, list(mine.values()), exact=exact)):
+                assert check.bound == (0.0 if exact else 1e-12)
+                found[f"{name} W={W} {check.name}"] = {"passed": check.passed, "first": check.finding}
     return found
 
 
 def test_every_strategy_gives_the_same_numbers_on_processes() -> None:
     """Every strategy x W x L: no difference at all in exact mode, rounding otherwise; bytes as the ledger has them."""
     [found, *_] = launch.run(every_case, max(LAYOUTS), (STEPS,), timeout_s=120)
-    assert len(found) == len(STRATEGIES) * len(LAYOUTS) * 2
+    assert len(found) == len(CASES) * len(LAYOUTS) * 2
     wrong = {name: case["first"] for name, case in found.items() if not case["passed"]}
     assert not wrong
 

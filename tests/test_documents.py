@@ -625,7 +625,7 @@ class WithAccuracy(MLP):
 
 TRACKED = {
     "training/validation loss and accuracy": {"train_loss", "train_losses", "val_loss", "val_losses", "val_accuracy"},
-    "communication volume and bandwidth usage": {"bytes", "total_bytes", "bytes_per_s"},
+    "communication volume and bandwidth usage": {"bytes_step", "bytes_total", "bytes_per_s"},
     "training speed and throughput": {"steps_per_s", "examples_per_s", "seconds"},
     "memory usage and device utilization": {"memory_bytes"},
     "hyperparameter evolution and learning rates": {"lr", "outer_lr"},
@@ -639,10 +639,10 @@ def test_tracked_metrics() -> None:
     for names in TRACKED.values():
         assert names <= set(trainer.history.columns)
     last = trainer.history.rows[-1]
-    assert last["bytes"] == all_reduce_bytes(2)
+    assert last["bytes_step"] == all_reduce_bytes(2)
     assert 0 <= last["val_accuracy"] <= 1
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
-    assert last["bytes_per_s"] == pytest.approx(last["bytes"] * last["steps_per_s"], rel=0.5)
+    assert last["bytes_per_s"] == pytest.approx(last["bytes_step"] * last["steps_per_s"], rel=0.5)
     assert last["memory_bytes"] > 2**20
     assert trainer.history["lr"][1] > trainer.history["lr"][-1]
     assert "'H': 2" in repr(trainer.history.settings["hyperparameters"])

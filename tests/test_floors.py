@@ -15,13 +15,14 @@ PACKAGE = ROOT / "vecgym"
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
     "check tree rng schedule topology errors files contents folding compress held hooks contract",
-    "nodes ledger data partition corpus models launch",
+    "nodes ledger data partition corpus models launch rows",
     "collectives local optim",
     "strategy",
     "simulate",
-    "evaluate metrics logger saved identity checkpoint settings memory together recorder sweep rollout optimize plot",
+    "evaluate metrics logger saved fingerprint identity checkpoint settings memory together recorder "
+    "sweep rollout optimize plot",
     "trainer",
-    "cli __main__ verify compat",
+    "cli __main__ verify diagnosis compat",
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FACADE = "vecgym"  # vecgym/__init__.py shows what is there up to the trainer: for the commands above it

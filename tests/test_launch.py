@@ -292,7 +292,7 @@ def overflowing() -> Any:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "threads"}, "allowed: 'stacked', 'processes', 'distributed'"),
+        ({"backend": "threads"}, "Allowed: 'stacked', 'processes', 'distributed'"),
         ({"backend": "processes"}, "needs num_processes"),
         ({"backend": "processes", "num_processes": 3}, r"one of \[1, 2, 4\]"),
         ({"num_processes": 2}, 'backend="processes"'),
@@ -304,6 +304,36 @@ def overflowing() -> Any:
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit("MLP", "FedAvg", num_nodes=4, **settings)
+
+
+class WithEmpty(torch.nn.Module):
+    """Parameters and a buffer of no elements, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector, self.matrix = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3, 0)))
+        self.w = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("nothing", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w - x).square().mean() + self.vector.sum() + self.matrix.sum()
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg islands", "DiLoCo"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_parameters_without_elements(strategy: str, exact: bool, tmp_path: Path) -> None:
+    found = []
+    for settings in ({}, {"backend": "processes", "num_processes": 2, "save_dir": tmp_path}):
+        trainer = Trainer(WithEmpty(), torch.arange(32.0), torch.arange(4.0))
+        average = trainer.fit(
+            STRATEGIES[strategy](), 4, max_steps=4, batch_size=2, progress=False, device="cpu", exact=exact, **settings
+        )
+        found.append((trainer.nodes, average))
+    (alone, average), (nodes, other) = found
+    assert {name: x.shape for name, x in nodes.params.items()} == {"vector": (4, 0), "matrix": (4, 3, 0), "w": (4,)}
+    assert same(dict(average.state_dict()), dict(other.state_dict())) or not exact
+    torch.testing.assert_close(nodes.params, alone.params)
+    assert nodes.buffers["nothing"].shape == (4, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ signals

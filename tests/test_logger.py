@@ -146,6 +146,57 @@ def test_wandb_offline_reads_back(quiet_wandb: Any, tmp_path: Path) -> None:
                 assert found[name] == pytest.approx(value), name
 
 
+class Online:
+    """What wandb keeps of runs on its server: id -> rows by step. It takes no step twice."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[int, dict[str, Any]]] = {}
+        self.resumed = False
+        self.id = ""
+
+    def init(self, *, id: str | None, resume: str | None = None, **settings: Any) -> Online:
+        self.id = str(id)
+        self.resumed = resume == "allow" and self.id in self.rows
+        self.rows[self.id] = self.rows[self.id] if self.resumed else {}
+        return self
+
+    @property
+    def step(self) -> int:
+        return max(self.rows[self.id], default=-1) + 1
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        assert step >= self.step, "wandb drops rows of earlier steps, with a warning"
+        self.rows[self.id][step] = row
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_wandb_goes_on_with_its_run(lost: bool, tmp_path: Path, quiet_wandb: Any) -> None:
+    """Steps after the checkpoint are there already; where wandb has lost the run, all of it is logged."""
+    server = Online()
+
+    def train(folder: str, **settings: Any) -> Trainer:
+        logger = WandbLogger("p", mode="online")
+        logger._wandb = server
+        given: dict[str, Any] = {"save_dir": tmp_path / folder, "checkpoint_interval": 2, "keep_checkpoints": 9}
+        return fit("MLP", max_steps=6, logger=logger, **{**given, **settings})[0]
+
+    first = train("saved").history
+    for step in (4, 6):
+        (tmp_path / "saved" / f"step-{step:09d}.pt").unlink()
+    if lost:
+        server.rows.clear()
+    again = train("saved", resume=True).history
+    assert list(server.rows) == [first.settings["run_id"]] == [again.settings["run_id"]]
+    rows = server.rows[again.settings["run_id"]]
+    assert [row["train_loss"] for row in rows.values()] == first["train_loss"]
+    fork = train("fork", resume=tmp_path / "saved" / "step-000000002.pt").history
+    assert fork.settings["run_id"] != first.settings["run_id"]
+    assert len(server.rows) == 2
+
+
 def test_wandb_two_runs_with_one_logger(quiet_wandb: Any, tmp_path: Path) -> None:
     logger = WandbLogger("p", name="n", directory=tmp_path)
     for _ in range(2):
@@ -185,7 +236,7 @@ def test_wandb_arguments() -> None:
     with pytest.raises(ValueError, match=r"experiment_name='a' and name='b'.*give one"):
         WandbLogger("p", "a", name="b")
     with pytest.raises(ValueError, match=r"mode='on'.*'online', 'offline', 'disabled', or None"):
-        WandbLogger("p", mode="on")
+        WandbLogger("p", mode="on")  # type: ignore[arg-type]
     logger = WandbLogger("p", name="b", entity="us", mode="disabled")
     assert (logger.project, logger.name, logger.entity, logger.mode) == ("p", "b", "us", "disabled")
 
@@ -233,7 +284,9 @@ def test_a_resumed_run_is_whole(name: str, tmp_path: Path, request: pytest.Fixtu
     if name == "csv":
         found = dict(zip(*read_csv(at).series("train_loss")))
     elif name == "wandb":
-        found = {row["_step"]: row["train_loss"] for row in read_wandb(at)[1]}
+        _, rows, run = read_wandb(at)
+        found = {row["_step"]: row["train_loss"] for row in rows}
+        assert run.run_id == history.settings["run_id"] == read_wandb(tmp_path / name)[2].run_id
     else:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -463,9 +516,9 @@ def test_rates_are_of_the_step() -> None:
     trainer, _ = fit("MLP", "AllReduce", max_steps=3, val=dataset("MLP", 8))
     for row in trainer.history.rows[1:]:
         seconds = 1 / row["steps_per_s"]
-        assert row["bytes_per_s"] == pytest.approx(row["bytes"] / seconds)
+        assert row["bytes_per_s"] == pytest.approx(row["bytes_step"] / seconds)
         assert row["examples_per_s"] == pytest.approx(3 * 4 / seconds)
-        assert row["bytes"] > 0
+        assert row["bytes_step"] > 0
     memory = trainer.history.series("memory_bytes")
     assert memory[0] == trainer.history.series("val_loss")[0]  # with the evaluations, no oftener
     assert min(memory[1]) > 2**20

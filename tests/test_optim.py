@@ -816,9 +816,7 @@ def test_names(name):
 def test_unknown_name_keyword_and_value():
     with pytest.raises(ValueError, match=r"optimizer='adamv' is not known; did you mean 'adam.*'adadelta'"):
         OptimSpec("adamv")
-    with pytest.raises(
-        TypeError, match=r"SGD has no argument 'momentun'; did you mean 'momentum'\? It has: lr, momentum"
-    ):
+    with pytest.raises(TypeError, match=r"SGD has no argument 'momentun'; did you mean 'momentum'\? It has: lr"):
         OptimSpec("sgd", momentun=0.9)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         OptimSpec("adam", lr=-1.0)
@@ -963,7 +961,7 @@ def test_clip_is_differentiable_and_finite_at_zero():
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])
 def test_clip_needs_a_positive_norm(max_norm):
-    with pytest.raises(ValueError, match="must be > 0"):
+    with pytest.raises(ValueError, match="max_norm=.* must be a number in"):
         check_max_norm(max_norm)
-    with pytest.raises(ValueError, match="must be > 0"):
+    with pytest.raises(ValueError, match="max_norm=.* must be a number in"):
         clip_grad_norm({"w": torch.ones(1, 2)}, max_norm)

@@ -35,14 +35,14 @@ def make_history(
     history = History()
     noise = np.random.default_rng(0).normal(size=(STEPS + 1, 4)) * 0.1
     if validate:
-        history.append({"step": 0, "total_bytes": 0.0, "val_loss": 4.0 + shift, "val_losses": np.full(4, 4.0 + shift)})
+        history.append({"step": 0, "bytes_total": 0.0, "val_loss": 4.0 + shift, "val_losses": np.full(4, 4.0 + shift)})
     for step in range(1, STEPS + 1):
         losses = 4 / (1 + 0.1 * step) + shift + noise[step]
         row: dict[str, Any] = {
             "step": step,
             "train_loss": losses.mean(),
             "train_losses": losses,
-            "total_bytes": bytes_per_exchange * (step // every),
+            "bytes_total": bytes_per_exchange * (step // every),
         }
         if validate and step % 10 == 0:
             row.update(val_loss=float(losses.mean()), val_losses=losses)
@@ -94,7 +94,7 @@ def test_both_panels_show_what_was_recorded():
             np.testing.assert_allclose((x, y), history.series(column))
     # 40 exchanges of allreduce, two of fedavg; nothing at 0 bytes.
     x, y = line_of(by_bytes, COLOURS[0], marker=False)
-    np.testing.assert_allclose((x, y), runs["allreduce"].series("train_loss", "total_bytes"))
+    np.testing.assert_allclose((x, y), runs["allreduce"].series("train_loss", "bytes_total"))
     x, y = line_of(by_bytes, COLOURS[1], marker=True)
     assert x.tolist() == [100.0, 200.0]
     losses = dict(zip(*runs["fedavg"].series("val_loss")))
@@ -338,7 +338,7 @@ def test_the_band_of_many_nodes_is_between_percentiles(num_nodes: int, edges: tu
 def test_runs_without_distances_or_nodes_have_one_panel() -> None:
     history = History()
     for step in range(1, 4):
-        history.append({"step": step, "train_loss": 1 / step, "total_bytes": 0.0})
+        history.append({"step": step, "train_loss": 1 / step, "bytes_total": 0.0})
     figure = plot_runs({"silent": history}, x="bytes")
     assert len(figure.axes) == 1
     assert "silent: sends nothing" in [text.get_text() for text in figure.axes[0].texts]

@@ -23,7 +23,7 @@ from vecgym import Trainer, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.ledger import Ledger, Transfer
-from vecgym.local import Engine
+from vecgym.local import Engine, EngineName
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule, project_to_budget
 from vecgym.rollout import Outcome, rollout, rollout_jvp
@@ -538,14 +538,14 @@ def test_the_trajectory_is_the_trainers(kind: str, name: str) -> None:
     (whole,) = make_batches(kind, 1, 1, batch_size=40, dtype=F64)[0]
     data = TensorDataset(*whole)
     trainer = Trainer(model, data, val_dataset=data)
-    engine = "loop" if kind == "LSTM" else "vmap"
+    engine: EngineName = "loop" if kind == "LSTM" else "vmap"
     trainer.fit(TRAINED[name](), num_nodes=K, max_steps=T, batch_size=B, engine=engine, progress=False)
     batches = list(Batches(data, K, B, seed=42).iterate(0, T))
     found = rollout(model, TRAINED[name](), batches, num_nodes=K, eval_batch=list(whole), engine=engine)
     history = trainer.history
     assert_close(found.losses, torch.as_tensor(history.node_array("train_losses")), 1e-12, "losses")
     assert_close(found.loss, torch.tensor(history.last("val_loss"), dtype=F64), 1e-12, "final loss")
-    sent = torch.tensor(history["bytes"][-T:], dtype=F64) * (WEIGHTS if name == "relaxed" else 1)
+    sent = torch.tensor(history["bytes_step"][-T:], dtype=F64) * (WEIGHTS if name == "relaxed" else 1)
     assert_close(found.bytes, sent, 1e-12, "bytes")
     assert found.consensus_distance[-1].item() == pytest.approx(history.last("consensus_distance"), rel=1e-9, abs=1e-12)
     for path, p in found.params.items():

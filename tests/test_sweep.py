@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,21 @@ import vecgym.strategy
 from tests.fitting import Rows
 from tests.helpers import assert_close
 from tests.models import make_data, make_model
-from vecgym import DivergenceError, LogUniform, OptimSpec, SweepResult, Trainer, Uniform, VecgymWarning, sweep, tree
+from vecgym import (
+    DivergenceError,
+    LogUniform,
+    OptimSpec,
+    SweepResult,
+    Trainer,
+    Uniform,
+    VecgymWarning,
+    saved,
+    sweep,
+    tree,
+)  # fmt: skip
 from vecgym.compress import TopK
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
+from vecgym.rows import averaged, chosen, labelled
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -47,6 +60,7 @@ from vecgym.strategy import (
     delayed,
     every,
 )
+from vecgym.strategy.fedavg import Weighting
 from vecgym.sweep.axes import points
 
 K = 4
@@ -385,7 +399,7 @@ def test_data_of_each_nodes_own() -> None:
             assert result.history(i).last(column) == pytest.approx(trainer.history.last(column), rel=1e-10)
 
 
-def weighted(weighting: str) -> Strategy:
+def weighted(weighting: Weighting) -> Strategy:
     return FedAvgStrategy("sgd", H=2, lr=0.1, weighting=weighting)
 
 
@@ -489,7 +503,7 @@ RESUMED: dict[str, Callable[..., Strategy]] = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("after", [2, 7, 15])  # before the first step; in the first stack; in the second
+@pytest.mark.parametrize("after", [6, 11, 19])  # before the first step; in the first stack; in the second
 def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
     path = tmp_path / "results" / "sweep.pt"
@@ -521,19 +535,164 @@ def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     calls = -counted.left  # fewer than from the start: the steps done were not done again
     third = Interrupting(*tensors, after=-1)
     assert call(third).rows[0] == second.rows[0]
-    assert third.left > -5, "a finished sweep reads nothing but what it is planned with"
+    assert third.left > -9, "a finished sweep reads nothing but what it is planned and recognised with"
     assert calls > -third.left
 
 
-def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "sweep.pt"
-    run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2)
-    with pytest.raises(ValueError, match="holds another sweep"):
-        run_sweep(outer, {"lr": [1e-3]}, resume=path, max_steps=2)
-    before = path.read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["sweep.pt"]
-    assert run_sweep(outer, {"lr": [1e-2]}, resume=path, max_steps=2).num_pending == 0
-    assert len(before) > 0
+class Sine(nn.Module):
+    """Its parameters have the names and shapes of `Cosine`'s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Linear(16, 10, dtype=F64)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]).sin(), batch[1])
+
+
+class Cosine(Sine):
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]).cos(), batch[1])
+
+
+def other_weights() -> nn.Module:
+    model = Sine()
+    with torch.no_grad():
+        model.net.weight[3, 3] += 1e-12
+    return model
+
+
+def other_data(name: str = "MLP", num_examples: int = 90) -> Any:
+    x, y = data(name, num_examples).tensors
+    return TensorDataset(x, y.index_fill(0, torch.tensor([num_examples // 2]), 0))
+
+
+def kept(path: Path, **given: Any) -> SweepResult:
+    """Two configurations, in a file; every argument may be another one."""
+    settings: dict[str, Any] = {
+        "model": Sine(), "train": data(), "val": data(num_examples=10, seed=1), "grid": {"lr": [0.1, 0.01]},
+        "schedule": lambda step: 0.9**step, "groups": no_decay, "H": 2, "num_nodes": 2, "max_steps": 2,
+        "batch_size": 4, "val_interval": 1, "weights": torch.arange(2000.0), **given,
+    }  # fmt: skip
+    model, train, val, schedule, groups, H, weights = (
+        settings.pop(key) for key in ("model", "train", "val", "schedule", "groups", "H", "weights")
+    )
+
+    class Weighted(AveragingCommunicator):
+        def __init__(self) -> None:
+            super().__init__(H=H)
+            self.table = weights
+
+    def strategy(lr: float) -> Strategy:
+        spec = OptimSpec("adamw", lr=lr, param_groups=groups)
+        return CommunicateOptimizeStrategy([Weighted()], spec, lr_scheduler=schedule if lr < 0.1 else None)
+
+    return sweep(model, train, val, strategy=strategy, resume=path, device="cpu", progress=False, **settings)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "weights": ({"model": other_weights()}, r"model\.net\.weight: saved float64 \[10, 16\] with checksum"),
+    "forward": ({"model": Cosine()}, "model: saved Sine, given Cosine"),
+    "data": ({"train": other_data()}, r"training data\.tensors\[1\]: saved int64 \[90\] with checksum"),
+    "read data": ({"train": Rows(data().tensors)}, "training data: saved TensorDataset of 90, given Rows of 90"),
+    "validation": ({"val": data(num_examples=11, seed=1)}, "validation data: saved TensorDataset of 10, given"),
+    "no validation": ({"val": None}, "validation data: saved TensorDataset of 10, given None"),
+    "schedule": ({"schedule": lambda step: 0.8**step}, r"strategy\.lr_scheduler\(\) of row 1: other code"),
+    "groups": ({"groups": lambda name, p: {}}, r"strategy\.inner_optim\.param_groups\(\): other code"),
+    "tensor": (
+        {"weights": torch.arange(2000.0).index_fill(0, torch.tensor([1000]), 0.0)},
+        r"strategy\.communication_modules\[0\]\.table: saved float32 \[2000\] with checksum",
+    ),
+    "grid": ({"grid": {"lr": [0.1, 0.02]}}, r"grid\['lr'\] of row 1: saved 0\.01, given 0\.02"),
+    "more": ({"grid": {"lr": [0.1, 0.02, 0.03]}}, "number of configurations: saved 2, given 3"),
+    "axes": ({"grid": {"lr": [0.1, 0.02], "seed": [0]}}, "axes: saved lr, given lr, seed"),
+    "H": ({"H": 1}, r"strategy\.communication_modules\[0\]\.H: saved 2, given 1"),
+    "batch_size": ({"batch_size": 2}, "batch_size: saved 4, given 2"),
+    "max_steps": ({"max_steps": 3}, "number of steps: saved 2, given 3"),
+    "num_nodes": ({"num_nodes": 3}, "num_nodes: saved 2, given 3"),
+    "val_interval": ({"val_interval": 2}, "val_interval: saved 1, given 2"),
+    "collate_fn": (
+        {"dataloader_kwargs": {"collate_fn": torch.utils.data.default_collate}}, "collate_fn: saved None, given",
+    ),
+    "models": ({"keep_models": True}, "keep_models: saved False, given True"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kept") / "sweep.pt"
+    kept(path)
+    return path
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_sweep_is_refused_saying_what_differs(name: str, kept_file: Path) -> None:
+    given, message = OTHERS[name]
+    before = kept_file.read_bytes()
+    with pytest.raises(ValueError, match=rf"(?s)holds another sweep:\n.*{message}.*remove the file"):
+        kept(kept_file, **given)
+    assert kept_file.read_bytes() == before
+    assert [path.name for path in kept_file.parent.iterdir()] == ["sweep.pt"]
+
+
+def test_the_same_sweep_goes_on(kept_file: Path) -> None:
+    """Objects made anew, and what changes rounding only."""
+    assert kept(kept_file).num_pending == 0
+    assert kept(kept_file, engine="loop", chunk_configs=1, schedule=lambda step: 0.9**step).num_pending == 0
+
+
+class Noise(Rows):
+    """Read at random, from a generator of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(x.shape, generator=GENERATOR), y
+
+
+GENERATOR = torch.Generator()
+
+
+def test_data_that_are_no_tensors_are_recognised_by_examples(tmp_path: Path) -> None:
+    """Of a class, or made by a function; those that differ at every read by their form."""
+    x, y = data().tensors
+    for i, make in enumerate([Rows, Noise, lambda held: lambda rank, num_nodes, train: Rows(held)]):
+        path = tmp_path / f"{i}.pt"
+        kept(path, train=make((x, y)))
+        assert kept(path, train=make((x, y))).num_pending == 0
+        with pytest.raises(ValueError, match="training data"):
+            kept(path, train=make((x + 1, y)))
+
+
+def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -> None:
+    old, damaged, run = (tmp_path / name for name in ("old.pt", "damaged.pt", "run.pt"))
+    saved.write(old, {"fingerprint": "0a1b", "sweep": {}})
+    with pytest.raises(ValueError, match=r"old\.pt was written by another version of vecgym"):
+        kept(old)
+    damaged.write_bytes(kept_file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"damaged\.pt is damaged"):
+        kept(damaged)
+    saved.write(run, {"identity": {}})
+    with pytest.raises(ValueError, match=r"run\.pt holds no sweep"):
+        kept(run)
+    held = saved.read(kept_file)
+    saved.write(run, {**held, "identity": {**held["identity"], "python": "3.9", "model.forward()": "code 00"}})
+    with pytest.warns(VecgymWarning, match=r"was written with Python 3\.9; this is .* has not been checked"):
+        assert kept(run).num_pending == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "message"),
+    [
+        (True, TypeError, "resume=True must be the path of a file"),
+        ("FOLDER", ValueError, "is a folder; give a file, such as"),
+        ("/proc/none/sweep.pt", ValueError, "cannot be written to"),
+    ],
+)
+def test_where_results_cannot_be_kept(path: Any, kind: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=message):
+        kept(tmp_path if path == "FOLDER" else path)
 
 
 # ------------------------------------------------------------------------------------------ random search
@@ -580,8 +739,57 @@ def test_the_result_reads_as_a_table(tmp_path: Path) -> None:
     assert [row["cls"] for row in read[1:3]] == ["FedAvgStrategy", "AllReduceStrategy"]
     assert result.best()["lr"] == 0.1
     assert result.best("bytes")["status"] == "finished"
-    with pytest.raises(ValueError, match="'loss' is not a column; there are cls, lr, status"):
+    with pytest.raises(ValueError, match=r"'loss' is not a column.* There are cls, lr, status"):
         result.best("loss")
+
+
+def test_the_best_is_that_of_all_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_sweep(lambda lr: FedAvgStrategy("sgd", lr=lr), {"lr": [0.1, 0.2, 1e200], "seed": [0, 1]}, max_steps=1)
+    losses = iter([1.0, 3.0, 0.5, 4.0, 0.1, 0.1])
+    rows = [{**row, "val_loss": next(losses)} for row in result.rows]
+    monkeypatch.setattr(SweepResult, "rows", rows)
+    rows[4]["status"], rows[5]["status"] = "finished", "diverged"
+    best = result.best()
+    assert (best["lr"], best["val_loss"], best["runs"], best["status"]) == (0.1, 2.0, 2, "finished")
+    assert "seed" not in best
+    assert result.best(over=None) == {**rows[4]}
+    assert result.best(over="lr", where={"lr": lambda lr: lr < 1}) == {
+        **{name: best[name] for name in ("steps", "bytes", "status", "runs")},
+        "seed": 0, "val_loss": 0.75,
+        **{name: pytest.approx((rows[0][name] + rows[2][name]) / 2) for name in (
+            "train_loss", "val_loss_local", "consensus_distance")},
+    }  # fmt: skip
+    assert result.best(where={"lr": 0.2})["val_loss"] == 2.25
+    with pytest.raises(ValueError, match=r"where\['lrr'\] is not a column; did you mean 'lr'"):
+        result.best(where={"lrr": 0.1})
+    with pytest.raises(ValueError, match="no row is left where lr is 7"):
+        result.plot("lr", where={"lr": 7})
+
+
+def test_rows_have_a_text_for_every_value() -> None:
+    matrices = [RING, PAIRS, torch.ones(4, 4)]
+    rows = [{"f": f, "x": x} for f in (FedAvgStrategy, no_decay) for x in matrices]
+    shown = [list(row.values()) for row in labelled(rows)]
+    texts = ["list of 4 1", "list of 4 2", "Tensor [4, 4]"]
+    assert shown == [[name, x] for name in ("FedAvgStrategy", "no_decay") for x in texts]
+    assert chosen(rows, {"f": no_decay, "x": PAIRS}) == [rows[4]]  # a function that is a value is no condition
+
+
+def test_pandas() -> None:
+    pytest.importorskip("pandas", reason="pip install vecgym[test]")
+    result = run_sweep(lambda cls: cls("sgd", lr=0.1), {"cls": [FedAvgStrategy, AllReduceStrategy]}, max_steps=2)
+    frame = result.to_pandas()
+    assert frame["cls"].tolist() == ["FedAvgStrategy", "AllReduceStrategy"]
+    assert frame["val_loss"].tolist() == [row["val_loss"] for row in result.rows]
+    history = result.history(0).to_pandas()
+    assert history["train_losses[3]"].tolist()[1:] == result.history(0).node_array()[:, 3].tolist()
+    assert len(history) == 3
+
+
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="to_pandas needs pandas, which is not installed: pip install pandas"):
+        vecgym.History().to_pandas()
 
 
 def test_models_are_kept_when_asked_for() -> None:
@@ -593,7 +801,7 @@ def test_models_are_kept_when_asked_for() -> None:
 def test_a_dry_run_trains_nothing() -> None:
     result = run_sweep(outer, {"lr": [1e-2, 1e-3]}, dry_run=True)
     assert [row["status"] for row in result.rows] == ["pending"] * 2
-    assert "2 configurations in 1 programs" in result.explain()
+    assert "2 configurations in 1 program:" in result.explain()
     assert len(result.history(0)) == 0
 
 
@@ -606,7 +814,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, r"an axis is a list of values: \['abc'\]", {"grid": {"lr": "abc"}}),
     (TypeError, "grid is of type list; give a dict of axes", {"grid": [0.1]}),
     (ValueError, "strategy takes lr, which the grid does not have", {"grid": {"seed": [1]}}),
-    (ValueError, r"strategy takes lr, .*its axes are H", {"grid": {"H": [1]}}),
+    (ValueError, r"grid\['H'\] is not used: strategy does not take it", {"grid": {"H": [1]}}),
     (ValueError, "there is no strategy", {"strategy": None, "grid": {"seed": [0]}}),
     (TypeError, "strategy is of type int; give a function of the axes", {"strategy": 3, "grid": {"seed": [0]}}),
     (TypeError, r"strategy\(lr=0.1\) returned 0.1; give a function", {"strategy": lambda lr: lr}),
@@ -623,6 +831,37 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "no trainable parameter", {"model": lambda: make_model("MLP").requires_grad_(False)}),
     (TypeError, "model is of type str", {"model": "MLP"}),
     (TypeError, r"model\(\) returned None", {"model": lambda: None}),
+    (TypeError, "model is None; give an nn.Module", {"model": None}),
+    (TypeError, "model and strategy are swapped", {"model": FedAvgStrategy(), "strategy": make_model("MLP")}),
+    (TypeError, "model is of type TensorDataset; give", {"model": TensorDataset(torch.ones(2))}),
+    (TypeError, r"train_dataset is of type MLP; the order is sweep\(model", {"train": make_model("MLP")}),
+    (TypeError, "val_dataset is of type FedAvgStrategy; the order is", {"val": FedAvgStrategy()}),
+    (ValueError, "grid is empty: give an axis", {"grid": {}, "strategy": FedAvgStrategy()}),
+    (TypeError, "grid has an axis 3 of type int; its name is a text", {"grid": {3: [1], "lr": [0.1]}}),
+    (ValueError, r"grid\['lr'\] has nan among its values", {"grid": {"lr": [0.1, float("nan")]}}),
+    (ValueError, r"grid\['lr'\] has 0.1 twice", {"grid": {"lr": [0.1, 0.2, 0.1]}}),
+    (ValueError, r"grid\['lr'\] has 1.0 twice", {"grid": {"lr": [1, 1.0]}}),
+    (ValueError, r"grid\['cls'\] has 'MLP' twice", {"grid": {"lr": [0.1], "cls": [type(make_model("MLP"))] * 2}}),
+    (ValueError, r"grid\['rl'\] is not used.*did you mean 'lr'", {"grid": {"rl": [0.1]}}),
+    (ValueError, r"grid\['sed'\] is not used.*did you mean 'seed'", {"grid": {"lr": [0.1], "sed": [0]}}),
+    (
+        ValueError,
+        r"grid\['widht'\] is not used.*did you mean 'width'",
+        {"grid": {"lr": [0.1], "widht": [8]}, "model": lambda width=8: seeded_model(0, width)},
+    ),
+    (
+        ValueError,
+        r"grid\['lr'\] is not used.*strategy and model, given as an object, takes no axis: give a function",
+        {"strategy": FedAvgStrategy()},
+    ),
+    (TypeError, "progress='no' must be True or False", {"progress": "no"}),
+    (TypeError, "keep_models='no' must be True or False", {"keep_models": "no"}),
+    (TypeError, "dry_run=1 must be True or False", {"dry_run": 1}),
+    (TypeError, "shuffle='no' must be True or False", {"shuffle": "no"}),
+    (TypeError, "shuffle='no' must be True or False", {"grid": {"lr": [0.1], "shuffle": [True, "no"]}}),
+    (TypeError, "seed=0.5 must be an integer", {"grid": {"lr": [0.1], "seed": [0.5]}}),
+    (TypeError, "sample_seed='a' must be an integer", {"sample_seed": "a"}),
+    (ValueError, "samples='5' must be an integer", {"samples": "5"}),
 ]
 
 
@@ -633,7 +872,19 @@ def test_bad_input(kind: type[Exception], message: str, settings: dict[str, Any]
         "grid": {"lr": [0.1]}, "num_nodes": K, "max_steps": 2, "batch_size": 4, "progress": False, **settings,
     }  # fmt: skip
     with pytest.raises(kind, match=message):
-        sweep(given.pop("model"), data(), **given)
+        sweep(given.pop("model"), given.pop("train", data()), given.pop("val", None), **given)
+
+
+def test_an_axis_may_be_an_argument_of_both_functions() -> None:
+    seen: list[int] = []
+
+    def model(width: int) -> nn.Module:
+        seen.append(width)
+        return seeded_model(0, width)
+
+    result = run_sweep(lambda width: FedAvgStrategy("sgd", lr=1 / width), {"width": [4, 8]}, model, max_steps=1)
+    assert seen == [4, 8]
+    assert [c.strategy.inner_optim.lr for c in result._runner.configs] == [0.25, 0.125]
 
 
 def test_ranges_that_cannot_be() -> None:
@@ -667,11 +918,31 @@ def test_a_column_against_an_axis(tmp_path: Path) -> None:
     assert len(axes.collections) == 2  # a band for each
     low, high = (f(axes.collections[0].get_paths()[0].vertices[:, 1]) for f in (min, max))
     assert (low, high) == pytest.approx((0.1, 11.0))  # over the seeds
+    several: Any = plot_axis(ROWS, "H").axes[0]
+    low, high = (f(several.collections[0].get_paths()[0].vertices[:, 1]) for f in (min, max))
+    assert (low, high) == pytest.approx((0.15, 16.0))  # of a seed the mean of all lr
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr = 0.1", "lr = 0.2"]
     assert (tmp_path / "new" / "a.png").stat().st_size > 5000
     named: Any = plot_axis(ROWS, "kind", best=True).axes[0]
     assert [text.get_text() for text in named.get_xticklabels()] == ["a", "b"]
-    assert [float(y) for y in named.lines[0].get_ydata()] == pytest.approx([0.1, 0.1])
+    assert [float(y) for y in named.lines[0].get_ydata()] == pytest.approx([0.6, 0.6])  # H=1, lr=0.1: both seeds
+    low, high = (f(named.collections[0].get_paths()[0].vertices[:, 1]) for f in (min, max))
+    assert (low, high) == pytest.approx((0.1, 1.1))
+    lucky: Any = plot_axis(ROWS, "kind", best=True, over=None).axes[0]
+    assert [float(y) for y in lucky.lines[0].get_ydata()] == pytest.approx([0.1, 0.1])
+    assert not lucky.collections
+    with pytest.raises(ValueError, match="over='sed' is no axis; did you mean 'seed'"):
+        plot_axis(ROWS, "H", over="sed")
+
+
+def test_a_configuration_one_of_whose_seeds_diverged_is_not_the_best() -> None:
+    rows = [{"lr": lr, "seed": seed, "val_loss": lr, "bytes": lr} for lr in (0.1, 0.2) for seed in (0, 1)]
+    rows[1] = {**rows[1], "val_loss": float("nan")}
+    assert averaged(rows, "seed")[1] == {"lr": 0.2, "val_loss": 0.2, "bytes": 0.2, "runs": 2}
+    assert plot_pareto(rows).axes[0].lines[0].get_ydata().tolist() == [0.2]  # type: ignore[union-attr]
+    figure: Any = plot_axis([{**row, "a": 0} for row in rows], "a", best=True)
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [0.2]
+    assert "1 of 4 runs left out" in figure.get_suptitle()
 
 
 def test_two_axes_make_a_heat_map() -> None:
@@ -684,14 +955,16 @@ def test_two_axes_make_a_heat_map() -> None:
     assert cells.mask[3].all() if hasattr(cells, "mask") else torch.tensor(cells[3]).isnan().all()
     assert len(axes.texts) == 6
     assert axes.patches[0].get_xy() == (-0.5, -0.5)  # the frame of the lowest
-    assert "1 of 25 configurations left out" in figure.get_suptitle()
+    assert "1 of 25 runs left out" in figure.get_suptitle()
 
 
 def test_the_pareto_front_is_marked() -> None:
     axes: Any = plot_pareto(ROWS, hue="kind").axes[0]
     front = axes.lines[0]
     assert front.get_xdata().tolist() == [1e4, 1e5, 1e6]
-    assert [float(y) for y in front.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
+    assert [float(y) for y in front.get_ydata()] == pytest.approx([10.5, 1.5, 0.6])
+    lucky: Any = plot_pareto(ROWS, over=None).axes[0].lines[0]
+    assert [float(y) for y in lucky.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Pareto front", "kind = a", "kind = b"]
     silent = [{"bytes": 0.0, "val_loss": 3.0}, {"bytes": 1e5, "val_loss": 1.0}]
     assert plot_pareto(silent).axes[0].get_xscale() == "symlog"
@@ -707,7 +980,7 @@ def test_the_result_draws_itself() -> None:
     image: Any = result.plot_heatmap("lr", "cls").axes[0].images[0]
     assert image.get_array().shape == (2, 2)
     assert result.plot_pareto(hue="cls").axes[0].get_xlabel() == "bytes sent per node"
-    with pytest.raises(ValueError, match="'loss' is not a column; there are cls, lr"):
+    with pytest.raises(ValueError, match=r"'loss' is not a column.* There are cls, lr"):
         result.plot("lr", "loss")
     with pytest.raises(ValueError, match="no row has a finite number as 'val_loss'"):
         plot_axis([{"lr": 0.1, "val_loss": None}], "lr")

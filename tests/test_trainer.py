@@ -623,7 +623,7 @@ def test_one_node_is_plain_training(model: str, engine: str) -> None:
         )  # fmt: skip
         torch.testing.assert_close(result.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-11)
         np.testing.assert_allclose(trainer.history["train_loss"], losses, rtol=1e-10)
-        assert trainer.history.last("total_bytes") == 0
+        assert trainer.history.last("bytes_total") == 0
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "islands" not in s and s != "Composed"])
@@ -739,8 +739,8 @@ def all_reduce(n: int) -> float:
 )
 def test_bytes_are_the_closed_forms(strategy: Any, num_nodes: int, expected: list[float]) -> None:
     trainer, _ = fit("MLP", strategy, num_nodes=num_nodes, max_steps=6, val=dataset("MLP", 4), val_interval=1)
-    assert trainer.history["bytes"] == pytest.approx([0.0, *expected], rel=1e-12)
-    assert trainer.history["total_bytes"] == pytest.approx(np.cumsum([0.0, *expected]), rel=1e-12)
+    assert trainer.history["bytes_step"] == pytest.approx([0.0, *expected], rel=1e-12)
+    assert trainer.history["bytes_total"] == pytest.approx(np.cumsum([0.0, *expected]), rel=1e-12)
     assert trainer.ledger.total_bytes == pytest.approx(sum(expected), rel=1e-12)
     by_step = np.zeros(6)
     for entry in trainer.ledger:
@@ -958,3 +958,28 @@ class Mean(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.w - x).square().mean()
+
+
+def test_columns_go_by_their_old_names_with_a_warning() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Reading(Logger):
+        def start(self, settings: dict[str, Any]) -> None: ...
+
+        def log(self, row: dict[str, Any]) -> None:
+            seen.append(row)
+
+    trainer, _ = fit("MLP", "DiLoCo", max_steps=4, logger=Reading())
+    history, row = trainer.history, seen[-1]
+    for old, new in (("bytes", "bytes_step"), ("total_bytes", "bytes_total")):
+        for read in (lambda n: history[n], history.series, history.last, lambda n: row[n], row.get):
+            with pytest.warns(DeprecationWarning, match=f"'{old}' is now called '{new}'"):
+                found = read(old)
+            assert found == read(new)
+    with pytest.raises(KeyError, match="not a column"):
+        history["byte"]
+    with pytest.raises(KeyError):
+        row["byte"]
+    earlier = History()
+    earlier.append({"step": 1, "total_bytes": 3.0})
+    assert earlier["bytes_total"] == [3.0]

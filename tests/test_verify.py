@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import vecgym
 from tests.models import make_data, make_model
 from vecgym import cli, launch, tree
 from vecgym.collectives.distributed import Wire
+from vecgym.diagnosis import RULES
+from vecgym.errors import ProcessError
 from vecgym.strategy import AllReduceStrategy, CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
 from vecgym.verify import BOUNDS, Report, Run, compare, compare_with_ddp, verify
 
@@ -111,19 +114,158 @@ class MoreBytes(CommunicationModule):
         return params, state
 
 
+class Noise(CommunicationModule):
+    """Draws from torch's global generator."""
+
+    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+        return tree.map(lambda g: g + torch.randn(g.shape), grads), state
+
+
+class Counts(CommunicationModule):
+    """Keeps what evolves on itself."""
+
+    calls = 1
+
+    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+        self.calls = self.calls + 1
+        return tree.map(lambda g: g / self.calls, grads), state
+
+
+class KeepsAll(CommunicationModule):
+    """Keeps a number of each of the K nodes where the L here are meant."""
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return {"trust": torch.ones(K)}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        return params, {"trust": state["trust"] + 1}
+
+
+class AllAtOnce(CommunicationModule):
+    """One matrix product over all nodes, which rounds in another way than one over some."""
+
+    def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+        tiny = torch.tensor([1.0 + 4e-16 * len(ctx.comm.node_ids)], dtype=torch.float64)
+        return tree.map(lambda g: g * tiny, grads), state
+
+
 @pytest.mark.parametrize(
-    ("module", "column"),
-    [(SumWhenAlone, "params"), (MeanOfMine, "params"), (FirstRow, "strategy"), (ByPlace, "params"),
-     (MoreBytes, "ledger_bytes")],
-)  # fmt: skip
-def test_a_wrong_strategy_is_found(module: type[CommunicationModule], column: str) -> None:
+    ("module", "column", "rule", "step", "node"),
+    [
+        (SumWhenAlone, "params", "comm", 0, 0),
+        (MeanOfMine, "params", "comm", 0, 0),
+        (FirstRow, "strategy", "comm", 0, 2),
+        (ByPlace, "params", "comm", 0, 2),
+        (MoreBytes, "ledger_bytes", "comm", 0, 0),
+        (Noise, "params", "random", 0, 0),
+        (Counts, "params", "self", 0, 0),
+    ],
+)
+def test_a_wrong_strategy_is_found_and_its_rule_named(
+    module: type[CommunicationModule], column: str, rule: str, step: int, node: int
+) -> None:
     report = checked(of(module()))
     assert not report.passed
     for check in report.checks:
         assert check.first_failure is not None
-        assert check.first_failure.step == 0
+        assert check.finding is not None
+        assert check.first_failure.step == check.finding.step == step
         assert check.worst(column) > 1e-3
-    assert "FAIL at step 0" in str(report)
+        assert (check.finding.node, check.finding.rule) == (node, RULES[rule])
+        assert str(check.finding) in str(report)
+    assert f"FAIL at step {step}" in str(report)
+
+
+def test_causes_are_told_apart() -> None:
+    causes = {module: checked(of(module())).checks[0].finding for module in (MeanOfMine, FirstRow, ByPlace, AllAtOnce)}
+    assert all(finding is not None for finding in causes.values())
+    texts = {module: str(finding) for module, finding in causes.items()}
+    assert "params first.weight of node 0: differs by" in texts[MeanOfMine]
+    assert "x.mean(0)" in texts[MeanOfMine]
+    assert "strategy 0.first.first.weight of node 2: differs by" in texts[FirstRow]
+    assert "x[:1]" in texts[FirstRow]
+    assert "node 2" in texts[ByPlace]
+    assert "in place of ctx.comm.node_ids" in texts[ByPlace]
+    assert "Only the last bits differ" in texts[AllAtOnce]
+    assert RULES["exact"] in texts[AllAtOnce]
+
+
+def test_a_value_of_all_nodes_where_only_some_are() -> None:
+    """Another shape; or an error that only the parts of a process see."""
+    finding = checked(of(KeepsAll())).checks[0].finding
+    assert finding is not None
+    assert (finding.kind, finding.tensor, finding.rule) == ("strategy", "0.trust", RULES["own"])
+    assert "another name or shape" in str(finding)
+
+    class Unequal(CommunicationModule):
+        def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
+            rates = torch.arange(1.0, K + 1)
+            return tree.map(lambda g: g * rates.view(-1, *[1] * (g.dim() - 1)), grads), state
+
+    with pytest.raises(ProcessError, match=r"step 0: .* all 4 nodes .* fails with the 2 .*`ctx\.own\(value\)`"):
+        checked(of(Unequal()))
+
+
+class SomeOnly(CommunicationModule):
+    """A collective that only the process of node 0 calls, at step 1."""
+
+    def __init__(self, *, instead: bool) -> None:
+        self.instead = instead
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        if ctx.step == 1 and 0 in ctx.comm.node_ids.tolist():
+            return ctx.comm.mean(params), state
+        return (ctx.comm.broadcast(params, 1) if self.instead else params), state
+
+
+@pytest.mark.parametrize("instead", [True, False])
+def test_processes_that_do_not_call_the_same_are_named(instead: bool) -> None:
+    """Otherwise torch.distributed waits, aborts or mixes them up."""
+    calls = ["nothing more, after 2 steps", "broadcast at step 1 of 4 tensors, "]
+    with pytest.raises(ProcessError, match="do not make the same calls") as caught:
+        checked(of(SomeOnly(instead=instead)), steps=2)
+    text = str(caught.value)
+    assert "process 0: mean at step 1 of 4 tensors, 6992 bytes a node: first.weight [32, 16], " in text
+    assert "; process 1: " + calls[instead] in text
+
+
+def test_rules_are_those_of_the_readme() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    contract = readme.split("### The contract")[1].split("### ")[0]
+    assert [rule for rule in RULES.values() if rule not in contract] == []
+
+
+class Residual(CommunicationModule):
+    """8 bits of each node's change, with the rounding error carried over: differences of nearly equal numbers."""
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return {"shared": params, "error": tree.map(torch.zeros_like, params)}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        change = tree.map(lambda p, s, e: p - s + e, params, state["shared"], state["error"])
+        sent = tree.map(lambda x: (x * 1e4).round() / 1e4, change)
+        shared = tree.map(torch.add, state["shared"], ctx.comm.mean(sent))
+        return shared, {"shared": shared, "error": tree.map(torch.sub, change, sent)}
+
+
+class WrongResidual(Residual):
+    """Forgets the error of one node: nothing is wrong with the parameters of this step."""
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        params, state = super().exchange_parameters(params, state, ctx)
+        keep = (ctx.comm.node_ids != 3).to(torch.float64) if len(ctx.comm.node_ids) < K else torch.ones(K)
+        return params, {**state, "error": tree.map(lambda e: e * keep.view(-1, *[1] * (e.dim() - 1)), state["error"])}
+
+
+def test_a_residual_has_the_rounding_of_what_it_is_a_difference_of() -> None:
+    """It is ten thousand times smaller than the parameters; an error of its own size is found all the same."""
+    report = checked(of(Residual()), steps=10)
+    assert report.passed
+    assert 0 < report.checks[1].worst("strategy") < 1e-14
+    wrong = checked(of(WrongResidual()), steps=2)
+    for check in wrong.checks:
+        assert check.finding is not None
+        assert (check.finding.step, check.finding.tensor, check.finding.node) == (0, "0.error.first.weight", 3)
 
 
 def handed_bytes(link: launch.Link, times: int) -> list[float]:
@@ -134,8 +276,8 @@ def handed_bytes(link: launch.Link, times: int) -> list[float]:
             self.handed_bytes += times * x.numel() * x.element_size()
 
     given = Run(FedAvgStrategy("sgd", H=1, lr=0.1), make_model("MLP"), data(), K, 2)
-    return [check.handed_bytes for exact in (True, False) for [rows] in [compare(given, [Counting()], exact=exact)]
-            for check in rows]  # fmt: skip
+    return [row.handed_bytes for exact in (True, False) for [check] in [compare(given, [Counting()], exact=exact)]
+            for row in check.rows]  # fmt: skip
 
 
 def test_bytes_that_the_ledger_does_not_mean_are_found() -> None:
@@ -193,7 +335,28 @@ def test_command_fails_where_a_strategy_does(monkeypatch: pytest.MonkeyPatch) ->
     assert cli.main(["verify", "--strategy", "wrong", "--steps", "1"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_processes": 0}, "num_processes=0 must be an integer >= 1"),
+        ({"num_processes": 1.0}, "num_processes=1.0 must be an integer >= 1"),
+        ({"steps": -1}, "steps=-1 must be an integer >= 1"),
+        ({"num_nodes": 0}, "num_nodes=0 must be an integer >= 1"),
+        ({"batch_size": 0}, "batch_size=0 must be an integer >= 1"),
+        ({"engine": "steam"}, "Allowed: 'auto', 'vmap'"),
+        ({"timeout_s": 0}, "timeout_s=0 must be a number"),
+    ],
+)
+def test_bad_numbers(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked(FedAvgStrategy("sgd"), **settings)
+
+
 def test_bad_settings() -> None:
+    with pytest.raises(TypeError, match="strategy is the class FedAvgStrategy"):
+        checked(FedAvgStrategy)
+    with pytest.raises(TypeError, match="model is of type str; give"):
+        verify(FedAvgStrategy("sgd"), "MLP", data())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"allowed: torch\.float64, torch\.float32"):
         checked(FedAvgStrategy("sgd"), dtype=torch.float16)
     with pytest.raises(ValueError, match="must divide"):

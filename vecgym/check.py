@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -102,6 +103,44 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
             return value.item() if isinstance(value, np.generic) else value
     names = {"(-inf, inf)": "a finite number", "(0, inf)": "a number > 0", "[0, inf)": "a number >= 0"}
     raise ValueError(f"{name}={value!r} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
+
+
+def per_node(
+    name: str, value: Any, within: str = "(-inf, inf)", what: str = "", num_nodes: int | None = None
+) -> float | Tensor:
+    """`value` if it is a number in an interval, or a tensor `[]` or `[K]` of such numbers: one for each node.
+
+    Args:
+        name: of the argument.
+        value: what was given. Of a tensor inside of a transform of `torch.func` only the shape is looked at.
+        within: the interval, as in `number`.
+        what: what the argument is, for the message.
+        num_nodes: K; None: not known yet.
+
+    Raises:
+        ValueError: otherwise.
+
+    >>> per_node("proximal_mu", 0.1, "[0, inf)"), per_node("proximal_mu", torch.tensor([0.1, 0.2]), num_nodes=2)
+    (0.1, tensor([0.1000, 0.2000]))
+    >>> per_node("max_norm", torch.ones(3), num_nodes=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: max_norm has shape [3] and the run num_nodes=2: give a number, or [2], one for each node.
+    """
+    if not isinstance(value, Tensor):
+        return number(name, value, within, what)
+    each = "K" if num_nodes is None else num_nodes
+    if value.dim() > 1 or value.numel() == 0 or (num_nodes is not None and value.numel() not in (1, num_nodes)):
+        run = "" if num_nodes is None else f" and the run num_nodes={num_nodes}"
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}{run}: give a number, or [{each}], one for each node{_about(what)}."
+        )
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the device meta, where tensors have no values: create it on the CPU.")
+    if num_nodes is None and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        for x in value.detach().flatten().tolist():
+            number(name, x, within, what)
+    return value
 
 
 def flag(name: str, value: Any) -> bool:

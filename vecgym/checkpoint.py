@@ -12,8 +12,10 @@ import contextlib
 import os
 import random
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from torch import Tensor, nn
 from vecgym import saved, tree
 from vecgym.data import Batches
 from vecgym.errors import warn
-from vecgym.files import remove_partial, write_atomically
-from vecgym.identity import arithmetic, check_learning_rates, differences, digest, identity, learning_rates
+from vecgym.files import is_regular, remove_partial, write_atomically
+from vecgym.fingerprint import checksum, described_data, digest
+from vecgym.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
 from vecgym.recorder import Recorder
 from vecgym.settings import FitOptions
 from vecgym.simulate import Simulation, State
@@ -34,6 +37,17 @@ from vecgym.strategy.per_rank import PerRankStrategy
 from vecgym.together import Together
 
 NAME = "step-{:09d}.pt"
+FORM: dict[str, Any] = {
+    **saved.FORM,
+    "identity": dict,
+    "arithmetic": dict,
+    "learning_rates": dict,
+    "state": {"optimizer": object, "strategy": object},
+    "ranks": object,
+    "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": (int, float)},
+    "recorder": {"examples": int, "seconds": (int, float)},
+    "random": list,
+}
 
 
 def check_checkpoints(save_dir: Any, checkpoint_interval: Any, resume: Any) -> Path | None:
@@ -55,9 +69,9 @@ def check_checkpoints(save_dir: Any, checkpoint_interval: Any, resume: Any) -> P
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, by steps; whole or not."""
-    paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
-    return sorted(paths, key=_step_of)
+    """The checkpoints in a folder, by steps; whole or not. What is no file, such as a pipe, is none."""
+    paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
+    return sorted((path for path in paths if is_regular(path)), key=_step_of)
 
 
 def _step_of(path: Path) -> int:
@@ -89,11 +103,12 @@ class Run:
         """Say what the run is given, before anything in it has changed."""
         batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], self.train.batch(0))
         digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(self.simulation.num_local)]
-        first_batch = digest(torch.tensor(self.together.joined(digests)))
+        data = {
+            "first batch of the training data": digest(torch.tensor(self.together.joined(digests))),
+            "training data": checksum(described_data(self.train.dataset, "data")),
+        }
         self.identity = identity(self.strategy, self.model, self.simulation, self.train, self.options)
-        self.arithmetic = arithmetic(
-            self.simulation, self.options, self.device, self.together.num_processes, first_batch
-        )
+        self.arithmetic = arithmetic(self.simulation, self.options, self.device, self.together.num_processes, data)
 
     def held(self, state: State) -> dict[str, Any] | None:
         """All of it, for a file; None in processes other than the first. All processes call it."""
@@ -121,10 +136,14 @@ class Run:
     def check(self, held: Mapping[str, Any], path: Path) -> None:
         """Raise a ValueError if the checkpoint is of another run; warn where the run will not have the same bits."""
         num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
-        found = differences(held["identity"], self.identity)
-        found = found or [
-            *filter(None, [check_learning_rates(held["learning_rates"], self.strategy, steps, num_nodes)])
-        ]
+        with saved.naming(path):
+            noted = dict(held["identity"])
+        check_noted(noted, path)
+        with saved.naming(path):
+            found = differences(noted, self.identity)
+            rates = check_learning_rates(held["learning_rates"], self.strategy, steps, num_nodes)
+            found = found or [*filter(None, [rates])]
+            changed = differences(held["arithmetic"], self.arithmetic)
         if found:
             raise ValueError(
                 f"{path} is of another run:\n  " + "\n  ".join(found) + "\n"
@@ -134,32 +153,41 @@ class Run:
             raise ValueError(
                 f"{path} has {held['step']} steps already, and max_steps={steps} are asked for: give more."
             )
-        found = differences(held["arithmetic"], self.arithmetic)
-        if found:
+        if changed:
             warn(
-                f"The run resumed from {path} will not have the bits of an uninterrupted one:\n  " + "\n  ".join(found)
+                f"The run resumed from {path} will not have the bits of an uninterrupted one:\n  "
+                + "\n  ".join(changed)
             )
 
-    def load(self, held: Mapping[str, Any]) -> State:
+    def load(self, held: Mapping[str, Any], template: State) -> State:
         """Go on from there: everything but the random generators, which are set last."""
-        template = self.simulation.init()
         models, own = held["models"], self.together.own
-        trained = {name: x for name, x in models["params"].items() if name in template.params}
-        for name, p in self.simulation.engine.frozen.items():
-            p.copy_(models["params"][name][0])
+        frozen = self.simulation.engine.frozen
+        given = {"params": {**template.params, **{name: p[None] for name, p in frozen.items()}},
+                 "buffers": template.buffers}  # fmt: skip
+        for kind, tensors in given.items():
+            _check_alike(models[kind], tensors, kind, self.simulation.comm.num_nodes)
+        trained = {name: models["params"][name] for name in template.params}
         values = saved.restored({"params": trained, "buffers": models["buffers"], **held["state"]})
         placed = _placed(own(values), vars(template), self.device)
+        _check_optimizer(placed["optimizer"], template.optimizer)
+        _check_random_states(self._random_states(held), self.device)
+        rows = saved.unpacked_rows(held["rows"])
+        self.recorder.ledger.load(held["ledger"])
         if isinstance(self.simulation.strategy, PerRankStrategy):
             self.simulation.strategy.load(saved.restored(held["ranks"]))
-        self.recorder.history.rows = saved.unpacked_rows(held["rows"])
-        self.recorder.ledger.load(held["ledger"])
+        for name, p in frozen.items():
+            p.copy_(models["params"][name][0])
+        self.recorder.history.rows = rows
         self.recorder.load(held["recorder"])
         return State(held["step"], **placed)
 
     def set_random_states(self, held: Mapping[str, Any]) -> None:
+        _set_random_states(self._random_states(held), self.device)
+
+    def _random_states(self, held: Mapping[str, Any]) -> dict[str, Any]:
         states, rank = held["random"], self.together.rank
-        mine = states[rank] if len(states) == self.together.num_processes else states[0]
-        _set_random_states(saved.restored(mine), self.device)
+        return saved.restored(states[rank] if len(states) == self.together.num_processes else states[0])
 
 
 class Checkpoints:
@@ -176,20 +204,46 @@ class Checkpoints:
         self.keep = options.keep_checkpoints
         self.together = run.together
         self.last: Path | None = None  # the newest from which this run can go on
+        self.run_id: str | None = None  # of what others keep of the run, such as wandb; one that goes on keeps it
         self._held: dict[str, Any] | None = None
-        if self.folder is None and options.resume is False:
-            return
-        run.describe()
-        path = self.together.first(lambda: self._found(options.resume))
-        if path is not None:
-            self._held = saved.read(path, mmap=self.together.num_processes > 1, check=False)
-            run.check(self._held, path)
-            self.last = path
-        self.together.first(lambda: self._make_folder(path))
 
     def resumed(self) -> State | None:
-        """The state to go on from; None: the run begins."""
-        return None if self._held is None else self.run.load(self._held)
+        """The state to go on from, of the newest checkpoint that is whole; None: the run begins."""
+        resume = self.run.options.resume
+        if self.folder is None and resume is False:
+            return None
+        self.run.describe()
+        state = None if resume is False else self._loaded()
+        self.together.first(lambda: self._make_folder(self.last))
+        self.run_id = self.together.first(self._run_id)
+        return state
+
+    def _run_id(self) -> str:
+        elsewhere = self.folder is not None and self.last is not None and self.last.parent != self.folder
+        held = "" if self._held is None or elsewhere else str(self._held["settings"].get("run_id"))
+        return held if re.fullmatch("[0-9a-f]{16}", held) else secrets.token_hex(8)
+
+    def _loaded(self) -> State | None:
+        template: State | None = None
+        passed: Path | None = None
+        while (path := self.together.first(partial(self._found, passed))) is not None:
+            held = saved.read(path, mmap=self.together.num_processes > 1, check=False)
+            state, wrong = None, ""
+            try:
+                self.run.check(held, path)
+                template = template or self.run.simulation.init()
+                with saved.naming(path):
+                    state = self.run.load(held, template)
+            except saved.Damaged as error:
+                wrong = str(error)
+            if not (wrongs := [*filter(None, self.together.each(wrong))]):
+                self._held, self.last = held, path
+                return state
+            if self._folder is None:
+                raise saved.Damaged(wrongs[0])
+            self.together.first(partial(_warn_passed, wrongs[0]))
+            passed = path
+        return None
 
     def begin(self) -> None:
         """Just before the first step."""
@@ -226,22 +280,30 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def _found(self, resume: bool | str | os.PathLike[str]) -> Path | None:
-        """The checkpoint to go on from, which can be read; None: there is none, and none was asked for by name."""
-        if resume is False:
-            return None
-        assert self.folder is not None or resume is not True
-        folder = self.folder if resume is True else Path(resume).absolute()
-        assert folder is not None
-        if resume is not True and not folder.is_dir():
-            saved.read(folder, mmap=True)
-            return folder
+    @property
+    def _folder(self) -> Path | None:
+        """Where checkpoints are looked for; None: one was asked for by name."""
+        resume = self.run.options.resume
+        folder = self.folder if isinstance(resume, bool) else Path(resume).absolute()
+        return folder if resume is True or (folder is not None and folder.is_dir()) else None
+
+    def _found(self, passed: Path | None) -> Path | None:
+        """The newest checkpoint, older than `passed`, that can be read; None: there was none in the folder."""
+        folder, resume = self._folder, self.run.options.resume
+        if folder is None:
+            assert not isinstance(resume, bool)
+            path = Path(resume).absolute()
+            saved.read(path, FORM, mmap=True)
+            return path
         there = checkpoints_in(folder)
         for path in reversed(there):
-            wrong = _damage(path)
-            if wrong is None:
+            if passed is not None and _step_of(path) >= _step_of(passed):
+                continue
+            try:
+                saved.read(path, FORM, mmap=True)
                 return path
-            warn(f"{wrong}. The next older checkpoint is taken, if there is one.")
+            except saved.Damaged as error:
+                _warn_passed(str(error))
         if there:
             raise ValueError(
                 f"none of the checkpoints in {folder} can be read. Give resume=False and another save_dir."
@@ -266,7 +328,7 @@ class Checkpoints:
                 "with those of this run. Fix: resume=True to go on from them, another save_dir, or remove them."
             )
         try:
-            remove_partial(self.folder, "step-*")
+            remove_partial(self.folder, "step*")
             with write_atomically(self.folder / "step.probe"):
                 pass
             (self.folder / "step.probe").unlink()
@@ -274,12 +336,30 @@ class Checkpoints:
             raise ValueError(f"save_dir={str(self.folder)!r} cannot be written to: {error}") from None
 
 
-def _damage(path: Path) -> str | None:
-    try:
-        saved.read(path, mmap=True)
-    except ValueError as error:
-        return str(error)
-    return None
+def _warn_passed(wrong: str) -> None:
+    warn(f"{wrong.rstrip('.')}. The next older checkpoint is taken, if there is one.")
+
+
+def _check_alike(held: Mapping[str, Any], given: Mapping[str, Tensor], kind: str, num_nodes: int) -> None:
+    """Raise an error unless there is a value of each name, for each node or for all of them."""
+    if held.keys() != given.keys():
+        raise ValueError(f"{kind} of {sorted(held)} in place of {sorted(given)}")
+    for name, x in given.items():
+        found = held[name]
+        alike = isinstance(found, Tensor) and (found.dtype, found.shape[1:]) == (x.dtype, x.shape[1:])
+        if not alike or found.dim() == 0 or len(found) not in (1, num_nodes):
+            raise ValueError(f"{kind} {name!r} is not {x.dtype} of shape [{num_nodes} or 1, *{list(x.shape[1:])}]")
+
+
+def _check_optimizer(placed: Any, template: Any, where: str = "the optimizer's state") -> None:
+    """Raise an error for a state that lacks what it has from the start."""
+    if isinstance(template, dict):
+        for name, x in template.items():
+            _check_optimizer(placed[name], x, f"{where}[{name!r}]")
+    elif isinstance(template, Tensor) and (
+        not isinstance(placed, Tensor) or placed.dim() != template.dim() or placed.shape[1:] != template.shape[1:]
+    ):
+        raise ValueError(f"{where} is not of shape {list(template.shape)}")
 
 
 def _placed(values: Any, template: Any, device: torch.device) -> Any:
@@ -306,6 +386,15 @@ def _random_states(device: torch.device) -> dict[str, Any]:
         "python": random.getstate(),
         device.type: own() if own is not None and device.type != "cpu" else None,
     }
+
+
+def _check_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Raise an error for what no generator can be set to."""
+    torch.Generator().set_state(states["torch"])
+    np.random.RandomState().set_state(states["numpy"])
+    random.Random().setstate(states["python"])
+    if device.type != "cpu" and states.get(device.type) is not None:
+        torch.Generator(device=device).set_state(states[device.type])
 
 
 def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:

@@ -25,6 +25,7 @@ Random numbers that a dataset or `collate_fn` draws from the global generators o
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import numbers
 import operator
@@ -139,13 +140,21 @@ class Batches:
         agree: Callable[[int], int] | None = None,
         name: str = "train_dataset",
     ):
+        self.dataset = dataset
         self.num_nodes = check.integer("num_nodes", num_nodes, 1)
         self.node_ids = _node_ids(node_ids, self.num_nodes)
         self.batch_size = check.integer("batch_size", batch_size, 1)
         self.seed = check.seed("seed", seed)
         self.shuffle = check.flag("shuffle", shuffle)
         self._source = _Source(
-            dataset, self.num_nodes, self.node_ids, train, self.seed, device, dataloader_kwargs, name
+            dataset,
+            self.num_nodes,
+            self.node_ids,
+            check.flag("train", train),
+            self.seed,
+            device,
+            dataloader_kwargs,
+            name,
         )
         lengths, shared = self._source.lengths, self._source.shared
         # examples of each node here, before padding
@@ -795,6 +804,13 @@ def check_dataset(dataset: Any, name: str) -> None:
     """
     if not _is_factory(dataset):
         _check_examples(dataset, name)
+        return
+    try:
+        inspect.signature(dataset).bind(0, 1, True)
+    except ValueError:  # of a class written in C, which does not say what it takes
+        pass
+    except TypeError as error:
+        raise TypeError(f"{name} is called as a factory (rank, num_nodes, train) -> Dataset: {error}") from None
 
 
 def _check_examples(dataset: Any, name: str) -> None:

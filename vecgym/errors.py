@@ -21,7 +21,7 @@ class VecgymWarning(UserWarning):
     """
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = VecgymWarning) -> None:
     """Warn, pointing at the line outside of vecgym that led here, however deep inside it was noticed.
 
     >>> with warnings.catch_warnings(record=True) as caught:
@@ -33,7 +33,7 @@ def warn(message: str) -> None:
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, VecgymWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 class DivergenceError(ArithmeticError):

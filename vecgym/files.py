@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 PARTIAL = ".partial"  # the end of the name of a file that is being written
 
@@ -34,11 +40,15 @@ def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator
     ('whole', 1)
     """
     target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
     text: dict[str, Any] = {} if "b" in mode else {"newline": "", "encoding": "utf-8"}
     try:
         with partial.open(mode.replace("w", "x"), **text) as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                _lock(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -51,10 +61,34 @@ def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator
 
 
 def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
-    """Remove what a program that was killed has left of files whose names match `pattern`."""
+    """Remove what a program that was killed has left of files whose names match `pattern`.
+
+    What a program is still writing has its lock, and stays; on Windows, where it has none, it cannot be removed.
+    """
     for path in Path(folder).glob(f".{pattern}{PARTIAL}"):
-        with contextlib.suppress(OSError):
+        if not is_regular(path):
+            continue
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            _lock(file.fileno())
             path.unlink()
+
+
+def is_regular(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a file with contents, no folder, pipe, socket or device: to open a pipe may wait forever.
+
+    >>> is_regular("/dev/null"), is_regular(__file__), is_regular("no such file")
+    (False, True, False)
+    """
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _lock(descriptor: int) -> None:
+    """Until the file is closed, also by the end of the program; an OSError if another has it."""
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from vecgym.held import reachable
 
+M = TypeVar("M", bound=nn.Module)
 OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -137,7 +138,7 @@ def computed(model: nn.Module) -> dict[int, Tensor]:
     return {id(x): x.detach().clone() for x in held if x.grad_fn is not None}
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied(model: M) -> M:
     """A deep copy that has the parameters' hooks, too, which torch's own leaves out.
 
     >>> model = nn.Linear(2, 1)

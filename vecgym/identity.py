@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
-import re
-import types
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vecgym import tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
+from vecgym.fingerprint import described, is_code
 from vecgym.settings import FitOptions
 from vecgym.simulate import Simulation
 from vecgym.strategy import Context, Strategy
 
+VERSION = 2  # of what is noted of a run; what was noted before says too little
 NOTHING = "nothing"
 SHOWN = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared
@@ -34,6 +31,7 @@ def identity(
     trained = simulation.engine.params
     parameters = {name: _form(p) + ("" if name in trained else ", not trained") for name, p in model.named_parameters()}
     return {
+        **noted(),
         "num_nodes": simulation.comm.num_nodes,
         **{name: getattr(options, name) for name in settings},
         **dict(described(strategy, "strategy")),
@@ -41,11 +39,27 @@ def identity(
         **{f"buffer {name}": _form(b) for name, b in model.named_buffers()},
         "examples of each node": str(list(simulation.num_examples or ())),
         "steps per epoch": train.steps_per_epoch,
+        **described(model, "model", weights=False),  # a checkpoint has their values
+        **described((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
 
 
+def noted() -> dict[str, Any]:
+    """What begins the description of a run: what it can be compared with."""
+    return {"description": VERSION, "python": "{}.{}".format(*sys.version_info)}
+
+
+def check_noted(saved: Mapping[str, Any], where: Any) -> None:
+    """Raise a ValueError unless what was noted of a saved run is enough to compare it."""
+    if saved.get("description") != VERSION:
+        raise ValueError(
+            f"{where} was written by another version of vecgym, which has noted other things of the run: whether it is "
+            "this one cannot be told. Give another path to begin anew, or that version of vecgym to go on."
+        )
+
+
 def arithmetic(
-    simulation: Simulation, options: FitOptions, device: torch.device, num_processes: int, first_batch: str
+    simulation: Simulation, options: FitOptions, device: torch.device, num_processes: int, data: Mapping[str, str]
 ) -> dict[str, Any]:
     """What may differ, but then the last bits do, or more: name -> plain value."""
     plan = simulation.engine.plan
@@ -58,7 +72,8 @@ def arithmetic(
         "exact": options.exact,
         **({} if options.exact else {"num_processes": num_processes}),
         "torch": str(torch.__version__),
-        "first batch of the training data": first_batch,
+        "Python, so that the code of functions is not compared": noted()["python"],
+        **data,
     }
 
 
@@ -69,10 +84,22 @@ def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]
     ['strategy.H: saved 3, given 5']
     """
     names = [*saved, *(name for name in given if name not in saved)]
-    pairs = [(name, saved.get(name, NOTHING), given.get(name, NOTHING)) for name in names]
-    found = [f"{name}: saved {a}, given {b}" for name, a, b in pairs if not _same(a, b)]
+    pairs = [(name, saved.get(name, NOTHING), given.get(name, NOTHING)) for name in names if name != "python"]
+    if saved.get("python") != given.get("python"):  # whose code differs
+        pairs = [(name, a, b) for name, a, b in pairs if not (is_code(a) or is_code(b))]
+    found = [difference(name, a, b) for name, a, b in pairs if not _same(a, b)]
     more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
     return found[:SHOWN] + more
+
+
+def difference(name: str, saved: Any, given: Any) -> str:
+    """What differs, in words.
+
+    >>> difference("strategy.H", 3, 5), difference("model.forward()", "code 0a", "code 0b")
+    ('strategy.H: saved 3, given 5', 'model.forward(): other code')
+    """
+    both = is_code(saved) and is_code(given)
+    return f"{name}: other code" if both else f"{name}: saved {saved}, given {given}"
 
 
 def learning_rates(strategy: Strategy, max_steps: int, num_nodes: int) -> dict[int, list[float]]:
@@ -108,89 +135,8 @@ def _short(values: list[float]) -> str:
     return f"{values[0]:.6g}" if len(values) == 1 else str([float(f"{x:.6g}") for x in values[:SHOWN]])
 
 
-def described(x: Any, name: str, seen: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Everything that an object holds, as (name, plain value), but for attributes that begin with "_".
-
-    >>> class Spec:
-    ...     def __init__(self):
-    ...         self.H, self.lr = 3, [0.1, None]
-    >>> list(described(Spec(), "spec"))
-    [('spec', 'Spec'), ('spec.H', 3), ('spec.lr', 'list of 2'), ('spec.lr[0]', 0.1), ('spec.lr[1]', None)]
-    """
-    if x is None or type(x) in (bool, int, float, str):
-        yield name, x
-    elif id(x) in seen:
-        yield name, "see above"
-    else:
-        seen = (*seen, id(x))
-        yield name, _kind(x)
-        for part, value in _parts(x):
-            yield from described(value, name + part, seen)
-
-
-def _parts(x: Any) -> list[tuple[str, Any]]:
-    if isinstance(x, (Tensor, np.ndarray, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)):
-        return []
-    if isinstance(x, dict):
-        return [(f"[{key!r}]", value) for key, value in x.items()]
-    if isinstance(x, (list, tuple)):
-        return [(f"[{i}]", value) for i, value in enumerate(x)]
-    if isinstance(x, functools.partial):
-        return _numbers({"func": x.func, **dict(enumerate(x.args)), **x.keywords})
-    if isinstance(x, types.MethodType):
-        return []
-    if isinstance(x, types.FunctionType):
-        held: dict[Any, Any] = {**dict(enumerate(x.__defaults__ or ())), **(x.__kwdefaults__ or {})}
-        held |= {name: _closed_over(cell) for name, cell in zip(x.__code__.co_freevars, x.__closure__ or ())}
-        return _numbers(held)
-    public = {key: value for key, value in getattr(x, "__dict__", {}).items() if not key.startswith("_")}
-    return [(f".{key}", value) for key, value in public.items()]
-
-
-def _numbers(held: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Of what a function holds, what is simple: it may close over a whole script's settings."""
-    simple = (bool, int, float, str, Tensor, types.FunctionType)
-    return [(f".{name}", value) for name, value in held.items() if isinstance(value, simple)]
-
-
-def _closed_over(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return None
-
-
-def _kind(x: Any) -> str:
-    """What an object is, by its class or contents, in a few words."""
-    if isinstance(x, Tensor):
-        return f"{x.item()}, {_form(x)}" if x.numel() == 1 else f"{_form(x)} with checksum {digest(x)}"
-    if isinstance(x, np.ndarray):
-        return _kind(torch.from_numpy(np.ascontiguousarray(x))) if x.dtype.kind in "biuf" else _words(x)
-    if isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType)):
-        return x.__qualname__
-    if isinstance(x, (dict, list, tuple)):
-        return f"{type(x).__name__} of {len(x)}"
-    return type(x).__name__ if hasattr(x, "__dict__") else _words(x)
-
-
 def _form(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-
-
-def _words(x: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
-
-
-def digest(values: Any) -> str:
-    """A checksum of all tensors in nested dicts, lists and tuples.
-
-    >>> digest(torch.ones(2)) == digest([torch.ones(2)]), digest(torch.ones(2)) == digest(torch.zeros(2))
-    (True, False)
-    """
-    found = hashlib.blake2b(digest_size=7)
-    for x in tree.leaves(values):
-        found.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def _same(a: Any, b: Any) -> bool:

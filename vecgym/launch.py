@@ -14,6 +14,7 @@ lambdas and local functions cannot be given, and a script must keep what it does
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import multiprocessing
@@ -74,7 +75,7 @@ class Link:
     [None]
     """
 
-    def __init__(self, rank: int, num_processes: int, pipe: Any, progress: Any) -> None:
+    def __init__(self, rank: int, num_processes: int, pipe: Any, progress: _Progress) -> None:
         self.rank = rank
         self.num_processes = num_processes
         self._pipe = pipe
@@ -91,8 +92,12 @@ class Link:
     def watch(self, inside: bool) -> None:
         """Say that this process gets on, and whether it now waits for others."""
         self.inside = inside
-        self._progress[2 * self.rank] += 1
-        self._progress[2 * self.rank + 1] = int(inside)
+        self._progress.counts[2 * self.rank] += 1
+        self._progress.counts[2 * self.rank + 1] = int(inside)
+
+    def announce(self, text: str) -> None:
+        """Say what this process is about to do together with others, for the error if it comes to one."""
+        self._progress.say(self.rank, text)
 
     def _put(self, kind: str, value: Any) -> None:
         with self._lock:  # warnings may come from other threads
@@ -106,6 +111,37 @@ def watch(inside: bool) -> None:
     """`Link.watch` of this process; nothing where `run` has not started it."""
     if _link is not None:
         _link.watch(inside)
+
+
+def announce(text: str) -> None:
+    """`Link.announce` of this process; nothing where `run` has not started it."""
+    if _link is not None:
+        _link.announce(text)
+
+
+class _Progress:
+    """What the processes say of themselves, in memory that they share with the one that has started them."""
+
+    LENGTH = 200  # bytes of a text
+
+    def __init__(self, context: Any, num_processes: int) -> None:
+        self.num_processes = num_processes
+        self.counts = context.RawArray("q", 2 * num_processes)  # how often each got on; whether it waits for others
+        self._texts = context.RawArray(ctypes.c_char, self.LENGTH * num_processes)
+
+    def say(self, rank: int, text: str) -> None:
+        self._texts[self._at(rank)] = text.encode()[: self.LENGTH].ljust(self.LENGTH, b"\0")
+
+    def said(self) -> str:
+        """Who was about to do what, where that differs between the processes; else ""."""
+        found = [self._texts[self._at(rank)].rstrip(b"\0") for rank in range(self.num_processes)]
+        if len(set(found)) == 1:
+            return ""
+        each = [f"process {rank}: {text.decode(errors='ignore') or 'nothing yet'}" for rank, text in enumerate(found)]
+        return f". The last exchange of {'; of '.join(each)}"
+
+    def _at(self, rank: int) -> slice:
+        return slice(rank * self.LENGTH, (rank + 1) * self.LENGTH)
 
 
 # ---------------------------------------------------------------------------------------------- the parent's side
@@ -155,7 +191,7 @@ def run(
     if method == "spawn":
         check_importable(function, *args)
     with tempfile.TemporaryDirectory(prefix="vecgym-") as folder, contextlib.ExitStack() as stack:
-        progress = context.RawArray("q", 2 * num_processes)
+        progress = _Progress(context, num_processes)
         pipes: list[Any] = []
         processes: list[Any] = []
         stack.callback(_end, processes, pipes)
@@ -231,7 +267,7 @@ class _Watch:
         self,
         processes: list[Any],
         pipes: list[Any],
-        progress: Any,
+        progress: _Progress,
         folder: str,
         labels: Labels,
         on_message: Callable[[int, Any], None],
@@ -252,12 +288,12 @@ class _Watch:
     def wait(self) -> list[Any]:
         idle = _Clock()
         failing: _Clock | None = None  # since a first failure
-        seen = list(self.progress)
+        seen = list(self.progress.counts)
         with _interrupts() as interrupts:
             told = 0
             while len(self.results) < len(self.processes):
-                if self._receive() or list(self.progress) != seen:
-                    seen, idle = list(self.progress), _Clock()
+                if self._receive() or list(self.progress.counts) != seen:
+                    seen, idle = list(self.progress.counts), _Clock()
                 if len(interrupts) > 1:
                     raise KeyboardInterrupt
                 if len(interrupts) > told:
@@ -315,7 +351,7 @@ class _Watch:
             f"was killed by signal {signal.Signals(-code).name}" if (code or 0) < 0 else f"ended with exit code {code}"
         )
         hint = ""
-        if self.method == "spawn" and self.progress[2 * rank] == 0:
+        if self.method == "spawn" and self.progress.counts[2 * rank] == 0:
             hint = (
                 " before it began. What it has printed says why; often a script that does not keep what it does under "
                 'if __name__ == "__main__":, or a definition that cannot be imported.'
@@ -337,13 +373,15 @@ class _Watch:
         if first.kind in ("ValueError", "TypeError") and not first.began:
             return {"ValueError": ValueError, "TypeError": TypeError}[first.kind](first.message)
         text = f"{first.kind}: {first.message}" if first.kind else first.message
+        if first.inside or not first.kind:  # perhaps since the processes did not call the same
+            text += self.progress.said()
         return ProcessError(first.rank, self.labels(first.rank), text, first.text)
 
     def _hanging(self) -> ProcessError:
         """The process that others wait for: the one that waits for nobody, or that has got least far."""
         alive = list(self.pipes)
-        outside = [rank for rank in alive if not self.progress[2 * rank + 1]]
-        rank = min(outside or alive, key=lambda r: self.progress[2 * r])
+        outside = [rank for rank in alive if not self.progress.counts[2 * rank + 1]]
+        rank = min(outside or alive, key=lambda r: self.progress.counts[2 * r])
         trace = ""
         process = self.processes[rank]
         if hasattr(signal, "SIGUSR1") and process.pid is not None:
@@ -352,7 +390,7 @@ class _Watch:
                 time.sleep(0.5)
             file = Path(self.folder, f"trace-{rank}")
             trace = file.read_text() if file.exists() else ""
-        text = f"hangs: it got nowhere for {self.timeout_s:g} s (timeout_s)"
+        text = f"hangs: it got nowhere for {self.timeout_s:g} s (timeout_s){self.progress.said()}"
         return ProcessError(rank, self.labels(rank), text, trace)
 
 
@@ -401,7 +439,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _main(
-    rank: int, settings: _Settings, pipe: Any, progress: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, settings: _Settings, pipe: Any, progress: _Progress, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """The life of a process."""
     global _link
@@ -465,7 +503,7 @@ def _process_group(link: Link, settings: _Settings) -> Iterator[None]:
         rank=link.rank,
         world_size=settings.num_processes,
         # Later than the parent, which knows who is to blame.
-        timeout=datetime.timedelta(seconds=settings.timeout_s + 60),
+        timeout=datetime.timedelta(seconds=min(settings.timeout_s, 1e9) + 60),  # which must be finite
     )
     try:
         yield
@@ -573,6 +611,8 @@ def unpacked(value: Any) -> Any:
     {'a': tensor([1.5000, 2.0000], dtype=torch.bfloat16), 'b': (3, 'text')}
     """
     if isinstance(value, _Packed):
+        if not value.data.size:  # no view of another type is taken of nothing
+            return torch.empty(value.shape, dtype=value.dtype)
         # A copy: what came through the pipe cannot be written to.
         return torch.from_numpy(value.data.copy()).view(value.dtype).view(value.shape)
     if isinstance(value, dict):

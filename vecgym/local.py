@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,8 @@ from vecgym.folding import Folding, Observer, TwiceDifferentiable, plain
 from vecgym.tree import Tree
 
 T = TypeVar("T")
-ENGINES = ("auto", "vmap", "loop", "fastest")
+EngineName = Literal["auto", "vmap", "loop", "fastest"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
 
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
 # the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
@@ -334,7 +335,7 @@ class Engine:
             self._train.append(_Skeleton(self.model, training=True))
         if count > 1:
             own = torch.get_num_threads()
-            self._pool = ThreadPoolExecutor(count, "vecgym-node", initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(count, "vecgym-node", initializer=_take_one_thread)
             list(self._pool.map(time.sleep, [0.01] * count))  # start every thread now
             torch.set_num_threads(own)  # set_num_threads in a thread changes the default for later threads too
 
@@ -885,6 +886,12 @@ def _outside_transforms(fn: Callable[[], T]) -> T:
         return fn()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(fn).result()
+
+
+def _take_one_thread() -> None:
+    """Let the operations of this thread use it alone: the nodes are spread over threads, not their operations."""
+    torch.get_num_threads()  # a thread's first question sets its number, which would undo what was set before
+    torch.set_num_threads(1)
 
 
 def _stacked(trees: Sequence[Tree]) -> Tree:

@@ -8,7 +8,7 @@ import json
 import netrc
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from vecgym import check
 from vecgym.metrics import PER_NODE, SCALARS, History
 
-WANDB_MODES = ("online", "offline", "disabled")
+WandbMode = Literal["online", "offline", "disabled"]
 
 
 class Logger:
@@ -175,7 +175,8 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
 class WandbLogger(Logger):
     """Write a run of Weights & Biases: the settings as its config, the rows as its history.
 
-    A training that is resumed from a checkpoint begins another run of wandb's, with the rows from there on.
+    A training that goes on from a checkpoint goes on in its run of wandb's, whose id is a setting, "run_id", of runs
+    that have a `save_dir`. Offline it writes all rows once more, under the same id: what is uploaded is whole.
 
     Names are those of the columns; of columns with one number a node the lowest and the highest, `train_losses/min`
     and `train_losses/max`.
@@ -208,7 +209,7 @@ class WandbLogger(Logger):
         *,
         name: str | None = None,
         entity: str | None = None,
-        mode: str | None = None,
+        mode: WandbMode | None = None,
         directory: str | os.PathLike[str] | None = None,
         per_node: bool = False,
     ) -> None:
@@ -217,7 +218,7 @@ class WandbLogger(Logger):
                 f"experiment_name={experiment_name!r} and name={name!r} are two names for the run's name: give one."
             )
         if mode is not None:
-            check.choice("mode", mode, WANDB_MODES, "or None")
+            check.choice("mode", mode, get_args(WandbMode), "or None")
         self._wandb = _optional("wandb", "init", "WandbLogger")
         self.project = project
         self.name = experiment_name if name is None else name
@@ -226,24 +227,35 @@ class WandbLogger(Logger):
         self.directory = None if directory is None else Path(directory)
         self.per_node = check.flag("per_node", per_node)
         self.run: Any = None
+        self._next = 0  # steps below were logged before the run was taken up again
 
     def start(self, settings: dict[str, Any]) -> None:
-        self.finish()
-        if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        self.run = self._wandb.init(
-            project=self.project, name=self.name, entity=self.entity, mode=self.mode or _default_wandb_mode(),
-            dir=None if self.directory is None else str(self.directory),
-            config=json.loads(json.dumps(settings, default=str)), reinit="create_new",
-        )  # fmt: skip
+        self._begin(settings)
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """In a run of its own that holds all rows: an offline run cannot be taken up again."""
-        self.start(settings)
+        """What wandb has of the run already stays; the rest of the rows follow."""
+        self._begin(settings, resume="allow", allow_val_change=True)
+        self._next = self.run.step if self.run.resumed else 0
         for row in rows:
             self.log(row)
 
+    def _begin(self, settings: dict[str, Any], **how: Any) -> None:
+        self.finish()
+        self._next = 0
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        mode = self.mode or _default_wandb_mode()
+        if mode == "offline":
+            how.pop("resume", None)  # wandb would say that it has no effect there
+        self.run = self._wandb.init(
+            project=self.project, name=self.name, entity=self.entity, mode=mode, id=settings.get("run_id"),
+            dir=None if self.directory is None else str(self.directory),
+            config=json.loads(json.dumps(settings, default=str)), reinit="create_new", **how,
+        )  # fmt: skip
+
     def log(self, row: dict[str, Any]) -> None:
+        if row["step"] < self._next:
+            return
         self.run.log(_flat(row, self.per_node), step=row["step"])
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.contract import check_model
 from vecgym.data import Batches
 from vecgym.ledger import readable_bytes
-from vecgym.local import Engine, Plan, check_settings, choose_plan
+from vecgym.local import Engine, EngineName, Plan, check_settings, choose_plan
 from vecgym.settings import check_strategy, checked
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import is_per_rank
@@ -104,7 +104,7 @@ def estimate_memory(
     *,
     minibatch_size: int | None = None,
     chunk_size: int | None = None,
-    engine: str = "auto",
+    engine: EngineName = "auto",
     autocast: bool = False,
     max_steps: int = 1000,
     device: torch.device | str = "cpu",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
+from vecgym.errors import warn
 from vecgym.files import write_atomically
+from vecgym.rows import counted, data_frame
 
 # Columns with one number a row, and what they are. Loggers write these, and for each metric that a model offers (see
 # `vecgym.evaluate.evaluate`) `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
@@ -20,8 +22,9 @@ SCALARS = {
     "train_loss": "mean over the nodes of the loss on their batches, before the step's update",
     "lr": "inner learning rate of the step; where nodes differ, their mean",
     "outer_lr": "learning rate of the outer or server optimizer, where the strategy has one",
-    "bytes": "bytes sent per node in the step",
-    "total_bytes": "bytes sent per node since the start",
+    "bytes_step": "bytes sent per node in this step alone, whatever the interval of a logger",
+    "bytes_total": "bytes sent per node since the start",
+    "bytes_received_total": "bytes received per node since the start",
     "val_loss": "validation loss of the average of the nodes",
     "val_loss_local": "mean over the nodes of each node's validation loss",
     "consensus_distance": "root mean square distance of the nodes' parameters to their average, after the step",
@@ -30,17 +33,55 @@ SCALARS = {
     "seconds": "since the start of the first step",
     "steps_per_s": "steps per second since the row before",
     "examples_per_s": "examples per second of all nodes together, since the row before",
-    "bytes_per_s": "implied bandwidth: `bytes` / seconds of the step, as simulated here: what each node would have to "
-    "send at to keep pace with this run, if it sent during the whole step",
+    "bytes_per_s": "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: what each node would "
+    "have to send at to keep pace with this run, if it sent during the whole step",
     "memory_bytes": "the most memory of the process up to an evaluation: resident, or on CUDA allocated",
 }
 # Those that belong to the machine and the moment: they differ between two runs that are otherwise the same.
 MEASURED = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "memory_bytes")
+RENAMED = {"bytes": "bytes_step", "total_bytes": "bytes_total"}  # old name -> new name
+# What is counted before the first step.
+START = {
+    "step": 0, "epoch": 0.0, "examples": 0, "bytes_step": 0.0, "bytes_total": 0.0, "bytes_received_total": 0.0,
+    "seconds": 0.0,
+}  # fmt: skip
 # Columns with one number a node, [K].
 PER_NODE = {
     "train_losses": "each node's training loss; nan where it did not train",
     "val_losses": "each node's validation loss",
 }
+
+
+def present_name(column: str, renamed: Mapping[str, str] = RENAMED) -> str:
+    """Return the name of a column; warn where it is an old one.
+
+    >>> present_name("bytes_total")
+    'bytes_total'
+    """
+    if column not in renamed:
+        return column
+    warn(f"the column {column!r} is now called {renamed[column]!r}", DeprecationWarning)
+    return renamed[column]
+
+
+class Row(dict[str, Any]):
+    """One row of a history: column -> value. Old names of columns still work, with a warning.
+
+    >>> row = Row(step=1, bytes_total=400.0)
+    >>> row["bytes_total"], row.get("val_loss")
+    (400.0, None)
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = RENAMED
+
+    def __missing__(self, column: str) -> Any:
+        if column not in self.renamed:
+            raise KeyError(column)
+        return self[present_name(column, self.renamed)]
+
+    def get(self, column: str, default: Any = None) -> Any:
+        """The value of `column`; `default` if there is none."""
+        return super().get(present_name(column, self.renamed), default)
 
 
 class History:
@@ -60,8 +101,8 @@ class History:
         self.rows: list[dict[str, Any]] = []
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one row."""
-        self.rows.append(row)
+        """Add one row. Old names of columns, from a file of an earlier version say, become the present ones."""
+        self.rows.append(Row({RENAMED.get(name, name): value for name, value in row.items()}))
 
     @property
     def columns(self) -> list[str]:
@@ -78,19 +119,18 @@ class History:
 
     def __getitem__(self, column: str) -> list[Any]:
         """One entry per row; None where the row does not have it."""
-        self._check(column)
+        column = self._known(column)
         return [row.get(column) for row in self.rows]
 
     def series(self, column: str, x: str = "step") -> tuple[list[Any], list[Any]]:
         """The entries of a column that are there, and their `x`: ready to plot."""
-        self._check(column)
-        self._check(x)
+        column, x = self._known(column), self._known(x)
         there = [row for row in self.rows if row.get(column) is not None and row.get(x) is not None]
         return [row[x] for row in there], [row[column] for row in there]
 
     def last(self, column: str) -> Any:
         """The last entry of a column; None if there is none."""
-        self._check(column)
+        column = self._known(column)
         for row in reversed(self.rows):
             if row.get(column) is not None:
                 return row[column]
@@ -113,6 +153,14 @@ class History:
             writer.writeheader()
             writer.writerows(self.rows)
 
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`; one with a number a node becomes a column for each: "train_losses[0]".
+
+        Raises:
+            ImportError: where pandas is not installed.
+        """
+        return data_frame([{name: x for column in row.items() for name, x in _numbers(*column)} for row in self.rows])
+
     def node_array(self, column: str = "train_losses") -> np.ndarray:
         """A per-node column as an array `[rows that have it, K]`.
 
@@ -128,9 +176,12 @@ class History:
             raise KeyError(f"{column!r} was not recorded; val_losses need a val_dataset, others a step of training.")
         return np.stack(rows)
 
-    def _check(self, column: str) -> None:
+    def _known(self, column: str) -> str:
+        """The present name of a column that there is."""
+        column = present_name(column)
         if column not in SCALARS and column not in PER_NODE and column not in self.columns:
             raise KeyError(f"{column!r} is not a column; there are {', '.join(self.columns)}.")
+        return column
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -139,4 +190,10 @@ class History:
         return iter(self.rows)
 
     def __repr__(self) -> str:
-        return f"History({len(self.rows)} rows: {', '.join(self.columns)})"
+        return f"History({counted(len(self.rows), 'row')}: {', '.join(self.columns)})"
+
+
+def _numbers(column: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, (np.ndarray, list, tuple)):
+        return [(f"{column}[{node}]", x) for node, x in enumerate(value)]
+    return [(column, value)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import check
-from vecgym.local import Engine
+from vecgym.local import Engine, EngineName
 from vecgym.rollout import Outcome, as_steps, prepared, rollout
 from vecgym.strategy import Strategy
 from vecgym.topology import check_doubly_stochastic
@@ -97,7 +97,7 @@ def optimize_schedule(
     params: Tree | None = None,
     seed: int = 42,
     num_examples: tuple[int, ...] | None = None,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
 ) -> OptimizedSchedule:
     """When to exchange, or with what weights, so that the loss of the outcome is lowest at a number of bytes.
 
@@ -139,12 +139,15 @@ def optimize_schedule(
     >>> found.uniform.tolist(), found.schedule.sum().item(), found.gain >= 0
     ([0.0, 0.0, 0.0, 1.0], 1.0, True)
     """
-    if isinstance(strategy, Strategy) or not callable(strategy):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {check.kind_of(model)}; give an nn.Module object.")
+    if isinstance(strategy, (Strategy, type)) or not callable(strategy):
         raise TypeError(
             f"strategy is {check.kind_of(strategy)}; give a function of the weights, such as "
             "lambda w: DiLoCoStrategy(sync_weight=w)."
         )
     num_nodes, iterations = check.integer("num_nodes", num_nodes), check.integer("iterations", iterations)
+    seed = check.seed("seed", seed)
     if budget_bytes is not None:
         check.number("budget_bytes", budget_bytes, "(0, inf)", "per node in the whole run")
     if held_out is not None and not (isinstance(held_out, (tuple, list)) and len(held_out) == 2):
@@ -198,6 +201,11 @@ class _Problem:
         z = z.detach().requires_grad_()
         with torch.enable_grad():
             loss = self.run(weights(z), self.data, self.segments).loss
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the outcome does not depend on the weights that strategy is given: it must use them, as in "
+                    "lambda w: DiLoCoStrategy(sync_weight=w)."
+                )
             return float(loss.detach()), torch.autograd.grad(loss, z)[0]
 
     def descend(

@@ -18,20 +18,23 @@ from vecgym.data import Batches
 from vecgym.errors import DivergenceError, VecgymWarning
 from vecgym.ledger import Ledger, readable_bytes
 from vecgym.logger import Logger
-from vecgym.metrics import History
+from vecgym.metrics import START, History, Row
+from vecgym.settings import OnDivergence
 from vecgym.simulate import Metrics, State
 
 
 class Recorder:
     """Turns steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
 
-    def __init__(self, history: History, ledger: Ledger, data: Batches, on_divergence: str, loggers: Loggers) -> None:
+    def __init__(
+        self, history: History, ledger: Ledger, data: Batches, on_divergence: OnDivergence, loggers: Loggers
+    ) -> None:
         self.history = history
         self.ledger = ledger
         self.data = data
         self.on_divergence = on_divergence
         self.loggers = loggers
-        self._row: dict[str, Any] | None = None
+        self._row: Row | None = None
         self._examples = 0
         self._seconds = 0.0  # before this program took the run over
         self._bar: tqdm | None = None
@@ -60,33 +63,36 @@ class Recorder:
         in_epoch = (state.step - 1) % self.data.steps_per_epoch
         size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
         self._examples += size * len(here)
-        mean = float(here.mean(dtype=np.float64))
+        mean = float(here.mean(dtype=np.float64)) if len(here) else math.nan  # nobody has trained
         seconds = max(now - self._last, 1e-9)
-        self._row = {
-            "step": state.step,
-            "epoch": state.step / self.data.steps_per_epoch,
-            "examples": self._examples,
-            "train_loss": mean,
-            "train_losses": losses,
-            "lr": _mean(metrics.lr),
-            "bytes": self.ledger.step_bytes,
-            "total_bytes": self.ledger.total_bytes,
-            "seconds": now - self._start,
-            "steps_per_s": 1 / seconds,
-            "examples_per_s": size * len(here) / seconds,
-            "bytes_per_s": self.ledger.step_bytes / seconds,
-        }
+        self._row = Row(
+            {
+                "step": state.step,
+                "epoch": state.step / self.data.steps_per_epoch,
+                "examples": self._examples,
+                "train_loss": mean,
+                "train_losses": losses,
+                "lr": _mean(metrics.lr),
+                "bytes_step": self.ledger.step_bytes,
+                "bytes_total": self.ledger.total_bytes,
+                "bytes_received_total": self.ledger.total_received_bytes,
+                "seconds": now - self._start,
+                "steps_per_s": 1 / seconds,
+                "examples_per_s": size * len(here) / seconds,
+                "bytes_per_s": self.ledger.step_bytes / seconds,
+            }
+        )
         if metrics.outer_lr is not None:
             self._row["outer_lr"] = _mean(metrics.outer_lr)
         self._last = now
         self._show(mean)
-        if not math.isfinite(mean):
+        if len(here) and not math.isfinite(mean):
             self._diverged(state.step - 1, losses, metrics.active)
 
     def add(self, **values: Any) -> None:
         """Add columns to the present row; before the first step, to a row of its own."""
         if self._row is None:
-            self._row = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
+            self._row = Row(START)
         self._row.update(values)
 
     @property

@@ -8,7 +8,7 @@ follows that gradient.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from vecgym import check, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.folding import Readable
 from vecgym.held import reachable, replaced
-from vecgym.local import Engine
+from vecgym.local import Engine, EngineName
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.simulate import Simulation, State
@@ -73,7 +73,7 @@ def rollout(
     params: Tree | None = None,
     seed: int = 42,
     num_examples: tuple[int, ...] | None = None,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
 ) -> Outcome:
     """Train for T steps as `Trainer.fit` does, and return what can be differentiated.
 
@@ -158,7 +158,7 @@ def rollout_jvp(
     *,
     num_nodes: int,
     eval_batch: Any,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
     **settings: Any,
 ) -> tuple[Outcome, Outcome]:
     """A rollout and its derivative in one direction, in forward mode: no memory grows with the number of steps.
@@ -376,7 +376,7 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
+def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engine:
     """An engine that has looked at the model.
 
     >>> class Line(nn.Module):
@@ -410,8 +410,10 @@ def as_steps(batches: Any, num_nodes: int) -> list[Any]:
                 "have the same, T, as [T, K, B, ...]. A list is a sequence of T batches."
             )
         steps = [tree.map_leaves(lambda x: x[t], batches) for t in range(lengths.pop())]  # noqa: B023
-    else:
+    elif isinstance(batches, Iterable):
         steps = list(batches)
+    else:
+        raise TypeError(f"batches is {check.kind_of(batches)}; give a list of T batches [K, B, ...].")
     if not steps or not all(any(True for _ in tree.leaves(step)) for step in steps):
         raise ValueError("batches holds no batch, or one without a tensor: give a list of T batches [K, B, ...].")
     for t, step in enumerate(steps):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import nodes
-from vecgym.files import write_atomically
-from vecgym.metrics import History
+from vecgym.check import kind_of
+from vecgym.files import is_regular, write_atomically
+from vecgym.metrics import History, Row
+from vecgym.rows import counted
 from vecgym.tree import Tree
 
 FORMAT = "vecgym"
 VERSION = 1  # of what is in a file; a reader refuses later ones
+FORM: dict[str, Any] = {  # of what `load` reads
+    "step": int,
+    "num_nodes": int,
+    "settings": dict,
+    "rows": {"length": int, "columns": dict},
+    "models": {"params": dict, "buffers": dict, "keys": dict, "extra": dict},
+}
+
+
+class Damaged(ValueError):
+    """A file that is damaged, or not what vecgym has written; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +78,19 @@ class Saved:
         values = {**self.params, **self.buffers}
         return self._state_dict({name: x[node if len(x) > 1 else 0].clone() for name, x in values.items()})
 
+    def _check(self) -> None:
+        """Raise an error unless averages and nodes can be made of it."""
+        values = {**self.params, **self.buffers}
+        for name, x in values.items():
+            if not isinstance(x, Tensor) or x.dim() == 0 or len(x) not in (1, self.num_nodes):
+                raise TypeError(f"{name} is no tensor with a row for each of {self.num_nodes} nodes, or one for all")
+        self._state_dict(values)
+
     def _state_dict(self, values: Tree) -> dict[str, Any]:
         return {**{key: values[name] for key, name in self.keys.items()}, **self.extra}
 
     def __repr__(self) -> str:
-        return f"Saved({self.num_nodes} nodes after step {self.step}, {len(self.history)} rows)"
+        return f"Saved({counted(self.num_nodes, 'node')} after step {self.step}, {counted(len(self.history), 'row')})"
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
@@ -97,10 +119,14 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> saved.step, saved.num_nodes, saved.history["step"]
     (2, 2, [1, 2])
     """
-    held = read(path)
-    history = History(held["settings"])
-    history.rows = unpacked_rows(held["rows"])
-    return Saved(held["step"], held["num_nodes"], history, held["settings"], **held["models"])
+    held = read(path, FORM)
+    with naming(path):
+        history = History(held["settings"])
+        history.rows = unpacked_rows(held["rows"])
+        models = {name: held["models"][name] for name in FORM["models"]}
+        found = Saved(held["step"], held["num_nodes"], history, held["settings"], **models)
+        found._check()
+    return found
 
 
 def record(
@@ -143,36 +169,74 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
             raise cause or error from None
 
 
-def read(path: str | os.PathLike[str], *, mmap: bool = False, check: bool = True) -> dict[str, Any]:
+def read(
+    path: str | os.PathLike[str], form: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
+) -> dict[str, Any]:
     """What `write` has written, on the CPU.
 
     Args:
+        form: what it must have: names -> types, or forms of dicts.
         mmap: tensors are read when they are used.
         check: read all of the file, to see whether it is whole.
 
     Raises:
         FileNotFoundError: where there is no such file.
-        ValueError: for a damaged file, a foreign one, or one of a later version, naming it.
+        Damaged: for a damaged file, a foreign one, or one of a later version, naming it.
     """
     path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}.")
+    if not is_regular(path):
+        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device.")
     try:
         with zipfile.ZipFile(path) as parts:
             damaged = parts.testzip() if check else None
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {path}.") from None
     except Exception as error:  # damage shows in many ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path} is damaged, or no file of vecgym's: {reason}") from error
+        raise Damaged(f"{path} is damaged, or no file of vecgym's: {reason}") from error
     if not isinstance(held, dict) or held.get("format") != FORMAT:
-        raise ValueError(f"{path} is no file of vecgym's, though torch can read it.")
-    if held["version"] > VERSION:
-        raise ValueError(
-            f"{path} has version {held['version']}; this vecgym reads up to {VERSION}: install a later one."
-        )
+        raise Damaged(f"{path} is no file of vecgym's, though torch can read it.")
+    version = held.get("version")
+    if type(version) is not int or version < 1:
+        raise Damaged(f"{path} has version {version!r}, which no vecgym has written.")
+    if version > VERSION:
+        raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
+    if wrong := _unlike(held, form or {}):
+        raise Damaged(f"{path} is not what vecgym has written: {wrong}.")
     return held
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what goes wrong with the contents of a file into a `Damaged` that names it.
+
+    >>> with naming("run.pt"):
+    ...     {"step": 3}["rows"]
+    Traceback (most recent call last):
+    ...
+    vecgym.saved.Damaged: run.pt is not what vecgym has written: KeyError('rows')
+    """
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise Damaged(f"{path} is not what vecgym has written: {error!r}") from error
+
+
+def _unlike(held: Mapping[Any, Any], form: Mapping[str, Any], where: str = "") -> str:
+    """What `held` lacks of a form; "" if it has all of it."""
+    for name, kind in form.items():
+        place = f"{where}[{name!r}]"
+        if name not in held:
+            return f"there is no {place}"
+        of_kind = dict if isinstance(kind, Mapping) else kind
+        if not isinstance(held[name], of_kind) or (of_kind is int and (isinstance(held[name], bool) or held[name] < 0)):
+            return f"{place} is {kind_of(held[name])}, {held[name]!r:.40}"
+        if isinstance(kind, Mapping) and (wrong := _unlike(held[name], kind, place)):
+            return wrong
+    return ""
 
 
 # -------------------------------------------------------------------------------------------- what is in them
@@ -234,7 +298,7 @@ def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unpacked_rows(held: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{} for _ in range(held["length"])]
+    rows: list[dict[str, Any]] = [Row() for _ in range(held["length"])]
     for name, column in held["columns"].items():
         values = column["values"]
         if column["kind"] == "arrays":

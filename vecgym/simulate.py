@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -144,6 +144,7 @@ class Simulation:
                 exchanged. It must not change them.
         """
         ctx = self._context(state.step, inplace=not differentiable)
+        self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
             state, metrics = self._step(state, batch, ctx, observe or (lambda params: None))
         return state, metrics._replace(transfers=tuple(transfers))
@@ -157,6 +158,8 @@ class Simulation:
         local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
         # 2. What is exchanged of the gradients.
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
+        if ctx.inplace:
+            exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
         # 3. The inner optimizer: each node by itself.
         params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
         observe(params)
@@ -164,7 +167,7 @@ class Simulation:
         shared, exchanged = self.strategy.exchange_parameters(params, exchanged, ctx)
 
         if ctx.inplace:
-            exchanged = _unshared(exchanged, state.strategy, (params, local.grads, grads))
+            exchanged = nodes.unshared(exchanged, state.strategy, (params,))
             params = _own_storage(shared, params)
         else:
             params = shared
@@ -187,7 +190,7 @@ class Simulation:
         observe(params)
         shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
         if ctx.inplace:
-            exchanged = _unshared(exchanged, state.strategy, (params,))
+            exchanged = nodes.unshared(exchanged, state.strategy, (params,))
             params = _own_storage(shared, params)
         else:
             params = shared
@@ -260,22 +263,6 @@ class Simulation:
 def _widened(x: Tensor, num_nodes: int) -> Tensor:
     """`[1 or L, *] -> [L, *]`, in storage of its own."""
     return x if x.shape[0] == num_nodes else x.expand(num_nodes, *x.shape[1:]).clone()
-
-
-def _unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
-    """The modules' states, cloned where they keep memory that a later step overwrites: parameters and gradients.
-
-    The states `before` have been through here: a module that gave its own back is not asked again.
-    """
-    changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
-    if not changed:
-        return exchanged
-    memory = {x.untyped_storage().data_ptr() for values in overwritten for x in values.values() if x.numel()}
-
-    def unshare(x: Tensor) -> Tensor:
-        return x.clone() if x.untyped_storage().data_ptr() in memory else x
-
-    return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from vecgym.data import Batches, EvalBatches, check_dataset, num_steps
 from vecgym.errors import DivergenceError
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
-from vecgym.local import Engine, check_settings
+from vecgym.local import Engine, EngineName, check_settings
 from vecgym.logger import Logger
 from vecgym.memory import check_fraction, fitting_sizes, peak_bytes
 from vecgym.metrics import History
@@ -30,6 +30,7 @@ from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers, Recorder, show
 from vecgym.settings import (
     FitOptions,
+    OnDivergence,
     accumulated,
     check_strategy,
     checked,
@@ -45,10 +46,11 @@ from vecgym.tree import Tree
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BACKENDS = ("stacked", "processes", "distributed")
+M = TypeVar("M", bound=nn.Module)
+Backend = Literal["stacked", "processes", "distributed"]
 
 
-class Trainer:
+class Trainer(Generic[M]):
     """Train one model on K simulated nodes.
 
     Args:
@@ -79,7 +81,7 @@ class Trainer:
     (torch.Size([]), torch.Size([2]), [1, 2, 3, 4])
     """
 
-    def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
+    def __init__(self, model: M, train_dataset: Any, val_dataset: Any = None) -> None:
         if isinstance(train_dataset, nn.Module) and not isinstance(model, nn.Module):
             raise TypeError(f"model is {check.kind_of(model)}; the model comes first, Trainer(model, train_dataset).")
         check_model(model)
@@ -92,10 +94,11 @@ class Trainer:
         self.history = History()
         self.ledger = Ledger()
         self.state: State | None = None
-        self._nodes: Nodes | None = None
+        self._nodes: Nodes[M] | None = None
+        self._training = False
 
     @property
-    def nodes(self) -> Nodes:
+    def nodes(self) -> Nodes[M]:
         """The stacked state of all nodes at the end of the last `fit`."""
         if self._nodes is None:
             raise AttributeError("trainer.nodes is there once fit() has begun.")
@@ -179,15 +182,15 @@ class Trainer:
         val_interval: int | None = 100,
         correlation_interval: int | None = None,
         autocast: bool = False,
-        engine: str = "auto",
+        engine: EngineName = "auto",
         chunk_size: int | None = None,
         node_threads: int | None = None,
-        on_divergence: str = "raise",
+        on_divergence: OnDivergence = "raise",
         logger: Logger | Sequence[Logger] | None = None,
         log_interval: int = 1,
         dataloader_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
-        backend: str = "stacked",
+        backend: Backend = "stacked",
         num_processes: int | None = None,
         exact: bool = False,
         timeout_s: float = launch.TIMEOUT_S,
@@ -195,7 +198,7 @@ class Trainer:
         checkpoint_interval: int | None = None,
         resume: bool | str | os.PathLike[str] = False,
         keep_checkpoints: int = 2,
-    ) -> nn.Module:
+    ) -> M:
         """Train, and return a model that holds the average of the nodes.
 
         Args:
@@ -270,17 +273,34 @@ class Trainer:
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
             hooks.check_pickled(self.model)
-            return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
+            with self._alone():
+                return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (
+            self._alone(),
             launch.joined(where) if backend == "distributed" else nullcontext(where) as here,
             one_thread() if exact else nullcontext(),
         ):
             comm: Collectives = StackedCollectives(num_nodes)
             if backend == "distributed":
-                comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch), exact=exact)
-                if comm.wire.rank > 0:
+                wire = Wire(watch=launch.watch, announce=launch.announce)
+                comm = DistributedCollectives(num_nodes, wire, exact=exact)
+                if wire.rank > 0:
                     loggers, progress = Loggers(None, 1), False
             return self._fit(strategy, comm, here, backend, options, loggers, progress)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One run at a time: its state is this object's."""
+        if self._training:
+            raise RuntimeError(
+                "this Trainer is in the middle of a run, whose state a second one would overwrite: fit() was called "
+                "from within after_step or from another thread. Give the second run a Trainer of its own."
+            )
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
 
     def _fit(
         self,
@@ -291,7 +311,7 @@ class Trainer:
         options: FitOptions,
         loggers: Loggers,
         progress: bool,
-    ) -> nn.Module:
+    ) -> M:
         """`fit`, with the nodes of `comm`; all processes of it go through the same steps together."""
         together = Together(comm)
         train, val = self._data(comm, together, where, options)
@@ -322,6 +342,8 @@ class Trainer:
         run = Run(strategy, model, simulation, recorder, train, options, together, where)
         checkpoints = Checkpoints(run)
         resumed = checkpoints.resumed()
+        if checkpoints.run_id is not None:
+            settings["run_id"] = self.history.settings["run_id"] = checkpoints.run_id
         self.state = resumed or simulation.init()
         try:
             with (
@@ -414,7 +436,7 @@ class Trainer:
         loggers: Loggers,
         progress: bool,
         timeout_s: float,
-    ) -> nn.Module:
+    ) -> M:
         """`fit` in processes of its own: what the first of them records arrives here, row by row."""
         per_process = num_nodes // num_processes
         self.history, self.ledger, self.state, self._nodes = History(), Ledger(), None, None
@@ -436,7 +458,7 @@ class Trainer:
                 self.history.append(value)
                 loggers.log(value)
                 if (bar.update(value["step"] - bar.n) or bar.n == bar.total) and "train_loss" in value:
-                    show(bar, value["train_loss"], value["total_bytes"])
+                    show(bar, value["train_loss"], value["bytes_total"])
 
         try:
             with tqdm(disable=not progress, unit="step") as bar:
@@ -575,7 +597,7 @@ def _fitting(
 
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> int:
     """The number of processes that this one is to start."""
-    check.choice("backend", backend, BACKENDS)
+    check.choice("backend", backend, get_args(Backend))
     if backend != "distributed":
         launch.check_alone(f'a run with backend="{backend}"', 'give backend="distributed", or ')
     plain = checked({"num_processes": num_processes, "timeout_s": timeout_s})

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vecgym import launch, tree
+from vecgym.check import integer, kind_of
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.base import T, payload_bytes
-from vecgym.collectives.distributed import DistributedCollectives, Wire, check_divides
+from vecgym.collectives.distributed import (
+    Disagreement,
+    DistributedCollectives,
+    Wire,
+    check_divides,
+)
 from vecgym.compress.codecs import TopK
 from vecgym.data import Batches
-from vecgym.local import Engine
+from vecgym.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
+from vecgym.ledger import Entry
+from vecgym.local import Engine, check_settings
+from vecgym.rng import GlobalStates
+from vecgym.rows import counted
+from vecgym.settings import check_strategy, checked
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -36,10 +47,14 @@ from vecgym.strategy import (
 )
 from vecgym.topology import Groups, Mixing
 
-__all__ = ["STRATEGIES", "Check", "Difference", "Report", "verify"]
+__all__ = ["STRATEGIES", "Check", "Difference", "Finding", "Report", "verify"]
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, where torch.distributed adds up
-KINDS = ("params", "buffers", "losses", "optimizer", "strategy")
+COLUMNS = ("params", "buffers", "losses", "optimizer", "strategy", "ledger_bytes", "handed_bytes")
+ORDER_OF_SUMS = (
+    "The exact check passes, so the strategy is the same; torch.distributed adds up in another order, and a value that "
+    "is rounded, ranked or compared can fall to the other side by that. float64 makes it rare."
+)
 
 # What `vecgym verify` knows by name: every way to communicate that the strategies have.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -61,7 +76,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 class Difference(NamedTuple):
     """After one step, the largest differences between the two forms; inf where their shapes or names differ.
 
-    Each relative to the largest value of its tensor.
+    Each relative to the largest value of its tensor; what a strategy keeps, to that of the parameter it belongs to
+    where this is larger (`vecgym.diagnosis.gaps`).
 
     >>> Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0, handed_bytes=0).largest
     2e-16
@@ -84,7 +100,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `name`, its `bound`, and a `Difference` for each step.
+    """One comparison: `name`, its `bound`, a `Difference` for each step, and a `finding` where it fails.
 
     >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0, handed_bytes=0)
     >>> check = Check("native", bound=1e-12, rows=(equal, equal._replace(step=1, params=1e-3)))
@@ -95,6 +111,7 @@ class Check:
     name: str
     bound: float
     rows: tuple[Difference, ...]
+    finding: Finding | None = None
 
     @property
     def passed(self) -> bool:
@@ -126,7 +143,7 @@ class Report:
     True
     >>> print(report)
     FedAvgStrategy(...)
-    4 nodes in 2 processes, 1 steps, torch.float64
+    4 nodes in 2 processes, 1 step, torch.float64
            params  buffers  losses  optimizer  strategy  ledger_bytes  handed_bytes  bound
     exact  0       0        0       0          0         0             0             0      pass
     """
@@ -143,10 +160,9 @@ class Report:
         return all(check.passed for check in self.checks)
 
     def __str__(self) -> str:
-        columns = (*KINDS, "ledger_bytes", "handed_bytes")
-        lines = [["", *columns, "bound", ""]]
+        lines = [["", *COLUMNS, "bound", ""]]
         for check in self.checks:
-            numbers = [f"{check.worst(column):.2g}" for column in columns]
+            numbers = [f"{check.worst(column):.2g}" for column in COLUMNS]
             bad = check.first_failure
             lines.append(
                 [check.name, *numbers, f"{check.bound:g}", "pass" if bad is None else f"FAIL at step {bad.step}"]
@@ -154,9 +170,11 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
         how = (
-            f"{self.num_nodes} nodes in {self.num_processes} processes, {len(self.checks[0].rows)} steps, {self.dtype}"
+            f"{counted(self.num_nodes, 'node')} in {counted(self.num_processes, 'process', 'processes')}, "
+            f"{counted(len(self.checks[0].rows), 'step')}, {self.dtype}"
         )
-        return "\n".join([self.strategy, how, *table])
+        findings = [f"{check.name}: {check.finding}" for check in self.checks if check.finding is not None]
+        return "\n".join([self.strategy, how, *table, *findings])
 
 
 def verify(
@@ -195,10 +213,13 @@ def verify(
         timeout_s: see `vecgym.launch.run`.
 
     Returns:
-        A `Report`; `report.passed`, and `print(report)`.
+        A `Report`; `report.passed`, and `print(report)`. A check that fails names the first step, tensor and node that
+        differ, and the rule of the contract (README) that is most probably broken: `check.finding`.
 
     Raises:
-        ProcessError: when the strategy fails, or its processes wait for one another.
+        ValueError, TypeError: for arguments that cannot work.
+        ProcessError: when the strategy fails, or its processes do not make the same calls of `ctx.comm`; the error says
+            which process called what at which step.
 
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -210,6 +231,13 @@ def verify(
     >>> report.passed, [check.name for check in report.checks], report.checks[0].worst("params")
     (True, ['exact', 'native'], 0.0)
     """
+    check_strategy(strategy, num_nodes)
+    settings = {"num_nodes": num_nodes, "batch_size": batch_size, "seed": seed, "timeout_s": timeout_s}
+    num_nodes, batch_size, seed, timeout_s = checked(settings).values()
+    num_processes, steps = integer("num_processes", num_processes), integer("steps", steps)
+    check_settings(engine, None, None)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {kind_of(model)}; give an nn.Module whose forward(batch) returns a loss.")
     if dtype not in BOUNDS:
         raise ValueError(f"dtype={dtype} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
     check_divides(num_processes, num_nodes)
@@ -218,34 +246,22 @@ def verify(
     [checks, *_] = launch.run(
         _verify_in_process,
         num_processes,
-        (strategy, model, dataset, num_nodes, steps, dtype, batch_size, seed, engine),
+        (Run(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine), dtype),
         labels=lambda rank: f"nodes {rank * per_process}-{(rank + 1) * per_process - 1}",
         timeout_s=timeout_s,
     )
     return Report(repr(strategy), num_nodes, num_processes, dtype, tuple(checks))
 
 
-def _verify_in_process(
-    link: launch.Link,
-    strategy: Strategy,
-    model: nn.Module,
-    dataset: Any,
-    num_nodes: int,
-    steps: int,
-    dtype: torch.dtype,
-    batch_size: int,
-    seed: int,
-    engine: str,
-) -> list[Check]:
+def _verify_in_process(link: launch.Link, given: Run, dtype: torch.dtype) -> list[Check]:
     torch.set_num_threads(1)
-    wire = Wire(watch=launch.watch)
-    model = copy.deepcopy(model).to("cpu", dtype)
-    given = Run(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine)
-    checks = []
-    for name, exact in (("exact", True), ("native", False)):
-        [rows] = compare(given, [wire], exact=exact)
-        checks.append(Check(name, 0.0 if exact else BOUNDS[dtype], rows))
-    if isinstance(strategy, AllReduceStrategy):
+    wire = Wire(watch=launch.watch, announce=launch.announce)
+    given = given._replace(model=copy.deepcopy(given.model).to("cpu", dtype))
+    [exact], [native] = (compare(given, [wire], exact=exact) for exact in (True, False))
+    if exact.passed and native.finding is not None and native.finding.kind in KINDS:
+        native = replace(native, finding=native.finding._replace(cause=ORDER_OF_SUMS, rule=""))
+    checks = [exact, native]
+    if isinstance(given.strategy, AllReduceStrategy):
         checks.append(Check("DDP", BOUNDS[dtype], compare_with_ddp(given, wire)))
     return checks
 
@@ -296,24 +312,37 @@ class Run(NamedTuple):
         return tuple(Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed).shard_sizes)
 
 
-def compare(given: Run, wires: Sequence[Wire], *, exact: bool) -> list[tuple[Difference, ...]]:
-    """Step the stacked form and, in the processes of each wire, the distributed form; the rows for each wire.
+def compare(given: Run, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+    """Step the stacked form and, in the processes of each wire, the distributed form; a `Check` for each wire.
 
     Every process of every wire calls it; this process must belong to all wires that it gives.
     """
+    before = attributes(given.strategy)
     stacked = _Form(given, StackedCollectives(given.num_nodes), exact)
     forms = [_Form(given, _Accounted(given.num_nodes, wire, exact=exact), exact) for wire in wires]
-    found: list[list[Difference]] = [[] for _ in forms]
+    rounding = BOUNDS[next(iter(given.model.parameters())).dtype]
+    comparisons = [_Comparison(form, 0.0 if exact else rounding) for form in forms]
     with torch.enable_grad():
         for step in range(given.steps):
             stacked.step(step)
-            for form, rows in zip(forms, found):
-                form.step(step)
-                rows.append(_difference(step, stacked, form))
-    results = [_over_processes(rows, wire) for rows, wire in zip(found, wires)]
+            for form, comparison in zip(forms, comparisons):
+                form.step_as_part(step)
+                comparison.add(step, stacked)
+    checks = []
+    for comparison, wire in zip(comparisons, wires):
+        seen = comparison.evidence
+        if seen is not None:
+            after = attributes(given.strategy)
+            changed = tuple(name for name in after if before.get(name) != after[name])
+            seen = seen._replace(changed=changed, random=_draws(given, exact, seen.step))
+        wire.agree(f"nothing more, after {given.steps} steps")
+        everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], seen))
+        finding = diagnose([seen for _, seen in everyone], exact, rounding)
+        name, rows = "exact" if exact else "native", _over_processes([rows for rows, _ in everyone])
+        checks.append(Check(name, comparison.bound, rows, finding))
     for form in (stacked, *forms):
         form.simulation.engine.close()
-    return results
+    return checks
 
 
 class _Form:
@@ -332,45 +361,76 @@ class _Form:
         self.comm.ledger.add(step, metrics.transfers)
         self.losses = metrics.losses
 
+    def step_as_part(self, step: int) -> None:
+        """`step` in one of several processes, after the stacked form has made it."""
+        try:
+            self.step(step)
+        except Disagreement:
+            raise
+        except (RuntimeError, IndexError) as error:
+            raise RuntimeError(
+                f"step {step}: the strategy works with all {self.given.num_nodes} nodes in one process and fails with "
+                f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
+            ) from error
 
-def _difference(step: int, stacked: _Form, form: _Form) -> Difference:
-    """Of this process's nodes; see `Difference`."""
-    a, b, comm = stacked.state, form.state, form.comm
-    parts = {kind: (getattr(a, kind), getattr(b, kind)) for kind in KINDS if kind != "losses"}
-    parts["losses"] = stacked.losses, form.losses
-    gaps = {kind: _gap(x, y, comm) for kind, (x, y) in parts.items()}
-    entries = [[e for e in f.comm.ledger if e.step == step] for f in (stacked, form)]
-    ledger = 0.0 if entries[0] == entries[1] else math.inf
-    ledger += abs(stacked.comm.ledger.total_bytes - comm.ledger.total_bytes)
-    handed = comm.wire.handed_bytes - comm.handed_before - comm.expected_bytes
-    return Difference(step, **gaps, ledger_bytes=ledger, handed_bytes=handed)
+
+class _Comparison:
+    """A distributed form beside the stacked one: a row for each step, and what differs first."""
+
+    def __init__(self, form: _Form, bound: float) -> None:
+        self.form = form
+        self.bound = bound
+        self.rows: list[Difference] = []
+        self.evidence: Evidence | None = None
+
+    def add(self, step: int, stacked: _Form) -> None:
+        form, comm = self.form, self.form.comm
+        found = list(_all_gaps(stacked, form))
+        largest = {kind: max((gap.largest for gap in found if gap.kind == kind), default=0.0) for kind in KINDS}
+        entries, here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, form))
+        ledger = 0.0 if entries == here else math.inf
+        ledger += abs(stacked.comm.ledger.total_bytes - comm.ledger.total_bytes)
+        handed = comm.wire.handed_bytes - comm.handed_before - comm.expected_bytes
+        row = Difference(step, **largest, ledger_bytes=ledger, handed_bytes=handed)
+        self.rows.append(row)
+        if self.evidence is None and not (row.largest <= self.bound and ledger == handed == 0):
+            calls = "" if entries == here else f"{_calls(entries)} with all in one, {_calls(here)} with a part of them"
+            self.evidence = evidence(step, found, self.bound, calls, comm)
 
 
-def _over_processes(rows: list[Difference], wire: Wire) -> tuple[Difference, ...]:
+def _all_gaps(stacked: _Form, form: _Form) -> Iterator[Gap]:
+    """Of everything that a step computes."""
+    a, b = ({**vars(f.state), "losses": f.losses} for f in (stacked, form))
+    sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
+    for kind in KINDS:
+        yield from gaps(kind, a[kind], b[kind], form.comm, sizes)
+
+
+def _calls(entries: Sequence[Entry]) -> str:
+    return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "none"
+
+
+def _draws(given: Run, exact: bool, last_step: int) -> bool:
+    """Whether stacked runs differ when the global generators do."""
+    before = GlobalStates.now()
+    forms = []
+    for seed in (1, 2):
+        GlobalStates.seeded(seed).restore()
+        forms.append(_Form(given, StackedCollectives(given.num_nodes), exact))
+        with torch.enable_grad():
+            for step in range(last_step + 1):
+                forms[-1].step(step)
+        forms[-1].simulation.engine.close()
+    before.restore()
+    return any(gap.largest > 0 for gap in _all_gaps(*forms))
+
+
+def _over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Difference, ...]:
     """The largest of all processes; excess bytes of one do not make up for missing ones of another."""
-    everyone = wire.all_gather_object([tuple(row) for row in rows])
     return tuple(
         Difference(int(values[0][0]), *[max(column, key=abs) for column in list(zip(*values))[1:]])
         for values in zip(*everyone)
     )
-
-
-def _gap(a: Any, b: Any, comm: DistributedCollectives) -> float:
-    """The largest difference between a nested tree of all nodes and one of the nodes here."""
-    if isinstance(a, dict):
-        if not isinstance(b, dict) or a.keys() != b.keys():
-            return math.inf
-        return max((_gap(a[key], b[key], comm) for key in a), default=0.0)
-    if a.shape != b.shape and a.dim() > 0 and a.shape[0] == comm.num_nodes:
-        a = a[comm.first : comm.first + comm.num_local]
-    if a.dim() != b.dim() or (a.shape[1:] != b.shape[1:]) or (a.shape != b.shape and 1 not in (len(a), len(b))):
-        return math.inf
-    x, y = torch.broadcast_tensors(a.detach().double(), b.detach().double())
-    if x.numel() == 0:
-        return 0.0
-    distance = torch.where(x.isnan() & y.isnan(), 0.0, (x - y).abs()).nan_to_num(nan=math.inf).max()
-    scale = x.nan_to_num().abs().max()
-    return float(distance / scale) if distance > 0 and scale > 0 else float(distance)
 
 
 class _Accounted(DistributedCollectives):
@@ -380,6 +440,11 @@ class _Accounted(DistributedCollectives):
         super().__init__(num_nodes, wire, exact=exact)
         self.expected_bytes = 0
         self.handed_before = wire.handed_bytes
+
+    def _say(self, text: str) -> None:
+        """Every process must be about to exchange the same: torch.distributed would wait, or mix it up, or abort."""
+        super()._say(text)
+        self.wire.agree(text)
 
     def _expect(self, x: Any, times: int, wide: bool = False) -> None:
         """The payload of what is not the same on every node, so often; with `exact`, that of each node here."""
@@ -471,7 +536,7 @@ def compare_with_ddp(given: Run, wire: Wire) -> tuple[Difference, ...]:
             optimizer.step()
             trained = {name: p.detach()[None] for name, p in ddp.module.named_parameters() if p.requires_grad}
             trained = {name: trained[name] for name in form.state.params}
-            gap = _gap(trained, form.state.params, form.comm)
+            gap = max(gap.largest for gap in gaps("params", trained, form.state.params, form.comm, {}))
             rows.append(Difference(step, gap, 0.0, 0.0, 0.0, 0.0, 0.0, 0))
     form.simulation.engine.close()
-    return _over_processes(rows, wire)
+    return _over_processes(wire.all_gather_object([tuple(row) for row in rows]))

@@ -7,7 +7,7 @@ import sys
 
 from tests.fuzz.running import run
 
-CAMPAIGNS: tuple[str, ...] = ()  # modules of this package
+CAMPAIGNS: tuple[str, ...] = ("configurations", "arguments", "files", "kills")  # modules of this package
 
 
 def main(arguments: list[str] | None = None) -> int:

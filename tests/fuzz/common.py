@@ -62,6 +62,13 @@ def crash(error: BaseException) -> Failure:
     return Failure(f"{type(error).__name__} in {_place(error)}", f"{type(error).__name__}: {error}")
 
 
+def deliberate(error: BaseException) -> bool:
+    """Whether vecgym itself raised it, by a `raise` statement: not what torch or a slip in the code gives."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and "/vecgym/" in frames[-1].filename.replace("\\", "/")
+    return inside and (frames[-1].line or "").startswith("raise")
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise `Hangs` in the main thread after so long; for the place, its traceback."""
@@ -107,8 +114,11 @@ def reproducer(campaign: ModuleType, case: Case) -> str:
 
 
 def kind(message: str) -> str:
-    """A message without its numbers and names: equal ones say the same."""
-    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", message)
+    """A message without numbers and what stands in brackets and quotes: equal ones say the same."""
+    inner = r"""\([^()]*\)|\[[^][]*\]|\{[^{}]*\}|'[^']*'|"[^"]*"|\d+"""
+    while (shorter := re.sub(inner, "", message)) != message:
+        message = shorter
+    return message
 
 
 def _place(error: BaseException) -> str:

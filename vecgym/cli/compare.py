@@ -217,7 +217,7 @@ def comparison_table(runs: dict[str, Run], reference_bytes: float) -> str:
 
     >>> from vecgym.metrics import History
     >>> history = History()
-    >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "total_bytes": 5e6})
+    >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "bytes_total": 5e6})
     >>> print(comparison_table({"fedavg": Run(history, seconds=3.0)}, reference_bytes=1e8))
     strategy  val loss  val loss of nodes    sent  less  seconds
     fedavg      2.0000             2.1000  5.0 MB   20x      3.0
@@ -226,7 +226,7 @@ def comparison_table(runs: dict[str, Run], reference_bytes: float) -> str:
 
     rows = [["strategy", "val loss", "val loss of nodes", "sent", "less", "seconds"]]
     for name, run in runs.items():
-        average, nodes, sent = map(run.history.last, ("val_loss", "val_loss_local", "total_bytes"))
+        average, nodes, sent = map(run.history.last, ("val_loss", "val_loss_local", "bytes_total"))
         less = f"{reference_bytes / sent:.3g}x" if sent else "-"
         sent = EngFormatter(unit="B", places=1)(sent)
         rows.append([name, f"{average:.4f}", f"{nodes:.4f}", sent, less, f"{run.seconds:.1f}"])

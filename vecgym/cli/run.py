@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vecgym.cli.configuration import add_options, read_configuration
 from vecgym.cli.values import table
+from vecgym.rows import counted
 
 OWN = ("model", "train_dataset", "val_dataset")  # of Trainer; all others are arguments of Trainer.fit
 NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
@@ -38,14 +39,14 @@ def run(args: argparse.Namespace) -> int:
         found["progress"] = False
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"
     if first:
-        print(f"{found['strategy']}\n{found['num_nodes']} nodes", flush=True)
+        print(f"{found['strategy']}\n{counted(found['num_nodes'], 'node')}", flush=True)
     try:
         trainer.fit(**found, logger=[*loggers, CSVLogger(output)])
     finally:
         history = trainer.history
         if first and any(row.get("train_loss") is not None for row in history):
             plot_runs({output.name: history}, output / "run.png", title=str(type(found["strategy"]).__name__))
-            names = ("step", "train_loss", "val_loss", "total_bytes", "seconds")
+            names = ("step", "train_loss", "val_loss", "bytes_total", "seconds")
             rows = [[name, f"{history.last(name):.6g}"] for name in names if name in history.columns]
             print(f"{table(rows)}\nHistory: {output / 'history.csv'}\nFigure: {output / 'run.png'}")
     return 0

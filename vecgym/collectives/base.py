@@ -51,6 +51,7 @@ class Collectives(ABC):
 
     # Whether results differ from those of one process in the last bits, since other hands add up.
     native: bool = False
+    step = 0  # of the run, for errors
 
     def everyone(self, x: Tree) -> Tree:
         """The values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. Not a part of it: no entry."""

@@ -6,6 +6,7 @@ over for each collective; `in_buckets` joins small tensors, so that a tree is on
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vecgym.collectives.base import Collectives, T
+from vecgym.collectives.base import Collectives, T, payload_bytes
 from vecgym.collectives.stacked import StackedCollectives
 from vecgym.ledger import Ledger
 from vecgym.topology import Groups
@@ -24,12 +25,17 @@ BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messag
 MAX_SUBGROUPS = 64  # process groups kept for islands: each holds connections between all of its processes
 
 
+class Disagreement(RuntimeError):
+    """Processes do not make the same calls."""
+
+
 class Wire:
     """Everything that is handed to torch.distributed, and how many bytes of it.
 
     Args:
         process_group: of torch.distributed; None: the default one, which must exist.
         watch: called with True before and with False after each collective.
+        announce: called with a line that says what follows, before the nodes exchange something.
 
     Attributes:
         rank, num_processes: of this process in the group, and W.
@@ -39,7 +45,10 @@ class Wire:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, watch: Callable[[bool], None] | None = None
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        watch: Callable[[bool], None] = lambda inside: None,
+        announce: Callable[[str], None] = lambda text: None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -51,7 +60,8 @@ class Wire:
         self.rank = self.ranks.index(dist.get_rank())
         self.num_processes = len(self.ranks)
         self.handed_bytes = 0
-        self._watch = watch or (lambda inside: None)
+        self.announce = announce
+        self._watch = watch
         self._subgroups: dict[tuple[int, ...], Any] = {}
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
@@ -129,6 +139,20 @@ class Wire:
             self._call(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
+    def agree(self, text: str) -> None:
+        """Raise a `Disagreement`, which says who says what, unless all processes say the same. Not counted."""
+        if self.num_processes == 1:
+            return
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_processes)]
+        self._call(lambda: dist.all_gather(numbers, torch.tensor([number]), group=self.group))
+        if any(int(other) != number for other in numbers):
+            said = "; ".join(f"process {rank}: {what}" for rank, what in enumerate(self.all_gather_object(text)))
+            raise Disagreement(
+                f"the processes do not make the same calls of ctx.comm. {said}. Fix: every process calls the same "
+                "operations in the same order, whichever nodes it holds and whatever their values are."
+            )
+
     def _count(self, x: Tensor) -> None:
         self.handed_bytes += x.numel() * x.element_size()
 
@@ -201,6 +225,15 @@ class DistributedCollectives(Collectives):
         if not self.native:
             return {name: self._own(operation(self._stacked, y)) for name, y in self.everyone(x).items()}
         return in_buckets(x, self.bucket_bytes, lambda y: operation(self, y))
+
+    def _announce(self, operation: str, x: Any, who: Any = None) -> None:
+        super()._announce(operation, x, who)
+        if self.wire.num_processes > 1:
+            self._say(f"{operation} at step {self.step} of {tensors_text(x)}")
+
+    def _say(self, text: str) -> None:
+        """Tell what is exchanged next: it is then known where one process keeps others waiting."""
+        self.wire.announce(text)
 
     def everyone(self, x: Tree) -> Tree:
         """The values of all nodes, `[L, *] -> [K, *]`, in every process; what is the same on every node stays so."""
@@ -282,6 +315,17 @@ class DistributedCollectives(Collectives):
 
     def _is_here(self, node: int) -> bool:
         return self.first <= node < self.first + self.num_local
+
+
+def tensors_text(x: Tensor | Tree) -> str:
+    """What one node hands to a collective, in words.
+
+    >>> tensors_text({"weight": torch.ones(2, 5, 2), "bias": torch.ones(2, 5)})
+    '2 tensors, 60 bytes a node: weight [5, 2], bias [5]'
+    """
+    tensors = {"": x} if isinstance(x, Tensor) else x
+    shapes = ", ".join(f"{name} {list(y.shape[1:])}".strip() for name, y in tensors.items())
+    return f"{len(tensors)} tensors, {payload_bytes(x)} bytes a node: {shapes}"
 
 
 def check_divides(num_processes: int, num_nodes: int) -> None:

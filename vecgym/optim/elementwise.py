@@ -92,7 +92,9 @@ class ElementwiseRule:
         """
         check_names(params, grads)
         new_params = dict(params)
-        new_state: OptState = {"step": state["step"] + 1, **{slot: {} for slot in state if slot != "step"}}
+        # A slot that these nodes do not use, but others, stays as it is: a momentum buffer where all of theirs is 0.
+        new_state: OptState = {slot: dict(tree) for slot, tree in state.items() if slot != "step"}
+        new_state["step"] = state["step"] + 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
             for group in self._groups(params):
                 step = group.step_in_place if inplace else group.step_pure

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vecgym import check, rng
+from vecgym import check, nodes, rng
 from vecgym.collectives import Collectives
-from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
+from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.schedule import Schedule, check_schedule, make_schedule
+from vecgym.strategy import contract
 from vecgym.tree import Tree, leaves, map_leaves
 
 State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
@@ -33,6 +34,8 @@ class Context:
         rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
         exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
             operations and reductions of each node by itself never do; a matrix product over all nodes may.
+        lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
+            which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
 
     >>> from dataclasses import replace
     >>> from vecgym.collectives import StackedCollectives
@@ -52,6 +55,7 @@ class Context:
     num_examples: tuple[int, ...] | None = None
     rows: Tensor | None = None
     exact: bool = False
+    lr: float | Tensor | None = None
 
     def own(self, value: Any) -> Any:
         """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
@@ -66,9 +70,10 @@ class Context:
 class CommunicationModule:
     """One thing that nodes exchange. Override what you need; everything is `[L, *]` trees.
 
-    A module holds hyperparameters only. What evolves is its state, nested dicts of tensors, which `init` makes
-    and the exchanges take and give back. With `ctx.inplace` an exchange may overwrite what it was given; a
-    tensor that it was given and wants to keep in its state it must clone.
+    A module holds hyperparameters only. What evolves is its state, nested dicts of tensors `[1, *]` or `[L, *]`, which
+    `init` makes and the exchanges take and give back. What a method returns is checked: names and shapes are those that
+    it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
+    its state, also one that it was given or that a collective returned.
 
     Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
@@ -80,6 +85,8 @@ class CommunicationModule:
 
     # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
     mean_gradient = False
+    # True where every method only passes on to `self.module`, at other times or in another form.
+    passes_on = False
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the module cannot work for this run.
@@ -103,7 +110,10 @@ class CommunicationModule:
         return {}
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
-        """The nodes that train in this step; None: all.
+        """The nodes that train in this step, a list of their ids, which may be empty; None: all.
+
+        The others keep parameters, buffers and optimizer state, and their losses are nan. Gradients are then
+        not exchanged: such a module cannot be combined with one that has `exchange_gradients`.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> from vecgym.strategy import AveragingCommunicator
@@ -113,7 +123,9 @@ class CommunicationModule:
         return None
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        """What the module adds to each node's own gradient, before anything is exchanged.
+        """What the module adds to each node's own gradient, before anything is exchanged: `[1 or L, *]` trees.
+
+        Where only some nodes train, L counts these, in the order of `ctx.rows`, and nobody may communicate.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> from vecgym.strategy import ProximalTerm
@@ -154,7 +166,7 @@ class CommunicationModule:
     def stack_key(self) -> Hashable:
         """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
 
-        It must then do nothing but `exchange_parameters`, and draw no random numbers.
+        It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr`.
 
         >>> from vecgym.strategy import AveragingCommunicator
         >>> AveragingCommunicator(H=5).stack_key(), AveragingCommunicator(H=5, island_size=2).stack_key()
@@ -189,7 +201,7 @@ class Strategy:
             when not given.
         communication_modules: `CommunicationModule`s; none: the nodes train independently.
         lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
-        max_norm: clip each node's gradient to this 2-norm, after `exchange_gradients`.
+        max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after `exchange_gradients`.
         lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
             `vecgym.schedule`.
         warmup_steps: steps of linear warm-up from 0.
@@ -220,13 +232,14 @@ class Strategy:
         *,
         communication_modules: Sequence[CommunicationModule] = (),
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
         self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), lr=lr)
         self.communication_modules = _checked_modules(communication_modules)
+        self._check_resting()
         if max_norm is not None:
             check_max_norm(max_norm)
         self.max_norm = max_norm
@@ -244,39 +257,46 @@ class Strategy:
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         self.inner_optim.check_steps(num_nodes, max_steps, "inner optimizer")
+        if self.max_norm is not None:
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
         """The states of optimizer and modules before the first step; `params` are `[1 or L, *]`."""
-        modules = {
-            str(i): module.init({name: p.clone() for name, p in params.items()}, ctx)
-            for i, module in enumerate(self.communication_modules)
-        }
+        ctx = self._told(ctx)
+        modules = {str(i): contract.init(module, params, ctx) for i, module in enumerate(self.communication_modules)}
         return self._rule.init(params), modules
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         """The nodes that train in this step, ascending; None: all."""
-        chosen = [module.active_nodes(ctx) for module in self.communication_modules]
+        ctx = self._told(ctx)
+        chosen = [contract.active_nodes(module, ctx) for module in self.communication_modules]
         given = [set(nodes) for nodes in chosen if nodes is not None]
         return sorted(set.intersection(*given)) if given else None
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         """Each node's gradient of its loss, and what the modules add to it."""
-        for i, module in enumerate(self.communication_modules):
-            grads = module.local_gradients(grads, params, state[str(i)], ctx)
+        adding = [(i, m) for i, m in enumerate(self.communication_modules) if overrides(m, "local_gradients")]
+        if not adding:
+            return grads
+        ctx = self._told(ctx)
+        silent = self.active_nodes(ctx) is not None
+        for i, module in adding:
+            grads = contract.local_gradients(module, grads, params, state[str(i)], ctx, silent)
         return grads
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """What is exchanged of the gradients: each module in turn."""
+        ctx = self._told(ctx)
         for i, module in enumerate(self.communication_modules):
-            grads, changed = module.exchange_gradients(grads, state[str(i)], ctx)
+            grads, changed = contract.exchange_gradients(module, grads, state[str(i)], ctx)
             state = {**state, str(i): changed}
         return grads, state
 
     def lr(self, ctx: Context) -> float | Tensor:
         """The inner learning rate of this step."""
-        lr = self.inner_optim.at(ctx.step).lr
+        lr = self.inner_optim.lr_at(ctx.step)
         if self.lr_scheduler is None and not self.warmup_steps and not self.cosine_anneal:
             return lr
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
@@ -297,18 +317,33 @@ class Strategy:
         """Clip, then the inner optimizer's step."""
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
-        spec = self.inner_optim.at(ctx.step)
-        if ctx.rows is not None and any(x.numel() > 1 for x in leaves(spec.kwargs)):
-            spec = spec.replace(**map_leaves(ctx.own, spec.kwargs))
-        rule = self._rule if spec is self.inner_optim else spec.rule()
-        return rule.update(params, grads, state, lr=ctx.own(self.lr(ctx)), inplace=ctx.inplace)
+        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """What is exchanged of the parameters: each module in turn."""
+        ctx = self._told(ctx)
         for i, module in enumerate(self.communication_modules):
-            params, changed = module.exchange_parameters(params, state[str(i)], ctx)
+            if i > 0 and ctx.inplace:
+                params = _apart(params, state)
+            params, changed = contract.exchange_parameters(module, params, state[str(i)], ctx)
             state = {**state, str(i): changed}
         return params, state
+
+    def _told(self, ctx: Context) -> Context:
+        """What the modules may know: the inner learning rate too."""
+        return ctx if ctx.lr is not None or not self.communication_modules else replace(ctx, lr=self.lr(ctx))
+
+    def _check_resting(self) -> None:
+        """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
+        own = type(self).exchange_gradients is not Strategy.exchange_gradients
+        exchanging = [m for m in self.communication_modules if overrides(m, "exchange_gradients")]
+        resting = [m for m in self.communication_modules if _lets_rest(m)]
+        if resting and (exchanging or own):
+            who = repr(exchanging[0]) if exchanging else type(self).__name__
+            raise ValueError(
+                f"{resting[0]!r} lets some nodes sit out, and {who} exchanges the gradients of all at every "
+                "step: give participation=1, or a module that exchanges parameters."
+            )
 
     # What a strategy written for one rank builds on; see `vecgym.strategy.per_rank`. Overriding `step` makes one.
 
@@ -374,7 +409,7 @@ AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
@@ -390,6 +425,28 @@ AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
         )
 
 
+def optimizer_step(
+    spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
+) -> tuple[Tree, State]:
+    """Step `step` of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
+    now = spec.at(step)
+    everyone = ctx.rows is None and not ctx.exact
+    if everyone or all(x.numel() == 1 for x in leaves([now.kwargs, lr])):
+        return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
+    rows = ctx.comm.node_ids if ctx.rows is None else ctx.rows
+    # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
+    parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
+    found = []
+    for i, part in enumerate(parts):
+        here = replace(ctx, rows=part)
+        own = now.replace(**map_leaves(here.own, now.kwargs)).rule()
+        if len(parts) == 1:
+            return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
+        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
+        found.append(own.update(p, g, s, lr=here.own(lr), inplace=ctx.inplace))
+    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
+
+
 def check_interval(name: str, value: Any) -> int:
     """Return `value` if it is an integer >= 1, a number of optimizer steps.
 
@@ -399,6 +456,12 @@ def check_interval(name: str, value: Any) -> int:
     ValueError: H=0 must be an integer >= 1: the number of optimizer steps between two exchanges.
     """
     return check.integer(name, value, what="the number of optimizer steps between two exchanges")
+
+
+def _apart(params: Tree, state: State) -> Tree:
+    """The parameters, cloned where a module keeps what it has returned: the next one may write into them."""
+    kept = {x.data_ptr() for x in leaves(state)}
+    return {name: p.clone() if p.data_ptr() in kept else p for name, p in params.items()}
 
 
 def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:
@@ -415,22 +478,26 @@ def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[Communicat
                 f"communication_modules has a {type(module).__name__}; each must be a CommunicationModule, "
                 "such as AveragingCommunicator(H=10)."
             )
-    resting = [module for module in modules if getattr(_innermost(module), "participation", 1) != 1]
-    exchanging = [module for module in modules if _exchanges_gradients(_innermost(module))]
-    if resting and exchanging:
-        raise ValueError(
-            f"{resting[0]!r} lets some nodes sit out, and {exchanging[0]!r} exchanges the gradients of all at every "
-            "step: give participation=1, or a module that exchanges parameters."
-        )
     return tuple(modules)
 
 
-def _innermost(module: CommunicationModule) -> CommunicationModule:
+def overrides(module: CommunicationModule, method: str) -> bool:
+    """Whether a module has its own `method`, or that which `every(n, module)` and the like pass it on to.
+
+    >>> from vecgym.strategy import GradientAveraging, every
+    >>> overrides(every(2, GradientAveraging()), "exchange_gradients"), overrides(GradientAveraging(), "active_nodes")
+    (True, False)
+    """
+    return getattr(type(_innermost(module)), method) is not getattr(CommunicationModule, method)
+
+
+def _innermost(module: Any) -> CommunicationModule:
     """What `every(n, module)` and the like are around."""
-    while isinstance(inner := getattr(module, "module", None), CommunicationModule):
-        module = inner
+    while module.passes_on:
+        module = module.module
     return module
 
 
-def _exchanges_gradients(module: CommunicationModule) -> bool:
-    return type(module).exchange_gradients is not CommunicationModule.exchange_gradients
+def _lets_rest(module: CommunicationModule) -> bool:
+    """Whether some nodes may sit out: it has `active_nodes`, and does not say participation=1."""
+    return overrides(module, "active_nodes") and getattr(_innermost(module), "participation", 0) != 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vecgym import check
 from vecgym.errors import VecgymWarning
+from vecgym.strategy import contract
 from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
 from vecgym.tree import Tree
 
@@ -104,6 +105,8 @@ def check_delay(name: str, value: Any) -> int:
 class _Every(CommunicationModule):
     """See `every`. `mean_gradient` stays False: between exchanges each node uses its own gradient."""
 
+    passes_on = True
+
     def __init__(self, n: int, module: CommunicationModule) -> None:
         self.n = n
         self.module = module
@@ -151,6 +154,8 @@ class _Every(CommunicationModule):
 class _Delayed(CommunicationModule):
     """See `delayed`."""
 
+    passes_on = True
+
     def __init__(self, module: CommunicationModule, d: int) -> None:
         self.module = module
         self.d = d
@@ -169,13 +174,14 @@ class _Delayed(CommunicationModule):
         return self.module.local_gradients(grads, params, state["module"], ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        grads, changed = self.module.exchange_gradients(grads, state["module"], ctx)
+        grads, changed = contract.exchange_gradients(self.module, grads, state["module"], ctx)
         return grads, {**state, "module": changed}
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         # Not in place: the parameters from before the exchange are needed after it.
+        pure = replace(ctx, inplace=False)
         with ctx.comm.ledger.lagging(self.d):
-            new, changed = self.module.exchange_parameters(params, state["module"], replace(ctx, inplace=False))
+            new, changed = contract.exchange_parameters(self.module, params, state["module"], pure)
         change = {name: x - params[name] for name, x in new.items() if x is not params[name]}
         queue = {**state["queue"], str(ctx.step + self.d): change} if change else dict(state["queue"])
         due = queue.pop(str(ctx.step), {})

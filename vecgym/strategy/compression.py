@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.base import T
 from vecgym.compress.codecs import (
@@ -32,11 +32,12 @@ from vecgym.compress.codecs import (
 )
 from vecgym.compress.dct import mean_of_senders, strongest
 from vecgym.ledger import Ledger
-from vecgym.strategy.base import CommunicationModule, Context, State
+from vecgym.strategy import contract
+from vecgym.strategy.base import CommunicationModule, Context, State, overrides
 from vecgym.topology import Groups
 from vecgym.tree import Tree
 
-PHASES = {"gradients": "exchange_gradients", "parameters": "exchange_parameters"}
+PHASES = {"gradients": contract.exchange_gradients, "parameters": contract.exchange_parameters}
 
 NO_ISLANDS = (
     "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
@@ -108,6 +109,9 @@ TopK(fraction=0.05, k=None), error_feedback=True)
             f"{type(module).__name__} {module!r}."
         )
     codec = make_codec(method, **options)
+    check.flag("error_feedback", error_feedback)
+    if reference is not None:
+        check.flag("reference", reference)
     if error_feedback and isinstance(codec, RandomK) and codec.unbiased:
         raise ValueError(
             "unbiased=True multiplies what is sent, and error feedback then sends the excess back, ever larger: give "
@@ -191,9 +195,9 @@ class TopKSparseCommunicator(CommunicationModule):
         new, kept = {}, {}
         for name, p in params.items():
             at, n = sent[name].long(), _size(p)
-            mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(-1, *p.shape[1:])
+            mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(len(at), *p.shape[1:])
             touched = torch.zeros(len(at), n, dtype=torch.bool, device=p.device).scatter_(1, at.flatten(1), True)
-            touched = touched.view(-1, *p.shape[1:])  # [1, *]
+            touched = touched.view(len(at), *p.shape[1:])  # [1, *]
             new[name] = torch.where(touched, mean, p)
             kept[name] = torch.where(touched, mean, last[name]).detach()
         return new, {"last": kept}
@@ -220,6 +224,8 @@ class TopKSparseCommunicator(CommunicationModule):
 
 class _Compressed(CommunicationModule):
     """See `compressed`. `mean_gradient` stays False: what is compressed is each node's own gradient."""
+
+    passes_on = True
 
     def __init__(
         self, module: CommunicationModule, codec: Compressor, error_feedback: bool, reference: bool | None
@@ -298,7 +304,7 @@ class _Compressed(CommunicationModule):
             return average
 
         inner = replace(ctx, comm=_OnlyOneMean(ctx.comm, mean, repr(self)))
-        result, changed = getattr(self.module, PHASES[phase])(given, state["module"], inner)
+        result, changed = PHASES[phase](self.module, given, state["module"], inner)
         return result, {**state, "module": changed, phase: after}
 
     def _mean(
@@ -497,9 +503,7 @@ def _same_on_all(params: Tree, ctx: Context) -> Tree:
 
 def _phases(module: CommunicationModule) -> list[str]:
     """The phases of a step in which the module does something."""
-    return [
-        phase for phase, name in PHASES.items() if getattr(type(module), name) is not getattr(CommunicationModule, name)
-    ]
+    return [phase for phase in PHASES if overrides(module, f"exchange_{phase}")]
 
 
 def _plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:

@@ -20,7 +20,7 @@ from vecgym.compress import (
 )
 from vecgym.optim import OptimSpec, clip_grad_norm
 from vecgym.schedule import Schedule
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, optimizer_step
 from vecgym.tree import Tree, per_node
 
 
@@ -202,7 +202,7 @@ class DeMoStrategy(Strategy):
         weight_decay: float | Tensor = 0.0,
         *,
         lr: float | Tensor = 1e-3,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
@@ -220,16 +220,14 @@ class DeMoStrategy(Strategy):
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """lr times each node's clipped gradient is accumulated; the optimizer takes the sign of what was exchanged."""
         if self.max_norm is not None:
-            grads, _ = clip_grad_norm(grads, self.max_norm, inplace=ctx.inplace)
-        lr = self.lr(ctx)
+            grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
+        lr = ctx.own(self.lr(ctx))
         mean, state = super().exchange_gradients(tree.map(lambda g: _scaled(g, lr, ctx.inplace), grads), state, ctx)
         return tree.map(torch.sign, mean), state
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """SGD on the signs; the gradients were clipped before the exchange."""
-        spec = self.inner_optim.at(ctx.step)
-        rule = self._rule if spec is self.inner_optim else spec.rule()
-        return rule.update(params, grads, state, lr=self.lr(ctx), inplace=ctx.inplace)
+        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:

@@ -13,7 +13,7 @@ from vecgym.compress import Compressor
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.schedule import Schedule
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
 from vecgym.strategy.compression import with_compression
 from vecgym.strategy.fedavg import warn_if_never
 from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
@@ -88,9 +88,9 @@ class DiLoCoCommunicator(CommunicationModule):
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params), inplace=True)  # [1, *]
-        spec = self.outer_optim.at(ctx.step // self.H)
-        rule = self._rule if spec is self.outer_optim else spec.rule()
-        outer, optimizer = rule.update(state["params"], delta, state["optimizer"], inplace=ctx.inplace)
+        outer, optimizer = optimizer_step(
+            self.outer_optim, self._rule, ctx.step // self.H, state["params"], delta, state["optimizer"], ctx
+        )
         return outer, {"params": outer, "optimizer": optimizer}
 
 
@@ -135,7 +135,7 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
         inner_lr: float | Tensor | None = None,
         outer_lr: float | Tensor | None = None,
         compression: str | Compressor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,

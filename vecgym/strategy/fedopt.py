@@ -75,12 +75,13 @@ class ServerOptimizer:
 
     def __post_init__(self) -> None:
         check.choice("server_optim", self.name, SERVER_OPTIMIZERS)
-        if not isinstance(self.lr, Tensor) and not self.lr >= 0:
-            raise ValueError(f"server_lr={self.lr!r} must be >= 0.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        _check_one("server_lr", self.lr, "[0, inf)")
+        _check_one("server_tau", self.tau, "(0, inf)")
+        pair = isinstance(self.betas, (tuple, list)) and len(self.betas) == 2
+        if not pair:
             raise ValueError(f"server_betas={self.betas!r} must be two numbers in [0, 1).")
-        if not self.tau > 0:
-            raise ValueError(f"server_tau={self.tau!r} must be > 0.")
+        for beta in self.betas:
+            _check_one("server_betas", beta, "[0, 1)", "each of the two numbers")
 
     def init(self, params: Tree) -> Slots:
         """The slots before the first round, `[1, *]`."""
@@ -107,3 +108,9 @@ class ServerOptimizer:
 
     def _lr(self, like: Tensor) -> float | Tensor:
         return tree.per_node(self.lr, like)
+
+
+def _check_one(name: str, value: float | Tensor, within: str, what: str = "") -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} has shape {list(value.shape)}: there is one server, give one number.")
+    check.per_node(name, value, within, what)

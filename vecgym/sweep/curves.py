@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.metrics import History
+from vecgym.metrics import START, History
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
 
@@ -69,8 +69,7 @@ class Curve:
         history = History(settings)
         total, examples = 0.0, 0
         if 0 in self.evaluations:
-            start = {"step": 0, "epoch": 0.0, "examples": 0, "bytes": 0.0, "total_bytes": 0.0, "seconds": 0.0}
-            history.append({**start, **self.evaluations[0]})
+            history.append({**START, **self.evaluations[0]})
         x = self.columns
         for t in range(len(x["train_loss"])):
             total += float(x["bytes"][t])
@@ -78,7 +77,7 @@ class Curve:
             row = {
                 "step": t + 1, "epoch": (t + 1) / steps_per_epoch, "examples": examples,
                 "train_loss": float(x["train_loss"][t]), "train_losses": x["train_losses"][t],
-                "lr": float(x["lr"][t]), "bytes": float(x["bytes"][t]), "total_bytes": total,
+                "lr": float(x["lr"][t]), "bytes_step": float(x["bytes"][t]), "bytes_total": total,
                 "seconds": float(x["seconds"][t]),
             }  # fmt: skip
             history.append({**row, **self.evaluations.get(t + 1, {})})

@@ -6,7 +6,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from vecgym import check, launch
 from vecgym.errors import VecgymWarning
 from vecgym.ledger import readable_bytes
-from vecgym.local import check_settings
+from vecgym.local import EngineName, check_settings
 from vecgym.memory import available_bytes
 from vecgym.settings import checked, resolve_device
 from vecgym.strategy import Strategy
@@ -23,7 +22,7 @@ from vecgym.sweep.axes import Point, Uniform, checked_axes, count_points, points
 from vecgym.sweep.configurations import check_axes, make_configurations
 from vecgym.sweep.result import SweepResult
 from vecgym.sweep.runner import Runner
-from vecgym.sweep.saving import load_results, saver
+from vecgym.sweep.saving import ResultsFile
 
 
 def sweep(
@@ -45,7 +44,7 @@ def sweep(
     device: str | torch.device | None = None,
     val_size: int | None = None,
     val_interval: int | None = 100,
-    engine: str = "auto",
+    engine: EngineName = "auto",
     chunk_size: int | None = None,
     node_threads: int | None = None,
     dataloader_kwargs: Mapping[str, Any] | None = None,
@@ -108,6 +107,9 @@ def sweep(
     launch.check_alone("the sweep")
     axes = checked_axes(grid, samples)
     check_axes(axes, strategy, model)
+    for name, data in (("train_dataset", train_dataset), ("val_dataset", val_dataset)):
+        if isinstance(data, (nn.Module, Strategy)):
+            raise TypeError(f"{name} is {check.kind_of(data)}; the order is sweep(model, train_dataset, val_dataset).")
     check_settings(engine, chunk_size, node_threads)
     checked({"val_size": val_size, "val_interval": val_interval, "progress": progress})
     for name, value in (("samples", samples), ("chunk_configs", chunk_configs), ("max_memory_bytes", max_memory_bytes)):
@@ -145,10 +147,9 @@ def sweep(
     runner = runner_of(points(axes, samples, sample_seed))
     save = None
     if resume is not None:
-        path = Path(resume)
-        if path.exists():
-            load_results(runner, path)
-        save = saver(runner, path)
+        file = ResultsFile(runner, resume)
+        file.load()
+        save = file.save
     result = SweepResult(runner)
     if dry_run:
         return result

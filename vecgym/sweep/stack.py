@@ -195,6 +195,9 @@ class Stack:
         own = [torch.arange(K) if chosen is None else torch.tensor(chosen, dtype=torch.long) for chosen in active]
         counts = [len(rows) for rows in own]
         rows = torch.cat([c * K + x for c, x in enumerate(own)])
+        if not len(rows):
+            losses = next(iter(self.params.values())).new_full((self.num_configs * K,), torch.nan)
+            return losses, [_mean(member.strategy.lr(ctx)) for member, ctx in zip(self.members, contexts)]
         everything = (self.params, self.buffers)
         params, buffers = (nodes.take_rows(x, rows) for x in everything)
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
@@ -255,7 +258,8 @@ class Stack:
                 self._widen()
             ctx = contexts[exchange.start] if exchange.size == 1 else self._context(exchange)
             params = self._part(exchange)
-            shared, exchange.state = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            shared, changed = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            exchange.state = nodes.unshared(changed, exchange.state, (params,))
             if any(x.shape[0] > self.rows * exchange.size for x in shared.values()):
                 self._widen()
                 params = self._part(exchange)
@@ -499,7 +503,9 @@ class _Exchange(_Neighbours):
         modules = self.state if ctx.rows is None else nodes.take_rows(self.state, ctx.rows)
         grads = self.strategy.local_gradients(grads, params, modules, ctx)
         if ctx.rows is None:
-            grads, self.state = self.strategy.exchange_gradients(grads, self.state, ctx)
+            given, before = grads, self.state
+            grads, changed = self.strategy.exchange_gradients(given, before, ctx)
+            self.state = nodes.unshared(changed, before, (given, grads))
         return grads
 
 
@@ -523,7 +529,7 @@ class _Group(_Neighbours):
         own = contexts[self.start : self.stop]
         if self.is_own:
             params, self.state = self.strategies[0].optimize(params, grads, self.state, own[0])
-            self.lrs = [float(self.strategies[0].lr(own[0]))]
+            self.lrs = [_mean(self.strategies[0].lr(own[0]))]
             return params
         self.lrs = [float(strategy.lr(ctx)) for strategy, ctx in zip(self.strategies, own)]
         if self._lr_of != (self.lrs, counts):  # most often they stay
@@ -539,6 +545,11 @@ class _Group(_Neighbours):
         if key not in self._specs:
             self._specs = {key: merged_spec([s.inner_optim for s in self.strategies], counts).rule()}
         return self._specs[key]
+
+
+def _mean(lr: float | Tensor) -> float:
+    """Where nodes differ, their mean."""
+    return float(lr.double().mean()) if isinstance(lr, Tensor) else float(lr)
 
 
 def touches_gradients(strategy: Strategy) -> bool:

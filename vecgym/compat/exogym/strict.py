@@ -90,7 +90,7 @@ class Recorder:
 
     def step(self, **values: Any) -> None:
         """The row of a step; Ctrl-C ends the run after it."""
-        sent = {"bytes": self.ledger.step_bytes, "total_bytes": self.ledger.total_bytes}
+        sent = {"bytes_step": self.ledger.step_bytes, "bytes_total": self.ledger.total_bytes}
         self.row(**values, train_loss=float(self.losses[0]), train_losses=self.losses.copy(), **sent)
         self.stop = bool(self.interrupted)
         self.bar.update()
@@ -193,7 +193,7 @@ class TrainNode(LogModule):
         self.strategy.max_steps = steps
         self.recorder.bar.total = steps
         examples = 0
-        pending: dict[str, Any] = {"step": 0, "epoch": 0.0, "examples": 0, "total_bytes": 0.0}
+        pending: dict[str, Any] = {"step": 0, "epoch": 0.0, "examples": 0, "bytes_total": 0.0}
         while self.local_step < steps and not self.recorder.stop:
             if self.local_step % config.val_interval == 0:
                 found = self._evaluate()

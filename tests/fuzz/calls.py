@@ -1,0 +1,624 @@
+"""Every public callable of vecgym, found by introspection, each with a call that works.
+
+A call is built from the signature: a value for each argument that has no default, by `VALUES_OF` (what one callable
+takes), else by `VALUES` (what an argument of this name takes anywhere). Methods get an object from `OBJECTS`, or one
+that is made as a call of its class is. A new public name is thus found, and mostly called, by itself; `UNCALLED` says
+what cannot be, and `broken_calls` what is missing there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import vecgym
+from tests.fuzz.place import a_new_folder, as_it_was
+from tests.test_api import MODULES, module_of, public_names
+from vecgym import compress, data, local, logger, memory, metrics, rng, simulate, topology
+from vecgym.collectives import StackedCollectives
+from vecgym.compat import diloco_sim, exogym
+from vecgym.compress.codecs import Draw
+from vecgym.ledger import Transfer
+from vecgym.strategy import (
+    AveragingCommunicator,
+    Context,
+    DiLoCoCommunicator,
+    DiLoCoStrategy,
+    RandomSelector,
+    ServerOptimizer,
+    Strategy,
+)
+from vecgym.verify import Check, Difference
+
+K, STEPS, DIM = 2, 2, 3
+
+UNCALLED = {
+    "vecgym.data.Batch": "a type alias",
+    "vecgym.data.Examples": "a protocol",
+    **{f"vecgym.launch.Link{name}": "made by launch.run for each process" for name in
+       ("", ".send", ".watch", ".announce")},
+    "vecgym.launch.joined": "within the processes of a group",
+    "vecgym.strategy.all_gather": "within the step of a strategy written for one rank",
+    "vecgym.strategy.all_reduce": "within the step of a strategy written for one rank",
+    "vecgym.strategy.broadcast": "within the step of a strategy written for one rank",
+    "vecgym.strategy.Strategy.step": "within a run of a strategy written for one rank",
+    **{f"vecgym.compat.exogym.{name}.step": "within a run of a strategy written for one rank" for name in
+       ("CommunicateOptimizeStrategy", "DeMoStrategy", "SimpleReduceStrategy", "Strategy")},
+    **{f"vecgym.compat.exogym.{name}.communicate": "within a run of a strategy written for one rank" for name in
+       ("AveragingCommunicator", "CommunicationModule", "DiLoCoCommunicator", "SparseCommunicator")},
+    "vecgym.compat.exogym.Strategy.zero_grad": "within a run of a strategy written for one rank",
+    "vecgym.compat.exogym.all_gather": "within the step of a strategy written for one rank",
+    "vecgym.compat.exogym.all_reduce": "within the step of a strategy written for one rank",
+    "vecgym.compat.exogym.barrier": "within the step of a strategy written for one rank",
+    "vecgym.compat.exogym.broadcast": "within the step of a strategy written for one rank",
+    "vecgym.WandbLogger.start": "wandb starts processes and writes to the network or the disk",
+    "vecgym.WandbLogger.resume": "wandb starts processes and writes to the network or the disk",
+    "vecgym.WandbLogger.log": "wandb starts processes and writes to the network or the disk",
+    **{f"vecgym.TensorBoardLogger.{name}": "TensorBoard's thread writes after the folder has gone" for name in
+       ("start", "resume", "log", "finish")},
+    "vecgym.topology.Mixing": "made by Mixing.of",
+    "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
+}  # fmt: skip
+INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
+
+
+# ------------------------------------------------------------------------------------------------ small objects
+
+
+class Line(nn.Module):
+    """Batch `[B, DIM]` -> scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(1.0, DIM + 1))
+
+    def forward(self, batch: Any) -> Tensor:
+        x = batch if isinstance(batch, Tensor) else batch[0]
+        return (self.w - x).square().mean()
+
+
+def examples(n: int = 16) -> Tensor:
+    return torch.linspace(-1, 1, n * DIM).view(n, DIM)
+
+
+def strategy() -> Strategy:
+    return DiLoCoStrategy("sgd", H=1, lr=0.1)
+
+
+def tree_of_nodes() -> dict[str, Tensor]:
+    return {"w": torch.arange(1.0, K * DIM + 1).view(K, DIM)}
+
+
+def context() -> Context:
+    return Context(StackedCollectives(K), 0, STEPS)
+
+
+def steps() -> list[Tensor]:
+    return [examples(K * 2).view(K, 2, DIM) + t for t in range(STEPS)]
+
+
+SETTINGS: dict[str, Any] = {"max_steps": STEPS, "batch_size": 2, "device": "cpu", "progress": False}
+
+
+@functools.cache
+def _trained() -> vecgym.Trainer:
+    trainer = vecgym.Trainer(Line(), examples(), examples(4))
+    trainer.fit(strategy(), K, **SETTINGS)
+    return trainer
+
+
+@functools.cache
+def _swept() -> vecgym.SweepResult:
+    return vecgym.sweep(
+        Line(), examples(), examples(4), strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr),
+        grid={"H": [1, 2], "lr": [0.1, 0.2]}, num_nodes=K, keep_models=True, **SETTINGS,
+    )  # fmt: skip
+
+
+def trained() -> vecgym.Trainer:
+    return copy.deepcopy(_trained())
+
+
+def history() -> metrics.History:
+    return trained().history
+
+
+def saved() -> vecgym.Saved:
+    return vecgym.Saved(1, K, history(), {}, tree_of_nodes(), {}, {"w": "w"}, {})
+
+
+def engine() -> local.Engine:
+    made = local.Engine(Line())
+    made.prepare(steps()[0])
+    return made
+
+
+def simulation() -> simulate.Simulation:
+    return simulate.Simulation(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
+
+
+def partition() -> data.Partition:
+    return data.partition_iid(torch.arange(16) % 4, K)
+
+
+def found_schedule() -> vecgym.OptimizedSchedule:
+    one = torch.tensor([1.0, 0.0])
+    return vecgym.OptimizedSchedule(one, one, one, 1.0, 1.0, 1.0, 8.0, (1.0, 0.9))
+
+
+def check() -> Check:
+    return Check("exact", 0.0, (Difference(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),))
+
+
+def simulator() -> diloco_sim.DilocoSimulator:
+    return diloco_sim.DilocoSimulator(config())
+
+
+def config() -> diloco_sim.DilocoSimulatorConfig:
+    return diloco_sim.DilocoSimulatorConfig(
+        nn.Linear, {"in_features": DIM, "out_features": 1}, nn.functional.mse_loss, pairs(), num_nodes=K, batch_size=2,
+        max_local_step=1, eval_iters=1, devices=[], progress=False, eval_interval=1,
+    )  # fmt: skip
+
+
+def pairs(n: int = 16) -> TensorDataset:
+    return TensorDataset(examples(n), torch.zeros(n, 1))
+
+
+def started() -> logger.CSVLogger:
+    made = logger.CSVLogger("log")
+    made.start({"num_nodes": K})
+    return made
+
+
+def drawn() -> Draw:
+    return Draw(lambda *ids: rng.generator(0, "fuzz", *ids), torch.arange(K))
+
+
+def doubly_stochastic() -> Tensor:
+    return topology.ring(K)
+
+
+def transfer() -> Transfer:
+    return Transfer("mean", payload_bytes=8, num_nodes=K)
+
+
+def row() -> dict[str, Any]:
+    return {"step": 1, "train_loss": 0.5, "train_losses": np.array([0.5, 0.25])}
+
+
+def file(name: str) -> str:
+    """A file or folder that a call reads, in the current directory."""
+    if name == "run.pt":
+        trained().save(name)
+    elif name == "text.txt":
+        Path(name).write_text("some text. " * 200)
+    elif name == "script.py":
+        Path(name).write_text("pass\n")
+    elif name == "log":
+        made = started()
+        made.log(row())
+        made.finish()
+    elif name == "state.pt":
+        torch.save(nn.Linear(DIM, 1).state_dict(), name)
+    return name
+
+
+def work(link: Any) -> int:
+    return int(link.rank)
+
+
+# --------------------------------------------------------------------------------- values by the argument's name
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "participants": lambda: [0], "steps": lambda: 1, "transfer": transfer, "transfers": lambda: [transfer()],
+    "what": lambda: "a run",
+    "H": lambda: 1, "alpha": lambda: 1.0, "batch": lambda: steps()[0], "batch_size": lambda: 2, "batches": steps,
+    "buffers": dict, "column": lambda: "train_loss", "comm": lambda: StackedCollectives(K), "context": lambda: 4,
+    "communication_modules": lambda: [AveragingCommunicator()], "count": lambda: 1, "ctx": context, "d": lambda: 1,
+    "data": lambda: torch.arange(16) % 4, "dataset": examples, "device": lambda: torch.device("cpu"),
+    "directory": lambda: "log", "engine": lambda: "auto", "eval_batch": lambda: examples(4), "exchange": lambda: 0,
+    "extra": dict, "generator": lambda: torch.Generator().manual_seed(0), "grads": tree_of_nodes,
+    "grid": lambda: {"lr": [0.1, 0.2]}, "high": lambda: 2.0, "histories": lambda: {"run": history()},
+    "history": history, "index": lambda: 0, "island_size": lambda: 2, "keys": lambda: {"w": "w"},
+    "loss": lambda: 1.0, "low": lambda: 1.0, "max_steps": lambda: STEPS, "message": lambda: "a warning",
+    "method": lambda: "topk", "model": Line, "module": AveragingCommunicator, "modules": lambda: [],
+    "n": lambda: 4, "name": lambda: "adam", "net": lambda: nn.Linear(DIM, 4), "node": lambda: 0,
+    "num_bytes": lambda: 10.0, "num_nodes": lambda: K, "num_processes": lambda: 1, "num_steps": lambda: 4,
+    "num_tokens": lambda: 2, "optim": lambda: "sgd", "p": lambda: 0.5, "params": tree_of_nodes,
+    "partition": partition, "path": lambda: "out.csv", "points": lambda: [(1.0, 2.0), (2.0, 1.0)],
+    "purpose": lambda: "fuzz", "row": row, "rows": lambda: [row()], "runner": lambda: _swept()._runner,
+    "seed": lambda: 1, "server": ServerOptimizer, "settings": lambda: {"num_nodes": K},
+    "spec": lambda: vecgym.OptimSpec("sgd"), "step": lambda: 1, "strategy": strategy,
+    "text": lambda: "abc" * 50, "tokens": lambda: torch.arange(10) % 4,
+    "train_dataset": examples, "tree": tree_of_nodes, "u": lambda: 0.5, "values": tree_of_nodes,
+    "vocab_size": lambda: 5, "vocabulary": lambda: "abcd", "weights": doubly_stochastic, "window": lambda: 1,
+    "x": tree_of_nodes, "z": lambda: torch.rand(4, generator=torch.Generator().manual_seed(0)), "whose": lambda: "lr",
+    "shapes": lambda: {"w": torch.Size([DIM])}, "src": lambda: 0, "value": lambda: 0.5, "perplexity": lambda: 1.0,
+}  # fmt: skip
+
+_TOKENS = {"tokens": lambda: torch.zeros(1, 4, dtype=torch.long)}
+_PAIR = {"batch": lambda: (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))}
+_CODE = {"x": lambda: tree_of_nodes()["w"], "like": lambda: tree_of_nodes()["w"]}
+_PLOT = {"rows": lambda: _swept().rows, "x": lambda: "H", "y": lambda: "val_loss", "path": lambda: None}
+_HEAT = {**_PLOT, "y": lambda: "lr"}
+_CHECKED = {"x": lambda: "H", "y": lambda: "val_loss", "path": lambda: None, "column": lambda: "val_loss"}
+_GIVEN = {"settings": None}  # of *args and **kwargs: nothing
+_LR = {"strategy": lambda: lambda lr: DiLoCoStrategy("sgd", H=1, lr=lr)}
+
+
+def _code_of(codec: compress.Codec) -> Any:
+    return codec.encode(tree_of_nodes()["w"], drawn())
+
+
+def _coded(codec: Callable[[], compress.Codec]) -> dict[str, Callable[[], Any]]:
+    def gathered() -> Any:
+        return {part: x[None] for part, x in _code_of(codec()).items()}
+
+    return {**_CODE, "code": lambda: _code_of(codec()), "codes": gathered, "draw": drawn, "n": lambda: 4}
+
+
+def _state_of(module: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
+    return {"state": lambda: module().init(tree_of_nodes(), context())}
+
+
+def _cut() -> compress.Grid:
+    return compress.grid((DIM,), 4)
+
+
+# By the callable's name; a method takes what its class says, and then what it says itself.
+VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
+    "vecgym.Trainer": {"path": lambda: "out.png"},
+    "vecgym.Trainer.save": {"path": lambda: "run.pt"},
+    "vecgym.CSVLogger": {},
+    "vecgym.DivergenceError": {"nodes": lambda: [0]},
+    "vecgym.ProcessError": {"rank": lambda: 0, "nodes": lambda: "node 0", "what": lambda: "x"},
+    "vecgym.MemoryEstimate": {"parts": lambda: {"parameters": memory.Part(8, 0, K)}, "device": lambda: "cpu"},
+    "vecgym.Nodes": {"params": tree_of_nodes},
+    "vecgym.Ledger.weighted": {"weight": lambda: 0.5},
+    "vecgym.Ledger.load": {"state": lambda: vecgym.Ledger().state()},
+    "vecgym.OptimSpec.build": {"model_or_params": Line, "node": lambda: None},
+    "vecgym.OptimSpec.groups": {},
+    "vecgym.OptimizedSchedule": {
+        **{name: lambda: torch.ones(STEPS) for name in ("schedule", "weights", "uniform")},
+        **{name: lambda: 1.0 for name in ("loss", "relaxed_loss", "uniform_loss", "total_bytes")},
+        "losses": lambda: (1.0,)},
+    "vecgym.SweepResult": _CHECKED,
+    "vecgym.SweepResult.to_csv": {"path": lambda: "rows.csv"},
+    "vecgym.SweepResult.plot_heatmap": {"y": lambda: "lr"},
+    "vecgym.load": {"path": lambda: file("run.pt")},
+    "vecgym.optimize_schedule": {"strategy": lambda: lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w),
+                                 "H": lambda: 1, "iterations": lambda: 1},
+    "vecgym.rollout_jvp": {**_LR, "primals": lambda: [torch.tensor(0.1)], "tangents": lambda: [torch.tensor(1.0)]},
+    "vecgym.verify": {"strategy": strategy, "dataset": lambda: examples().double(), "steps": lambda: 1,
+                      "num_nodes": lambda: K, "num_processes": lambda: 1},
+    "vecgym.collectives.Collectives.mean": {"groups": lambda: None, "weights": lambda: None},
+    "vecgym.collectives.Collectives.server_mean": {"participants": lambda: [0], "weights": lambda: None},
+    "vecgym.collectives.Collectives.permute": {"source": lambda: [1, 0]},
+    "vecgym.compat.diloco_sim.EvalStats": {"glob": lambda: True},
+    "vecgym.compat.diloco_sim.DilocoSimulatorConfig": {
+        "model_cls": lambda: nn.Linear, "model_kwargs": lambda: {"in_features": DIM, "out_features": 1},
+        "loss_fn": lambda: nn.functional.mse_loss, "train_dataset": lambda: pairs(64)},
+    "vecgym.compat.diloco_sim.DilocoSimulator": {"config": config},
+    "vecgym.compat.diloco_sim.DilocoSimulator.load_model": {"path": lambda: file("state.pt")},
+    "vecgym.compress.Codec": _coded(compress.Sign),
+    "vecgym.compress.Sign": _coded(compress.Sign),
+    "vecgym.compress.Quantise": _coded(compress.Quantise),
+    "vecgym.compress.RandomK": _coded(lambda: compress.RandomK(0.5)),
+    "vecgym.compress.RandomK.encode": {"draw": drawn},
+    "vecgym.compress.TopK": {**_coded(lambda: compress.TopK(0.5)), "fraction": lambda: 0.5},
+    "vecgym.compress.PowerSGD.compresses": {"x": lambda: torch.ones(K, 4, 4)},
+    "vecgym.compress.PowerSGD.reduce": {"state": dict, "mean": lambda: lambda x: x,
+                                       "draw": lambda: lambda name: drawn()},
+    "vecgym.compress.accumulate_dct_": {"X": lambda: torch.zeros(K, 1, 1, 1, DIM), "x": lambda: tree_of_nodes()["w"],
+                                        "cut": _cut, "decay": lambda: 0.9},
+    "vecgym.compress.check_bits": {"value": lambda: 8},
+    "vecgym.compress.chunk_size": {"limit": lambda: 2},
+    "vecgym.compress.dct": {"x": lambda: torch.ones(2, 4)},
+    "vecgym.compress.inverse_dct": {"X": lambda: torch.ones(2, 4)},
+    "vecgym.compress.to_chunks": {"x": lambda: tree_of_nodes()["w"], "cut": _cut},
+    "vecgym.compress.from_chunks": {"chunks": lambda: compress.to_chunks(tree_of_nodes()["w"], _cut()), "cut": _cut,
+                                    "shape": lambda: (DIM,)},
+    "vecgym.compress.grid": {"shape": lambda: (4, 4), "limit": lambda: 4},
+    "vecgym.compress.mean_of_senders": {"indices": lambda: torch.zeros(1, K, 1, 1, dtype=torch.long),
+                                        "values": lambda: torch.ones(1, K, 1, 1)},
+    "vecgym.compress.strongest": {"x": lambda: torch.ones(2, 4), "k": lambda: 1},
+    "vecgym.compress.topk_bytes": {"shape": lambda: (4, 4), "k": lambda: 1, "limit": lambda: 4,
+                                   "value_bytes": lambda: 4},
+    "vecgym.corpus.read_text": {"path": lambda: file("text.txt")},
+    "vecgym.corpus.standard_library_text": {"num_chars": lambda: 1000},
+    "vecgym.corpus.split_text": {},
+    "vecgym.data.decode_text": {"tokens": lambda: torch.tensor([0, 1])},
+    "vecgym.data.Partition": {"indices": lambda: (torch.tensor([0, 1]), torch.tensor([2])), "labels": lambda: None},
+    "vecgym.data.num_steps": {"batches": lambda: data.Batches(examples(), K, 2)},
+    "vecgym.data.EvalBatches": {"num_nodes": lambda: K},
+    "vecgym.evaluate.evaluate": {"engine": engine, "state": lambda: simulation().init(),
+                                 "batches": lambda: data.EvalBatches(examples(4), 2, None, K)},
+    "vecgym.evaluate.everyone": {"x": lambda: torch.ones(K)},
+    "vecgym.launch.run": {"function": lambda: work},
+    "vecgym.local.ModelFacts": {"unused": frozenset, "mutated": frozenset, "random": lambda: False, "flop": lambda: 1},
+    "vecgym.local.Engine.gradients": {"seed": lambda: 1},
+    "vecgym.local.choose_plan": {"facts": lambda: local.ModelFacts(frozenset(), frozenset(), False, 1),
+                                 "num_threads": lambda: 1},
+    "vecgym.local.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
+    "vecgym.logger.read_csv": {"directory": lambda: file("log")},
+    "vecgym.models.GPT": {**_TOKENS, **_PAIR, "context": lambda: 4},
+    "vecgym.models.Classifier": {"batch": lambda: (torch.zeros(2, DIM), torch.zeros(2, dtype=torch.long))},
+    "vecgym.nodes.take_rows": {"rows": lambda: torch.tensor([0])},
+    "vecgym.nodes.join_rows": {"parts": lambda: [tree_of_nodes(), tree_of_nodes()]},
+    "vecgym.nodes.put_rows": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
+                              "inplace": lambda: False},
+    "vecgym.nodes.expand": {"values": lambda: {"w": torch.ones(1, DIM)}},
+    "vecgym.nodes.fill": {"values": lambda: {"w": torch.ones(DIM)}},
+    "vecgym.optim.ElementwiseRule.update": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
+    "vecgym.optim.PerNodeRule": {"spec": lambda: vecgym.OptimSpec(torch.optim.ASGD)},
+    "vecgym.optim.PerNodeRule.update": {
+        "state": lambda: vecgym.OptimSpec(torch.optim.ASGD).rule().init(tree_of_nodes())},
+    "vecgym.optim.check_max_norm": {"max_norm": lambda: 1.0},
+    "vecgym.optim.clip_grad_norm": {"max_norm": lambda: 1.0},
+    "vecgym.optim.ensure_optim_spec": {},
+    "vecgym.optimize.largest": {"weights": lambda: torch.tensor([0.1, 0.9, 0.5])},
+    "vecgym.optimize.project_to_budget": {"total": lambda: 2.0},
+    "vecgym.optimize.sinkhorn": {"z": lambda: torch.rand(3, 3, generator=torch.Generator().manual_seed(0))},
+    "vecgym.plot.plot_sensitivity": {"gradient": lambda: torch.ones(4), "path": lambda: None},
+    "vecgym.plot.plot_schedule": {"found": found_schedule, "path": lambda: None},
+    "vecgym.plot.plot_partition": {"partition": partition, "path": lambda: None},
+    "vecgym.plot.plot_axis": _PLOT,
+    "vecgym.plot.plot_heatmap": _HEAT,
+    "vecgym.plot.plot_pareto": _PLOT,
+    "vecgym.plot.smooth": {"values": lambda: [1.0, 2.0, 3.0]},
+    "vecgym.schedule.lambda_cosine": {},
+    "vecgym.schedule.check_schedule": {"name": lambda: "cosine"},
+    "vecgym.schedule.make_schedule": {"name": lambda: "cosine"},
+    "vecgym.simulate.State": {"optimizer": dict, "strategy": dict},
+    "vecgym.simulate.Simulation": {"params": lambda: None},
+    "vecgym.simulate.Simulation.step": {"state": lambda: simulation().init()},
+    "vecgym.strategy.compressed": {},
+    "vecgym.strategy.GossipCommunicator.mixing": {},
+    "vecgym.strategy.ProximalTerm": {"mu": lambda: 0.1},
+    "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS)},
+    "vecgym.strategy.SyncWeight.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state),
+                                            "state": dict},
+    "vecgym.strategy.ServerOptimizer.update": {"delta": tree_of_nodes, "slots": dict},
+    "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
+    "vecgym.strategy.DiLoCoCommunicator.stacked": {"modules": lambda: [DiLoCoCommunicator(H=1)] * 2},
+    "vecgym.strategy.AveragingCommunicator.stacked": {"modules": lambda: [AveragingCommunicator()] * 2},
+    "vecgym.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
+    "vecgym.topology.torus": {"num_nodes": lambda: 4},
+    "vecgym.topology.one_peer_exponential": {"round": lambda: 0},
+    "vecgym.topology.metropolis_weights": {"adjacency": lambda: [[0, 1], [1, 0]]},
+    "vecgym.tree.map": {"fn": lambda: torch.neg, "trees": lambda: (tree_of_nodes(),)},
+    "vecgym.tree.map_leaves": {"fn": lambda: torch.neg},
+    "vecgym.tree.per_node": {"like": lambda: tree_of_nodes()["w"]},
+    "vecgym.verify.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
+    "vecgym.verify.Report": {"strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},
+    "vecgym.sweep": {**_LR, "device": lambda: "cpu", "num_nodes": lambda: K},
+    "vecgym.compat.exogym.Trainer": {"val_dataset": lambda: None},
+    "vecgym.compat.exogym.Trainer.fit": {
+        "num_nodes": lambda: K, "strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
+    "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
+}  # fmt: skip
+
+# Objects whose methods are called, where the call of the class does not make a fit one.
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "vecgym.Trainer": trained,
+    "vecgym.History": history,
+    "vecgym.Saved": saved,
+    "vecgym.SweepResult": lambda: copy.copy(_swept()),
+    "vecgym.CSVLogger": started,
+    "vecgym.collectives.Collectives": lambda: StackedCollectives(K),
+    "vecgym.compress.Codec": compress.Sign,
+    "vecgym.compress.TopK": lambda: compress.TopK(0.5),
+    "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
+    "vecgym.data.Partition": partition,
+    "vecgym.local.Engine": engine,
+    "vecgym.simulate.Simulation": simulation,
+    "vecgym.verify.Check": check,
+    "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
+    "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,
+    "vecgym.strategy.Selector": lambda: RandomSelector(0.5),
+    "vecgym.strategy.CommunicationModule": AveragingCommunicator,
+    "vecgym.strategy.Strategy": strategy,
+    "vecgym.topology.Mixing": lambda: topology.Mixing.of(doubly_stochastic()),
+}
+
+
+# ------------------------------------------------------------------------------------------------------ discovery
+
+
+@dataclass(frozen=True)
+class Target:
+    """A public callable.
+
+    Attributes:
+        name: "vecgym.Trainer.fit".
+        owner: the name of the class of a method; "" for all else.
+        function: as it is found in the module or class.
+        bound: it is called without an object: a function, a class, a static or class method.
+    """
+
+    name: str
+    owner: str
+    function: Callable[..., Any]
+    bound: bool
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        found = dict(inspect.signature(self.function).parameters)
+        if self.owner and not self.bound:
+            found.pop(next(iter(found)))
+        return found
+
+
+def public_modules() -> list[str]:
+    """The modules that users import from: those of the reference, and all others with an `__all__`."""
+    everything = [m.name for m in pkgutil.walk_packages(vecgym.__path__, "vecgym.") if not m.name.endswith("__main__")]
+    exporting = [name for name in everything if hasattr(module_of(name), "__all__")]
+    return [name for name in dict.fromkeys([*MODULES, *exporting]) if name not in INSIDE]
+
+
+@functools.cache
+def targets() -> dict[str, Target]:
+    """All public callables by name; what has several names is there once."""
+    found: dict[str, Target] = {}
+    seen: set[int] = set()
+    for module_name in public_modules():
+        module = module_of(module_name)
+        for name in public_names(module):
+            value = getattr(module, name)
+            full = f"{module_name}.{'Trainer' if name == 'LocalTrainer' else name}"
+            if id(value) in seen or not _takes_arguments(value):
+                continue
+            seen.add(id(value))
+            for target in (Target(full, "", value, True), *_methods(full, value)):
+                found.setdefault(target.name, target)
+    return found
+
+
+def _takes_arguments(value: Any) -> bool:
+    """Whether this is something that is called, and looks at what it is given: no type alias, no record."""
+    if not callable(value) or (inspect.isclass(value) and issubclass(value, tuple)):
+        return False
+    try:
+        inspect.signature(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _methods(owner: str, cls: Any) -> list[Target]:
+    """The public methods that a class defines."""
+    if not inspect.isclass(cls):
+        return []
+    found = []
+    for name, value in vars(cls).items():
+        inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if not name.startswith("_") and inspect.isfunction(inner) and inner.__module__.startswith("vecgym"):
+            bound = inner is not value
+            found.append(Target(f"{owner}.{name}", owner, getattr(cls, name), bound))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ good calls
+
+
+class NoValue(LookupError):
+    """Nothing is known that an argument could be given."""
+
+
+def good_value(target: Target, name: str) -> Any:
+    """A new value that works for an argument."""
+    for table in (VALUES_OF.get(target.name, {}), VALUES_OF.get(target.owner, {}), VALUES):
+        if name in table:
+            return table[name]()
+    if name == "state" and target.owner:
+        return _state(target)
+    raise NoValue(f"{target.name}: no value for {name!r}; add one to VALUES or VALUES_OF in tests/fuzz/calls.py")
+
+
+def _state(target: Target) -> Any:
+    """What `init` of an object of the class gives."""
+    cls = targets()[target.owner]
+    made = _object(cls)
+    if not hasattr(made, "init"):
+        raise NoValue(f"{target.name}: no state without init")
+    first = {"w": torch.Size([DIM])} if "Selector" in target.owner else tree_of_nodes()
+    state = made.init(first, context())
+    if isinstance(made, Strategy):
+        return state[0] if target.name.endswith("optimize") else state[1]
+    return state
+
+
+def _object(cls: Target) -> Any:
+    return OBJECTS[cls.name]() if cls.name in OBJECTS else call(cls, good_arguments(cls))
+
+
+def good_arguments(target: Target) -> dict[str, Any]:
+    """Values for all arguments without a default, and of a long run few steps; by name."""
+    given = {}
+    for name, parameter in target.parameters.items():
+        plain = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if plain and parameter.default is parameter.empty:
+            given[name] = good_value(target, name)
+        elif name in ALSO.get(target.name, ()):
+            given[name] = SETTINGS[name] if name in SETTINGS else good_value(target, name)
+    return given
+
+
+# Arguments with a default that a call needs too, or that make it short.
+ALSO: dict[str, tuple[str, ...]] = {
+    "vecgym.Trainer.fit": tuple(SETTINGS),
+    "vecgym.sweep": (*SETTINGS, "strategy", "num_nodes"),
+    "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
+    "vecgym.optimize_schedule": ("H", "iterations"),
+    "vecgym.verify": ("num_nodes", "num_processes", "steps"),
+    "vecgym.corpus.standard_library_text": ("num_chars",),
+    "vecgym.compat.diloco_sim.DilocoSimulatorConfig": ("loss_fn", "model_kwargs", "train_dataset"),
+    "vecgym.compat.diloco_sim.DilocoSimulator": ("config",),
+    "vecgym.compress.RandomK.encode": ("draw",),
+    "vecgym.compress.TopK": ("fraction",),
+    "vecgym.tree.map": ("trees",),
+}
+
+
+def receiver(target: Target) -> Callable[..., Any]:
+    """The callable itself: of a method that of a new object."""
+    if target.bound:
+        return target.function
+    made = _object(targets()[target.owner])
+    return getattr(made, target.name.rpartition(".")[2])
+
+
+def call(
+    target: Target,
+    given: Mapping[str, Any],
+    unknown: Mapping[str, Any] | None = None,
+    function: Callable[..., Any] | None = None,
+) -> Any:
+    """Call with arguments by name; `unknown` are keywords that may not exist; `function`: see `receiver`."""
+    positional, keywords, extra = [], {}, ()
+    for name, parameter in target.parameters.items():
+        if name not in given:
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(given[name])
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            extra = given[name]
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            keywords.update(given[name])
+        else:
+            keywords[name] = given[name]
+    if "trees" in target.parameters or "ids" in target.parameters:  # *args come after what is given by position
+        order = [
+            name for name, p in target.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD and name in keywords
+        ]
+        positional += [keywords.pop(name) for name in order]
+    result = (function or receiver(target))(*positional, *extra, **keywords, **(unknown or {}))
+    if inspect.isgenerator(result) or type(result).__name__ in ("map", "zip", "filter"):
+        result = next(iter(result), None)  # what is wrong may show only then
+    return result
+
+
+def broken_calls() -> dict[str, str]:
+    """The callables whose good call fails, and how."""
+    broken = {}
+    for name, target in targets().items():
+        if name in UNCALLED or inspect.isabstract(target.function):
+            continue
+        try:
+            with a_new_folder(), as_it_was():
+                call(target, good_arguments(target))
+        except Exception as error:
+            broken[name] = f"{type(error).__name__}: {error}"
+    return broken

@@ -1,0 +1,648 @@
+"""K plain modules trained in a Python loop, in every composition of exchanges: what the library must compute.
+
+It imports nothing from vecgym. Every `Module` here says for itself, from its paper or from the documented rule, what
+the nodes exchange and how many bytes a node sends for it, averaged over the nodes. What the library draws at random
+(masks, matchings, participants, islands) is given as functions of the step.
+
+`Values` are the parameters, or the gradients, of each node: `values[node][name]`. Steps count from 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.reference import compression
+from tests.reference.demo import dct, fold, inverse_dct, make_chunks, strongest
+
+Values = list[dict[str, Tensor]]
+Groups = Sequence[Sequence[int]]
+
+BYTES = 8  # of a value in float64
+
+
+@dataclass
+class World:
+    """What the exchanges of one run share."""
+
+    num_nodes: int
+    num_examples: Sequence[int]  # of each node's shard
+    sent: float = 0.0  # bytes in this step, averaged over the nodes
+
+    def ring(self, payload: float, sizes: Sequence[int]) -> None:
+        """Rings of these sizes reduce a payload: each member of a ring of n sends 2 (n - 1) / n of it."""
+        self.sent += payload * sum(n * 2 * (n - 1) / n for n in sizes) / self.num_nodes
+
+    def gather(self, payload: float) -> None:
+        """Every node sends its payload once; a node alone sends nothing."""
+        self.sent += payload if self.num_nodes > 1 else 0.0
+
+    def weights(self, weighting: str) -> list[float]:
+        return [1.0] * self.num_nodes if weighting == "equal" else [float(n) for n in self.num_examples]
+
+
+def size(values: Values) -> int:
+    return sum(x.numel() for x in values[0].values())
+
+
+def weighted(values: Values, members: Sequence[int], weights: Sequence[float]) -> dict[str, Tensor]:
+    """sum_k w_k x_k / sum_k w_k over the members."""
+    total = sum(weights[k] for k in members)
+    return {name: sum(weights[k] * values[k][name] for k in members) / total for name in values[0]}  # type: ignore[misc]
+
+
+def clones(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in x.items()}
+
+
+def between(old: dict[str, Tensor], new: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    return {name: (1 - share) * old[name] + share * new[name] for name in old}
+
+
+# ------------------------------------------------------------------------------------------------ the exchanges
+
+
+class Module:
+    """One exchange. `mean` is how it averages: `compressed` puts its own in the place."""
+
+    world: World
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        self.world = world
+
+    def active(self, t: int) -> set[int] | None:
+        return None
+
+    def local_gradients(self, grads: Values, params: Values, t: int) -> Values:
+        return grads
+
+    def gradients(self, grads: Values, t: int) -> Values:
+        return grads
+
+    def parameters(self, params: Values, t: int) -> Values:
+        return params
+
+    def mean(self, x: Values, t: int, groups: Groups | None = None, weights: Sequence[float] | None = None) -> Values:
+        """The average of each group on its members; who is in none keeps its own."""
+        world = self.world
+        rings = [list(range(world.num_nodes))] if groups is None else groups
+        world.ring(BYTES * size(x), [len(ring) for ring in rings])
+        result = [clones(values) for values in x]
+        for ring in rings:
+            average = weighted(x, ring, weights or [1.0] * world.num_nodes)
+            for node in ring:
+                result[node] = clones(average)
+        return result
+
+
+class AverageGradients(Module):
+    def gradients(self, grads: Values, t: int) -> Values:
+        return self.mean(grads, t)
+
+
+@dataclass(eq=False)
+class Average(Module):
+    """The mean of the parameters every H steps."""
+
+    H: int = 1
+    participants: Callable[[int], list[int]] | None = None  # of step t's round
+    islands: Callable[[int], Groups] | None = None
+    weighting: str = "equal"
+    server: bool = False  # who sat out begins from the mean too
+    share: Sequence[float] | None = None  # in place of H
+
+    def active(self, t: int) -> set[int] | None:
+        return set(self.participants(t)) if self.participants else None
+
+    def parameters(self, params: Values, t: int) -> Values:
+        if self.share is not None:
+            share = self.share[t]
+            if share == 0:
+                return params
+            return [between(old, new, share) for old, new in zip(params, self._average(params, t))]
+        return self._average(params, t) if (t + 1) % self.H == 0 else params
+
+    def _average(self, params: Values, t: int) -> Values:
+        weights = None if self.weighting == "equal" else self.world.weights(self.weighting)
+        present = self.participants(t) if self.participants else None
+        if self.server and present is not None:
+            self.world.sent += BYTES * size(params) * len(present) / self.world.num_nodes
+            theta = weighted(params, present, self.world.weights(self.weighting))
+            return [clones(theta) for _ in params]
+        groups = self.islands(t) if self.islands else None if present is None else [present]
+        return self.mean(params, t, groups, weights)
+
+
+@dataclass(eq=False)
+class Server(Module):
+    """Delta = the participants' mean movement; theta <- a server optimizer's step along it (arXiv 2003.00295)."""
+
+    name: str = "avg"
+    lr: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    tau: float = 1e-3
+    H: int = 1
+    participants: Callable[[int], list[int]] | None = None
+    weighting: str = "equal"
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        super().begin(world, start)
+        self.theta = clones(start)
+        self.m = {name: torch.zeros_like(x) for name, x in start.items()}
+        self.v = {name: torch.full_like(x, self.tau**2) for name, x in start.items()}
+
+    def active(self, t: int) -> set[int] | None:
+        return set(self.participants(t)) if self.participants else None
+
+    def parameters(self, params: Values, t: int) -> Values:
+        if (t + 1) % self.H:
+            return params
+        present = self.participants(t) if self.participants else list(range(self.world.num_nodes))
+        self.world.sent += BYTES * size(params) * len(present) / self.world.num_nodes
+        average = weighted(params, present, self.world.weights(self.weighting))
+        for name, theta in self.theta.items():
+            self.theta[name] = theta + self.lr * self._direction(name, average[name] - theta)
+        return [clones(self.theta) for _ in params]
+
+    def _direction(self, name: str, delta: Tensor) -> Tensor:
+        beta_1, beta_2 = self.betas
+        if self.name == "avg":
+            return delta
+        if self.name == "avgm":
+            self.m[name] = beta_1 * self.m[name] + delta
+            return self.m[name]
+        self.m[name] = beta_1 * self.m[name] + (1 - beta_1) * delta
+        v, square = self.v[name], delta * delta
+        if self.name == "adagrad":
+            v = v + square
+        elif self.name == "adam":
+            v = beta_2 * v + (1 - beta_2) * square
+        elif self.name == "yogi":
+            v = torch.where(v > square, v - (1 - beta_2) * square, v + (1 - beta_2) * square * (v < square))
+        else:
+            raise ValueError(self.name)
+        self.v[name] = v
+        return self.m[name] / (v.sqrt() + self.tau)
+
+
+@dataclass(eq=False)
+class Proximal(Module):
+    """FedProx: mu (theta_i - its start of the round) joins the gradient."""
+
+    mu: float | Sequence[float] = 0.1  # a sequence: of each node
+    H: int = 1
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        super().begin(world, start)
+        self.start = [clones(start) for _ in range(world.num_nodes)]
+
+    def local_gradients(self, grads: Values, params: Values, t: int) -> Values:
+        mu = [self.mu] * len(grads) if isinstance(self.mu, (int, float)) else self.mu
+        return [
+            {name: g[name] + mu[i] * (params[i][name] - self.start[i][name]) for name in g} for i, g in enumerate(grads)
+        ]
+
+    def parameters(self, params: Values, t: int) -> Values:
+        if (t + 1) % self.H == 0:
+            self.start = [clones(x) for x in params]
+        return params
+
+
+@dataclass(eq=False)
+class DiLoCo(Module):
+    """Delta = mean of theta_outer - theta_i is the gradient of an outer optimizer (arXiv 2311.08105)."""
+
+    outer: Callable[[list[Tensor]], Optimizer]
+    H: int = 100
+    share: Sequence[float] | None = None  # in place of H; with the default outer optimizer only
+    share_lr: float = 0.7
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        super().begin(world, start)
+        self.theta = {name: nn.Parameter(x) for name, x in clones(start).items()}
+        self.optimizer = self.outer(list(self.theta.values()))
+        self.momentum = {name: torch.zeros_like(x) for name, x in start.items()}
+
+    def parameters(self, params: Values, t: int) -> Values:
+        if self.share is not None:
+            return self._partly(params, t, self.share[t])
+        if (t + 1) % self.H:
+            return params
+        for name, delta in self._delta(params, t).items():
+            self.theta[name].grad = delta
+        self.optimizer.step()
+        return [clones(self.theta) for _ in params]
+
+    def _delta(self, params: Values, t: int) -> dict[str, Tensor]:
+        return self.mean([{name: self.theta[name].detach() - x[name] for name in x} for x in params], t)[0]
+
+    def _partly(self, params: Values, t: int, share: float) -> Values:
+        """Parameters, outer parameters and momentum go a part of the way of the paper's SGD."""
+        if share == 0:
+            return params
+        theta = clones(self.theta)
+        new, momentum = {}, {}
+        for name, delta in self._delta(params, t).items():
+            momentum[name] = 0.9 * self.momentum[name] + delta
+            new[name] = theta[name] - self.share_lr * (delta + 0.9 * momentum[name])
+        self.momentum = between(self.momentum, momentum, share)
+        self.theta = {name: nn.Parameter(x) for name, x in between(theta, new, share).items()}
+        return [between(x, new, share) for x in params]
+
+
+@dataclass(eq=False)
+class Sparse(Module):
+    """SPARTA: the mean on the coordinates `mask(t)` of each tensor, every `interval` steps, written `delay` later."""
+
+    mask: Callable[[int], dict[str, Tensor]]
+    interval: int = 1
+    delay: int = 0
+    bits: int | None = None
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        super().begin(world, start)
+        self.under_way: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+
+    def parameters(self, params: Values, t: int) -> Values:
+        if (t + 1) % self.interval == 0:
+            self.under_way[t + self.delay] = self._exchange(params, t)
+        params = [clones(x) for x in params]
+        for name, (index, mean) in self.under_way.pop(t, {}).items():
+            for x in params:
+                x[name].view(-1)[index] = mean
+        return params
+
+    def _exchange(self, params: Values, t: int) -> dict[str, tuple[Tensor, Tensor]]:
+        found = {}
+        for name, index in self.mask(t).items():
+            values = [x[name].reshape(-1)[index] for x in params]
+            if self.bits is None:
+                self.world.ring(BYTES * len(index), [self.world.num_nodes])
+            else:
+                code = compression.quantise(self.bits)
+                values = [code(t, name, node, x) if len(x) else x for node, x in enumerate(values)]
+                self.world.gather(quantised_bytes(len(index), self.bits))
+            found[name] = index, sum(values[1:], values[0]) / len(values)
+        return found
+
+
+@dataclass(eq=False)
+class TopKSparse(Module):
+    """Each node sends what moved most since it was last sent; a value sent becomes the mean over its senders."""
+
+    fraction: float = 0.005
+    bits: int | None = None
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        super().begin(world, start)
+        self.last = clones(start)  # the same on every node
+
+    def parameters(self, params: Values, t: int) -> Values:
+        params = [clones(x) for x in params]
+        for name, last in self.last.items():
+            n, k = last.numel(), compression.count(self.fraction, last.numel())
+            self.world.gather(k * BYTES + 4 * k if self.bits is None else quantised_bytes(k, self.bits) + 4 * k)
+            heard: dict[int, list[Tensor]] = {}
+            for node, x in enumerate(params):
+                moved = (x[name] - last).abs().view(n)
+                sent = torch.argsort(moved, descending=True, stable=True)[:k]
+                values = x[name].view(n)[sent]
+                if self.bits is not None:
+                    values = compression.quantise(self.bits)(t, name, node, values)
+                for c, value in zip(sent.tolist(), values):
+                    heard.setdefault(c, []).append(value.clone())
+            for c, of_senders in heard.items():
+                mean = sum(of_senders[1:], of_senders[0]) / len(of_senders)
+                last.view(n)[c] = mean
+                for x in params:
+                    x[name].view(n)[c] = mean
+        return params
+
+
+@dataclass(eq=False)
+class Gossip(Module):
+    """theta_i <- sum_j W_ij theta_j every `every` steps; W = matrix(exchange, step)."""
+
+    matrix: Callable[[int, int], Tensor]
+    every: int = 1
+
+    def parameters(self, params: Values, t: int) -> Values:
+        if (t + 1) % self.every:
+            return params
+        W, K = self.matrix(t // self.every, t), self.world.num_nodes
+        links = sum(1 for i in range(K) for j in range(K) if i != j and W[i, j] != 0)
+        self.world.sent += BYTES * size(params) * links / K
+        zero = {name: torch.zeros_like(x) for name, x in params[0].items()}
+        mixed = [clones(zero) for _ in range(K)]
+        for i in range(K):
+            for j in range(K):
+                for name, x in params[j].items():
+                    mixed[i][name] += float(W[i, j]) * x
+        return mixed
+
+
+@dataclass(eq=False)
+class DeMo(Module):
+    """The strongest cosine components of a momentum of the gradients (arXiv 2411.19870, algorithm 1)."""
+
+    decay: float = 0.999
+    k: int = 32
+    chunk: int = 64
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        super().begin(world, start)
+        self.deltas = [{name: torch.zeros_like(x) for name, x in start.items()} for _ in range(world.num_nodes)]
+
+    def gradients(self, grads: Values, t: int) -> Values:
+        decoded = self._decoded(grads)
+        return [clones(decoded) for _ in grads]
+
+    def _decoded(self, grads: Values) -> dict[str, Tensor]:
+        result = {}
+        for name, first in grads[0].items():
+            shape, flats = fold(first.shape), []
+            for delta, g in zip(self.deltas, grads):
+                delta[name] = self.decay * delta[name] + g[name]
+                flats.append(delta[name].view(shape))
+            decoded = torch.zeros(shape, dtype=first.dtype)
+            for piece in make_chunks(shape, self.chunk):
+                decoded[piece] = self._piece(flats, piece)
+            result[name] = decoded.view(first.shape)
+        return result
+
+    def _piece(self, flats: list[Tensor], piece: Any) -> Tensor:
+        """The mean of what is sent of one chunk; it is taken away from each momentum."""
+        total = torch.zeros_like(flats[0][piece])
+        senders = torch.zeros_like(total)
+        for delta in flats:
+            X = dct(delta[piece])
+            sent = strongest(X, self.k)
+            q = torch.where(sent, X, 0.0)
+            delta[piece] -= inverse_dct(q)
+            total += q
+            senders += sent
+        self.world.gather(min(self.k, total.numel()) * (8 + BYTES))
+        return inverse_dct(total / senders.clamp(min=1))
+
+
+# ---------------------------------------------------------------------------------------------- around an exchange
+
+
+@dataclass(eq=False)
+class Every(Module):
+    """The module at every n-th step; inside, time counts in exchanges. Who trains, what is added locally: each step."""
+
+    n: int
+    module: Module
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        self.module.begin(world, start)
+
+    def active(self, t: int) -> set[int] | None:
+        return self.module.active(t // self.n)
+
+    def local_gradients(self, grads: Values, params: Values, t: int) -> Values:
+        return self.module.local_gradients(grads, params, t // self.n)
+
+    def gradients(self, grads: Values, t: int) -> Values:
+        return self.module.gradients(grads, t // self.n) if (t + 1) % self.n == 0 else grads
+
+    def parameters(self, params: Values, t: int) -> Values:
+        return self.module.parameters(params, t // self.n) if (t + 1) % self.n == 0 else params
+
+
+@dataclass(eq=False)
+class Delayed(Module):
+    """The change that the module makes to the parameters, d steps later."""
+
+    d: int
+    module: Module
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        self.module.begin(world, start)
+        self.under_way: dict[int, Values] = {}
+
+    def active(self, t: int) -> set[int] | None:
+        return self.module.active(t)
+
+    def local_gradients(self, grads: Values, params: Values, t: int) -> Values:
+        return self.module.local_gradients(grads, params, t)
+
+    def gradients(self, grads: Values, t: int) -> Values:
+        return self.module.gradients(grads, t)
+
+    def parameters(self, params: Values, t: int) -> Values:
+        new = self.module.parameters([clones(x) for x in params], t)
+        self.under_way[t + self.d] = [{name: y[name] - x[name] for name in x} for x, y in zip(params, new)]
+        due = self.under_way.pop(t, None)
+        if due is None:
+            return params
+        return [{name: x[name] + change[name] for name in x} for x, change in zip(params, due)]
+
+
+class Compressed(Module):
+    """Every average that the module takes is one of codes, with error feedback; `reference`: of what moved since."""
+
+    def __init__(
+        self,
+        module: Module,
+        code: Callable[[str], compression.Codec],  # of "gradients" or "parameters"
+        code_bytes: Callable[[int], float],
+        error_feedback: bool,
+        reference: bool,
+    ) -> None:
+        self.module, self.code, self.code_bytes = module, code, code_bytes
+        self.error_feedback, self.with_reference = error_feedback, reference
+        module.mean = self._mean  # type: ignore[method-assign]
+        self.phase = "parameters"
+
+    def begin(self, world: World, start: dict[str, Tensor]) -> None:
+        super().begin(world, start)
+        self.module.begin(world, start)
+        self.residuals = {
+            phase: [{name: torch.zeros_like(x) for name, x in start.items()} for _ in range(world.num_nodes)]
+            for phase in ("gradients", "parameters")
+        }
+        self.reference = clones(start) if self.with_reference else {n: torch.zeros_like(x) for n, x in start.items()}
+
+    def gradients(self, grads: Values, t: int) -> Values:
+        self.phase = "gradients"
+        return self.module.gradients(grads, t)
+
+    def parameters(self, params: Values, t: int) -> Values:
+        self.phase = "parameters"
+        return self.module.parameters(params, t)
+
+    def local_gradients(self, grads: Values, params: Values, t: int) -> Values:
+        return self.module.local_gradients(grads, params, t)
+
+    def active(self, t: int) -> set[int] | None:
+        return self.module.active(t)
+
+    def _mean(self, x: Values, t: int, groups: Groups | None = None, weights: Sequence[float] | None = None) -> Values:
+        uses_reference = self.with_reference and self.phase == "parameters"
+        r = self.reference if uses_reference else {name: torch.zeros_like(y) for name, y in x[0].items()}
+        residuals, code = self.residuals[self.phase], self.code(self.phase)
+        rings = [list(range(len(x)))] if groups is None else groups
+        sent: Values = [{} for _ in x]
+        for node in [node for ring in rings for node in ring]:
+            for name, y in x[node].items():
+                p = y - r[name] + residuals[node][name]
+                sent[node][name] = code(t, name, node, p)
+                if self.error_feedback:
+                    residuals[node][name] = p - sent[node][name]
+        for y in x[0].values():
+            self.world.gather(self.code_bytes(y.numel()))
+        result = [clones(y) for y in x]
+        for ring in rings:
+            total = sum((weights or [1.0] * len(x))[k] for k in ring)
+            for name in r:
+                average = r[name] + sum((weights[k] if weights else 1.0) * sent[k][name] for k in ring) / total
+                for node in ring:
+                    result[node][name] = average.clone()
+        if uses_reference:
+            self.reference = clones(result[0])
+        return result
+
+
+def quantised_bytes(n: int, bits: int) -> int:
+    return (n if bits == 8 else math.ceil(n / 2)) + 4
+
+
+# ---------------------------------------------------------------------------------------------------- the training
+
+
+@dataclass
+class Plan:
+    """One run.
+
+    Attributes:
+        model: is copied; its `unused` parameters count as frozen.
+        batches: `batches[step][node]`.
+        parts: how a batch is cut into micro-batches: a function batch -> [(part, its share)].
+        modules: what is exchanged, in order.
+        optimizer: (node, named parameters) -> the inner optimizer.
+        rates: (step, node) -> the factor of every learning rate of that optimizer, in units of what it was made with.
+        max_norm: of each node; None: no clipping.
+        sign: DeMo's own optimizer: the gradients are clipped and scaled by rate(step, node) before they are exchanged,
+            and the sign of what comes back is what the optimizer takes.
+        observe: called with the number of steps done and the models.
+    """
+
+    model: nn.Module
+    batches: Sequence[Sequence[Any]]
+    num_examples: Sequence[int]
+    modules: Sequence[Module]
+    optimizer: Callable[[int, dict[str, Tensor]], Optimizer]
+    rates: Callable[[int, int], float]
+    parts: Callable[[Any], list[tuple[Any, float]]]
+    unused: frozenset[str] = frozenset()
+    max_norm: Sequence[float] | None = None
+    sign: Callable[[int, int], float] | None = None
+    observe: Callable[[int, list[nn.Module]], None] = lambda step, models: None
+
+
+@dataclass
+class Result:
+    """What a run leaves behind."""
+
+    models: list[nn.Module]
+    losses: list[list[float]] = field(default_factory=list)  # [steps][K]; nan where a node did not train
+    sent: list[float] = field(default_factory=list)  # [steps]: bytes per node
+
+
+def train(plan: Plan) -> Result:
+    """The loop: gradients, exchange, clipping, optimizers, exchange."""
+    num_nodes = len(plan.batches[0])
+    models = [copy.deepcopy(plan.model).train() for _ in range(num_nodes)]
+    thetas = [trained(model, plan.unused) for model in models]
+    optimizers = [plan.optimizer(node, theta) for node, theta in enumerate(thetas)]
+    bases = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    world, result = World(num_nodes, plan.num_examples), Result(models)
+    for module in plan.modules:
+        module.begin(world, clones(thetas[0]))
+    plan.observe(0, models)
+    for t, batches in enumerate(plan.batches):
+        world.sent = 0.0
+        present = active(plan.modules, t, num_nodes)
+        losses = [math.nan] * num_nodes
+        for node in present:
+            losses[node] = backward(models[node], plan.parts(batches[node]))
+        exchange_gradients(plan, thetas, present, t)
+        for node in present:
+            if plan.max_norm is not None and plan.sign is None:
+                nn.utils.clip_grad_norm_(thetas[node].values(), plan.max_norm[node])
+            for group, base in zip(optimizers[node].param_groups, bases[node]):
+                group["lr"] = base * plan.rates(t, node)
+            optimizers[node].step()
+        exchange_parameters(plan, thetas, t)
+        result.losses.append(losses)
+        result.sent.append(world.sent)
+        plan.observe(t + 1, models)
+    return result
+
+
+def trained(model: nn.Module, unused: frozenset[str]) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and name not in unused}
+
+
+def active(modules: Sequence[Module], t: int, num_nodes: int) -> list[int]:
+    """Those whom every module lets train."""
+    present = set(range(num_nodes))
+    for module in modules:
+        chosen = module.active(t)
+        present &= present if chosen is None else chosen
+    return sorted(present)
+
+
+def backward(model: nn.Module, parts: list[tuple[Any, float]]) -> float:
+    """Leave the gradient of the mean loss in `.grad`."""
+    model.zero_grad()
+    total = 0.0
+    for batch, share in parts:
+        loss = model(batch) * share
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+@torch.no_grad()
+def exchange_gradients(plan: Plan, thetas: list[dict[str, Tensor]], present: list[int], t: int) -> None:
+    """What the modules add to each node's gradient, and what they exchange of the gradients if all nodes train."""
+    zeros = [{name: torch.zeros_like(p) for name, p in theta.items()} for theta in thetas]
+    grads: Values = [
+        {name: zero[name] if p.grad is None else p.grad.clone() for name, p in theta.items()}
+        for theta, zero in zip(thetas, zeros)
+    ]
+    for module in plan.modules:
+        grads = module.local_gradients(grads, [clones(theta) for theta in thetas], t)
+    if plan.sign is not None:
+        for node, g in enumerate(grads):
+            factor = plan.sign(t, node)
+            if plan.max_norm is not None:
+                norm = math.sqrt(sum(float((x * x).sum()) for x in g.values()))
+                factor *= min(1.0, plan.max_norm[node] / (norm + 1e-6))
+            grads[node] = {name: factor * x for name, x in g.items()}
+    if len(present) == len(thetas):
+        for module in plan.modules:
+            grads = module.gradients(grads, t)
+    for node in present:
+        for name, p in thetas[node].items():
+            p.grad = grads[node][name].sign() if plan.sign is not None else grads[node][name].clone()
+
+
+@torch.no_grad()
+def exchange_parameters(plan: Plan, thetas: list[dict[str, Tensor]], t: int) -> None:
+    values: Values = [clones(theta) for theta in thetas]
+    for module in plan.modules:
+        values = module.parameters(values, t)
+    for theta, new in zip(thetas, values):
+        for name, p in theta.items():
+            p.copy_(new[name])

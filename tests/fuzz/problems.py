@@ -1,0 +1,184 @@
+"""Very small models with data that fits them, in float64: what a case trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+CLASSES = 3
+
+
+class Perceptron(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(5, CLASSES)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.second(self.first(x).tanh()), y)
+
+
+class Named(Perceptron):
+    """The same, of a batch that is a dict."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward((batch["x"], batch["y"]))
+
+
+class Convolution(nn.Module):
+    """A convolution with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, padding=1, bias=False)  # a bias before a norm has a gradient of rounding errors
+        self.norm = nn.BatchNorm2d(2)
+        self.head = nn.Linear(2 * 4, CLASSES)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = self.norm(self.conv(x.view(-1, 1, 2, 2))).tanh()
+        return F.cross_entropy(self.head(x.flatten(1)), y)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(6, 4)
+        self.mix = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        return F.cross_entropy(self.head(self.mix(self.tokens(tokens)).tanh()).flatten(0, 1), following.flatten())
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which vmap runs as the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(self.lstm(x.view(-1, 2, 2))[0][:, -1]), y)
+
+
+class Partly(nn.Module):
+    """A frozen layer, a parameter that nothing uses, a scalar, an integer buffer and one that follows the data."""
+
+    seen: Tensor
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 5).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(5, CLASSES)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.frozen(x - self.center).tanh() * self.scale), y)
+        if self.training:
+            with torch.no_grad():
+                self.seen.add_(len(x))
+                self.center.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return loss
+
+
+class Matrices(nn.Module):
+    """Matrices only, which is what Muon asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6, bias=False)
+        self.second = nn.Linear(6, CLASSES, bias=False)
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.second(self.first(x).tanh()), y)
+
+
+class Quadratic(nn.Module):
+    """|x - c|^2 / 2; batch (c,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.randn(4))
+
+    def forward(self, batch: Any) -> Tensor:
+        return (self.x - batch[0]).square().sum(-1).mean() / 2
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "perceptron": Perceptron,
+    "named": Named,
+    "convolution": Convolution,
+    "tied": Tied,
+    "recurrent": Recurrent,
+    "partly": Partly,
+    "matrices": Matrices,
+    "quadratic": Quadratic,
+}
+
+
+class Rows(Dataset[Any]):
+    """A dataset of Python objects: an example at a time, a dict or a tuple."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], names: tuple[str, ...] | None = None) -> None:
+        self.tensors = tensors
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> Any:
+        values = tuple(x[index] for x in self.tensors)
+        return dict(zip(self.names, values)) if self.names else values
+
+
+def make_model(name: str, seed: int) -> nn.Module:
+    """The model, with parameters that depend on the seed alone, in float64."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return MODELS[name]().double()
+
+
+def tensors(name: str, count: int, seed: int) -> tuple[Tensor, ...]:
+    """Examples, `[count, ...]` each."""
+    g = torch.Generator().manual_seed(seed)
+    if name == "tied":
+        tokens = torch.randint(6, (count, 4), generator=g)
+        return tokens[:, :-1].contiguous(), (tokens[:, 1:] + tokens[:, :-1]).remainder(6).contiguous()
+    x = torch.randn(count, 4, generator=g, dtype=torch.float64)
+    if name == "quadratic":
+        return (x,)
+    return x, (x[:, :CLASSES] + 0.5 * x[:, 1:]).argmax(1)
+
+
+def dataset(name: str, kind: str, count: int, seed: int) -> Dataset[Any]:
+    """`kind` "tensor": read at once; "python": an example at a time."""
+    data = tensors(name, count, seed)
+    if name == "named":
+        return Rows(data, ("x", "y"))
+    return Rows(data) if kind == "python" else TensorDataset(*data)
+
+
+def as_batch(name: str, tensors: tuple[Tensor, ...]) -> Any:
+    """Examples as the model takes them."""
+    return dict(zip(("x", "y"), tensors)) if name == "named" else tensors

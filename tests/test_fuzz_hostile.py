@@ -1,0 +1,178 @@
+"""A share of the campaigns of bad arguments, damaged files and killed runs; and that each finds a planted fault.
+
+All of it: `python -m tests.fuzz --campaign arguments files kills --cases 10000`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fuzz import Case, Failure, arguments, calls, files, kills
+from tests.fuzz.common import attempt
+from vecgym import saved
+
+SHARES = {arguments: 400, files: 40, kills: 16}
+
+
+def failures(campaign: ModuleType, cases: Iterator[Case]) -> list[str]:
+    found = []
+    for case in cases:
+        outcome = attempt(campaign, case)
+        if isinstance(outcome, Failure):
+            found.append(f"{outcome.cause}\n{outcome.message}\n{campaign.__name__}.run({case!r})")
+    return found
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("campaign", SHARES, ids=lambda campaign: campaign.NAME)
+def test_a_share_of_each_campaign(campaign: ModuleType, part: int) -> None:
+    count = SHARES[campaign]
+    assert failures(campaign, islice(campaign.cases(0, count), part, None, 4)) == []
+
+
+# ----------------------------------------------------------------------------------------------- bad arguments
+
+
+def test_every_public_callable_is_called() -> None:
+    """What is new has a value for each of its arguments, or a reason in `UNCALLED`, which has no others."""
+    assert calls.broken_calls() == {}
+    assert [name for name in calls.UNCALLED if name not in calls.targets()] == []
+    assert [name for name in (*calls.VALUES_OF, *calls.OBJECTS) if name not in calls.targets()] == []
+    assert len(calls.UNCALLED) < 40 < 300 < len(arguments.tried())
+
+
+def swallowing(lr: float = 0.1, **more: Any) -> float:
+    """Takes any keyword."""
+    return lr
+
+
+def careless(H: int = 1, lr: float = 0.1, shuffle: bool = True) -> int:
+    """Checks nothing."""
+    return H.bit_length() + (lr > 0) + int(bool(shuffle))
+
+
+def waiting(H: int = 1) -> None:
+    """Waits."""
+    if H == 3:
+        time.sleep(1000)
+
+
+def judged(function: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> str:
+    """The cause of the failure of a call, "" if there is none."""
+    target = calls.Target("vecgym.planted", "", function, True)
+    monkeypatch.setattr(arguments, "targets", lambda: {"vecgym.planted": target})
+    monkeypatch.setattr(arguments, "LIMIT_S", 0.2)
+    outcome = attempt(arguments, Case({"call": "vecgym.planted", **settings}))
+    return outcome.cause if isinstance(outcome, Failure) else ""
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "cause"),
+    [
+        (swallowing, {"unknown": "lrs"}, "an unknown keyword is swallowed"),
+        (careless, {"unknown": "lrs"}, ""),
+        (careless, {"given": {"H": "'abc'"}}, "AttributeError at"),
+        (careless, {"given": {"lr": "'abc'"}}, "TypeError of something underneath"),
+        (careless, {"given": {"lr": "nan"}}, "accepts what is no float"),
+        (careless, {"given": {"lr": "0.5"}}, ""),
+        (careless, {"given": {"H": "True"}}, "accepts what is no int"),
+        (careless, {"given": {"shuffle": "'abc'"}}, "accepts what is no bool"),
+        (waiting, {"given": {"H": "3"}}, "hangs"),
+    ],
+)
+def test_careless_calls_are_found(
+    function: Any, settings: dict[str, Any], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = judged(function, monkeypatch, **settings)
+    assert cause in found
+    assert bool(cause) == bool(found)
+
+
+# ----------------------------------------------------------------------------------------------- damaged files
+
+
+def found_by(campaign: ModuleType, cases: Iterator[Case]) -> str:
+    """The cause of the first failure; "" where there is none."""
+    for case in cases:
+        outcome = attempt(campaign, case)
+        if isinstance(outcome, Failure):
+            return outcome.cause
+    return ""
+
+
+def test_a_reader_that_executes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = torch.load
+
+    def unsafe(*args: Any, **settings: Any) -> Any:
+        return load(*args, **{**settings, "weights_only": False})
+
+    tried = [Case({"reader": "load", "run": "DDP", "damage": "malicious"}, seed) for seed in range(8)]
+    assert found_by(files, iter(tried)) == ""
+    monkeypatch.setattr(saved.torch, "load", unsafe)
+    assert "executes what a file says" in found_by(files, iter(tried))
+
+
+def test_a_reader_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = [Case({"reader": "load", "run": "DDP", "damage": "flipped"}, seed) for seed in range(40)]
+    for case in tried:
+        files.expected("load", case.settings["run"])  # of the good file
+    monkeypatch.setattr(saved.zipfile.ZipFile, "testzip", lambda self: None)
+    assert found_by(files, iter(tried))
+
+
+# ------------------------------------------------------------------------------------------------- killed runs
+
+
+@contextlib.contextmanager
+def unsynced(path: Any, mode: str = "wb") -> Iterator[Any]:
+    """A writer that renames what may not be on the disk."""
+    partial = Path(path).with_name(f".{Path(path).name}.partial")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with partial.open(mode) as file:
+        yield file
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def in_place(path: Any, mode: str = "wb") -> Iterator[Any]:
+    """A writer without a second file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open(mode) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize(("writer", "how"), [(unsynced, "power"), (in_place, "torn write")])
+def test_a_careless_writer_is_found(writer: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = ("write", 1000) if how == "torn write" else ("open", 8)
+    tried = [Case({"what": "keep one", "run": "DDP", "happens": [(how, at, 1)]}, seed) for seed in range(12)]
+    assert found_by(kills, iter(tried[:3])) == ""
+    monkeypatch.setattr(saved, "write_atomically", writer)
+    assert found_by(kills, iter(tried))
+
+
+def test_a_run_that_forgets_its_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run that begins its optimizer anew has other numbers."""
+    tried = [Case({"what": "fit", "run": "DiLoCo", "happens": [("SIGKILL", ("rename", 5), 1)]})]
+    assert found_by(kills, iter(tried)) == ""
+    restored = saved.restored
+
+    def forgetful(value: Any) -> Any:
+        found = restored(value)
+        if isinstance(found, dict) and "optimizer" in found:
+            found["optimizer"] = torch.utils._pytree.tree_map(lambda x: x * 0, found["optimizer"])
+        return found
+
+    monkeypatch.setattr(saved, "restored", forgetful)
+    assert "not the numbers" in found_by(kills, iter(tried))

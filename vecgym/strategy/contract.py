@@ -1,0 +1,147 @@
+"""Calls of a communication module, with what it gives back looked at: what came, from whom, and what is expected.
+
+Cheap enough for every step: what a module leaves as it was is not looked at.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from vecgym.collectives import Collectives
+from vecgym.tree import Tree
+
+if TYPE_CHECKING:
+    from vecgym.strategy.base import CommunicationModule, Context, State
+
+A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or of such dicts"
+
+
+def init(module: CommunicationModule, params: Tree, ctx: Context) -> State:
+    """`module.init` of a copy of the parameters."""
+    state = module.init({name: p.clone() for name, p in params.items()}, ctx)
+    _check_state(state, module, "init", ctx)
+    return state
+
+
+def active_nodes(module: CommunicationModule, ctx: Context) -> list[int] | None:
+    """`module.active_nodes`: None, or distinct node ids."""
+    nodes = module.active_nodes(ctx)
+    if nodes is None:
+        return None
+    known = isinstance(nodes, Sequence) and all(_is_integer(node) for node in nodes)
+    if not known or len(set(nodes)) != len(nodes) or any(not 0 <= node < ctx.comm.num_nodes for node in nodes):
+        raise ValueError(
+            f"{_who(module, 'active_nodes')} returned {nodes!r}; expected None (all nodes train) or a list of "
+            f"different node ids, 0 to {ctx.comm.num_nodes - 1}."
+        )
+    return nodes
+
+
+def local_gradients(
+    module: CommunicationModule, grads: Tree, params: Tree, state: State, ctx: Context, silent: bool
+) -> Tree:
+    """`module.local_gradients`; `silent`: where some nodes sit out, so that nobody may communicate."""
+    if silent:
+        ctx = replace(ctx, comm=cast(Collectives, _Silent(ctx.comm, _who(module, "local_gradients"))))
+    found = module.local_gradients(grads, params, state, ctx)
+    num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
+    _check_tree(found, grads, module, "local_gradients", "gradients", num_rows)
+    return found
+
+
+def exchange_gradients(module: CommunicationModule, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    """`module.exchange_gradients`."""
+    return _exchanged(module.exchange_gradients(grads, state, ctx), module, "gradients", grads, state, ctx)
+
+
+def exchange_parameters(module: CommunicationModule, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+    """`module.exchange_parameters`."""
+    return _exchanged(module.exchange_parameters(params, state, ctx), module, "parameters", params, state, ctx)
+
+
+class _Silent:
+    """Stands for the collectives where nobody may communicate: it says who is there, and refuses every call."""
+
+    def __init__(self, comm: Collectives, who: str) -> None:
+        self._comm, self._who = comm, who
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_comm"], name)
+        if callable(value):
+            raise ValueError(
+                f"{self._who} calls ctx.comm.{name} in a step in which some nodes sit out, so that not all would "
+                "answer: communicate in exchange_parameters, or let all nodes train (participation=1)."
+            )
+        return value
+
+
+def _exchanged(
+    found: Any, module: CommunicationModule, what: str, given: Tree, state: State, ctx: Context
+) -> tuple[Tree, State]:
+    method = f"exchange_{what}"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise TypeError(f"{_who(module, method)} returned {_kind(found)}; expected a tuple of two: ({what}, state).")
+    new, changed = found
+    _check_tree(new, given, module, method, what, len(ctx.comm.node_ids))
+    if changed is not state:
+        _check_state(changed, module, method, ctx)
+    return new, changed
+
+
+def _check_tree(new: Any, given: Tree, module: CommunicationModule, method: str, what: str, num_rows: int) -> None:
+    if new is given:
+        return
+    if not isinstance(new, dict):
+        raise TypeError(f"{_who(module, method)} returned {_kind(new)} as {what}; expected a dict, name -> tensor.")
+    if new.keys() != given.keys():
+        odd = "leaves out" if (missing := given.keys() - new.keys()) else "adds"
+        names = sorted(map(str, missing or new.keys() - given.keys()))
+        raise ValueError(
+            f"{_who(module, method)} returned {what} that {odd} {', '.join(names)}; expected the names it was given: "
+            f"{', '.join(given)}."
+        )
+    for name, x in new.items():
+        old = given[name]
+        if x is old:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{_who(module, method)} returned {_kind(x)} for {name!r} of the {what}; expected tensors.")
+        if x.shape[1:] != old.shape[1:] or x.dim() != old.dim() or len(x) not in (1, num_rows):
+            shape = [f"1 or {num_rows}" if num_rows > 1 else "1", *map(str, old.shape[1:])]
+            raise ValueError(
+                f"{_who(module, method)} returned {name!r} of the {what} in shape {list(x.shape)}; expected "
+                f"[{', '.join(shape)}]: the nodes first, or 1 for what is the same on all."
+            )
+
+
+def _check_state(state: Any, module: CommunicationModule, method: str, ctx: Context, path: str = "state") -> None:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            _check_state(value, module, method, ctx, f"{path}[{key!r}]")
+        return
+    if path == "state":
+        raise TypeError(f"{_who(module, method)} returned {_kind(state)} as {path}; {A_STATE}.")
+    if not isinstance(state, Tensor):
+        return  # a number or a text: plain values are kept in checkpoints too
+    if state.dim() == 0 or len(state) not in (1, len(ctx.comm.node_ids)):
+        raise ValueError(
+            f"{_who(module, method)} returned {path} in shape {list(state.shape)} with L = {len(ctx.comm.node_ids)} "
+            f"nodes; {A_STATE}."
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _who(module: CommunicationModule, method: str) -> str:
+    return f"{module!r}.{method}"
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
