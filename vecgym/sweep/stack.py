@@ -408,7 +408,7 @@ class Stack:
         return self.num_configs == 1 and self.rows == 1 and self.members[0].strategy.mean_gradient
 
     def _differs_by_node(self, c: int) -> bool:
-        """Whether the nodes of a configuration differ in a number of their optimizer: they part then, though all may take
+        """Whether the nodes of a configuration differ in a number of their optimizer: they part then, even if all take
         the mean gradient."""
         strategy = self.members[c].strategy
         specs = [spec for spec, _, _ in strategy.inner_optim.groups(self._views[c])]
