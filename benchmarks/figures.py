@@ -1,7 +1,7 @@
 """The figures of the README, into `notebooks/figures/`: under 3 minutes on two cores, of which (a) takes most.
 
 (a) compare.png: what several strategies reach on real text, against steps and against bytes (`vecgym compare`);
-(b) sweep.png: 64 configurations of DiLoCo in one program, as a heat map and with their Pareto front;
+(b) sweep.png: 16 configurations of DiLoCo with 4 seeds each in one program, as a heat map and with their Pareto front;
 (c) schedule.png: how much the final loss changes with each exchange, and a schedule found by descent;
 (d) equivalence.png: stacked against real processes, step by step, and a strategy that is wrong.
 """
@@ -31,6 +31,7 @@ from vecgym.files import write_atomically
 from vecgym.logger import read_csv
 from vecgym.models import GPT
 from vecgym.plot import COLOURS, MARKERS, plot_comparison, plot_schedule, plot_sensitivity
+from vecgym.rows import counted
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -121,8 +122,11 @@ def sweep(path: Path, quick: bool) -> None:
         num_nodes=8, max_steps=20 if quick else 200, batch_size=16, device="cpu", progress=False,
     )  # fmt: skip
     print(result.best("val_loss"))
-    cells = result.plot_heatmap(x="lr", y="H", title="validation loss, mean of 4 seeds")
-    front = result.plot_pareto(hue="H", title=f"each of the {len(result)} configurations")
+    for H in (2, 50):
+        print(H, result.best("val_loss", where={"H": H}))
+    seeds = len(result.rows) // 16
+    cells = result.plot_heatmap(x="lr", y="H", title=f"validation loss, mean of {counted(seeds, 'seed')}")
+    front = result.plot_pareto(hue="H", title=f"each point: mean of {counted(seeds, 'seed')}, and their range")
     save(path, [(cells, (430, 370)), (front, (WIDTH - 430, 370))])
 
 

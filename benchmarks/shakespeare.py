@@ -54,6 +54,7 @@ def main() -> None:
     steps, warmup, interval, context, layers, width = STEPS, WARMUP, H, CONTEXT, LAYERS, WIDTH
     if args.quick:
         steps, warmup, interval, context, layers, width = 10, 2, 5, 16, 1, 16
+    val_size = 12 if args.quick else VAL_SIZE
     start = begin(args)
 
     tokens, vocabulary = encode_text(read_text(args.text))
@@ -70,13 +71,14 @@ def main() -> None:
     runs = [
         train(
             name, strategy, model, data, num_nodes, steps=steps, batch_size=BATCH // num_nodes, seed=args.seed,
-            val_size=12 if args.quick else VAL_SIZE,
+            val_size=val_size,
             score=lambda m: {"all of val": whole_loss(m, tokens[split:], context)},
         )
         for name, (strategy, num_nodes) in cases.items() if name in (args.only or cases)
     ]  # fmt: skip
     title = f"nanoGPT's small GPT, {steps} steps of {BATCH} windows, 1 and {K} nodes, H = {interval}"
-    finish(runs, args, start, title, "loss (nats per character)")
+    print(f"\nval loss, and the markers of the figure: on {val_size} windows; all of val: as in the README's table")
+    finish(runs, args, start, f"{title}; markers: {val_size} validation windows", "loss (nats per character)")
 
 
 if __name__ == "__main__":

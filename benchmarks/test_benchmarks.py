@@ -99,7 +99,7 @@ def test_backends(tmp_path: Path) -> None:
 def test_sweep(tmp_path: Path) -> None:
     table, result = run_quick("sweep.py", tmp_path, "--cases", "tiny", "tiny allreduce")
     assert "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap |" in table
-    assert "2 configurations in 1 programs" in table
+    assert "2 configurations in 1 program:" in table
     for found in result["cases"].values():
         assert (found["num_configs"], found["steps"]) == (2, 4)
         assert found["ratio"] > 0
@@ -128,6 +128,14 @@ def test_memory(tmp_path: Path) -> None:
     [row] = result["rows"]
     assert (row["workload"], row["strategy"], row["num_nodes"]) == ("mlp", "diloco", 8)
     assert row["estimated"] > 0 < row["measured"]
+
+
+def test_busy(tmp_path: Path) -> None:
+    table, result = run_quick("busy.py", tmp_path, "--load", "1")
+    assert "| tiny, K = 8 | ms per step alone | busy | ratio |" in table
+    assert "beside: 1 busy processes" in table
+    assert len(result["settings"]) == 4
+    assert all(row["alone_s"] > 0 < row["busy_s"] for row in result["settings"].values())
 
 
 def test_rollout(tmp_path: Path) -> None:

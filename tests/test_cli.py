@@ -259,7 +259,6 @@ def test_divergence_reports_what_has_finished(text_file, tmp_path, capsys, undra
         (["--device", "abacus"], "device='abacus' is not a device; allowed here: "),
         (["--text", "no-such-file"], "text file no-such-file cannot be read: No such file or directory."),
         (["--context", "3000"], "too few for one window with context=3000"),
-        (["--batch-size", "5000"], "batch_size=5000 is larger than a node's shard"),
     ],
 )
 def test_mistakes_are_one_line(text_file, tmp_path, capsys, more, message):

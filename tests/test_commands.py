@@ -54,6 +54,16 @@ def fails():
 
 def refused():
     return {**config(), "batch_size": 0}
+
+
+class Broken(type(build())):
+    def forward(self, x):
+        return super().forward(x["no such key"])
+
+
+def breaks(backend="stacked"):
+    more = {"backend": "processes", "num_processes": 2} if backend == "processes" else {}
+    return {**config(), "model": Broken(), **more}
 """
 BESIDE = """
 import torch
@@ -138,6 +148,42 @@ def test_mistakes_are_one_line(config: str, capsys: pytest.CaptureFixture[str], 
     assert error.startswith("vecgym run: error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("backend", ["stacked", "processes"])
+def test_an_error_in_the_users_code_names_its_line(
+    config: str, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    line = 1 + CONFIG.splitlines().index('        return super().forward(x["no such key"])')
+    argv = ["run", f"{config}:breaks", "--set", f"backend={backend}", "--no-progress", "--output", "out"]
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"vecgym run: error: {config}:{line}: ")
+    assert error.endswith("(--traceback shows where)\n")
+    assert error.count("\n") == 1
+    assert main([*argv, "--traceback", "--overwrite"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in error
+    assert 'x["no such key"]' in error
+    assert "_fit" in error
+
+
+def test_another_runs_results_are_not_replaced(
+    config: str, undrawn: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["run", config, "--output", "out", "--no-progress", "--set", "save_dir=saved"]
+    assert main(argv) == 0
+    before = Path("out/history.csv").read_text()
+    assert main([*argv, "max_steps=2"]) == 1
+    assert "out holds the results of another run. Fix: give --output DIR, or --overwrite" in capsys.readouterr().err
+    assert Path("out/history.csv").read_text() == before
+    assert main([*argv, "max_steps=5", "resume=True"]) == 0
+    assert len(read_csv("out")) == 6
+    assert main(["run", config, "--output", "out", "--no-progress", "--set", "max_steps=2", "--overwrite"]) == 0
+    assert len(read_csv("out")) == 3
+    monkeypatch.setattr("vecgym.cli.sweep.draw", lambda *args: [])
+    argv = ["sweep", f"{config}:grid", "--output", "grid", "--no-progress"]
+    assert [main(argv), main(argv), main([*argv, "--overwrite"]), main([*argv, "--resume"])] == [0, 1, 0, 0]
 
 
 def test_a_broken_file_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -894,6 +894,17 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)])
+@pytest.mark.parametrize("method", [*CODECS, "randomk unbiased"])
+def test_tensors_without_elements(method: str, shape: tuple[int, ...]) -> None:
+    codec, error_feedback = (CODECS[method], True) if method in CODECS else (RandomK(0.5, unbiased=True), False)
+    module = compressed(GradientAveraging(), codec, error_feedback=error_feedback)
+    given = {"w": torch.zeros(4, *shape)}
+    average, state = module.exchange_gradients(given, module.init({"w": given["w"][:1]}, context()), context())
+    assert average["w"].shape == (1, *shape)
+    assert all(x.isfinite().all() for x in tree.leaves(state))
+
+
 @pytest.mark.parametrize("method", CODECS)
 def test_what_is_the_same_on_every_node_may_be_given_once(method: str) -> None:
     """`[1, *]` is `[K, *]` with K equal rows; nodes that round at random still do so by themselves."""

@@ -446,11 +446,23 @@ def test_numbers_must_be_positive(wrong: int) -> None:
         Batches(torch.arange(8), 2, 2).iterate(-1)
 
 
-def test_a_batch_larger_than_a_shard_is_refused() -> None:
-    with error(ValueError, "batch_size=6.* 20 examples, 5 for each of 4 nodes.*Allowed: 1 to 5.*batch_size=5"):
-        Batches(torch.arange(20), 4, 6)
-    with error(ValueError, "train_dataset of node 3 has 4 examples.*Allowed: 1 to 4"):
-        Batches(lambda rank, num_nodes, train: numbers(7 - rank), 4, 5)
+def test_a_batch_larger_than_a_shard_is_the_shard() -> None:
+    """One dataset is dealt as DistributedSampler deals it, so that all shards are equal; a factory's may not be."""
+    dealt = Batches(torch.arange(18), 4, 6, shuffle=False)
+    assert (dealt.steps_per_epoch, dealt.limits, dealt.shard_sizes) == (1, None, (5, 5, 4, 4))
+    assert dealt[0].tolist() == [[0, 4, 8, 12, 16], [1, 5, 9, 13, 17], [2, 6, 10, 14, 0], [3, 7, 11, 15, 1]]
+    assert [dealt.width(step) for step in range(2)] == [5, 5]
+    of_nodes = Batches(lambda rank, num_nodes, train: torch.arange(7 - 2 * rank), 3, 5)
+    assert (of_nodes.steps_per_epoch, of_nodes.limits) == (2, (7, 5, 3))
+    for step in range(6):
+        width = of_nodes.width(step)
+        assert of_nodes[step].shape == (3, width)
+        for row, limit in zip(of_nodes[step], of_nodes.limits or ()):
+            own = row[: min(limit, width)].tolist()
+            assert len(set(own)) == len(own), "no example twice"
+    assert [of_nodes.width(step) for step in range(4)] == [5, 2, 5, 2]
+    with error(ValueError, "drop_last leaves no batch.*at most 5 examples for each of 4 nodes.*batch_size=5"):
+        Batches(torch.arange(20), 4, 6, dataloader_kwargs={"drop_last": True})
     assert Batches(torch.arange(2), 4, 1).shard_sizes == (1, 1, 0, 0)
 
 

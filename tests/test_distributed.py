@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from tests.models import make_data, make_model
-from tests.test_properties import STRATEGIES, make_per_node
+from tests.test_properties import STRATEGIES, WithEmpty, make_per_node
 from vecgym import launch, strategy
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, buckets, check_divides, in_buckets
@@ -35,9 +35,12 @@ PER_NODE = [
     "independent", "allreduce", "allreduce-int8", "fedavg-participation", "fedprox-participation", "fedavg-server-adam",
     "diloco", "sparta", "gossip-ring", "demo", "demo-momentum",
 ]  # fmt: skip
+EMPTY = ", and parameters without elements"
+SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip-ring", "demo"]  # one for each collective
 CASES: dict[str, Callable[[], Strategy]] = {
     **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in STRATEGIES.items()},
     **{f"{name}, a value for each node": partial(make_per_node, name, K) for name in PER_NODE},
+    **{f"{name}{EMPTY}": partial(STRATEGIES[name].make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name in SEVERAL},
 }
 
 
@@ -59,6 +62,7 @@ def every_case(link: launch.Link, steps: int) -> dict[str, dict[str, Any]]:
         for exact in (True, False):
             # Dropout: its masks must be those of the stacked run, too.
             model = make_model("Dropout", dtype=torch.float64)
+            model = WithEmpty(model) if name.endswith(EMPTY) else model
             data = TensorDataset(*make_data("Dropout", 64, dtype=torch.float64))
             given = Run(make(), model, data, K, steps, num_examples=EXAMPLES)
             for W, check in zip(mine, compare(given, list(mine.values()), exact=exact)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tests.fitting import STRATEGIES, alone, dataset, fit, params, same_run
 from tests.models import MODELS, NO_VMAP, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning, local
 from vecgym.data import Batches
-from vecgym.local import ModelFacts, choose_plan
+from vecgym.local import EngineName, ModelFacts, choose_plan
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ENGINES = ["vmap", "loop", "auto", "fastest"]
@@ -87,6 +88,23 @@ def test_threads_agree(model: str, engine: str, strategy: str) -> None:
         found = run(model, strategy, engine=engine, **settings)
         assert_equal_runs(found, expected)
         assert found.history.settings["node_threads"] == settings["node_threads"]
+
+
+def test_a_node_thread_uses_one_thread_in_its_operations() -> None:
+    """Else each of N node threads would compute with N threads, and their waiting would take the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = local.Engine(make_model("MLP"), engine="loop", node_threads=2)
+        engine.prepare(Batches(dataset("MLP"), 4, 3).batch(0))
+        assert engine._pool is not None
+        both = threading.Barrier(2)  # so that each thread answers once
+        answers = list(engine._pool.map(lambda _: (both.wait(20), torch.get_num_threads())[1], range(2)))
+        engine.close()
+        assert answers == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_more_threads_than_nodes() -> None:
@@ -775,7 +793,7 @@ class Counting(nn.Module):
     [({}, "vmap"), ({}, "loop"), ({"sparse": True}, "vmap"), ({"sparse": True}, "loop"), ({"max_norm": 0.5}, "loop")],
 )
 @pytest.mark.parametrize("strategy", [AllReduceStrategy, DiLoCoStrategy], ids=lambda s: s.__name__)
-def test_validation_has_no_part_in_the_training(strategy: Any, settings: dict[str, Any], engine: str) -> None:
+def test_validation_has_no_part_in_the_training(strategy: Any, settings: dict[str, Any], engine: EngineName) -> None:
     """Nor is a sparse gradient another one."""
     tokens = torch.randint(0, 20, (24, 3), generator=torch.Generator().manual_seed(1))
 

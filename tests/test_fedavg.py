@@ -17,7 +17,7 @@ from vecgym.local import Engine
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.base import Context
-from vecgym.strategy.fedavg import participants
+from vecgym.strategy.fedavg import Weighting, participants
 from vecgym.topology import random_islands
 
 STEPS, H = 24, 4
@@ -115,7 +115,7 @@ def test_server_optimizers_follow_the_paper(name: str, num_nodes: int, engine: s
 
 
 @pytest.mark.parametrize("weighting", ["equal", "examples"])
-def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: str) -> None:
+def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: Weighting) -> None:
     examples = (10, 20, 30, 40, 50)
     strategy = FedAvgStrategy(SGD, H=H, participation=0.4, server_optim="avgm", server_lr=0.5, weighting=weighting)
 
@@ -142,7 +142,8 @@ def test_nodes_that_rest_hold_the_servers_parameters() -> None:
         state, comm = simulate(FedAvgStrategy(SGD, H=H, participation=0.4, proximal_mu=mu), 5)
         compare(state, server_twin(5, plain, drawn, [1.0] * 5, mu=mu))
         payload = sum(x[0].numel() for x in state.params.values()) * 8
-        assert comm.ledger.total_bytes == pytest.approx(payload * 2 / 5 * (STEPS // H), rel=1e-12)
+        for sent in (comm.ledger.total_bytes, comm.ledger.total_received_bytes):  # up, and down
+            assert sent == pytest.approx(payload * 2 / 5 * (STEPS // H), rel=1e-12)
     model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", H + 1, 5, dtype=torch.float64)
     simulation = Simulation(model, FedAvgStrategy(SGD, H=H, participation=0.4), StackedCollectives(5), max_steps=STEPS)
     simulation.engine.prepare(stack(batches[0]))
@@ -217,10 +218,16 @@ def test_server_avg_is_fedavg() -> None:
         ({"server_optim": "adm"}, "did you mean 'adam'"),
         ({"server_lr": 0.1}, "server_lr without server_optim"),
         ({"server_optim": "adam", "island_size": 2}, "a server has no islands"),
-        ({"server_optim": "adam", "server_betas": (0.9, 1.0)}, r"two numbers in \[0, 1\)"),
-        ({"server_optim": "adam", "server_tau": 0.0}, "must be > 0"),
-        ({"server_optim": "avgm", "server_lr": -1.0}, "must be >= 0"),
-        ({"proximal_mu": -0.1}, "must be >= 0"),
+        ({"server_optim": "adam", "server_betas": (0.9, 1.0)}, r"=1.0 must be a number in \[0, 1\)"),
+        ({"server_optim": "adam", "server_tau": 0.0}, "must be a number > 0"),
+        ({"server_optim": "avgm", "server_lr": -1.0}, "must be a number >= 0"),
+        ({"proximal_mu": -0.1}, "must be a number >= 0"),
+        ({"proximal_mu": float("nan")}, "must be a number >= 0"),
+        ({"proximal_mu": torch.tensor([0.1, -0.1])}, "must be a number >= 0"),
+        ({"proximal_mu": torch.ones(2, 2)}, r"has shape \[2, 2\]: give a number, or \[K\]"),
+        ({"server_optim": "avgm", "server_lr": torch.ones(3)}, "one server, give one number"),
+        ({"server_optim": "adam", "server_tau": float("inf")}, "must be a number > 0"),
+        ({"server_optim": "adam", "server_betas": 0.9}, r"two numbers in \[0, 1\)"),
         ({"weighting": "size"}, "Allowed: 'equal', 'examples'"),
         ({"participation": 0.0}, r"must be a number in \(0, 1\]"),
         ({"participation": 0.5, "resting": "stay"}, 'allowed: "server", "keep"'),

@@ -15,11 +15,12 @@ PACKAGE = ROOT / "vecgym"
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
     "check tree rng schedule topology errors files contents folding compress held hooks contract",
-    "nodes ledger data partition corpus models launch",
+    "nodes ledger data partition corpus models launch rows",
     "collectives local optim",
     "strategy",
     "simulate",
-    "evaluate metrics logger saved fingerprint identity checkpoint settings memory together recorder sweep rollout optimize plot",
+    "evaluate metrics logger saved fingerprint identity checkpoint settings memory together recorder "
+    "sweep rollout optimize plot",
     "trainer",
     "cli __main__ verify diagnosis compat",
 ]

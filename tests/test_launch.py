@@ -45,18 +45,21 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 # ----------------------------------------------------------------------------------------------------- ordinary runs
 
 
-def total(link: launch.Link, value: int) -> tuple[int, int, torch.Tensor]:
+def total(link: launch.Link, value: int) -> tuple[int, int, torch.Tensor, str]:
     x = torch.tensor([value + link.rank])
     dist.all_reduce(x)
-    return link.rank, os.getpid(), x
+    return link.rank, os.getpid(), x, os.environ["OMP_WAIT_POLICY"]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_every_process_returns_in_the_order_of_ranks(method: str) -> None:
+def test_every_process_returns_in_the_order_of_ranks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     found = launch.run(total, 3 if method == "fork" else 2, (10,), start_method=method, timeout_s=60)
-    assert [rank for rank, _, _ in found] == list(range(len(found)))
-    assert len({os.getpid(), *[pid for _, pid, _ in found]}) == len(found) + 1
-    assert [int(x) for _, _, x in found] == [sum(10 + r for r in range(len(found)))] * len(found)
+    assert [rank for rank, *_ in found] == list(range(len(found)))
+    assert len({os.getpid(), *[pid for _, pid, *_ in found]}) == len(found) + 1
+    assert {policy for *_, policy in found} == {"PASSIVE"}  # threads that wait leave the core to other processes
+    assert "OMP_WAIT_POLICY" not in os.environ
+    assert [int(x) for _, _, x, _ in found] == [sum(10 + r for r in range(len(found)))] * len(found)
 
 
 def talk(link: launch.Link) -> None:
@@ -298,12 +301,45 @@ def overflowing() -> Any:
         ({"num_processes": 2}, 'backend="processes"'),
         ({"backend": "distributed"}, "torchrun --nproc-per-node"),
         ({"backend": "processes", "num_processes": 2, "timeout_s": 0}, "timeout_s=0"),
-        ({"backend": "processes", "num_processes": 2, "batch_size": 1000}, "larger than a node's shard"),
+        (
+            {"backend": "processes", "num_processes": 2, "batch_size": 99, "dataloader_kwargs": {"drop_last": True}},
+            "drop_last leaves no batch",
+        ),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit("MLP", "FedAvg", num_nodes=4, **settings)
+
+
+class WithEmpty(torch.nn.Module):
+    """Parameters and a buffer of no elements, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector, self.matrix = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3, 0)))
+        self.w = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("nothing", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.w - x).square().mean() + self.vector.sum() + self.matrix.sum()
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg islands", "DiLoCo"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_parameters_without_elements(strategy: str, exact: bool, tmp_path: Path) -> None:
+    found = []
+    for settings in ({}, {"backend": "processes", "num_processes": 2, "save_dir": tmp_path}):
+        trainer = Trainer(WithEmpty(), torch.arange(32.0), torch.arange(4.0))
+        average = trainer.fit(
+            STRATEGIES[strategy](), 4, max_steps=4, batch_size=2, progress=False, device="cpu", exact=exact, **settings
+        )
+        found.append((trainer.nodes, average))
+    (alone, average), (nodes, other) = found
+    assert {name: x.shape for name, x in nodes.params.items()} == {"vector": (4, 0), "matrix": (4, 3, 0), "w": (4,)}
+    assert same(dict(average.state_dict()), dict(other.state_dict())) or not exact
+    torch.testing.assert_close(nodes.params, alone.params)
+    assert nodes.buffers["nothing"].shape == (4, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ signals
@@ -434,3 +470,56 @@ def test_under_torchrun(tmp_path: Path, group: str) -> None:
     expected = float(sum(p.detach().double().sum() for p in average.parameters()))
     assert done.stdout.splitlines() == [f"2 {expected}"] * 2  # both ranks, with two nodes each, the same average
     assert len((tmp_path / "log" / "history.csv").read_text().splitlines()) == 1 + len(alone.history)
+
+
+def test_the_readmes_script_under_torchrun(tmp_path: Path) -> None:
+    """All of its block, as a file: one log, and one checkpoint that has all nodes."""
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "train.py").write_text(readme.split("```python\n# train.py\n")[1].split("```")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": launch.loopback()}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "runs" / "diloco" / "history.csv").read_text().splitlines()) == 1 + 20
+    saved = vecgym.load(tmp_path / "run" / "step-000000020.pt")
+    assert saved.num_nodes == 16
+    assert saved.history.settings["num_processes"] == 2
+
+
+def interrupted_alone(link: launch.Link) -> None:
+    if link.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1000)
+    launch.watch(True)
+    dist.barrier()
+
+
+def test_an_interrupt_in_one_process_ends_all_at_once() -> None:
+    """Not after the ten minutes that one may keep the others waiting."""
+    with pytest.raises(KeyboardInterrupt):
+        launch.run(interrupted_alone, 3)
+
+
+def exchanges_alone(link: launch.Link, how: str) -> None:
+    from vecgym.collectives.distributed import DistributedCollectives, Wire
+
+    comm = DistributedCollectives(4, Wire(watch=launch.watch, announce=launch.announce))
+    x = {"w": torch.ones(2, 3)}
+    comm.mean(x)
+    comm.step = 7
+    if link.rank == 0:
+        comm.mean(x)
+    if how == "dies":
+        os._exit(3)
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(("how", "what"), [("hangs", "hangs: it got nowhere for 2 s"), ("dies", "exit code 3")])
+def test_an_error_says_what_each_process_exchanged_last(how: str, what: str) -> None:
+    with pytest.raises(ProcessError, match=what) as caught:
+        launch.run(exchanges_alone, 2, (how,), timeout_s=2)
+    assert "process 1" in str(caught.value)
+    assert (
+        "process 0: mean at step 7 of 1 tensors, 12 bytes a node: w [3]; "
+        "of process 1: mean at step 0 of 1 tensors, 12 bytes a node: w [3]" in str(caught.value)
+    )

@@ -236,7 +236,7 @@ def test_wandb_arguments() -> None:
     with pytest.raises(ValueError, match=r"experiment_name='a' and name='b'.*give one"):
         WandbLogger("p", "a", name="b")
     with pytest.raises(ValueError, match=r"mode='on'.*'online', 'offline', 'disabled', or None"):
-        WandbLogger("p", mode="on")
+        WandbLogger("p", mode="on")  # type: ignore[arg-type]
     logger = WandbLogger("p", name="b", entity="us", mode="disabled")
     assert (logger.project, logger.name, logger.entity, logger.mode) == ("p", "b", "us", "disabled")
 

@@ -24,6 +24,7 @@ from vecgym.data import (
 )
 from vecgym.plot import plot_partition
 from vecgym.strategy import FedAvgStrategy
+from vecgym.strategy.fedavg import Weighting
 
 Make = Callable[..., Partition]  # (data, num_nodes, seed=...)
 KINDS: dict[str, Make] = {
@@ -193,7 +194,7 @@ def test_training_reads_the_shards_and_weighs_by_their_sizes() -> None:
         seen = torch.cat([batch[0][node] for batch in batches.iterate(0, batches.steps_per_epoch)])
         assert {tuple(row) for row in seen.tolist()} == {tuple(row) for row in x[own].tolist()}
 
-    def one_step(weighting: str) -> Tensor:
+    def one_step(weighting: Weighting) -> Tensor:
         trainer = Trainer(Mean(), shards, shards)
         trainer.fit(FedAvgStrategy("sgd", lr=1.0, weighting=weighting), 3, max_steps=1, batch_size=4, progress=False)
         assert trainer.history["val_losses"][-1].shape == (3,)

@@ -13,12 +13,16 @@ from matplotlib.legend import Legend
 
 from tests.fitting import dataset, fit
 from vecgym import History, Trainer
+from vecgym.data import partition_iid
 from vecgym.optimize import OptimizedSchedule
 from vecgym.plot import (
     COLOURS,
     X_AXES,
+    plot_axis,
     plot_comparison,
     plot_history,
+    plot_pareto,
+    plot_partition,
     plot_runs,
     plot_schedule,
     plot_sensitivity,
@@ -122,6 +126,29 @@ def test_runs_differ_in_colour_and_marker():
     assert figure.axes[0].get_legend() is None
     looks = {(handle.get_color(), handle.get_marker()) for handle in legend.legend_handles[:9]}  # type: ignore[union-attr]
     assert len(looks) >= 7
+
+
+def test_of_very_many_runs_or_classes_the_legend_names_some() -> None:
+    """Evenly spaced, with the first and the last, in the colours of the curves, and says of how many."""
+    figure = plot_runs({f"client {i}": make_history(shift=0.01 * i) for i in range(24)})
+    (legend,) = figure.legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert (texts[0], texts[15], texts[16]) == ("client 0", "client 23", "... of 24 runs")
+    assert len(texts) < 22
+    curves: Any = figure.axes[0].lines
+    assert legend.legend_handles[15].get_color() == curves[-1].get_color()  # type: ignore[union-attr]
+    labels = torch.arange(400) % 40
+    axes: Any = plot_partition(partition_iid(labels, 20)).axes[0]
+    found = axes.get_legend()
+    assert found.get_title().get_text() == "40 classes"
+    assert [text.get_text() for text in found.get_texts()][:: len(found.get_texts()) - 1] == ["39", "0"]
+    assert "20 nodes" in axes.figure.get_suptitle()
+    rows = [{"H": H, "lr": lr, "val_loss": H * lr, "bytes": 1.0 + H} for H in range(20) for lr in (0.1, 0.2)]
+    for figure in (plot_axis(rows, "lr", hue="H"), plot_pareto(rows, hue="H")):
+        found = figure.axes[0].get_legend()
+        assert found is not None
+        assert found.get_title().get_text() == "20 values of H"
+        assert len(found.get_texts()) == 16
 
 
 def test_a_run_that_sends_nothing_is_a_horizontal_line():

@@ -447,7 +447,7 @@ def test_identical_shards_keep_nodes_identical(name: str, model: str) -> None:
 @pytest.mark.parametrize("engine", ["vmap", "loop, exact"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value_for_each_node_is_that_nodes_number(name: str, engine: str) -> None:
-    """Equal ones are the number; unlike ones are not, and are the nodes' in their order: `test_distributed` has more."""
+    """Equal ones are the number; unlike ones are not. `test_distributed` has them in many processes."""
     start, batches = setup()
     exact = {"engine": "loop", "exact": True} if engine == "loop, exact" else {"engine": engine}
     equal = run(start, make_per_node(name, K, spread=0.0), batches, **exact)
@@ -750,6 +750,32 @@ def test_unused_and_frozen_parameters_come_back_from_the_trainer(name: str) -> N
     assert not torch.equal(averaged.get_parameter("used.bias"), model.get_parameter("used.bias"))
 
 
+class WithEmpty(nn.Module):
+    """A model, and parameters without elements."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        shapes = {"flat": (0,), "rows": (0, 3), "columns": (3, 0), "cube": (2, 0, 3)}
+        self.empty = nn.ParameterDict({name: torch.zeros(shape).double() for name, shape in shapes.items()})
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.model(batch) + sum(p.sum() for p in self.empty.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_without_elements_change_nothing(name: str) -> None:
+    start, batches = setup()
+    plain = run(start, make(name, max_norm=0.5), batches[: H + 1])
+    for settings in ({"engine": "vmap"}, {"engine": "loop"}, {"differentiable": True}):
+        ours = run(WithEmpty(start), make(name, max_norm=0.5), batches[: H + 1], **settings)
+        for key, p in plain.params.items():
+            # What is drawn for a tensor of this name differs with the name, and so does what is sent of it.
+            if name != "sparta-partitioned-late" and name != "fedavg-randomk" and "powersgd" not in name:
+                assert_close({key: ours.params[f"model.{key}"]}, {key: p}, 1e-12)
+            assert ours.params[f"model.{key}"].isfinite().all()
+
+
 # -------------------------------------------------------------------------------- constructor arguments
 
 # What differs from the base when this argument, and it alone, gets this value.
@@ -926,6 +952,13 @@ def test_no_change_is_listed_that_the_class_does_not_have() -> None:
         assert {*changes.base, *changes.values} <= inspect.signature(cls).parameters.keys()
 
 
+class Unchecked(SGD):
+    """A user's optimizer that takes any number."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=abs(lr))
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two inner learning rates": (lambda: DiLoCoStrategy(lr=0.1, inner_lr=0.1), ValueError, "two names"),
     "lr twice": (lambda: FedAvgStrategy(OptimSpec(SGD, lr=0.1), lr=0.2), ValueError, "given twice"),
@@ -955,6 +988,49 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: CommunicateOptimizeStrategy([AveragingCommunicator(participation=0.5), DeMoCommunicator()]),
         ValueError,
         "sit out, and DeMoCommunicator",
+    ),
+    "lr nan": (lambda: AllReduceStrategy("sgd", lr=float("nan")), ValueError, "lr=nan must be finite"),
+    "lr inf": (lambda: DiLoCoStrategy("adamw", outer_lr=float("inf")), ValueError, "lr=inf must be finite"),
+    "lr nan of a node": (lambda: DeMoStrategy(lr=torch.tensor([0.1, torch.nan])), ValueError, "lr=nan must be finite"),
+    "lr negative": (lambda: GossipStrategy(inner_optim="adam", lr=-0.1), ValueError, "lr"),
+    "lr negative, of one's own": (lambda: Strategy(Unchecked, lr=-0.1), ValueError, "lr=-0.1 must be a number >= 0"),
+    "beta nan": (lambda: Strategy(OptimSpec("adam", betas=(torch.nan, 0.9))), ValueError, "must be finite"),
+    "a flag of an optimizer": (lambda: Strategy(OptimSpec("sgd", nesterov="no")), TypeError, "nesterov='no'"),
+    "fused": (lambda: Strategy(OptimSpec("adam", fused=1)), TypeError, "fused=1 must be True or False"),
+    "cosine_anneal": (lambda: Strategy("sgd", cosine_anneal="no"), TypeError, "cosine_anneal='no'"),  # type: ignore[arg-type]
+    "stochastic": (lambda: compressed(GradientAveraging(), "int8", stochastic="no"), TypeError, "stochastic='no'"),
+    "unbiased": (lambda: RandomK(0.1, unbiased=0), TypeError, "unbiased=0 must be True"),  # type: ignore[arg-type]
+    "error_feedback": (
+        lambda: compressed(GradientAveraging(), "int8", error_feedback="no"),  # type: ignore[arg-type]
+        TypeError,
+        "error_feedback='no'",
+    ),
+    "reference": (
+        lambda: compressed(AveragingCommunicator(), "int8", reference=0),  # type: ignore[arg-type]
+        TypeError,
+        "reference=0",
+    ),
+    "max_norm of a wrong type": (lambda: Strategy(max_norm={}), ValueError, "max_norm={} must be a number"),  # type: ignore[arg-type]
+    "max_norm nan": (lambda: Strategy(max_norm=float("nan")), ValueError, "max_norm=nan must be a number"),
+    "max_norm of other nodes": (
+        lambda: Strategy(max_norm=torch.ones(3)).check(5, 10),
+        ValueError,
+        r"max_norm has shape \[3\] and the run num_nodes=5: give a number, or \[5\]",
+    ),
+    "lr of other nodes": (
+        lambda: AllReduceStrategy("sgd", lr=torch.ones(3)).check(5, 10),
+        ValueError,
+        r"lr of the inner optimizer has shape \[3\] and the run num_nodes=5",
+    ),
+    "outer lr of other nodes": (
+        lambda: DiLoCoStrategy("sgd", H=2, outer_lr=torch.ones(3)).check(5, 10),
+        ValueError,
+        r"lr of the outer optimizer has shape \[3\]",
+    ),
+    "proximal_mu of other nodes": (
+        lambda: FedAvgStrategy(proximal_mu=torch.ones(3)).check(5, 10),
+        ValueError,
+        r"proximal_mu has shape \[3\] and the run num_nodes=5",
     ),
     "never an exchange": (lambda: FedAvgStrategy(H=11).check(5, 10), vecgym.VecgymWarning, "never exchange"),
 }

@@ -23,7 +23,7 @@ from vecgym import Trainer, nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.ledger import Ledger, Transfer
-from vecgym.local import Engine
+from vecgym.local import Engine, EngineName
 from vecgym.optim import OptimSpec
 from vecgym.optimize import OptimizedSchedule, optimize_schedule, project_to_budget
 from vecgym.rollout import Outcome, rollout, rollout_jvp
@@ -538,7 +538,7 @@ def test_the_trajectory_is_the_trainers(kind: str, name: str) -> None:
     (whole,) = make_batches(kind, 1, 1, batch_size=40, dtype=F64)[0]
     data = TensorDataset(*whole)
     trainer = Trainer(model, data, val_dataset=data)
-    engine = "loop" if kind == "LSTM" else "vmap"
+    engine: EngineName = "loop" if kind == "LSTM" else "vmap"
     trainer.fit(TRAINED[name](), num_nodes=K, max_steps=T, batch_size=B, engine=engine, progress=False)
     batches = list(Batches(data, K, B, seed=42).iterate(0, T))
     found = rollout(model, TRAINED[name](), batches, num_nodes=K, eval_batch=list(whole), engine=engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +132,6 @@ class Counts(CommunicationModule):
         return tree.map(lambda g: g / self.calls, grads), state
 
 
-class KeepsAll(CommunicationModule):
-    """Keeps a number of each of the K nodes where the L here are meant."""
-
-    def init(self, params: Any, ctx: Any) -> Any:
-        return {"trust": torch.ones(K)}
-
-    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
-        return params, {"trust": state["trust"] + 1}
-
-
 class AllAtOnce(CommunicationModule):
     """One matrix product over all nodes, which rounds in another way than one over some."""
 
@@ -191,11 +182,7 @@ def test_causes_are_told_apart() -> None:
 
 
 def test_a_value_of_all_nodes_where_only_some_are() -> None:
-    """Another shape; or an error that only the parts of a process see."""
-    finding = checked(of(KeepsAll())).checks[0].finding
-    assert finding is not None
-    assert (finding.kind, finding.tensor, finding.rule) == ("strategy", "0.trust", RULES["own"])
-    assert "another name or shape" in str(finding)
+    """An error that only the parts of a process see."""
 
     class Unequal(CommunicationModule):
         def exchange_gradients(self, grads: Any, state: Any, ctx: Any) -> Any:
@@ -325,9 +312,54 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--list"]) == 0
     assert "diloco" in capsys.readouterr().out.split()
     assert cli.main(["verify", "--strategy", "x"]) == 1
-    assert "allowed: all, allreduce" in capsys.readouterr().err
+    assert "Allowed: 'all', 'allreduce'" in capsys.readouterr().err
     assert cli.main(["verify", "--strategy", "diloco", "--num-processes", "3"]) == 1
     assert "one of [1, 2, 4]" in capsys.readouterr().err
+
+
+OWN = """
+import torch
+from tests.test_verify import MeanOfMine, data, make_model, of
+from vecgym.strategy import FedAvgStrategy
+
+def config(H=2):
+    return FedAvgStrategy("sgd", H=H, lr=0.1)
+
+def whole(right=True):
+    strategy = config() if right else of(MeanOfMine())
+    return {"model": make_model("MLP"), "train_dataset": data(), "strategy": strategy, "num_nodes": 6, "max_steps": 100}
+
+def half():
+    return {"model": make_model("MLP"), "strategy": config()}
+
+def number():
+    return 3
+"""
+
+
+def test_command_for_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", sys.path[:])
+    (tmp_path / "own.py").write_text(OWN)
+    file = str(tmp_path / "own.py")
+    assert cli.main(["verify", file, "--steps", "2", "--set", "H=1"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"{file}: passed\nFedAvgStrategy(")
+    assert "H=1" in output
+    assert cli.main(["verify", f"{file}:whole", "--steps", "2", "--num-processes", "3"]) == 0
+    assert "6 nodes in 3 processes, 2 steps" in capsys.readouterr().out
+    assert cli.main(["verify", f"{file}:whole", "--steps", "2", "--set", "right=False", "--num-nodes", "4"]) == 1
+    output = capsys.readouterr().out
+    assert f"{file}:whole: FAILED" in output
+    assert "exact: step 0, params first.weight of node 0: differs by" in output
+    for function, message in (("half", "give model and train_dataset"), ("number", "a Strategy, or a dict")):
+        assert cli.main(["verify", f"{file}:{function}"]) == 1
+        assert message in capsys.readouterr().err
+    for argv in (["verify", file, "--strategy", "diloco"], ["verify", "--set", "H=3"]):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(argv)
+        assert exit_.value.code == 2
 
 
 def test_command_fails_where_a_strategy_does(monkeypatch: pytest.MonkeyPatch) -> None:

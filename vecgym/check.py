@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -104,6 +107,44 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
     raise ValueError(f"{name}={value!r} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
 
 
+def per_node(
+    name: str, value: Any, within: str = "(-inf, inf)", what: str = "", num_nodes: int | None = None
+) -> float | Tensor:
+    """`value` if it is a number in an interval, or a tensor `[]` or `[K]` of such numbers: one for each node.
+
+    Args:
+        name: of the argument.
+        value: what was given. Of a tensor inside of a transform of `torch.func` only the shape is looked at.
+        within: the interval, as in `number`.
+        what: what the argument is, for the message.
+        num_nodes: K; None: not known yet.
+
+    Raises:
+        ValueError: otherwise.
+
+    >>> per_node("proximal_mu", 0.1, "[0, inf)"), per_node("proximal_mu", torch.tensor([0.1, 0.2]), num_nodes=2)
+    (0.1, tensor([0.1000, 0.2000]))
+    >>> per_node("max_norm", torch.ones(3), num_nodes=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: max_norm has shape [3] and the run num_nodes=2: give a number, or [2], one for each node.
+    """
+    if not isinstance(value, Tensor):
+        return number(name, value, within, what)
+    each = "K" if num_nodes is None else num_nodes
+    if value.dim() > 1 or value.numel() == 0 or (num_nodes is not None and value.numel() not in (1, num_nodes)):
+        run = "" if num_nodes is None else f" and the run num_nodes={num_nodes}"
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}{run}: give a number, or [{each}], one for each node{_about(what)}."
+        )
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the device meta, where tensors have no values: create it on the CPU.")
+    if num_nodes is None and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        for x in value.detach().flatten().tolist():
+            number(name, x, within, what)
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     """`value` if it is True or False, numpy's too: 0 and None are none, and "no" would count as True.
 
@@ -142,6 +183,48 @@ def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -
         return value
     possible = ", ".join([*map(repr, names), *([otherwise] if otherwise else [])])
     raise ValueError(f"{name}={value!r} is not known{did_you_mean(value, names)} Allowed: {possible}.")
+
+
+def index(name: str, value: Any, size: int) -> int:
+    """`value` if it is the index of one of `size` things, counted from the end where it is negative.
+
+    Raises:
+        TypeError: for what is no integer.
+        IndexError: for one that is out of range.
+
+    >>> index("node", -1, 4)
+    -1
+    >>> index("node", 4, 4)
+    Traceback (most recent call last):
+    ...
+    IndexError: node 4 of 4: give 0 to 3.
+    """
+    if not _is(numbers.Integral, value):
+        raise TypeError(f"{name}={value!r} must be an integer.")
+    if not -size <= value < size:
+        raise IndexError(f"{name} {value} of {size}: give 0 to {size - 1}.")
+    return int(value)
+
+
+def path(name: str, value: Any) -> Path:
+    """`value` as a path, if it is a text or a path.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a text that no file can have as its name.
+
+    >>> path("directory", "runs").name
+    'runs'
+    >>> path("directory", 3)
+    Traceback (most recent call last):
+    ...
+    TypeError: directory=3 must be a path: a str or a pathlib.Path.
+    """
+    if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
+        raise TypeError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
+    if "\0" in os.fspath(value):
+        raise ValueError(f"{name}={value!r} is no path: it has a null character.")
+    return Path(value)
 
 
 def keywords(whose: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -137,8 +137,10 @@ class Run:
         """Raise a ValueError if the checkpoint is of another run; warn where the run will not have the same bits."""
         num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
         with saved.naming(path):
-            check_noted(held["identity"], path)
-            found = differences(held["identity"], self.identity)
+            noted = dict(held["identity"])
+        check_noted(noted, path)
+        with saved.naming(path):
+            found = differences(noted, self.identity)
             rates = check_learning_rates(held["learning_rates"], self.strategy, steps, num_nodes)
             found = found or [*filter(None, [rates])]
             changed = differences(held["arithmetic"], self.arithmetic)
@@ -289,7 +291,8 @@ class Checkpoints:
         """The newest checkpoint, older than `passed`, that can be read; None: there was none in the folder."""
         folder, resume = self._folder, self.run.options.resume
         if folder is None:
-            path = Path(os.fspath(resume)).absolute()
+            assert not isinstance(resume, bool)
+            path = Path(resume).absolute()
             saved.read(path, FORM, mmap=True)
             return path
         there = checkpoints_in(folder)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from vecgym import check, hooks
 from vecgym.errors import ModelError
@@ -111,6 +113,31 @@ def check_loss(loss: Any, model: nn.Module) -> None:
             "the model's loss does not depend on any trainable parameter: check for .detach(), .item(), "
             "torch.no_grad() in its forward, and that some parameters have requires_grad=True."
         )
+
+
+def check_differentiable(model: nn.Module) -> None:
+    """Raise a ValueError for a model whose gradient has no derivative, or another than torch would give.
+
+    >>> model = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    >>> try:
+    ...     check_differentiable(model)
+    ... except ValueError as error:
+    ...     print(str(error).split(":")[0])
+    module 'parametrizations.weight.0' has a spectral norm
+    """
+    if hooked := hooks.on_gradients(model):
+        raise ValueError(
+            f"{hooked}, through which no derivatives can be taken: remove it (handle.remove()), and let forward, or "
+            "the strategy, do what it does."
+        )
+    for name, module in model.named_modules():
+        of_hooks = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+        if of_hooks or isinstance(module, _SpectralNorm):
+            raise ValueError(
+                f"{f'module {name!r}' if name else 'the model'} has a spectral norm: its power iteration is made "
+                "without derivatives, so those of a run would be wrong. Leave it out, or use "
+                "torch.nn.utils.parametrizations.weight_norm."
+            )
 
 
 def offers_metrics(model: nn.Module) -> bool:

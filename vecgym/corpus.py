@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
+
+from vecgym import check
+from vecgym.files import is_regular
 
 # Modules that every Python from 3.10 to 3.13 has, chosen for how much of them is English: docstrings and comments.
 MODULES = (
@@ -29,6 +31,7 @@ def standard_library_text(num_chars: int | None = 1_000_000) -> str:
     >>> print(standard_library_text(27))
     \"""Bisection algorithms.\"""
     """
+    check.optional_integer("num_chars", num_chars)
     text = "\n".join(filter(None, map(_source, MODULES)))
     if not text:
         raise ValueError(
@@ -53,8 +56,12 @@ def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
     ...
     ValueError: text file no-such-file.txt cannot be read: No such file or directory.
     """
+    check.integer("min_chars", min_chars, 0)
+    file = check.path("path", path)
+    if file.exists() and not is_regular(file):
+        raise ValueError(f"text file {path} is no file, but a folder, a pipe, a socket or a device.")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"text file {path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -81,7 +88,11 @@ def split_text(text: str, num_parts: int = 100, every: int = 10) -> tuple[str, s
     >>> split_text("abcdefghij", num_parts=5, every=2)
     ('abefij', 'cdgh')
     """
-    size = -(-len(text) // num_parts)
+    if not isinstance(text, str):
+        raise TypeError(f"text is {check.kind_of(text)}; give a str.")
+    check.integer("num_parts", num_parts)
+    check.integer("every", every, 2, "every second, third ... part is for validation")
+    size = max(1, -(-len(text) // num_parts))
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     val = parts[every - 1 :: every]
     del parts[every - 1 :: every]

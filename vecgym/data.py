@@ -105,6 +105,12 @@ class Batches:
     -> Dataset`, called once per node here; each node then reads its own whole dataset, shuffled by
     `rng.key(seed, "data", epoch, node)`.
 
+    A batch is never larger than a node's shard: with `B` beyond the shards that one dataset is dealt into, a batch is
+    the whole shard of each node; a node of a factory that has fewer than `B` examples sees all of them in each step,
+    and its loss is their mean. They fill the first of the `B` places, and repeat up to the last; `limits` says how many
+    count. (All nodes make the same number of steps: a node with little data sees it more often. Steps of its own, as
+    many as its data gives, there are none yet.)
+
     An epoch is `ceil(longest / B)` steps, `longest` being the longest shard. Shorter shards repeat cyclically
     (in their shuffled order) up to it, as DistributedSampler pads. If `B` does not divide `longest`, the last
     batch of an epoch is smaller, on all nodes alike; `dataloader_kwargs={"drop_last": True}` drops it.
@@ -116,8 +122,8 @@ class Batches:
     which only a run of several processes with a factory needs (a max all-reduce).
 
     Errors, all at construction: `TypeError` for what is not a map-style dataset and for unknown
-    `dataloader_kwargs`; `ValueError` for an empty dataset, a batch larger than a shard, and keys that vecgym
-    owns.
+    `dataloader_kwargs`; `ValueError` for an empty dataset, `drop_last` that leaves no batch, and keys that
+    vecgym owns.
 
     >>> batches = Batches(torch.arange(8), num_nodes=2, batch_size=2, shuffle=False)
     >>> batches[0], batches.steps_per_epoch
@@ -161,10 +167,14 @@ class Batches:
         self.shard_sizes = _dealt_sizes(lengths[0], self.num_nodes, self.node_ids) if shared else lengths
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
         self._longest = agree(longest) if agree and not shared else longest
-        self._check_batch_size(longest if shared else min(lengths), name)
         self.epoch_length = self._longest  # examples of each node in an epoch, padding counted
         whole, rest = divmod(self._longest, self.batch_size)
         self.steps_per_epoch = whole if self._source.drop_last else whole + (rest > 0)
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"drop_last leaves no batch: batch_size={self.batch_size}, and {name} has at most {self._longest} "
+                f"examples for each of {self.num_nodes} nodes. Fix: batch_size={self._longest}, or no drop_last"
+            )
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
 
     def batch(self, step: int) -> Batch:
@@ -177,6 +187,31 @@ class Batches:
         return self._source.read(*self._request(check.integer("step", step, 0)))
 
     __getitem__ = batch
+
+    @property
+    def limits(self) -> tuple[int, ...] | None:
+        """The most examples of a batch that are a node's own, of each node here; None where all always are.
+
+        >>> Batches(lambda rank, num_nodes, train: torch.arange(5 - 3 * rank), num_nodes=2, batch_size=4).limits
+        (5, 2)
+        """
+        return self.limits_of(self.shard_sizes)
+
+    def limits_of(self, shard_sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Likewise of nodes with these shards, which may be in other processes.
+
+        >>> Batches(lambda rank, num_nodes, train: torch.arange(5), num_nodes=2, batch_size=4).limits_of((5, 2))
+        (5, 2)
+        """
+        return None if self._source.shared or min(shard_sizes) >= self.batch_size else shard_sizes
+
+    def width(self, step: int) -> int:
+        """B at a step: the last batch of an epoch may be smaller.
+
+        >>> [Batches(torch.arange(10), num_nodes=2, batch_size=3).width(step) for step in range(3)]
+        [3, 2, 3]
+        """
+        return min(self.batch_size, self.epoch_length - step % self.steps_per_epoch * self.batch_size)
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """The batches of the steps `start` up to `stop`, without end when None; with workers if asked for.
@@ -223,19 +258,6 @@ class Batches:
             order = torch.randperm(length, generator=shuffled) if self.shuffle else torch.arange(length)
             rows.append(order[places % length])
         return torch.stack(rows)
-
-    def _check_batch_size(self, allowed: int, name: str) -> None:
-        if self.batch_size <= allowed:
-            return
-        if self._source.shared:
-            length = self._source.lengths[0]
-            have = f"{name} has {length} examples, {allowed} for each of {self.num_nodes} nodes"
-        else:
-            have = f"{name} of node {self.node_ids[self.shard_sizes.index(allowed)]} has {allowed} examples"
-        raise ValueError(
-            f"batch_size={self.batch_size} is larger than a node's shard: {have}. "
-            f"Allowed: 1 to {allowed}. Fix: batch_size={allowed}, fewer nodes, or more examples"
-        )
 
 
 def _dealt_sizes(length: int, num_nodes: int, node_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import stat
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from vecgym import check
 
 try:
     import fcntl
@@ -24,12 +27,14 @@ def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator
     """A file to write to that takes the place of `path` when the block ends well; else `path` stays as it was.
 
     What is written goes to a file beside it, is on disk before it gets the name `path`, and so is the name. Missing
-    folders are made. Of a program that is killed meanwhile the other file is left: see `remove_partial`.
+    folders are made. Of a program that is killed meanwhile the other file is left: the next one that writes `path`
+    removes it.
 
     Args:
         mode: "wb", or "w": UTF-8, line ends as they are written.
 
     Raises:
+        TypeError: for what is no path.
         OSError: where the disk is full or cannot be written.
 
     >>> import tempfile
@@ -39,10 +44,11 @@ def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator
     ...     Path(folder, "a.txt").read_text(), len(os.listdir(folder))
     ('whole', 1)
     """
-    target = Path(path)
+    target = check.path("path", path)
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder: give the path of a file.")
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_partial(target.parent, f"{glob.escape(target.name)}.*")
     partial = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
     text: dict[str, Any] = {} if "b" in mode else {"newline": "", "encoding": "utf-8"}
     try:

@@ -1,7 +1,8 @@
 """What an object holds and what it computes, as plain values: to compare two runs, and to say what differs.
 
 - A function is its code (instructions, constants, arguments, the names that it uses; no comments, no line numbers, no
-  names of its variables), its defaults, what it closes over, and the globals that it reads, with the functions that it calls.
+  names of its variables), its defaults, what it closes over, and the globals that it reads: also the functions that
+  it calls.
 - An object is its class and what it holds, a class its own methods. Those that come from an installed package are
   known by their names, those of a script or a module of the user's by their code.
 - A tensor or array is a checksum of what is in it; of more than `MAX_BYTES`, of parts of that size in all.
@@ -253,6 +254,9 @@ class _Description:
             if bases:
                 self.values[f"{where} bases"] = bases
             for key, value in sorted(vars(base).items()):
+                value = _as_written(value)
+                if any(_as_written(vars(other).get(key)) is value for other in base.__mro__[1:]):
+                    continue  # torch hangs hooks on a class that inherits `step` when it is first used
                 read = key not in _UNREAD if isinstance(value, types.FunctionType) else not key.startswith("__")
                 if read and key != "_abc_impl":
                     self.add(value, f"{where}.{key}", depth)
@@ -304,6 +308,15 @@ _HELD = (TensorDataset, TokenWindows)
 _PARTS: dict[type, tuple[str, ...]] = {
     Subset: ("dataset", "indices"), ConcatDataset: ("datasets",), TokenWindows: ("context",),
 }  # fmt: skip
+
+
+def _as_written(value: Any) -> Any:
+    """A function without what a library has wrapped around it, such as torch's hooks of an optimizer's `step`."""
+    while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
+        if not _is_library(value.__globals__.get("__name__")):
+            break
+        value = value.__wrapped__
+    return value
 
 
 def _is_data(x: Any) -> bool:

@@ -1,7 +1,6 @@
 """Operations that vmap runs badly, done on the whole stack; and a look at which operations a model uses.
 
-`Folding`, `TwiceDifferentiable` and `Observer` are torch function modes: while one is entered, the model's calls go
-through it.
+The classes are torch function modes: while one is entered, all calls of torch's functions go through it.
 """
 
 from __future__ import annotations
@@ -34,13 +33,40 @@ class Folding(TorchFunctionMode):
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """Under vmap of a gradient that is itself differentiated: embeddings as in `Folding`, and normalisations made of
-    elementary operations, since the second derivatives of torch's own lose, under vmap, what goes through the mean
-    and the variance.
+    """For a gradient that is itself differentiated: embeddings as in `Folding`, and normalisations made of elementary
+    operations. The second derivatives of torch's own lose, under vmap, what goes through the mean and the variance;
+    those of its weight norm are wrong everywhere.
     """
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
+
+
+class Readable(TorchFunctionMode):
+    """Inside a transform of `torch.func`: let lists and arrays be made of tensors, which torch 2.6 cannot."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            return _outside(lambda: func(_unwrapped(args[0]), *args[1:], **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def plain(x: Tensor) -> Tensor:
+    """The values alone, without what a transform or a graph adds to them."""
+    return _unwrapped(x).detach()
+
+
+def _outside(fn: Callable[[], Any]) -> Any:
+    if _functorch.peek_interpreter_stack() is None:
+        return fn()
+    with temporarily_pop_interpreter_stack():
+        return _outside(fn)
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 class Observer(TorchFunctionMode):
@@ -163,6 +189,10 @@ def _attention(
 
     Without this, vmap would run it node by node on CPU.
     """
+    if query.dim() == key.dim() == value.dim() < 4:  # [T, D], or [heads, T, D]
+        added = 4 - query.dim()
+        q, k, v = (x[(None,) * added] for x in (query, key, value))
+        return _attention(q, k, v, attn_mask, dropout_p, is_causal, **options)[(0,) * added]
     options.update(dropout_p=dropout_p, is_causal=is_causal)
     foldable = query.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]  # [B, H, T, D]
     opened = _open(query, key, value, attn_mask) if foldable else None
@@ -288,16 +318,46 @@ def _batch_norm(
 ) -> Tensor:
     weight, bias = _by_channel(input, weight, bias)
     if not training:
-        mean, var = _by_channel(input, running_mean, running_var)
-        assert mean is not None
-        assert var is not None
-        return _affine((input - mean) * (var + eps).rsqrt(), weight, bias)
+        return _affine(_by_running(input, running_mean, running_var, eps), weight, bias)
     dims = (0, *range(2, input.dim()))
     if running_mean is not None and running_var is not None:
         # The unbiased variance, as torch tracks it; unlike torch's, these statistics can be differentiated.
         running_mean.mul_(1 - momentum).add_(momentum * input.mean(dims))
         running_var.mul_(1 - momentum).add_(momentum * input.var(dims))
     return _affine(_normalised(input, dims, eps), weight, bias)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    weight, bias = _by_channel(input, weight, bias)
+    if not use_input_stats:
+        return _affine(_by_running(input, running_mean, running_var, eps), weight, bias)
+    dims = tuple(range(2, input.dim()))
+    if running_mean is not None and running_var is not None:
+        running_mean.mul_(1 - momentum).add_(momentum * input.mean(dims).mean(0))
+        running_var.mul_(1 - momentum).add_(momentum * input.var(dims).mean(0))
+    return _affine(_normalised(input, dims, eps), weight, bias)
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`g v / |v|`, the norm over all dimensions but `dim`, as `torch._weight_norm`; -1: over all."""
+    over = [i for i in range(v.dim()) if dim == -1 or i != dim % v.dim()]
+    return v * (g / v.square().sum(over, keepdim=True).sqrt())
+
+
+def _by_running(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, eps: float) -> Tensor:
+    mean, var = _by_channel(x, running_mean, running_var)
+    assert mean is not None
+    assert var is not None
+    return (x - mean) * (var + eps).rsqrt()
 
 
 def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
@@ -326,4 +386,6 @@ _ELEMENTARY: dict[Callable, Callable] = {
     F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
     F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    torch._weight_norm: _weight_norm,
 }

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from vecgym.held import reachable
 
+M = TypeVar("M", bound=nn.Module)
 OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -128,7 +129,16 @@ def check_pickled(model: nn.Module) -> None:
         )
 
 
-def copied(model: nn.Module) -> nn.Module:
+def computed(model: nn.Module) -> dict[int, Tensor]:
+    """For `copy.deepcopy`, which refuses them: tensors that a forward pass has left in the model, without their graph.
+
+    Such is the weight that `torch.nn.utils.weight_norm` computes anew in each.
+    """
+    held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+    return {id(x): x.detach().clone() for x in held if x.grad_fn is not None}
+
+
+def copied(model: M) -> M:
     """A deep copy that has the parameters' hooks, too; torch's own leaves them out.
 
     >>> model = nn.Linear(2, 1)
@@ -137,7 +147,7 @@ def copied(model: nn.Module) -> nn.Module:
     (['weight'], [])
     """
     check_hooks(model)
-    new = copy.deepcopy(model)
+    new = copy.deepcopy(model, computed(model))
     theirs = dict(new.named_parameters())
     for name, hooks in of_parameters(model).items():
         for hook in hooks:

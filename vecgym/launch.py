@@ -68,6 +68,7 @@ class Link:
         rank, num_processes: of this process, and W.
 
     >>> def work(link):
+    ...     link.announce("nothing")  # what the error would say if it hung now
     ...     link.watch(inside=False)  # it gets on
     ...     link.send({"rank": link.rank})
     >>> run(work, 1, start_method="fork", on_message=print)
@@ -203,7 +204,7 @@ def run(
                 target=_main, args=(rank, settings, theirs, progress, function, tuple(args)), name=f"vecgym-{rank}"
             )
             pipes.append(mine)
-            with _readable_start_errors(method):
+            with _readable_start_errors(method), _sleeping_threads():
                 process.start()
             processes.append(process)
             theirs.close()
@@ -248,6 +249,19 @@ def _readable_start_errors(method: str) -> Iterator[None]:
             f"something given cannot be sent to a new process: {error}. Fix: define models, datasets, collate "
             "functions and schedules at the top of a module, not in a function, and not as a lambda."
         ) from error
+
+
+@contextlib.contextmanager
+def _sleeping_threads() -> Iterator[None]:
+    """Start new interpreters so that OpenMP's threads sleep while they wait: they share the cores with one another."""
+    if "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_WAIT_POLICY"]
 
 
 class _Settings(NamedTuple):
@@ -611,6 +625,8 @@ def unpacked(value: Any) -> Any:
     {'a': tensor([1.5000, 2.0000], dtype=torch.bfloat16), 'b': (3, 'text')}
     """
     if isinstance(value, _Packed):
+        if not value.data.size:  # no view of another type is taken of nothing
+            return torch.empty(value.shape, dtype=value.dtype)
         # A copy: what came through the pipe cannot be written to.
         return torch.from_numpy(value.data.copy()).view(value.dtype).view(value.shape)
     if isinstance(value, dict):

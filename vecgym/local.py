@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 import traceback
@@ -22,21 +23,30 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vecgym import check, hooks, rng, tree
-from vecgym.contract import check_loss, check_model, check_val_metrics, fix, offers_metrics, shown_batch
+from vecgym import check, hooks, nodes, rng, tree
+from vecgym.contract import (
+    check_differentiable,
+    check_loss,
+    check_model,
+    check_val_metrics,
+    fix,
+    offers_metrics,
+    shown_batch,
+)
 from vecgym.errors import ModelError, warn
-from vecgym.folding import Folding, Observer, TwiceDifferentiable
+from vecgym.folding import Folding, Observer, TwiceDifferentiable, plain
 from vecgym.tree import Tree
 
 T = TypeVar("T")
-ENGINES = ("auto", "vmap", "loop", "fastest")
+EngineName = Literal["auto", "vmap", "loop", "fastest"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
 
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
 # the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
@@ -108,7 +118,7 @@ class _Skeleton:
     """
 
     def __init__(self, model: nn.Module, training: bool) -> None:
-        shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        shared = {id(x): x for x in (*model.parameters(), *model.buffers())} | hooks.computed(model)
         self.model = copy.deepcopy(model, shared).train(training)
         names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
@@ -232,7 +242,7 @@ class Engine:
         """
         num_nodes = next(iter(tree.leaves(batch))).shape[0]
         engine, chunk_size, node_threads = self.settings
-        of_one = tree.map_leaves(lambda x: _plain(x)[0], batch)
+        of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
         self.facts = _outside_transforms(lambda: self._examine(of_one, want_vmap=engine != "loop"))
         if agree is not None:
             self.facts = agree(self.facts)
@@ -326,7 +336,7 @@ class Engine:
             self._train.append(_Skeleton(self.model, training=True))
         if count > 1:
             own = torch.get_num_threads()
-            self._pool = ThreadPoolExecutor(count, "vecgym-node", initializer=torch.set_num_threads, initargs=(1,))
+            self._pool = ThreadPoolExecutor(count, "vecgym-node", initializer=_take_one_thread)
             list(self._pool.map(time.sleep, [0.01] * count))  # start every thread now
             torch.set_num_threads(own)  # set_num_threads in a thread changes the default for later threads too
 
@@ -367,6 +377,7 @@ class Engine:
         minibatch_size: int | None = None,
         mean: bool = False,
         differentiable: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Local:
         """Loss and gradient of every node on its own batch; the gradients may be overwritten by the next call.
 
@@ -378,13 +389,16 @@ class Engine:
             minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
             mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
+            limits: of each node, how many of the B examples are its own: the first of them; None: all.
         """
-        if differentiable and self._hooked:
-            raise ValueError(
-                f"{self._hooked}, through which no derivatives can be taken: remove it (handle.remove()), and let "
-                "forward, or the strategy, do what it does."
-            )
+        if differentiable:
+            check_differentiable(self.model)
         num_nodes, batch_size = _sizes(batch)
+        if limits is not None and min(limits) < batch_size:
+            return self._limited(
+                limits, params, buffers, batch, seed, list(range(num_nodes)) if node_ids is None else node_ids,
+                step=step, minibatch_size=minibatch_size, mean=mean, differentiable=differentiable,
+            )  # fmt: skip
         keys = _Keys(seed, step, list(range(num_nodes)) if node_ids is None else list(node_ids))
         buffers = self._own_buffers(buffers, num_nodes, differentiable)
         result: Local | None = None
@@ -397,6 +411,38 @@ class Engine:
             result = _weighted(result, local, (stop - start) / batch_size)
         assert result is not None
         return result
+
+    def _limited(
+        self, limits: Sequence[int], params: Tree, buffers: Tree, batch: Any, seed: int | Sequence[int],
+        node_ids: Sequence[int], *, mean: bool, **settings: Any,
+    ) -> Local:  # fmt: skip
+        """`gradients` of nodes whose batches differ in size: those of one size at a time."""
+        num_nodes, batch_size = _sizes(batch)
+        if any(x.dim() < 2 or x.shape[1] != batch_size for x in tree.leaves(batch)):
+            raise ValueError(
+                f"a node has {min(limits)} examples, fewer than the {batch_size} of a batch, which cannot be cut: its "
+                f"tensors are not all [nodes, {batch_size}, ...]. Give batch_size={min(limits)}, or another collate_fn."
+            )
+        sizes = [min(limit, batch_size) for limit in limits]
+        buffers = self._own_buffers(buffers, num_nodes, settings["differentiable"])
+        found: list[tuple[Tensor, Local]] = []
+        for size in sorted(set(sizes)):
+            rows = torch.tensor([i for i, own in enumerate(sizes) if own == size])
+            part = tree.map_leaves(lambda x: x[rows.to(x.device), :size], batch)  # noqa: B023
+            local = self.gradients(
+                nodes.take_rows(params, rows), nodes.take_rows(buffers, rows), part, mean=mean,
+                seed=seed if isinstance(seed, int) else [seed[i] for i in rows.tolist()],
+                node_ids=[node_ids[i] for i in rows.tolist()], **settings,
+            )  # fmt: skip
+            buffers = nodes.put_rows(buffers, rows, local.buffers, num_nodes, inplace=not settings["differentiable"])
+            share = len(rows) / num_nodes if mean else 1.0
+            found.append((rows, Local(tree.map(lambda g: g * share, local.grads), local.losses, {})))  # noqa: B023
+        back = torch.cat([rows for rows, _ in found]).argsort()
+        losses = torch.cat([local.losses for _, local in found])[back.to(self.device)]
+        each = [local.grads for _, local in found]
+        if mean:
+            return Local(tree.map(lambda *gs: functools.reduce(torch.add, gs), *each), losses, buffers)
+        return Local(tree.map(lambda *gs: torch.cat(gs)[back.to(self.device)], *each), losses, buffers)
 
     def _pass(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys, mean: bool, differentiable: bool) -> Local:
         num_nodes = len(keys.node_ids)
@@ -591,7 +637,7 @@ class Engine:
             yield
         except Exception as error:
             _check_memory(error)
-            given = tree.map_leaves(_plain, [params, _clones(buffers), batch])
+            given = tree.map_leaves(plain, [params, _clones(buffers), batch])
             _outside_transforms(lambda: self._run_plainly(*given, keys))
             raise (_derivative_error if differentiable else _vmap_error)(_cause(error)) from error
 
@@ -882,11 +928,10 @@ def _outside_transforms(fn: Callable[[], T]) -> T:
         return pool.submit(fn).result()
 
 
-def _plain(x: Tensor) -> Tensor:
-    """The values alone, without what a transform or a graph adds to them."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x.detach()
+def _take_one_thread() -> None:
+    """Let the operations of this thread use it alone: the nodes are spread over threads, not their operations."""
+    torch.get_num_threads()  # a thread's first question sets its number, which would undo what was set before
+    torch.set_num_threads(1)
 
 
 def _stacked(trees: Sequence[Tree]) -> Tree:

@@ -8,15 +8,16 @@ import json
 import netrc
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from vecgym import check
+from vecgym.files import is_regular
 from vecgym.metrics import PER_NODE, SCALARS, History
 
-WANDB_MODES = ("online", "offline", "disabled")
+WandbMode = Literal["online", "offline", "disabled"]
 
 
 class Logger:
@@ -75,7 +76,7 @@ class CSVLogger(Logger):
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(directory)
+        self.directory = check.path("directory", directory)
         self._files: dict[str, TextIO] = {}
         self._columns: list[str] = []
 
@@ -143,14 +144,14 @@ def read_csv(directory: str | os.PathLike[str]) -> History:
     >>> history.settings, history.node_array("train_losses")
     ({'num_nodes': 2}, array([[0.5 , 0.25]]))
     """
-    folder = Path(directory)
+    folder = check.path("directory", directory)
     if not (folder / "history.csv").is_file():
         raise ValueError(
             f"{folder} holds no run: there is no history.csv in it, which CSVLogger({str(folder)!r}) writes."
         )
     try:
         config = folder / "config.json"
-        history = History(json.loads(config.read_text()) if config.exists() else {})
+        history = History(json.loads(config.read_text()) if is_regular(config) else {})
         for cells in _rows_of(folder / "history.csv"):
             row = {name: float(cell) for name, cell in cells.items() if cell not in ("", None)}
             history.append({**row, **{name: int(row[name]) for name in ("step", "examples") if name in row}})
@@ -160,13 +161,13 @@ def read_csv(directory: str | os.PathLike[str]) -> History:
                 step = int(cells.pop("step"))
                 if step in by_step:
                     by_step[step][name] = np.array([float(cell) for cell in cells.values()])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, csv.Error, OSError) as error:
         raise ValueError(f"{folder} cannot be read as the files of a CSVLogger: {error}") from error
     return history
 
 
 def _rows_of(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
+    if not is_regular(path):
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -209,7 +210,7 @@ class WandbLogger(Logger):
         *,
         name: str | None = None,
         entity: str | None = None,
-        mode: str | None = None,
+        mode: WandbMode | None = None,
         directory: str | os.PathLike[str] | None = None,
         per_node: bool = False,
     ) -> None:
@@ -218,13 +219,13 @@ class WandbLogger(Logger):
                 f"experiment_name={experiment_name!r} and name={name!r} are two names for the run's name: give one."
             )
         if mode is not None:
-            check.choice("mode", mode, WANDB_MODES, "or None")
+            check.choice("mode", mode, get_args(WandbMode), "or None")
         self._wandb = _optional("wandb", "init", "WandbLogger")
         self.project = project
         self.name = experiment_name if name is None else name
         self.entity = entity
         self.mode = mode
-        self.directory = None if directory is None else Path(directory)
+        self.directory = None if directory is None else check.path("directory", directory)
         self.per_node = check.flag("per_node", per_node)
         self.run: Any = None
         self._next = 0  # steps below were logged before the run was taken up again
@@ -299,7 +300,7 @@ class TensorBoardLogger(Logger):
 
         self._make = SummaryWriter
         self._writer: SummaryWriter | None = None
-        self.directory = Path(directory)
+        self.directory = check.path("directory", directory)
         self.per_node = check.flag("per_node", per_node)
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from vecgym import check, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.ledger import readable_bytes
-from vecgym.local import Engine, Plan, choose_plan
+from vecgym.local import Engine, EngineName, Plan, choose_plan
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import is_per_rank
 
@@ -102,7 +102,7 @@ def estimate_memory(
     *,
     minibatch_size: int | None = None,
     chunk_size: int | None = None,
-    engine: str = "auto",
+    engine: EngineName = "auto",
     autocast: bool = False,
     max_steps: int = 1000,
     device: torch.device | str = "cpu",

@@ -11,6 +11,7 @@ import numpy as np
 
 from vecgym.errors import warn
 from vecgym.files import write_atomically
+from vecgym.rows import counted, data_frame
 
 # Columns with one number a row, and what they are. Loggers write these, and for each metric that a model offers (see
 # `vecgym.evaluate.evaluate`) `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
@@ -152,6 +153,14 @@ class History:
             writer.writeheader()
             writer.writerows(self.rows)
 
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`; one with a number a node becomes a column for each: "train_losses[0]".
+
+        Raises:
+            ImportError: where pandas is not installed.
+        """
+        return data_frame([{name: x for column in row.items() for name, x in _numbers(*column)} for row in self.rows])
+
     def node_array(self, column: str = "train_losses") -> np.ndarray:
         """A per-node column as an array `[rows that have it, K]`.
 
@@ -181,4 +190,10 @@ class History:
         return iter(self.rows)
 
     def __repr__(self) -> str:
-        return f"History({len(self.rows)} rows: {', '.join(self.columns)})"
+        return f"History({counted(len(self.rows), 'row')}: {', '.join(self.columns)})"
+
+
+def _numbers(column: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, (np.ndarray, list, tuple)):
+        return [(f"{column}[{node}]", x) for node, x in enumerate(value)]
+    return [(column, value)]

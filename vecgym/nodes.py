@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.tree import Tree
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def expand(values: Tree, num_nodes: int) -> Tree:
@@ -82,7 +86,7 @@ def correlation(params: Tree, num_nodes: int) -> float:
 
 
 @dataclass
-class Nodes:
+class Nodes(Generic[M]):
     """The final state of all nodes, one stacked tensor `[K, *shape]` for each parameter and buffer.
 
     A parameter that is the same on every node is stored once and shown expanded.
@@ -95,7 +99,7 @@ class Nodes:
     (3.0, 2.0, 1.0)
     """
 
-    model: nn.Module
+    model: M
     num_nodes: int
     params: Tree
     buffers: Tree
@@ -103,13 +107,12 @@ class Nodes:
     def __len__(self) -> int:
         return self.num_nodes
 
-    def module(self, node: int) -> nn.Module:
+    def module(self, node: int) -> M:
         """A copy of the model with the parameters and buffers of one node."""
-        if not -self.num_nodes <= node < self.num_nodes:
-            raise IndexError(f"node {node} of {self.num_nodes}: give 0 to {self.num_nodes - 1}.")
+        node = check.index("node", node, self.num_nodes)
         return fill(self.model, {name: x[node] for name, x in {**self.params, **self.buffers}.items()})
 
-    def average(self) -> nn.Module:
+    def average(self) -> M:
         """A copy of the model with the average of the nodes: parameters and floating buffers.
 
         Integer buffers (counters) are those of node 0.
@@ -125,7 +128,7 @@ class Nodes:
         return f"Nodes({self.num_nodes} x {type(self.model).__name__}, {count:,} parameters each)"
 
 
-def fill(model: nn.Module, values: Tree) -> nn.Module:
+def fill(model: M, values: Tree) -> M:
     """A copy of `model` holding `values`; tied weights stay tied, frozen parameters stay frozen.
 
     >>> fill(nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[7.0]])}).weight.item()
@@ -182,3 +185,23 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
         return values.index_copy_(0, index, source)
     wide = values.expand(num_nodes, *values.shape[1:])
     return wide.clone().index_copy_(0, index, source) if inplace else wide.index_copy(0, index, source)
+
+
+def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
+    """The modules' states, cloned where they keep memory that is overwritten later: of parameters and gradients.
+
+    The states `before` have been through here: a module that gave its own back is not asked again.
+
+    >>> params = {"w": torch.ones(2)}
+    >>> unshared({"0": {"kept": params["w"][:1]}}, {}, [params])["0"]["kept"].data_ptr() == params["w"].data_ptr()
+    False
+    """
+    changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
+    if not changed:
+        return exchanged
+    memory = {x.untyped_storage().data_ptr() for values in overwritten for x in values.values() if x.numel()}
+
+    def unshare(x: Tensor) -> Tensor:
+        return x.clone() if x.untyped_storage().data_ptr() in memory else x
+
+    return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}

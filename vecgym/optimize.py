@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import check
-from vecgym.local import Engine
+from vecgym.local import Engine, EngineName
 from vecgym.rollout import Outcome, as_steps, prepared, rollout
 from vecgym.strategy import Strategy
 from vecgym.topology import check_doubly_stochastic
@@ -97,7 +97,7 @@ def optimize_schedule(
     params: Tree | None = None,
     seed: int = 42,
     num_examples: tuple[int, ...] | None = None,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
 ) -> OptimizedSchedule:
     """When to exchange, or with what weights, so that the loss of the outcome is lowest at a number of bytes.
 

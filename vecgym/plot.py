@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -20,15 +21,17 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 from matplotlib.transforms import Transform
 from torch import Tensor
 
+from vecgym import check
 from vecgym.metrics import History
 from vecgym.optimize import OptimizedSchedule
 from vecgym.partition import Partition
+from vecgym.rows import Rows, averaged, check_over, groups
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 MANY_NODES = 16  # from here on the band of the nodes is between percentiles
-MAX_LEGEND = 20  # entries
+MAX_LEGEND = 16  # entries
 MAX_RUNS_INSIDE = 5  # of a legend among the curves: a longer one would hide them
 LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 
@@ -80,8 +83,7 @@ def plot_comparison(
     _check(histories)
     figure = NotebookFigure(figsize=(11, 4.6), dpi=120, layout="constrained")
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for i, (name, history) in enumerate(histories.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    for (name, history), style in zip(histories.items(), _styles(list(histories))):
         _draw_losses(by_step, history, "step", style, window)
         _draw_losses(by_bytes, history, "bytes_total", style, window)
         if not history.last("bytes_total"):
@@ -192,8 +194,7 @@ def plot_runs(
     panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
     each = {n: h.node_array("train_losses") for n, h in histories.items() if _recorded(h, "train_losses")}
     many = any(losses.shape[1] >= MANY_NODES for losses in each.values())
-    for i, (name, history) in enumerate(histories.items()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    for (name, history), style in zip(histories.items(), _styles(list(histories))):
         if name in each:
             at = np.array(history.series("train_losses", column)[0], dtype=np.float64)
             _draw_spread(panels[0], at, smooth(each[name], window or default_window(history)), many, style["color"])
@@ -350,17 +351,14 @@ def plot_partition(
     axes.set_xlim(-0.6, len(each) - 0.4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes, "", "node", "examples")
-    if 1 < len(labels) <= MAX_LEGEND:
+    if len(labels) > 1:
         handles, names = axes.get_legend_handles_labels()
-        axes.legend(
-            handles[::-1], names[::-1], title="class", loc="center left", bbox_to_anchor=(1, 0.5), frameon=False
-        )
+        of = "class" if len(labels) <= MAX_LEGEND else f"{len(labels)} classes"
+        _legend_beside(axes, handles[::-1], names[::-1], of)
     return _done(figure, title or repr(partition)[len("Partition(") : -1], path)
 
 
 # -------------------------------------------------------------------------------------------------- sweeps
-
-Rows = Sequence[Mapping[str, Any]]  # one per configuration, as `SweepResult.rows` has them
 
 
 def plot_axis(
@@ -372,18 +370,22 @@ def plot_axis(
     *,
     title: str | None = None,
     best: bool = False,
+    over: str | None = "seed",
 ) -> Figure:
     """A column of a sweep against one of its axes, a line for each value of `hue`.
 
-    A line is the mean over all configurations that share x and hue, such as the seeds; the band reaches from the
-    lowest to the highest of them. Rows without a finite number, such as those that diverged, are left out and counted
-    in the title. Numbers that span a factor of 20 and more are on a logarithmic axis, others than numbers side by side.
+    A line is the mean over all configurations that share x and hue; the band reaches from the lowest to the highest
+    seed, of each of which the mean is taken. Without seeds, it reaches from the lowest to the highest configuration.
+    Rows without a finite number, such as those that diverged, are left out and counted in the title. Numbers that span
+    a factor of 20 and more are on a logarithmic axis, others than numbers side by side.
 
     Args:
         rows: of a `SweepResult`.
         x, hue: axes; y: a column.
         path, title: see `plot_comparison`.
-        best: draw the lowest of the configurations instead of their mean: every other axis at its best value.
+        best: draw the best of the configurations instead of their mean: every other axis at the value with the lowest
+            mean over the seeds. One of whose seeds some diverged is not the best.
+        over: the axis of the seeds; None: there is none, and each row counts by itself.
 
     Raises:
         ValueError: for a column that is not there, or without a finite number.
@@ -393,26 +395,41 @@ def plot_axis(
     [[0.6, 0.7]]
     """
     there = _finite_rows(rows, y, x, hue)
+    over = check_over(rows, None if over in (x, hue) else over)
     figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
     axes = figure.subplots()
     places = _places(axes, [row[x] for row in there])
-    for i, value in enumerate(_values(there, hue)):
-        mine = [row for row in there if hue is None or row[hue] == value]
-        at = [v for v in places if any(row[x] == v for row in mine)]
-        each = [np.array([row[y] for row in mine if row[x] == v]) for v in at]
-        middle = [float(values.min() if best else values.mean()) for values in each]
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    values = _values(there, hue)
+    for value, style in zip(values, _styles(values)):
+        mine = [row for row in rows if hue is None or row[hue] == value]
+        found = {v: _summary([row for row in mine if row[x] == v], y, over, best) for v in places}
+        at = [v for v in places if found[v] is not None]
+        middle, low, high = zip(*[found[v] for v in at]) if at else ((), (), ())  # type: ignore[misc]
         label = None if hue is None else f"{hue} = {_shown(value)}"
-        axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **style)  # type: ignore[arg-type]
-        if any(len(values) > 1 for values in each) and not best:
-            low, high = [values.min() for values in each], [values.max() for values in each]
+        axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **style)
+        if low != high and not (best and over is None):
             axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
     _finish(axes, "", x, _column(y))
     if hue is not None:
-        axes.legend(frameon=False)
-    what = "the best" if best else "mean and range"
-    title = title or f"{_column(y)}: {what} of the configurations that share {x}{f' and {hue}' if hue else ''}"
-    return _done(figure, _with_left_out(title, rows, there), path)
+        _legend_of_values(axes, hue, values)
+    what = f"{'the best' if best else 'mean'} of the configurations that share {x}{f' and {hue}' if hue else ''}"
+    spread = f", and the range of {over}s" if over is not None else "" if best else ", and their range"
+    return _done(figure, _with_left_out(title or f"{_column(y)}:\n{what}{spread}", rows, there), path)
+
+
+def _summary(rows: Rows, y: str, over: str | None, best: bool) -> tuple[float, float, float] | None:
+    """Middle, lowest and highest of some rows; None: they have no finite number."""
+    finite = [row for row in rows if _is_finite(row[y])]
+    if best:
+        whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
+        if not whole:
+            return None
+        each = min(([row[y] for row in group] for group in whole), key=np.mean)
+    elif over is None:
+        each = [row[y] for row in finite]
+    else:
+        each = [np.mean([row[y] for row in finite if row[over] == v]) for v in _values(finite, over)]
+    return (float(np.mean(each)), min(each), max(each)) if each else None
 
 
 def plot_heatmap(
@@ -424,6 +441,7 @@ def plot_heatmap(
     *,
     title: str | None = None,
     best: bool = False,
+    over: str | None = "seed",
 ) -> Figure:
     """A column of a sweep against two of its axes, the mean over the others written into each cell.
 
@@ -434,13 +452,15 @@ def plot_heatmap(
     [[0.1, 0.2], [0.5, 1.0]]
     """
     there = _finite_rows(rows, value, x, y)
+    over = check_over(rows, None if over in (x, y) else over)
     columns, lines = _values(rows, x), _values(rows, y)
     cells = np.full((len(lines), len(columns)), np.nan)
     for i, of_y in enumerate(lines):
         for j, of_x in enumerate(columns):
-            found = [row[value] for row in there if row[x] == of_x and row[y] == of_y]
-            if found:
-                cells[i, j] = min(found) if best else np.mean(found)
+            found = _summary([row for row in rows if row[x] == of_x and row[y] == of_y], value, over, best)
+            cells[i, j] = np.nan if found is None else found[0]
+    if np.isnan(cells).all():
+        raise ValueError(f"no configuration has a finite number as {value!r} for every {over}: give over=None.")
     figure = NotebookFigure(figsize=(2.2 + 0.9 * len(columns), 1.8 + 0.6 * len(lines)), dpi=120, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(cells, cmap="viridis", origin="lower", aspect="auto")
@@ -466,35 +486,90 @@ def plot_pareto(
     path: str | os.PathLike[str] | None = None,
     *,
     title: str | None = None,
+    over: str | None = "seed",
 ) -> Figure:
     """A column of a sweep against the bytes sent per node: a point per configuration, and the Pareto front.
 
-    On the front are those that no other beats in both; a line connects them. Args: as for `plot_axis`.
+    A point is the mean over the seeds, and a bar reaches from the lowest to the highest of them. On the front are those
+    that no other beats in both; a line connects them. Args: as for `plot_axis`.
 
     >>> rows = [{"H": H, "bytes": 1e6 / H, "val_loss": 1.0 + 0.1 * H} for H in (1, 2, 4)]
     >>> [round(float(v), 2) for v in plot_pareto(rows).axes[0].lines[0].get_ydata()]
     [1.4, 1.2, 1.1]
     """
-    there = _finite_rows(rows, y, "bytes", hue)
+    _finite_rows(rows, y, "bytes", hue)
+    over = check_over(rows, None if over == hue else over)
+    there = [row for row in rows if _is_finite(row[y])]
+    whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
+    if not whole:
+        raise ValueError(f"no configuration has a finite number as {y!r} for every {over}: give over=None.")
+    means = [averaged(group, over)[0] for group in whole]
     figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    front = [there[i] for i in pareto_front([(row["bytes"], row[y]) for row in there])]
+    front = [means[i] for i in pareto_front([(row["bytes"], row[y]) for row in means])]
     axes.plot([row["bytes"] for row in front], [row[y] for row in front], color="0.4", zorder=1, label="Pareto front")
-    for i, value in enumerate(_values(there, hue)):
-        mine = [row for row in there if hue is None or row[hue] == value]
+    values = _values(means, hue)
+    for value, style in zip(values, _styles(values)):
+        mine = [i for i, row in enumerate(means) if hue is None or row[hue] == value]
         label = None if hue is None else f"{hue} = {_shown(value)}"
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-        axes.scatter([row["bytes"] for row in mine], [row[y] for row in mine], s=24, zorder=2, label=label, **style)  # type: ignore[arg-type]
+        at, middle = [means[i]["bytes"] for i in mine], [means[i][y] for i in mine]
+        axes.scatter(at, middle, s=24, zorder=2, label=label, **style)
+        if over is not None:
+            low, high = ([f(row[y] for row in whole[i]) for i in mine] for f in (min, max))
+            axes.vlines(at, low, high, color=style["color"], alpha=0.6, linewidth=1.6, zorder=1)
     axes.scatter([row["bytes"] for row in front], [row[y] for row in front], s=90, facecolors="none", edgecolors="0.2")
     _finish(axes, "", "bytes sent per node", _column(y))
-    if any(row["bytes"] > 0 for row in there):
-        if any(row["bytes"] == 0 for row in there):  # a logarithmic axis has no place for 0
-            axes.set_xscale("symlog", linthresh=min(row["bytes"] for row in there if row["bytes"] > 0))
-        else:
-            _scale_bytes(axes)
-        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.legend(frameon=False)
-    return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs", rows, there), path)
+    _scale_sent(axes, [row["bytes"] for row in means])
+    _legend_of_values(axes, hue, values)
+    seeds = "" if over is None else f": mean and range of {len(whole[0])} {over}s"
+    return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs{seeds}", rows, there), path)
+
+
+def _scale_sent(axes: Axes, sent: list[float]) -> None:
+    """A logarithmic axis of bytes, which may have configurations at 0."""
+    if not any(sent):
+        return
+    if not all(sent):  # a logarithmic axis has no place for 0
+        axes.set_xscale("symlog", linthresh=min(x for x in sent if x > 0))
+    else:
+        _scale_bytes(axes)
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+
+
+def _styles(values: list[Any]) -> list[dict[str, Any]]:
+    """Colours that are told apart; of more values than there are, shades in their order."""
+    if len(values) <= len(COLOURS):
+        return [{"color": colour, "marker": marker} for colour, marker in zip(COLOURS, MARKERS)]
+    shades = map(to_hex, colormaps["viridis"](np.linspace(0, 0.95, len(values))))
+    return [{"color": shade, "marker": MARKERS[i % len(MARKERS)]} for i, shade in enumerate(shades)]
+
+
+def _legend_of_values(axes: Axes, hue: str | None, values: list[Any]) -> None:
+    """Among the curves while it is short, beside them when it is not; of very many values some."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) <= MAX_RUNS_INSIDE:
+        axes.legend(handles, labels, frameon=False)
+        return
+    _legend_beside(axes, handles, labels, f"{len(values)} values of {hue}")
+
+
+def _legend_beside(axes: Axes, handles: Sequence[Any], labels: Sequence[str], title: str) -> None:
+    keep = _some(len(handles))
+    axes.legend(
+        [handles[i] for i in keep], [labels[i] for i in keep], title=title, frameon=False, loc="center left",
+        bbox_to_anchor=(1, 0.5), fontsize=8,
+    )  # fmt: skip
+
+
+def _some(number: int) -> list[int]:
+    """The places of at most MAX_LEGEND of so many entries, evenly spaced, with the first and the last.
+
+    >>> _some(3), len(_some(200)), _some(200)[-1]
+    ([0, 1, 2], 16, 199)
+    """
+    if number <= MAX_LEGEND:
+        return list(range(number))
+    return [round(i * (number - 1) / (MAX_LEGEND - 1)) for i in range(MAX_LEGEND)]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -517,8 +592,9 @@ def _finite_rows(rows: Rows, value: str, *names: str | None) -> list[Mapping[str
         raise ValueError("there is no row to plot.")
     for name in (value, *names):
         if name is not None and name not in rows[0]:
-            raise ValueError(f"{name!r} is not a column; there are {', '.join(rows[0])}.")
-    there = [row for row in rows if isinstance(row[value], (int, float)) and np.isfinite(row[value])]
+            hint = check.did_you_mean(name, rows[0])
+            raise ValueError(f"{name!r} is not a column{hint} There are {', '.join(rows[0])}.")
+    there = [row for row in rows if _is_finite(row[value])]
     if not there:
         raise ValueError(f"no row has a finite number as {value!r}.")
     return there
@@ -557,6 +633,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and bool(np.isfinite(value))
+
+
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -564,7 +644,7 @@ def _shown(value: Any) -> str:
 def _with_left_out(title: str | None, rows: Rows, there: Rows) -> str | None:
     if len(there) == len(rows):
         return title
-    left_out = f"{len(rows) - len(there)} of {len(rows)} configurations left out: no finite number"
+    left_out = f"{len(rows) - len(there)} of {len(rows)} runs left out: no finite number"
     return left_out if title is None else f"{title}\n{left_out}"
 
 
@@ -687,10 +767,11 @@ def _vector(name: str, values: Any) -> np.ndarray:
 
 def _legend(axes: Axes, names: list[str], spread: str = "") -> None:
     """The runs by colour, and what line and marker mean."""
-    handles: list[Artist] = [
-        Line2D([], [], color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], linewidth=2, label=name)
-        for i, name in enumerate(names)
-    ]
+    keep = _some(len(names))
+    styles = _styles(names)
+    handles: list[Artist] = [Line2D([], [], **styles[i], linewidth=2, label=names[i]) for i in keep]
+    if len(keep) < len(names):
+        handles.append(Line2D([], [], linestyle="", label=f"... of {len(names)} runs"))
     handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
     handles.append(Line2D([], [], color="0.3", alpha=LIGHT, linewidth=2, label="training (smoothed)"))
     if spread:

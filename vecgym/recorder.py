@@ -19,17 +19,22 @@ from vecgym.errors import DivergenceError, VecgymWarning
 from vecgym.ledger import Ledger, readable_bytes
 from vecgym.logger import Logger
 from vecgym.metrics import START, History, Row
+from vecgym.settings import OnDivergence
 from vecgym.simulate import Metrics, State
 
 
 class Recorder:
     """Turns steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
 
-    def __init__(self, history: History, ledger: Ledger, data: Batches, on_divergence: str, loggers: Loggers) -> None:
+    def __init__(
+        self, history: History, ledger: Ledger, data: Batches, on_divergence: OnDivergence, loggers: Loggers,
+        limits: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.history = history
         self.ledger = ledger
         self.data = data
         self.on_divergence = on_divergence
+        self.limits = limits
         self.loggers = loggers
         self._row: Row | None = None
         self._examples = 0
@@ -57,9 +62,10 @@ class Recorder:
         losses = metrics.losses.to("cpu", precision).numpy()
         here = losses if metrics.active is None else losses[metrics.active]
         now = time.perf_counter()
-        in_epoch = (state.step - 1) % self.data.steps_per_epoch
-        size = min(self.data.batch_size, self.data.epoch_length - in_epoch * self.data.batch_size)
-        self._examples += size * len(here)
+        size = self.data.width(state.step - 1)
+        trained = range(len(losses)) if metrics.active is None else metrics.active
+        seen = sum(size if self.limits is None else min(size, self.limits[node]) for node in trained)
+        self._examples += seen
         mean = float(here.mean(dtype=np.float64)) if len(here) else math.nan  # nobody has trained
         seconds = max(now - self._last, 1e-9)
         self._row = Row(
@@ -75,7 +81,7 @@ class Recorder:
                 "bytes_received_total": self.ledger.total_received_bytes,
                 "seconds": now - self._start,
                 "steps_per_s": 1 / seconds,
-                "examples_per_s": size * len(here) / seconds,
+                "examples_per_s": seen / seconds,
                 "bytes_per_s": self.ledger.step_bytes / seconds,
             }
         )

@@ -18,8 +18,9 @@ from torch.func import jvp, vjp
 
 from vecgym import check, nodes, tree
 from vecgym.collectives import StackedCollectives
+from vecgym.folding import Readable
 from vecgym.held import reachable, replaced
-from vecgym.local import Engine
+from vecgym.local import Engine, EngineName
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.simulate import Simulation, State
@@ -72,7 +73,7 @@ def rollout(
     params: Tree | None = None,
     seed: int = 42,
     num_examples: tuple[int, ...] | None = None,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
 ) -> Outcome:
     """Train for T steps as `Trainer.fit` does, and return what can be differentiated.
 
@@ -117,9 +118,12 @@ def rollout(
     >>> outcome.loss, torch.autograd.grad(outcome.loss, outer_lr)[0]
     (tensor(0.0825, grad_fn=<AddBackward0>), tensor(-0.6845))
     """
+    num_nodes, seed = check.integer("num_nodes", num_nodes), check.seed("seed", seed)
+    num_examples = _checked_examples(num_examples, num_nodes)
     steps = as_steps(batches, num_nodes)
     _check(strategy, steps, eval_batch, num_nodes, segments)
-    strategy.check(num_nodes, len(steps))
+    with Readable():
+        strategy.check(num_nodes, len(steps))
     local = prepared(model, engine, steps[0])
     _check_devices(local.device, {"batches": steps, "eval_batch": eval_batch, "params": params, "strategy": strategy})
     initial = None if params is None else _initial(params, local, num_nodes)
@@ -131,11 +135,12 @@ def rollout(
             f"segments={segments} is for reverse mode through torch.autograd: inside a transform of torch.func, and in "
             "forward mode (which stores nothing), give segments=None."
         )
-    comm = StackedCollectives(num_nodes)
-    simulation = Simulation(
-        model, strategy, comm, engine=local, max_steps=len(steps), seed=seed, num_examples=num_examples
-    )
-    state = simulation.init(initial)
+    with Readable():
+        simulation = Simulation(
+            model, strategy, StackedCollectives(num_nodes), engine=local, max_steps=len(steps), seed=seed,
+            num_examples=num_examples,
+        )  # fmt: skip
+        state = simulation.init(initial)
     if segments is None:
         state, record = _run(simulation, state, steps)
     else:
@@ -153,7 +158,7 @@ def rollout_jvp(
     *,
     num_nodes: int,
     eval_batch: Any,
-    engine: str | Engine = "auto",
+    engine: EngineName | Engine = "auto",
     **settings: Any,
 ) -> tuple[Outcome, Outcome]:
     """A rollout and its derivative in one direction, in forward mode: no memory grows with the number of steps.
@@ -209,7 +214,8 @@ Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T],
 def _run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[State, Record]:
     losses, distances, sent = [], [], []
     for batch in batches:
-        state, metrics = simulation.step(state, batch, differentiable=True)
+        with Readable():
+            state, metrics = simulation.step(state, batch, differentiable=True)
         losses.append(metrics.losses)
         distances.append(root(nodes.squared_consensus_distance(state.params)))
         step_bytes = sum(transfer.sent_bytes for transfer in metrics.transfers)
@@ -370,7 +376,7 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
 # ---------------------------------------------------------------------------------------------- arguments
 
 
-def prepared(model: nn.Module, engine: str | Engine, batch: Any) -> Engine:
+def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engine:
     """An engine that has looked at the model.
 
     >>> class Line(nn.Module):
@@ -433,6 +439,16 @@ def _check(strategy: Any, steps: list[Any], eval_batch: Any, num_nodes: int, seg
     check.optional_integer("segments", segments, what="None stores every step")
     if segments is not None and segments > len(steps):
         raise ValueError(f"segments={segments} is more than the {len(steps)} steps: give at most {len(steps)}.")
+
+
+def _checked_examples(num_examples: Any, num_nodes: int) -> tuple[int, ...] | None:
+    if num_examples is None:
+        return None
+    if not isinstance(num_examples, (tuple, list)) or len(num_examples) != num_nodes:
+        raise ValueError(
+            f"num_examples={num_examples!r} must be a tuple of {num_nodes} integers, the examples of each node."
+        )
+    return tuple(check.integer(f"num_examples[{i}]", count) for i, count in enumerate(num_examples))
 
 
 def _check_devices(device: torch.device, given: dict[str, Any]) -> None:

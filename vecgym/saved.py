@@ -11,17 +11,18 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vecgym import check as checks
 from vecgym import nodes
 from vecgym.check import kind_of
 from vecgym.files import is_regular, write_atomically
 from vecgym.metrics import History, Row
+from vecgym.rows import counted
 from vecgym.tree import Tree
 
 FORMAT = "vecgym"
@@ -72,8 +73,7 @@ class Saved:
 
     def node(self, node: int) -> dict[str, Any]:
         """One node's model, for `model.load_state_dict`."""
-        if not -self.num_nodes <= node < self.num_nodes:
-            raise IndexError(f"node {node} of {self.num_nodes}: give 0 to {self.num_nodes - 1}.")
+        node = checks.index("node", node, self.num_nodes)
         values = {**self.params, **self.buffers}
         return self._state_dict({name: x[node if len(x) > 1 else 0].clone() for name, x in values.items()})
 
@@ -89,7 +89,7 @@ class Saved:
         return {**{key: values[name] for key, name in self.keys.items()}, **self.extra}
 
     def __repr__(self) -> str:
-        return f"Saved({self.num_nodes} nodes after step {self.step}, {len(self.history)} rows)"
+        return f"Saved({counted(self.num_nodes, 'node')} after step {self.step}, {counted(len(self.history), 'row')})"
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
@@ -163,7 +163,7 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
             torch.save(whole, file)
         except RuntimeError as error:  # torch's writer ends with one of its own once a write has failed
             cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
+            while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
                 cause = cause.__context__
             raise cause or error from None
 
@@ -182,7 +182,7 @@ def read(
         FileNotFoundError: where there is no such file.
         Damaged: for a damaged file, a foreign one, or one of a later version, naming it.
     """
-    path = Path(path)
+    path = checks.path("path", path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     if not is_regular(path):

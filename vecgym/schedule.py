@@ -29,6 +29,10 @@ def lambda_cosine(
     >>> [round(schedule(t), 3) for t in (0, 5, 10, 55, 100)]
     [0.0, 0.5, 1.0, 0.55, 0.1]
     """
+    check.integer("max_steps", max_steps)
+    check.integer("warmup_steps", warmup_steps, 0)
+    check.flag("cosine_anneal", cosine_anneal)
+    check.number("final_factor", final_factor)
 
     def factor(step: int) -> float:
         if step < warmup_steps:

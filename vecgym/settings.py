@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from vecgym import check
 from vecgym import strategy as strategies
+from vecgym.local import EngineName
 from vecgym.strategy import Strategy
 
-ON_DIVERGENCE = ("raise", "warn", "ignore")
+OnDivergence = Literal["raise", "warn", "ignore"]
+ON_DIVERGENCE: tuple[str, ...] = get_args(OnDivergence)
 
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("num_nodes", "num_epochs", "batch_size", "log_interval", "keep_checkpoints"), check.integer),
@@ -48,10 +50,10 @@ class FitOptions:
     val_interval: int | None
     correlation_interval: int | None
     autocast: bool
-    engine: str
+    engine: EngineName
     chunk_size: int | None
     node_threads: int | None
-    on_divergence: str
+    on_divergence: OnDivergence
     log_interval: int
     dataloader_kwargs: Mapping[str, Any] | None
     exact: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -95,6 +95,7 @@ class Simulation:
         seed: int = 42,
         minibatch_size: int | None = None,
         num_examples: tuple[int, ...] | None = None,
+        limits: tuple[int, ...] | None = None,
         exact: bool = False,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
@@ -109,6 +110,7 @@ class Simulation:
         self.seed = seed
         self.minibatch_size = minibatch_size
         self.num_examples = num_examples
+        self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.exact = exact
         self.num_local = len(comm.node_ids)  # L
         self._node_ids = comm.node_ids.tolist()
@@ -158,6 +160,8 @@ class Simulation:
         local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
         # 2. What is exchanged of the gradients.
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
+        if ctx.inplace:
+            exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
         # 3. The inner optimizer: each node by itself.
         params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
         observe(params)
@@ -165,7 +169,7 @@ class Simulation:
         shared, exchanged = self.strategy.exchange_parameters(params, exchanged, ctx)
 
         if ctx.inplace:
-            exchanged = _unshared(exchanged, state.strategy, (params, local.grads, grads))
+            exchanged = nodes.unshared(exchanged, state.strategy, (params,))
             params = _own_storage(shared, params)
         else:
             params = shared
@@ -188,7 +192,7 @@ class Simulation:
         observe(params)
         shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
         if ctx.inplace:
-            exchanged = _unshared(exchanged, state.strategy, (params,))
+            exchanged = nodes.unshared(exchanged, state.strategy, (params,))
             params = _own_storage(shared, params)
         else:
             params = shared
@@ -245,6 +249,7 @@ class Simulation:
             minibatch_size=self.minibatch_size,
             mean=mean and ctx.inplace,
             differentiable=not ctx.inplace,
+            limits=None if self.limits is None else [self.limits[node] for node in node_ids],
         )
         # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
         grads = (
@@ -261,22 +266,6 @@ class Simulation:
 def _widened(x: Tensor, num_nodes: int) -> Tensor:
     """`[1 or L, *] -> [L, *]`, in storage of its own."""
     return x if x.shape[0] == num_nodes else x.expand(num_nodes, *x.shape[1:]).clone()
-
-
-def _unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
-    """The modules' states, cloned where they keep memory that a later step overwrites: parameters and gradients.
-
-    The states `before` have been through here: a module that gave its own back is not asked again.
-    """
-    changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
-    if not changed:
-        return exchanged
-    memory = {x.untyped_storage().data_ptr() for values in overwritten for x in values.values() if x.numel()}
-
-    def unshare(x: Tensor) -> Tensor:
-        return x.clone() if x.untyped_storage().data_ptr() in memory else x
-
-    return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vecgym import check
+
 Groups = Sequence[Sequence[int]]
 
 
@@ -100,6 +102,7 @@ def complete(num_nodes: int) -> Tensor:
     tensor([[0.5000, 0.5000],
             [0.5000, 0.5000]], dtype=torch.float64)
     """
+    num_nodes = check.integer("num_nodes", num_nodes)
     return torch.full((num_nodes, num_nodes), 1 / num_nodes, dtype=torch.float64)
 
 
@@ -111,6 +114,7 @@ def ring(num_nodes: int) -> Tensor:
     >>> ring(4)[0]
     tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64)
     """
+    num_nodes = check.integer("num_nodes", num_nodes)
     return _circulant(num_nodes, sorted({0, 1 % num_nodes, -1 % num_nodes}))
 
 
@@ -126,6 +130,7 @@ def torus(num_nodes: int) -> Tensor:
     >>> torus(6)[0]  # 2 x 3
     tensor([0.2000, 0.2000, 0.2000, 0.4000, 0.0000, 0.0000], dtype=torch.float64)
     """
+    num_nodes = check.integer("num_nodes", num_nodes)
     if num_nodes == 1:
         return complete(1)
     a = next((a for a in range(math.isqrt(num_nodes), 1, -1) if num_nodes % a == 0), None)
@@ -157,6 +162,7 @@ def exponential(num_nodes: int) -> Tensor:
     >>> exponential(6)[0]
     tensor([0.2500, 0.2500, 0.2500, 0.0000, 0.2500, 0.0000], dtype=torch.float64)
     """
+    num_nodes = check.integer("num_nodes", num_nodes)
     return _circulant(num_nodes, [0, *[2**k for k in range(ceil_log2(num_nodes))]])
 
 
@@ -168,6 +174,8 @@ def one_peer_exponential(num_nodes: int, round: int) -> Tensor:
     >>> one_peer_exponential(4, round=1)[0]
     tensor([0.5000, 0.0000, 0.5000, 0.0000], dtype=torch.float64)
     """
+    num_nodes = check.integer("num_nodes", num_nodes)
+    round = check.integer("round", round, 0)
     m = ceil_log2(num_nodes)
     return _circulant(num_nodes, [0, 2 ** (round % m)]) if m > 0 else complete(1)
 
@@ -214,7 +222,10 @@ def metropolis_weights(adjacency: Tensor | Sequence[Sequence[float]]) -> Tensor:
             [0.3333, 0.3333, 0.3333],
             [0.0000, 0.3333, 0.6667]], dtype=torch.float64)
     """
-    links = torch.as_tensor(adjacency) != 0
+    try:
+        links = torch.as_tensor(adjacency) != 0
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"adjacency is {check.kind_of(adjacency)}; give a matrix of numbers, [K, K].") from error
     if links.dim() != 2 or links.shape[0] != links.shape[1] or not torch.equal(links, links.T):
         raise ValueError(
             f"adjacency, of shape {list(links.shape)}, must be [K, K] and symmetric: a link joins two nodes both ways. "
@@ -238,6 +249,8 @@ def check_doubly_stochastic(weights: Tensor, name: str = "weights") -> None:
 vecgym.topology.metropolis_weights(adjacency); for a positive matrix divide rows and columns by their sums, in \
 turn, until both are 1 (Sinkhorn).
     """
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"{name} is {check.kind_of(weights)}; a mixing matrix is a tensor [K, K].")
     if weights.dim() != 2 or weights.shape[0] != weights.shape[1] or len(weights) == 0:
         raise ValueError(f"{name} has shape {list(weights.shape)}; a mixing matrix is square, [K, K].")
     if not weights.is_floating_point():
@@ -266,6 +279,7 @@ def second_eigenvalue(weights: Tensor) -> float:
     >>> round(second_eigenvalue(ring(4)), 6)
     0.333333
     """
+    check_doubly_stochastic(weights)
     # Without the mean, whose eigenvalue is 1: what is left of the complete graph is exactly 0.
     rest = weights.detach().double().cpu() - complete(len(weights))
     eigenvalues = torch.linalg.eigvalsh if torch.equal(rest, rest.T) else torch.linalg.eigvals

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from vecgym.data import Batches, EvalBatches, check_dataset, num_steps
 from vecgym.errors import DivergenceError
 from vecgym.evaluate import average, consensus_distance, correlation, evaluate
 from vecgym.ledger import Ledger
-from vecgym.local import Engine, check_settings
+from vecgym.local import Engine, EngineName, check_settings
 from vecgym.logger import Logger
 from vecgym.memory import check_fraction, fitting_sizes, peak_bytes
 from vecgym.metrics import History
@@ -30,6 +30,7 @@ from vecgym.nodes import Nodes
 from vecgym.recorder import Loggers, Recorder, show
 from vecgym.settings import (
     FitOptions,
+    OnDivergence,
     accumulated,
     check_strategy,
     checked,
@@ -45,10 +46,11 @@ from vecgym.tree import Tree
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BACKENDS = ("stacked", "processes", "distributed")
+M = TypeVar("M", bound=nn.Module)
+Backend = Literal["stacked", "processes", "distributed"]
 
 
-class Trainer:
+class Trainer(Generic[M]):
     """Train one model on K simulated nodes.
 
     Args:
@@ -79,7 +81,7 @@ class Trainer:
     (torch.Size([]), torch.Size([2]), [1, 2, 3, 4])
     """
 
-    def __init__(self, model: nn.Module, train_dataset: Any, val_dataset: Any = None) -> None:
+    def __init__(self, model: M, train_dataset: Any, val_dataset: Any = None) -> None:
         if isinstance(train_dataset, nn.Module) and not isinstance(model, nn.Module):
             raise TypeError(f"model is {check.kind_of(model)}; the model comes first, Trainer(model, train_dataset).")
         check_model(model)
@@ -92,11 +94,11 @@ class Trainer:
         self.history = History()
         self.ledger = Ledger()
         self.state: State | None = None
-        self._nodes: Nodes | None = None
+        self._nodes: Nodes[M] | None = None
         self._training = False
 
     @property
-    def nodes(self) -> Nodes:
+    def nodes(self) -> Nodes[M]:
         """The stacked state of all nodes at the end of the last `fit`."""
         if self._nodes is None:
             raise AttributeError("trainer.nodes is there once fit() has begun.")
@@ -180,15 +182,15 @@ class Trainer:
         val_interval: int | None = 100,
         correlation_interval: int | None = None,
         autocast: bool = False,
-        engine: str = "auto",
+        engine: EngineName = "auto",
         chunk_size: int | None = None,
         node_threads: int | None = None,
-        on_divergence: str = "raise",
+        on_divergence: OnDivergence = "raise",
         logger: Logger | Sequence[Logger] | None = None,
         log_interval: int = 1,
         dataloader_kwargs: Mapping[str, Any] | None = None,
         progress: bool = True,
-        backend: str = "stacked",
+        backend: Backend = "stacked",
         num_processes: int | None = None,
         exact: bool = False,
         timeout_s: float = launch.TIMEOUT_S,
@@ -196,7 +198,7 @@ class Trainer:
         checkpoint_interval: int | None = None,
         resume: bool | str | os.PathLike[str] = False,
         keep_checkpoints: int = 2,
-    ) -> nn.Module:
+    ) -> M:
         """Train, and return a model that holds the average of the nodes.
 
         Args:
@@ -204,7 +206,9 @@ class Trainer:
             num_nodes: K.
             num_epochs: passes over the data, unless `max_steps` is given.
             max_steps: optimizer steps; the data repeats as needed.
-            batch_size: examples per node and step.
+            batch_size: examples per node and step; of a node that has fewer, all that it has. Each node's loss is the
+                mean over its own. All make the same number of steps: local epochs, of as many steps as a node's own
+                data gives, there are none yet.
             minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
             max_memory_usage: a part of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
                 it is given, are chosen so that the run fits; see `vecgym.memory.fitting_sizes`. Measured on CUDA,
@@ -309,7 +313,7 @@ class Trainer:
         options: FitOptions,
         loggers: Loggers,
         progress: bool,
-    ) -> nn.Module:
+    ) -> M:
         """`fit`, with the nodes of `comm`; all processes of it go through the same steps together."""
         together = Together(comm)
         train, val = self._data(comm, together, where, options)
@@ -321,11 +325,11 @@ class Trainer:
         with torch.enable_grad():
             local.prepare(train.batch(0), together.facts)
         options, memory = _fitting(options, strategy, local, train, val, steps, together)
-        plan = local.plan
+        plan, num_examples = local.plan, together.joined(train.shard_sizes)
+        limits = train.limits_of(num_examples)
         simulation = Simulation(
             model, strategy, comm, engine=local, max_steps=steps, seed=options.seed,
-            minibatch_size=options.minibatch_size, num_examples=together.joined(train.shard_sizes),
-            exact=options.exact,
+            minibatch_size=options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
         )  # fmt: skip
         settings = {
             "strategy": repr(strategy), "hyperparameters": described(strategy), "num_nodes": comm.num_nodes,
@@ -336,7 +340,7 @@ class Trainer:
         }  # fmt: skip
         self.ledger = comm.ledger
         self.history = History(settings)
-        recorder = Recorder(self.history, comm.ledger, train, options.on_divergence, loggers)
+        recorder = Recorder(self.history, comm.ledger, train, options.on_divergence, loggers, limits)
         run = Run(strategy, model, simulation, recorder, train, options, together, where)
         checkpoints = Checkpoints(run)
         resumed = checkpoints.resumed()
@@ -434,7 +438,7 @@ class Trainer:
         loggers: Loggers,
         progress: bool,
         timeout_s: float,
-    ) -> nn.Module:
+    ) -> M:
         """`fit` in processes of its own: what the first of them records arrives here, row by row."""
         per_process = num_nodes // num_processes
         self.history, self.ledger, self.state, self._nodes = History(), Ledger(), None, None
@@ -595,7 +599,7 @@ def _fitting(
 
 def _check_backend(backend: Any, num_processes: Any, num_nodes: int, timeout_s: Any) -> int:
     """The number of processes that this one is to start."""
-    check.choice("backend", backend, BACKENDS)
+    check.choice("backend", backend, get_args(Backend))
     if backend != "distributed":
         launch.check_alone(f'a run with backend="{backend}"', 'give backend="distributed", or ')
     plain = checked({"num_processes": num_processes, "timeout_s": timeout_s})

@@ -31,6 +31,7 @@ from vecgym.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, d
 from vecgym.ledger import Entry
 from vecgym.local import Engine, check_settings
 from vecgym.rng import GlobalStates
+from vecgym.rows import counted
 from vecgym.settings import check_strategy, checked
 from vecgym.simulate import Simulation, State
 from vecgym.strategy import (
@@ -142,7 +143,7 @@ class Report:
     True
     >>> print(report)
     FedAvgStrategy(...)
-    4 nodes in 2 processes, 1 steps, torch.float64
+    4 nodes in 2 processes, 1 step, torch.float64
            params  buffers  losses  optimizer  strategy  ledger_bytes  handed_bytes  bound
     exact  0       0        0       0          0         0             0             0      pass
     """
@@ -169,7 +170,8 @@ class Report:
         widths = [max(map(len, column)) for column in zip(*lines)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
         how = (
-            f"{self.num_nodes} nodes in {self.num_processes} processes, {len(self.checks[0].rows)} steps, {self.dtype}"
+            f"{counted(self.num_nodes, 'node')} in {counted(self.num_processes, 'process', 'processes')}, "
+            f"{counted(len(self.checks[0].rows), 'step')}, {self.dtype}"
         )
         findings = [f"{check.name}: {check.finding}" for check in self.checks if check.finding is not None]
         return "\n".join([self.strategy, how, *table, *findings])

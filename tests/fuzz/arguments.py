@@ -65,15 +65,15 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 UNKNOWN = {"seeds": 1, "batchsize": 2, "learning_rate": 0.1, "H_": 3, "deivce": "cpu", "nesterow": True}
 LONG = (
     "max_steps", "num_epochs", "iterations", "steps", "num_steps", "samples", "num_tokens", "max_rounds", "timeout_s",
-    "eval_iters", "max_configs", "num_nodes", "tolerance",
+    "eval_iters", "max_configs", "num_nodes", "tolerance", "count",
 )  # fmt: skip
 WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps as were asked for are no hang
 
 # What only vecgym's own code hands on: of these modules everything, ...
 UNDERNEATH = (
     "vecgym.collectives", "vecgym.compress", "vecgym.errors", "vecgym.evaluate", "vecgym.launch", "vecgym.ledger",
-    "vecgym.local", "vecgym.memory", "vecgym.nodes", "vecgym.optimize.", "vecgym.rng", "vecgym.rollout.",
-    "vecgym.schedule", "vecgym.simulate", "vecgym.topology", "vecgym.tree", "vecgym.verify.",
+    "vecgym.local", "vecgym.memory", "vecgym.metrics.", "vecgym.nodes", "vecgym.optimize.", "vecgym.rng",
+    "vecgym.rollout.", "vecgym.schedule", "vecgym.simulate", "vecgym.topology", "vecgym.tree", "vecgym.verify.",
     "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule", "vecgym.strategy.Context", "vecgym.plot.default_window",
     "vecgym.plot.pareto_front", "vecgym.plot.smooth", "vecgym.Ledger",
 )  # fmt: skip
@@ -88,7 +88,7 @@ ENTRANCES = {
 # ... the constructors of what vecgym makes and users read, ...
 MADE = {
     f"vecgym.{name}" for name in (
-        "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "Outcome", "ProcessError",
+        "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
         "Saved", "SweepResult")
 }  # fmt: skip
 # ... the methods that a run calls, of what users write or give, ...
@@ -243,7 +243,9 @@ def _judged(target: Target, changed: dict[str, Any], error: Exception, unknown: 
         return Failure(f"{target.name}: an unknown keyword ends in {kind} at {where}", _text(error))
     if _lenient(target, changed):
         return Refusal(f"{target.name}: {kind}")
-    if isinstance(error, (MemoryError, OverflowError)) or "allocate" in str(error) or "too large" in str(error):
+    if isinstance(error, (MemoryError, OverflowError)) or any(
+        word in str(error) for word in ("allocate", "too large", "overflow")
+    ):
         return Refusal(f"{target.name}: {kind}, for a size that no machine has")
     arguments = ", ".join(changed)
     if not isinstance(error, allowed_errors(target)):
@@ -374,18 +376,18 @@ def _place(error: BaseException) -> str:
 # What messages call an argument, where that is not its name.
 CALLED = {
     "data": "examples", "dataset": "examples", "train_dataset": "examples", "directory": "history.csv",
-    "text": "characters", "tokens": "length",
+    "text": "characters", "tokens": "length", "indices": "example", "rows": "row", "weights": "sync_weight",
 }  # fmt: skip
 
 
 def _tells(message: str, changed: dict[str, Any]) -> bool:
     """Whether a message has one of the arguments' names, or something of the values."""
     for name, value in changed.items():
-        words = {name, CALLED.get(name, name), *(part for part in name.split("_") if len(part) > 2)}
+        words = {name, CALLED.get(name, name), *(part for part in name.split("_") if len(part) > 1)}
         shown = {repr(value)[:25], str(value)[:25], type(value).__name__} - {""}
         if isinstance(value, types.FunctionType):
             shown.add("function")
-        named = any(re.search(rf"\b{re.escape(word)}", message, re.IGNORECASE) for word in words)
+        named = any(re.search(rf"(?<![^\W_]){re.escape(word)}", message, re.IGNORECASE) for word in words)
         if named or any(text in message for text in shown):
             return True
     return False

@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ from vecgym.logger import CSVLogger, read_csv
 from vecgym.sweep import runner
 
 NAME = "kills"
-EVENTS = 120  # of a run, about: where something happens is drawn from these
+EVENTS = {"open": 12, "write": 1200, "sync": 14, "rename": 8, "remove": 6, "log": 5}  # of each kind in a run, about
 GONE_S = 20.0  # until the processes of a killed run must have ended
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
@@ -113,34 +114,38 @@ class Disk:
 
     Attributes:
         report: a descriptor; the names of files that were saved whole are written to it.
-        count: events so far.
+        at: the kind of event at which something begins to happen, and which of them.
+        length: how many events that lasts.
+        counts: events so far, by kind.
+        begun: events since it began.
         unsynced: files with contents that are not on the disk: inode -> path.
         renamed: changes of names that are not: (path, a link to what had the name before or None, old name or None).
     """
 
     how: str
-    at: int
+    at: tuple[str, int]
     length: int
     draw: random.Random
     report: int
     aside: Path
-    count: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    begun: int = 0
     unsynced: dict[int, str] = field(default_factory=dict)
     renamed: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def event(self, kind: str, path: str) -> None:
-        self.count += 1
-        if self.how in SIGNALS:
-            if self.count == self.at:
-                os.kill(os.getpid(), SIGNALS[self.how])
-        elif self.how == "power":
-            if self.count == self.at:
-                self.fail()
-        elif self.how == "limit":
-            free = {self.at: self.draw.choice([0, 100, 4096, 5000]), self.at + self.length: resource.RLIM_INFINITY}
-            if self.count in free:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (free[self.count], resource.RLIM_INFINITY))
-        elif self.how in ERRORS and self.at <= self.count < self.at + self.length and kind != "log":
+        self.counts[kind] += 1
+        if self.begun == 0 and (kind, self.counts[kind]) != self.at:
+            return
+        self.begun += 1
+        if self.begun == 1 and self.how in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.how])
+        elif self.begun == 1 and self.how == "power":
+            self.fail()
+        elif self.how == "limit" and self.begun in (1, self.length):
+            free = self.draw.choice([0, 100, 4096, 5000]) if self.begun < self.length else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (free, resource.RLIM_INFINITY))
+        elif self.how in ERRORS and self.begun <= self.length and kind != "log":
             number = self.draw.choice(ERRORS[self.how])
             raise OSError(number, os.strerror(number), path)
 
@@ -161,7 +166,7 @@ class Disk:
 
     def link(self, path: Any) -> str | None:
         """Another name of a file, by which it can be put back."""
-        name = str(self.aside / str(self.count))
+        name = str(self.aside / str(self.counts.total()))
         try:
             os.link(path, name)
         except OSError:
@@ -178,7 +183,7 @@ class _File:
     def write(self, data: Any) -> Any:
         disk = self.disk
         disk.unsynced[os.fstat(self.file.fileno()).st_ino] = self.path
-        if disk.how == "torn write" and disk.count + 1 >= disk.at and len(data) > 1:
+        if disk.how == "torn write" and ("write", disk.counts["write"] + 1) == disk.at:
             self.file.write(data[: len(data) // 2])
             self.file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -335,8 +340,15 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         if draw.random() < 0.05:
             what = "processes"
         times = draw.choice([1, 1, 1, 2, 3]) if what != "processes" else 1
-        happens = [(draw.choice(HOW), draw.randrange(1, EVENTS), draw.choice([1, 3, 20, 1000])) for _ in range(times)]
+        happens = [_drawn(draw) for _ in range(times)]
         yield Case({"what": what, "run": draw.choice(list(files.RUNS)), "happens": happens}, seed * 1_000_003 + i)
+
+
+def _drawn(draw: random.Random) -> tuple[str, tuple[str, int], int]:
+    """What happens, at which event, and for how many."""
+    how = draw.choice(HOW)
+    kind = "write" if how == "torn write" else draw.choice(list(EVENTS))
+    return how, (kind, draw.randrange(1, EVENTS[kind])), draw.choice([1, 3, 30, 300, 5000])
 
 
 def smaller(case: Case) -> Iterator[Case]:

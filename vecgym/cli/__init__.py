@@ -7,8 +7,12 @@ A subcommand is a module here: `options(parser)` adds its options, `run(args)` r
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from vecgym import __version__
 from vecgym.cli import compare, exogym, info, plot, run, sweep, verify
@@ -28,8 +32,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (None: the program's own) and return its exit code.
 
-    0: done; 1: it cannot be done, for a reason in one line on stderr; 130: interrupted with Ctrl-C. As argparse
-    does, a command line that makes no sense raises `SystemExit(2)`, and one that asks for help `SystemExit(0)`.
+    0: done; 1: it cannot be done, for a reason in one line on stderr, or with `--traceback` in all of them; 130:
+    interrupted with Ctrl-C. As argparse does, a command line that makes no sense raises `SystemExit(2)`, and one that
+    asks for help `SystemExit(0)`.
 
     >>> main(["info"])  # doctest: +ELLIPSIS
     vecgym      0.1.0
@@ -48,9 +53,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, OSError, ImportError, DivergenceError, ProcessError) as error:
-        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
+    except Exception as error:
+        if args.traceback:
+            traceback.print_exc()
+        else:
+            print(f"{args.parser.prog}: error: {in_short(error)}", file=sys.stderr)
         return 1
+
+
+SAY_ALL = (ValueError, TypeError, OSError, ImportError, MemoryError, DivergenceError)  # without their names
+
+
+def in_short(error: Exception) -> str:
+    """An error without its traceback, but with the line of the user's code that it came through, if any.
+
+    >>> in_short(KeyError("weight")), in_short(ValueError("H=0 must be an integer >= 1."))
+    ("KeyError: 'weight' (--traceback shows where)", 'H=0 must be an integer >= 1.')
+    """
+    text = str(error).partition("\n\nThere:\n")[0]
+    line = users_line(error)
+    if isinstance(error, SAY_ALL):
+        return f"{line}{text}"
+    kind = "" if isinstance(error, ProcessError) else f"{type(error).__name__}: "
+    return f"{line}{kind}{text} (--traceback shows where)"
+
+
+def users_line(error: BaseException) -> str:
+    """`FILE:LINE: ` of the last line in an error's traceback that belongs to neither vecgym, torch nor Python."""
+    if isinstance(error, ProcessError):
+        places = re.findall(r'^ *File "(.+?)", line (\d+)', error.traceback, re.MULTILINE)
+    else:
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    paths = sysconfig.get_paths()
+    installed = (str(Path(__file__).parent.parent), *(paths[kind] for kind in ("stdlib", "purelib", "platlib")))
+    own = [place for place in places if not place[0].startswith((*installed, "<"))]
+    if own:
+        return f"{own[-1][0]}:{own[-1][1]}: "
+    return users_line(error.__cause__) if error.__cause__ is not None and not isinstance(error, SAY_ALL) else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,5 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, (module, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=module.options.__doc__, allow_abbrev=False)
         command.set_defaults(parser=command, run=module.run)
+        command.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
         module.options(command)
     return parser

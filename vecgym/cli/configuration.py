@@ -16,15 +16,22 @@ from typing import Any
 DEFAULT_FUNCTION = "config"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """CONFIG and --set."""
     parser.add_argument(
-        "config", metavar="CONFIG.py[:function]", help=f"the file, and its function ({DEFAULT_FUNCTION})"
-    )
+        "config", metavar="CONFIG.py[:function]", nargs="?" if optional else None,
+        help=f"the file, and its function ({DEFAULT_FUNCTION})",
+    )  # fmt: skip
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", type=assignment,
         help="an argument of the function; or else an item of what it returns, which is replaced",
     )  # fmt: skip
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """--output and --overwrite."""
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where the results go (vecgym-runs/NAME)")
+    parser.add_argument("--overwrite", action="store_true", help="replace results that are there")
 
 
 def assignment(text: str) -> tuple[str, Any]:
@@ -42,8 +49,14 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def read_configuration(args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...]) -> dict[str, Any]:
+def read_configuration(
+    args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...], alone: tuple[str, type] | None = None
+) -> dict[str, Any]:
     """What the function of `args.config` returns for the settings of `args.set`.
+
+    Args:
+        needed, allowed: keys of the dict that it returns.
+        alone: the key and the class of the one item that it may also return by itself.
 
     Raises:
         ValueError: for a file or function that is not there, an error in it (with its line), a dict without what is
@@ -57,8 +70,12 @@ def read_configuration(args: argparse.Namespace, needed: tuple[str, ...], allowe
     replaced = {key: value for key, value in given.items() if key not in passed}
     where = f"{path}:{function.__name__}"
     found = _called(path, function, **passed)
+    if alone is not None and isinstance(found, alone[1]):
+        found = {alone[0]: found}
     if not isinstance(found, dict):
-        raise ValueError(f"{where} returned a {type(found).__name__}; it must return a dict of arguments by name.")
+        either = f"a {alone[1].__name__}, or " if alone is not None else ""
+        kind = type(found).__name__
+        raise ValueError(f"{where} returned a {kind}; it must return {either}a dict of arguments by name.")
     if wrong := [key for key in replaced if key not in allowed]:
         raise ValueError(
             f"--set {wrong[0]}=...: {where} takes {', '.join(parameters) or 'no arguments'}, and what it returns may "
@@ -70,6 +87,24 @@ def read_configuration(args: argparse.Namespace, needed: tuple[str, ...], allowe
     if missing := [key for key in needed if key not in found]:
         raise ValueError(f"{where} returned no {missing[0]!r}; it must return {', '.join(needed)}.")
     return found
+
+
+def output_of(args: argparse.Namespace, mark: str, goes_on: bool) -> Path:
+    """Where the results go.
+
+    Args:
+        mark: the file that shows that there are some already.
+        goes_on: from these.
+
+    Raises:
+        ValueError: where there are some, unless they are to be replaced or gone on from.
+    """
+    output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
+    if (output / mark).exists() and not (args.overwrite or goes_on):
+        raise ValueError(
+            f"{output} holds the results of another run. Fix: give --output DIR, or --overwrite to replace them."
+        )
+    return output
 
 
 def _function(text: str) -> tuple[Path, Callable[..., Any]]:

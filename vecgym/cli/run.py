@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-from pathlib import Path
 
-from vecgym.cli.configuration import add_options, read_configuration
+from vecgym.cli.configuration import add_options, add_output, output_of, read_configuration
 from vecgym.cli.values import table
+from vecgym.rows import counted
 
 OWN = ("model", "train_dataset", "val_dataset")  # of Trainer; all others are arguments of Trainer.fit
 NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
@@ -19,7 +19,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     arguments of Trainer.fit. Writes the history as CSV, a figure of it, and config.json."""
     parser.epilog = "example: vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50"
     add_options(parser)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the results go (vecgym-runs/NAME)")
+    add_output(parser)
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
@@ -31,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
     parameters = tuple(inspect.signature(Trainer.fit).parameters)[1:]
     found = read_configuration(args, NEEDED, (*OWN, *parameters))
     trainer = Trainer(*[found.pop(name, None) for name in OWN])
-    output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
     given = found.pop("logger", None)
     loggers = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     if args.no_progress:
         found["progress"] = False
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"
+    output = output_of(args, "history.csv", goes_on=bool(found.get("resume")) or not first)
     if first:
-        print(f"{found['strategy']}\n{found['num_nodes']} nodes", flush=True)
+        print(f"{found['strategy']}\n{counted(found['num_nodes'], 'node')}", flush=True)
     try:
         trainer.fit(**found, logger=[*loggers, CSVLogger(output)])
     finally:

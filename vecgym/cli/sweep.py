@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vecgym.cli.configuration import add_options, read_configuration
+from vecgym.cli.configuration import add_options, add_output, output_of, read_configuration
 
 if TYPE_CHECKING:
     from vecgym.sweep import SweepResult
@@ -20,7 +20,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     Writes rows.csv, table.md, explain.txt and figures."""
     parser.epilog = "example: vecgym sweep experiment.py:grid --set max_steps=200 --output runs/grid"
     add_options(parser)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the results go (vecgym-runs/NAME)")
+    add_output(parser)
     parser.add_argument("--resume", action="store_true", help="keep results in DIR/sweep.pt, and go on from there")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from vecgym.sweep import sweep
 
     found = read_configuration(args, NEEDED, tuple(inspect.signature(sweep).parameters))
-    output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
+    output = output_of(args, "rows.csv", goes_on=args.resume or bool(found.get("dry_run")))
     output.mkdir(parents=True, exist_ok=True)
     if args.resume:
         found["resume"] = output / "sweep.pt"

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from vecgym import check, nodes
 from vecgym.errors import warn
-from vecgym.files import write_atomically
+from vecgym.files import is_regular, write_atomically
 from vecgym.ledger import Ledger
 from vecgym.logger import WandbLogger
 from vecgym.metrics import History
@@ -297,6 +297,10 @@ class DilocoSimulator:
     def load_model(self, path: str | os.PathLike[str]) -> None:
         """Start from a checkpoint: a file with the `state_dict` of the model. To be called before `train`.
 
+        Raises:
+            FileNotFoundError: where there is no such file.
+            ValueError: for a damaged file, or one of another model, naming it.
+
         >>> import tempfile
         >>> x = torch.ones(64, 1)
         >>> simulator = DilocoSimulator(
@@ -310,7 +314,16 @@ class DilocoSimulator:
         Parameter containing:
         tensor([[1.]], requires_grad=True)
         """
-        self.master_model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        file = check.path("path", path)
+        if not file.exists():
+            raise FileNotFoundError(f"there is no file {file}.")
+        if not is_regular(file):
+            raise ValueError(f"{file} is no file, but a folder, a pipe, a socket or a device.")
+        try:
+            self.master_model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        except Exception as error:  # damage shows in many ways
+            reason = " ".join(str(error).split())[:400] or type(error).__name__
+            raise ValueError(f"{file} is damaged, or holds no state_dict of this model: {reason}") from error
 
     def train(self) -> nn.Module:
         """Train, and return the average of the nodes (the original returns nothing)."""

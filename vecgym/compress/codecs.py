@@ -159,7 +159,7 @@ class TopK(Codec):
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         values, indices = code["values"], code["indices"].long()
-        return values.new_zeros(len(values), _size(like)).scatter(1, indices, values).view(-1, *like.shape[1:])
+        return _shaped(values.new_zeros(len(values), _size(like)).scatter(1, indices, values), like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Adds up the few values that were sent, and nothing else."""
@@ -167,7 +167,7 @@ class TopK(Codec):
         values = values / values.shape[1] if weights is None else values * weights.to(values)[..., None]
         total = values.new_zeros(len(values), _size(like))
         total.scatter_add_(1, indices.expand_as(values).flatten(1), values.flatten(1))
-        return total.view(-1, *like.shape[1:])
+        return _shaped(total, like)
 
 
 class RandomK(Codec):
@@ -188,19 +188,19 @@ class RandomK(Codec):
 
     def __init__(self, fraction: float = DEFAULT_FRACTION, unbiased: bool = False) -> None:
         self.fraction = check_fraction("fraction", fraction)
-        self.unbiased = unbiased
+        self.unbiased = check.flag("unbiased", unbiased)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), _size(x))
         n, m = flat.shape[1], part_of(flat.shape[1], self.fraction)
         indices = _needed(draw, self).subset(n, m).to(x.device)
         values = flat.index_select(1, indices)
-        return {"values": values * (n / m) if self.unbiased else values, "indices": indices[None]}
+        return {"values": values * (n / max(1, m)) if self.unbiased else values, "indices": indices[None]}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         values = code["values"]
         flat = values.new_zeros(len(values), _size(like)).index_copy_(1, code["indices"][0], values)
-        return flat.view(-1, *like.shape[1:])
+        return _shaped(flat, like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """The mean of what was sent, decoded once: the coordinates are the same."""
@@ -228,7 +228,7 @@ class Quantise(Codec):
 
     def __init__(self, bits: int = 8, stochastic: bool = False) -> None:
         self.bits = check_bits("bits", bits)
-        self.stochastic = stochastic
+        self.stochastic = check.flag("stochastic", stochastic)
 
     @property
     def limit(self) -> int:
@@ -241,7 +241,7 @@ class Quantise(Codec):
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), _size(x))
-        largest = torch.linalg.vector_norm(flat, math.inf, dim=1)
+        largest = torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
         # Never 0, so that a tensor of zeros has a code; nan stays nan, and what is decoded is nan.
         scale = (largest / self.limit).float().clamp(min=torch.finfo(torch.float32).tiny)
         level = flat / scale[:, None].to(flat.dtype)
@@ -255,7 +255,7 @@ class Quantise(Codec):
     def decode(self, code: Code, like: Tensor) -> Tensor:
         values = code["values"] if self.bits == 8 else unpack(code["values"], 4, _size(like)).to(torch.int8) - 8
         flat = values.to(like.dtype) * code["scale"][:, None].to(like.dtype)
-        return flat.view(-1, *like.shape[1:])
+        return _shaped(flat, like)
 
 
 class Sign(Codec):
@@ -272,11 +272,12 @@ class Sign(Codec):
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), _size(x))
-        return {"values": pack((flat >= 0).to(torch.uint8), 1), "scale": flat.abs().mean(1).float()}
+        scale = flat.abs().mean(1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
+        return {"values": pack((flat >= 0).to(torch.uint8), 1), "scale": scale.float()}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         sign = unpack(code["values"], 1, _size(like)).to(like.dtype).mul_(2).sub_(1)
-        return sign.mul_(code["scale"][:, None].to(like.dtype)).view(-1, *like.shape[1:])
+        return _shaped(sign.mul_(code["scale"][:, None].to(like.dtype)), like)
 
 
 class PowerSGD:
@@ -453,6 +454,11 @@ def check_bits(name: str, value: Any) -> int:
 def _size(x: Tensor) -> int:
     """Values of one node."""
     return math.prod(x.shape[1:])
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """`[R, n]` -> `[R, *shape]` of `like`, which may have no elements."""
+    return flat.view(len(flat), *like.shape[1:])
 
 
 def _matrix_shape(x: Tensor) -> tuple[int, int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
+from vecgym import check
 from vecgym.optim.formulas import root
 from vecgym.tree import Tree, per_node
 
@@ -17,9 +19,8 @@ def check_max_norm(max_norm: float | Tensor) -> float | Tensor:
     >>> check_max_norm(1.0)
     1.0
     """
-    if not bool(torch.all(torch.as_tensor(max_norm) > 0)):
-        raise ValueError(f"max_norm={max_norm!r} must be > 0, such as 1.0; None, where it is allowed, does not clip")
-    return max_norm
+    what = "the largest norm of a node's gradient, such as 1.0; None, where it is allowed, does not clip"
+    return check.per_node("max_norm", max_norm, "(0, inf]", what)
 
 
 def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) -> tuple[Tree, Tensor]:
@@ -38,7 +39,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) 
     Pascanu et al., arXiv 1211.5063; as `torch.nn.utils.clip_grad_norm_` on each node.
     """
     check_max_norm(max_norm)
-    flat = [g.reshape(g.shape[0], -1) for g in grads.values()]
+    flat = [g.reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
     if not flat:
         return grads, torch.zeros(1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -167,7 +168,7 @@ class OptimSpec:
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
     def check_steps(self, num_nodes: int, num_steps: int, whose: str) -> None:
-        """Raise a ValueError unless what is `[T, N]` has T = `num_steps` rows, for one node or all.
+        """Raise a ValueError unless `[N]` has N = `num_nodes` values, and `[T, N]` T = `num_steps` rows.
 
         >>> try:
         ...     OptimSpec("sgd", lr=torch.ones(5, 1)).check_steps(num_nodes=2, num_steps=10, whose="inner optimizer")
@@ -177,6 +178,8 @@ class OptimSpec:
         """
         for key, value in self.kwargs.items():
             for x in leaves(value):
+                if x.dim() == 1:
+                    check.per_node(f"{key} of the {whose}", x, num_nodes=num_nodes)
                 if x.dim() == 2 and (len(x) != num_steps or (x.shape[1] > 1 and x.shape[1] % num_nodes != 0)):
                     raise ValueError(
                         f"{key} of the {whose} has shape {list(x.shape)}; one value for each of its {num_steps} steps "
@@ -254,8 +257,14 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
     allowed = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not open_ended:
         check.keywords(cls.__name__, kwargs, allowed)
+    for p in parameters:
+        switch = isinstance(p.default, bool) or (p.name in ("foreach", "fused") and kwargs.get(p.name) is not None)
+        if switch and p.name in kwargs:
+            check.flag(p.name, kwargs[p.name])
     for pick in (torch.min, torch.max):
         values = {key: _extreme(key, value, pick) for key, value in kwargs.items()}
+        for key, value in values.items():
+            _check_finite(key, value)
         try:
             # two dimensions: what Muon asks for, and nobody minds
             defaults = _dummy(cls)([nn.Parameter(torch.zeros(1, 1))], **values).defaults
@@ -263,7 +272,16 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
+        if "lr" in values:
+            check.number("lr", values["lr"], "[0, inf)", "the learning rate")
     return dict(defaults)
+
+
+def _check_finite(key: str, value: Any) -> None:
+    """No number is nan, which torch's own checks let through, and none is infinite but Rprop's largest step."""
+    for x in value if isinstance(value, tuple) else [value]:
+        if isinstance(x, float) and (math.isnan(x) or (math.isinf(x) and key != "step_sizes")):
+            raise ValueError(f"{key}={value!r} must be finite.")
 
 
 def _dummy(cls: type[Optimizer]) -> type[Optimizer]:

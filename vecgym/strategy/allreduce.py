@@ -52,7 +52,7 @@ class AllReduceStrategy(Strategy):
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,

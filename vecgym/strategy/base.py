@@ -72,8 +72,8 @@ class CommunicationModule:
 
     A module holds hyperparameters only. What evolves is its state, nested dicts of tensors `[1, *]` or `[L, *]`, which
     `init` makes and the exchanges take and give back. What a method returns is checked: names and shapes are those that
-    it was given. With `ctx.inplace` an exchange may overwrite what it was given; a tensor that it was given and wants
-    to keep in its state it must clone.
+    it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
+    its state, also one that it was given or that a collective returned.
 
     Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
@@ -201,7 +201,7 @@ class Strategy:
             when not given.
         communication_modules: `CommunicationModule`s; none: the nodes train independently.
         lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
-        max_norm: clip each node's gradient to this 2-norm, after `exchange_gradients`.
+        max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after `exchange_gradients`.
         lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
             `vecgym.schedule`.
         warmup_steps: steps of linear warm-up from 0.
@@ -232,7 +232,7 @@ class Strategy:
         *,
         communication_modules: Sequence[CommunicationModule] = (),
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
@@ -257,6 +257,8 @@ class Strategy:
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         self.inner_optim.check_steps(num_nodes, max_steps, "inner optimizer")
+        if self.max_norm is not None:
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 
@@ -407,7 +409,7 @@ AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
@@ -438,11 +440,10 @@ def optimizer_step(
     for i, part in enumerate(parts):
         here = replace(ctx, rows=part)
         own = now.replace(**map_leaves(here.own, now.kwargs)).rule()
-        row = torch.tensor([i])
-        given = (params, grads, state) if len(parts) == 1 else [nodes.take_rows(x, row) for x in (params, grads, state)]
-        found.append(own.update(*given, lr=here.own(lr), inplace=ctx.inplace))
-    if len(found) == 1:
-        return found[0]
+        if len(parts) == 1:
+            return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
+        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
+        found.append(own.update(p, g, s, lr=here.own(lr), inplace=ctx.inplace))
     return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
 

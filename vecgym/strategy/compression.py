@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from vecgym import tree
+from vecgym import check, tree
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.base import T
 from vecgym.compress.codecs import (
@@ -109,6 +109,9 @@ TopK(fraction=0.05, k=None), error_feedback=True)
             f"{type(module).__name__} {module!r}."
         )
     codec = make_codec(method, **options)
+    check.flag("error_feedback", error_feedback)
+    if reference is not None:
+        check.flag("reference", reference)
     if error_feedback and isinstance(codec, RandomK) and codec.unbiased:
         raise ValueError(
             "unbiased=True multiplies what is sent, and error feedback then sends the excess back, ever larger: give "
@@ -192,9 +195,9 @@ class TopKSparseCommunicator(CommunicationModule):
         new, kept = {}, {}
         for name, p in params.items():
             at, n = sent[name].long(), _size(p)
-            mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(-1, *p.shape[1:])
+            mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(len(at), *p.shape[1:])
             touched = torch.zeros(len(at), n, dtype=torch.bool, device=p.device).scatter_(1, at.flatten(1), True)
-            touched = touched.view(-1, *p.shape[1:])  # [1, *]
+            touched = touched.view(len(at), *p.shape[1:])  # [1, *]
             new[name] = torch.where(touched, mean, p)
             kept[name] = torch.where(touched, mean, last[name]).detach()
         return new, {"last": kept}

@@ -18,7 +18,7 @@ from vecgym.tree import Tree
 if TYPE_CHECKING:
     from vecgym.strategy.base import CommunicationModule, Context, State
 
-A_STATE = "a state is a dict of tensors, [1, *] or [L, *], or of such dicts"
+A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or of such dicts"
 
 
 def init(module: CommunicationModule, params: Tree, ctx: Context) -> State:
@@ -122,12 +122,12 @@ def _check_tree(new: Any, given: Tree, module: CommunicationModule, method: str,
 def _check_state(state: Any, module: CommunicationModule, method: str, ctx: Context, path: str = "state") -> None:
     if isinstance(state, dict):
         for key, value in state.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{_who(module, method)}: {path} has the key {key!r}; keys are texts.")
             _check_state(value, module, method, ctx, f"{path}[{key!r}]")
         return
-    if path == "state" or not isinstance(state, Tensor):
+    if path == "state":
         raise TypeError(f"{_who(module, method)} returned {_kind(state)} as {path}; {A_STATE}.")
+    if not isinstance(state, Tensor):
+        return  # a number or a text: plain values are kept in checkpoints too
     if state.dim() == 0 or len(state) not in (1, len(ctx.comm.node_ids)):
         raise ValueError(
             f"{_who(module, method)} returned {path} in shape {list(state.shape)} with L = {len(ctx.comm.node_ids)} "

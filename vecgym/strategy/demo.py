@@ -202,7 +202,7 @@ class DeMoStrategy(Strategy):
         weight_decay: float | Tensor = 0.0,
         *,
         lr: float | Tensor = 1e-3,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,

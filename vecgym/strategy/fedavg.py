@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
 from vecgym.topology import random_islands, sample_nodes
 from vecgym.tree import Tree
+
+Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 
 
 class AveragingCommunicator(CommunicationModule):
@@ -56,7 +58,7 @@ class AveragingCommunicator(CommunicationModule):
         island_size: int | None = None,
         H: int = 1,
         participation: float = 1.0,
-        weighting: str = "equal",
+        weighting: Weighting = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
     ) -> None:
@@ -130,7 +132,7 @@ class ServerCommunicator(CommunicationModule):
         server: ServerOptimizer,
         H: int = 1,
         participation: float = 1.0,
-        weighting: str = "equal",
+        weighting: Weighting = "equal",
     ) -> None:
         self.server = server
         self.H = check_interval("H", H)
@@ -139,6 +141,7 @@ class ServerCommunicator(CommunicationModule):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         warn_if_never(self.H, max_steps)
+        self.server.check()
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"params": params, "slots": self.server.init(params)}
@@ -176,10 +179,11 @@ class ProximalTerm(CommunicationModule):
     """
 
     def __init__(self, mu: float | Tensor, H: int = 1) -> None:
-        if not isinstance(mu, Tensor) and not mu >= 0:
-            raise ValueError(f"proximal_mu={mu!r} must be >= 0; 0 is no proximal term.")
-        self.mu = mu
+        self.mu = check.per_node("proximal_mu", mu, "[0, inf)", "0 is no proximal term")
         self.H = check_interval("H", H)
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        check.per_node("proximal_mu", self.mu, "[0, inf)", num_nodes=num_nodes)
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"start": params}
@@ -233,7 +237,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         island_size: int | None = None,
         participation: float = 1.0,
         *,
-        weighting: str = "equal",
+        weighting: Weighting = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
         proximal_mu: float | Tensor = 0.0,
@@ -242,14 +246,14 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         server_betas: tuple[float | Tensor, float | Tensor] | None = None,
         server_tau: float | Tensor | None = None,
         lr: float | Tensor | None = None,
-        max_norm: float | None = None,
+        max_norm: float | Tensor | None = None,
         lr_scheduler: str | Schedule | None = None,
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
         modules: list[CommunicationModule]
         given = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
-        has_mu = isinstance(proximal_mu, Tensor) or proximal_mu != 0
+        has_mu = not isinstance(proximal_mu, (int, float)) or proximal_mu != 0
         if sync_weight is not None and (server_optim is not None or has_mu):
             other = "proximal_mu" if has_mu else "server_optim"
             raise ValueError(f"{other} works in rounds of H steps, and sync_weight has none: give H, or no {other}.")
@@ -323,8 +327,8 @@ def check_resting(resting: str | None, rounds_of_all: bool) -> str:
     return resting or ("server" if rounds_of_all else "keep")
 
 
-def check_weighting(weighting: str) -> str:
-    return check.choice("weighting", weighting, ("equal", "examples"))
+def check_weighting(weighting: Weighting) -> str:
+    return check.choice("weighting", weighting, get_args(Weighting))
 
 
 def warn_if_never(H: int, max_steps: int) -> None:

@@ -75,12 +75,19 @@ class ServerOptimizer:
 
     def __post_init__(self) -> None:
         check.choice("server_optim", self.name, SERVER_OPTIMIZERS)
-        if not isinstance(self.lr, Tensor) and not self.lr >= 0:
-            raise ValueError(f"server_lr={self.lr!r} must be >= 0.")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        check.per_node("server_lr", self.lr, "[0, inf)")
+        check.per_node("server_tau", self.tau, "(0, inf)")
+        pair = isinstance(self.betas, (tuple, list)) and len(self.betas) == 2
+        if not pair:
             raise ValueError(f"server_betas={self.betas!r} must be two numbers in [0, 1).")
-        if not self.tau > 0:
-            raise ValueError(f"server_tau={self.tau!r} must be > 0.")
+        for beta in self.betas:
+            check.per_node("server_betas", beta, "[0, 1)", "each of the two numbers")
+
+    def check(self) -> None:
+        """Raise a ValueError for several values of a number: a run has one server, a stack of runs one for each."""
+        for name, value in (("lr", self.lr), ("tau", self.tau), *(("betas", beta) for beta in self.betas)):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"server_{name} has shape {list(value.shape)}: there is one server, give one number.")
 
     def init(self, params: Tree) -> Slots:
         """The slots before the first round, `[1, *]`."""

@@ -12,6 +12,7 @@ import torch
 
 from vecgym import rng
 from vecgym.check import kind_of
+from vecgym.rows import label
 
 Point = dict[str, Any]
 
@@ -59,8 +60,12 @@ def checked_axes(grid: Any, samples: int | None) -> dict[str, list[Any] | Unifor
         raise TypeError(
             f'grid is {kind_of(grid)}; give a dict of axes such as {{"lr": [1e-3, 3e-3], "seed": range(3)}}.'
         )
+    if not grid:
+        raise ValueError('grid is empty: give an axis such as {"seed": range(4)}; one run by itself is `Trainer.fit`.')
     axes: dict[str, list[Any] | Uniform] = {}
     for name, values in grid.items():
+        if not isinstance(name, str):
+            raise TypeError(f"grid has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
         if isinstance(values, Uniform):
             if samples is None:
                 raise ValueError(f"grid[{name!r}]={values!r} has no end: say how many to draw, samples=50.")
@@ -73,7 +78,23 @@ def checked_axes(grid: Any, samples: int | None) -> dict[str, list[Any] | Unifor
         axes[name] = list(values)
         if not axes[name]:
             raise ValueError(f"grid[{name!r}] is empty: give at least one value, or leave the axis out.")
+        _check_values(name, axes[name])
     return axes
+
+
+def _check_values(name: str, values: Any) -> None:
+    """No number that is none, and nothing twice: a run would be counted twice."""
+    seen: set[tuple[bool, Any]] = set()
+    for value in values:
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"grid[{name!r}] has nan among its values: leave it out.")
+        if isinstance(value, (bool, int, float, str)):
+            key = isinstance(value, bool), value
+            if key in seen:
+                raise ValueError(f"grid[{name!r}] has {value!r} twice: give each value once.")
+            seen.add(key)
+        elif sum(x is value for x in values) > 1:
+            raise ValueError(f"grid[{name!r}] has {label(value)!r} twice: give each value once.")
 
 
 def count_points(axes: Mapping[str, list[Any] | Uniform], samples: int | None) -> int:
@@ -96,14 +117,3 @@ def points(axes: Mapping[str, list[Any] | Uniform], samples: int | None, sample_
             u = float(torch.rand((), dtype=torch.float64, generator=rng.generator(sample_seed, f"sweep {name}", i)))
             point[name] = values.draw(u) if isinstance(values, Uniform) else values[int(u * len(values))]
         yield point
-
-
-def label(value: Any) -> Any:
-    """A value of an axis as a table shows it.
-
-    >>> label(0.1), label(torch.nn.Linear)
-    (0.1, 'Linear')
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return getattr(value, "__name__", None) or str(value)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import check, hooks
+from vecgym.rows import label
 from vecgym.settings import checked
 from vecgym.strategy import Strategy
-from vecgym.sweep.axes import Point, label
+from vecgym.sweep.axes import Point
 
 SETTINGS = ("num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed", "shuffle")
 
@@ -45,30 +46,41 @@ def _arguments(function: Any) -> tuple[set[str], set[str], bool]:
 def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
     """Every axis is somebody's, and every function gets what it asks for."""
     axes = list(axes)
+    if isinstance(model, Strategy) or isinstance(strategy, nn.Module):
+        raise TypeError(
+            "model and strategy are swapped: sweep(model, train_dataset, val_dataset, strategy=..., grid=...)."
+        )
     functions = {"strategy": strategy, "model": model}
     functions = {name: f for name, f in functions.items() if not isinstance(f, (Strategy, nn.Module)) and f is not None}
-    allowed, anything = set(SETTINGS), False
+    if model is None:
+        raise TypeError(f"model is None; give {_WANTED['model']}.")
     for what, function in functions.items():
         if not callable(function):
             raise TypeError(f"{what} is {check.kind_of(function)}; give {_WANTED[what]}.")
-        names, needed, takes_any = _arguments(function)
-        allowed |= names
-        anything |= takes_any
-        missing = sorted(needed - set(axes))
+    if strategy is None and "strategy" not in axes:
+        raise ValueError("there is no strategy: give strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr), say.")
+    _check_names(axes, functions, strategy)
+    for what, function in functions.items():
+        missing = sorted(_arguments(function)[1] - set(axes))
         if missing:
             raise ValueError(
                 f"{what} takes {', '.join(missing)}, which the grid does not have: its axes are {', '.join(axes)}. "
                 f'Add grid["{missing[0]}"]=[...], or give the argument a default value.'
             )
-    if strategy is None:
-        if "strategy" not in axes:
-            raise ValueError("there is no strategy: give strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr), say.")
-        allowed.add("strategy")
-    for name in axes if not anything else ():
-        if name not in allowed:
+
+
+def _check_names(axes: list[str], functions: dict[str, Any], strategy: Any) -> None:
+    """Every axis is an argument of one of the functions, or of both, or a setting."""
+    arguments = {what: _arguments(function) for what, function in functions.items()}
+    allowed = {*SETTINGS, *(name for names, _, _ in arguments.values() for name in names)}
+    allowed |= {"strategy"} if strategy is None else set()
+    for name in axes:
+        if name not in allowed and not any(takes_any for _, _, takes_any in arguments.values()):
+            fixed = [what for what in ("strategy", "model") if what not in functions and strategy is not None]
+            makes = f" ({' and '.join(fixed)}, given as an object, takes no axis: give a function)" if fixed else ""
             raise ValueError(
-                f"grid[{name!r}] is not used: strategy does not take it, and it is no setting"
-                f"{check.did_you_mean(name, allowed)} Allowed: {', '.join(sorted(allowed))}."
+                f"grid[{name!r}] is not used: {' and '.join(functions) or 'nothing'} does not take it, and it is no "
+                f"setting{makes}{check.did_you_mean(name, allowed)} Allowed: {', '.join(sorted(allowed))}."
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Curve:
     status: str = PENDING
     average: dict[str, Tensor] | None = None  # the parameters and buffers of the averaged model
 
-    def history(self, settings: dict[str, Any], steps_per_epoch: int, sizes: Callable[[int], int]) -> History:
+    def history(self, settings: dict[str, Any], steps_per_epoch: int, sizes: Callable[[int], Sequence[int]]) -> History:
         """The rows that `Trainer.fit` would have recorded."""
         history = History(settings)
         total, examples = 0.0, 0
@@ -73,7 +73,10 @@ class Curve:
         x = self.columns
         for t in range(len(x["train_loss"])):
             total += float(x["bytes"][t])
-            examples += sizes(t) * int(x["active"][t])
+            active = [True] * x["train_losses"].shape[1]
+            if int(x["active"][t]) < len(active):
+                active = (~np.isnan(x["train_losses"][t])).tolist()
+            examples += sum(size for size, trains in zip(sizes(t), active) if trains)
             row = {
                 "step": t + 1, "epoch": (t + 1) / steps_per_epoch, "examples": examples,
                 "train_loss": float(x["train_loss"][t]), "train_losses": x["train_losses"][t],

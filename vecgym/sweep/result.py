@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vecgym import nodes
+from vecgym import check, nodes
 from vecgym.files import write_atomically
 from vecgym.metrics import History
-from vecgym.sweep.axes import Point, label
+from vecgym.rows import averaged, chosen, counted, data_frame, label, labelled
+from vecgym.sweep.axes import Point
 from vecgym.sweep.configurations import Configuration
 from vecgym.sweep.curves import FINISHED, PARTIAL, PENDING
 from vecgym.sweep.runner import Runner
@@ -54,7 +56,7 @@ class SweepResult:
     >>> result.table().splitlines()[0]
     '| H |   lr |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes |'
     >>> result.explain().splitlines()[0]
-    '4 configurations in 1 programs:'
+    '4 configurations in 1 program:'
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     result.to_csv(pathlib.Path(directory) / "sweep.csv")
     ...     len((pathlib.Path(directory) / "sweep.csv").read_text().splitlines())
@@ -104,11 +106,10 @@ class SweepResult:
             return History(settings)
         data = runner.batches(config)
 
-        def size(step: int) -> int:
-            place = step % data.steps_per_epoch
-            return min(data.batch_size, data.epoch_length - place * data.batch_size)
+        def sizes(step: int) -> list[int]:
+            return [min(data.width(step), limit) for limit in data.limits or [data.batch_size] * config.num_nodes]
 
-        return curve.history(settings, data.steps_per_epoch, size)
+        return curve.history(settings, data.steps_per_epoch, sizes)
 
     def model(self, index: int) -> nn.Module:
         """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""
@@ -120,15 +121,24 @@ class SweepResult:
             )
         return nodes.fill(config.model, curve.average)
 
-    def best(self, column: str = "val_loss") -> Point:
-        """The row with the smallest value of a column, among the configurations that finished.
+    def best(
+        self, column: str = "val_loss", *, over: str | None = "seed", where: Mapping[str, Any] | None = None
+    ) -> Point:
+        """The configuration with the smallest value of a column, among those that finished.
 
-        Errors: ValueError for a column that is not there or has no number.
+        Args:
+            over: the axis to average over: the value is a mean over its runs, all of which finished, and "runs" how
+                many they are. None: each run by itself, so that the luckiest seed wins.
+            where: of these rows only: axis -> its value, or a function of a value that is true.
+
+        Raises:
+            ValueError: for a column that is not there or has no number.
         """
-        rows = self.rows
+        rows = chosen(self.rows, where)
         if column not in rows[0]:
-            raise ValueError(f"{column!r} is not a column; there are {', '.join(rows[0])}.")
-        there = [row for row in rows if row["status"] == FINISHED and _is_finite(row[column])]
+            hint = check.did_you_mean(column, rows[0])
+            raise ValueError(f"{column!r} is not a column{hint} There are {', '.join(rows[0])}.")
+        there = [row for row in averaged(rows, over) if row["status"] == FINISHED and _is_finite(row.get(column))]
         if not there:
             hint = " Give a val_dataset." if column.startswith("val") and self._runner.val_dataset is None else ""
             raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
@@ -136,7 +146,7 @@ class SweepResult:
 
     def table(self) -> str:
         """The rows as text, in Markdown."""
-        rows = [{name: label(value) for name, value in row.items()} for row in self.rows]
+        rows = labelled(self.rows)
         columns = [name for name in rows[0] if name in self.axes or any(row[name] is not None for row in rows)]
         cells = [columns, *[[_cell(row[name]) for name in columns] for row in rows]]
         widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -146,11 +156,15 @@ class SweepResult:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows; the file appears whole or not at all."""
-        rows = [{name: label(value) for name, value in row.items()} for row in self.rows]
+        rows = labelled(self.rows)
         with write_atomically(path, "w") as file:
             writer = csv.DictWriter(file, list(rows[0]), restval="")
             writer.writeheader()
             writer.writerows(rows)
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`; ImportError where pandas is not installed."""
+        return data_frame(labelled(self.rows))
 
     def plot(
         self,
@@ -158,39 +172,50 @@ class SweepResult:
         y: str = "val_loss",
         hue: str | None = None,
         path: str | os.PathLike[str] | None = None,
+        *,
+        where: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Figure:
-        """A column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`."""
+        """A column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`."""
         from vecgym.plot import plot_axis
 
-        return plot_axis(self._plain_rows(), x, y, hue, path, **settings)
+        return plot_axis(self._shown(where), x, y, hue, path, **settings)
 
     def plot_heatmap(
-        self, x: str, y: str, value: str = "val_loss", path: str | os.PathLike[str] | None = None, **settings: Any
+        self,
+        x: str,
+        y: str,
+        value: str = "val_loss",
+        path: str | os.PathLike[str] | None = None,
+        *,
+        where: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> Figure:
-        """A column against two axes; see `vecgym.plot.plot_heatmap`."""
+        """A column against two axes; see `vecgym.plot.plot_heatmap`, and `best`."""
         from vecgym.plot import plot_heatmap
 
-        return plot_heatmap(self._plain_rows(), x, y, value, path, **settings)
+        return plot_heatmap(self._shown(where), x, y, value, path, **settings)
 
     def plot_pareto(
         self,
         y: str = "val_loss",
         hue: str | None = None,
         path: str | os.PathLike[str] | None = None,
+        *,
+        where: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Figure:
-        """A column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`."""
+        """A column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`, and `best`."""
         from vecgym.plot import plot_pareto
 
-        return plot_pareto(self._plain_rows(), y, hue, path, **settings)
+        return plot_pareto(self._shown(where), y, hue, path, **settings)
 
     def explain(self) -> str:
         """Which configurations share a program, and why the others do not."""
         return self._runner.explain()
 
-    def _plain_rows(self) -> list[Point]:
-        return [{name: label(value) for name, value in row.items()} for row in self.rows]
+    def _shown(self, where: Mapping[str, Any] | None) -> list[Point]:
+        return labelled(chosen(self.rows, where))
 
     def __len__(self) -> int:
         return len(self._runner.configs)
@@ -199,7 +224,7 @@ class SweepResult:
         counts: dict[str, int] = {}
         for row in self.rows:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
-        return f"SweepResult({len(self)} configurations: {', '.join(f'{n} {s}' for s, n in counts.items())})"
+        return f"SweepResult({counted(len(self), 'configuration')}: {', '.join(f'{n} {s}' for s, n in counts.items())})"
 
 
 def _is_finite(value: Any) -> bool:

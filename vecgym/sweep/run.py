@@ -14,7 +14,7 @@ from torch import nn
 from vecgym import check, launch
 from vecgym.errors import VecgymWarning
 from vecgym.ledger import readable_bytes
-from vecgym.local import check_settings
+from vecgym.local import EngineName, check_settings
 from vecgym.memory import available_bytes
 from vecgym.settings import checked, resolve_device
 from vecgym.strategy import Strategy
@@ -44,7 +44,7 @@ def sweep(
     device: str | torch.device | None = None,
     val_size: int | None = None,
     val_interval: int | None = 100,
-    engine: str = "auto",
+    engine: EngineName = "auto",
     chunk_size: int | None = None,
     node_threads: int | None = None,
     dataloader_kwargs: Mapping[str, Any] | None = None,
@@ -107,6 +107,9 @@ def sweep(
     launch.check_alone("the sweep")
     axes = checked_axes(grid, samples)
     check_axes(axes, strategy, model)
+    for name, data in (("train_dataset", train_dataset), ("val_dataset", val_dataset)):
+        if isinstance(data, (nn.Module, Strategy)):
+            raise TypeError(f"{name} is {check.kind_of(data)}; the order is sweep(model, train_dataset, val_dataset).")
     check_settings(engine, chunk_size, node_threads)
     checked({"val_size": val_size, "val_interval": val_interval, "progress": progress})
     for name, value in (("samples", samples), ("chunk_configs", chunk_configs), ("max_memory_bytes", max_memory_bytes)):

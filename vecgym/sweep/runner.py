@@ -19,6 +19,7 @@ from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.ledger import readable_bytes
 from vecgym.local import Engine
 from vecgym.memory import activations
+from vecgym.rows import counted
 from vecgym.settings import interrupts
 from vecgym.strategy import Context
 from vecgym.sweep.configurations import Configuration, alike
@@ -152,7 +153,7 @@ class Runner:
         program.why = why
 
     def explain(self) -> str:
-        lines = [f"{len(self.configs)} configurations in {len(self.programs)} programs:"]
+        lines = [f"{counted(len(self.configs), 'configuration')} in {counted(len(self.programs), 'program')}:"]
         for i, program in enumerate(self.programs):
             config = program.configs[0]
             s = config.settings
@@ -160,8 +161,8 @@ class Runner:
             stacks = "1 stack" if len(program.chunks) == 1 else stacks
             shared = sorted({type(c.strategy).__name__ for c in program.configs})
             lines.append(
-                f"program {i}: {len(program.configs)} configurations, num_nodes={s['num_nodes']}, "
-                f"batch_size={s['batch_size']}, {config.num_steps} steps, {type(config.model).__name__}, "
+                f"program {i}: {counted(len(program.configs), 'configuration')}, num_nodes={s['num_nodes']}, "
+                f"batch_size={s['batch_size']}, {counted(config.num_steps, 'step')}, {type(config.model).__name__}, "
                 f"{', '.join(shared)}; {stacks} ({program.why}), "
                 f"about {readable_bytes(len(program.chunks[0]) * program.bytes_per_config)}"
             )
@@ -230,7 +231,7 @@ class Runner:
             Member(
                 config.model if self.device.type == "cpu" else copy.deepcopy(config.model).to(self.device),
                 config.strategy, config.settings["seed"], StackedCollectives(config.num_nodes),
-                tuple(self.batches(config).shard_sizes),
+                tuple(self.batches(config).shard_sizes), self.batches(config).limits,
             )
             for config in chunk
         ]  # fmt: skip

@@ -64,6 +64,7 @@ class Member:
     seed: int
     comm: StackedCollectives
     num_examples: tuple[int, ...] | None = None
+    limits: tuple[int, ...] | None = None  # of each node, the most examples of a batch that are its own; None: all are
 
     def __post_init__(self) -> None:
         if is_per_rank(self.strategy):
@@ -114,6 +115,7 @@ class Stack:
         values = [{**dict(m.model.named_parameters()), **dict(m.model.named_buffers())} for m in self.members]
         self._set_params({n: torch.stack([v[n].detach() for v in values]) for n in engine.params})
         self.buffers = {n: self._start(n, [v[n].detach() for v in values]) for n in engine.buffers}
+        self._has_numbers_of_nodes = any(map(self._differs_by_node, range(self.num_configs)))
         self._exchanges_gradients = any(touches_gradients(member.strategy) for member in self.members)
         self.groups = self._formed_groups()
         self.exchanges = self._formed_exchanges()
@@ -170,7 +172,8 @@ class Stack:
         local = self._gradients(self._wide_params(), self.buffers, batch, range(self.num_configs * self.num_nodes))
         self.buffers = local.buffers
         each = self._exchanged(local.grads, contexts) if self._exchanges_gradients else [local.grads]
-        if self.rows == 1 and self.num_nodes > 1 and any(x.shape[0] > 1 for g in each for x in g.values()):
+        own_gradients = any(x.shape[0] > 1 for g in each for x in g.values())
+        if self.rows == 1 and self.num_nodes > 1 and (own_gradients or self._has_numbers_of_nodes):
             self._widen()
         lrs = [0.0] * self.num_configs
         for group in self.groups:
@@ -180,9 +183,6 @@ class Stack:
             else:
                 grads = group.part(local.grads, self.rows)
             new = group.update(params, grads, contexts, [self.rows] * group.size)
-            if any(x.shape[0] > self.rows * group.size for x in new.values()):  # a setting of each node
-                self._widen()
-                params = self._part(group)
             for name, p in params.items():
                 if new[name] is not p:
                     p.copy_(new[name])
@@ -243,7 +243,13 @@ class Stack:
             node_ids=[row % K for row in rows],
             minibatch_size=self.minibatch_size,
             mean=self._takes_mean_gradient,
+            limits=self._limits(rows),
         )
+
+    def _limits(self, rows: Sequence[int]) -> list[int] | None:
+        each = [member.limits for member in self.members]
+        found = [own[row % self.num_nodes] for row in rows if (own := each[row // self.num_nodes]) is not None]
+        return found or None
 
     def _exchanged(self, grads: Tree, contexts: list[Context]) -> list[Tree]:
         """What each configuration's optimizer takes, `[1 or K, *]`."""
@@ -261,7 +267,8 @@ class Stack:
                 self._widen()
             ctx = contexts[exchange.start] if exchange.size == 1 else self._context(exchange)
             params = self._part(exchange)
-            shared, exchange.state = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            shared, changed = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
+            exchange.state = nodes.unshared(changed, exchange.state, (params,))
             if any(x.shape[0] > self.rows * exchange.size for x in shared.values()):
                 self._widen()
                 params = self._part(exchange)
@@ -407,6 +414,13 @@ class Stack:
     def _takes_mean_gradient(self) -> bool:
         return self.num_configs == 1 and self.rows == 1 and self.members[0].strategy.mean_gradient
 
+    def _differs_by_node(self, c: int) -> bool:
+        """Whether the nodes of a configuration differ in a number of their optimizer: then their parameters part."""
+        strategy = self.members[c].strategy
+        specs = [spec for spec, _, _ in strategy.inner_optim.groups(self._views[c])]
+        numbers = [*tree.leaves([spec.kwargs for spec in specs]), strategy.max_norm]
+        return any(isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] > 1 for x in numbers)
+
     def _widen(self) -> None:
         """From one row per configuration to one per node."""
         if self.rows == self.num_nodes:
@@ -505,7 +519,9 @@ class _Exchange(_Neighbours):
         modules = self.state if ctx.rows is None else nodes.take_rows(self.state, ctx.rows)
         grads = self.strategy.local_gradients(grads, params, modules, ctx)
         if ctx.rows is None:
-            grads, self.state = self.strategy.exchange_gradients(grads, self.state, ctx)
+            given, before = grads, self.state
+            grads, changed = self.strategy.exchange_gradients(given, before, ctx)
+            self.state = nodes.unshared(changed, before, (given, grads))
         return grads
 
 

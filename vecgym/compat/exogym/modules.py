@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import vecgym.logger
+from vecgym import check
 from vecgym.compat.exogym import communicate, demo, logger, strategies, strict, trainer, utils
 from vecgym.errors import warn
 
@@ -166,6 +167,7 @@ def run_script(path: str, args: Sequence[str] = (), strict_timing: bool = False)
         args: its command line.
         strict_timing: see `install`.
     """
+    path, args = str(check.path("path", path)), list(args)
     before = sys.argv, list(sys.path)
     sys.argv = [path, *args]
     sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
