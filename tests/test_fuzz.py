@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fuzz import Case, Failure, configurations, sweeps
+from tests.fuzz import Case, Failure, configurations, rollouts, sweeps
 from vecgym import tree
 from vecgym.collectives import StackedCollectives, base
 from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, fedavg, fedopt
@@ -67,9 +67,15 @@ FOUND_SWEEPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_of_random_grids_equal_their_runs(seed: int) -> None:
-    for case in sweeps.cases(seed, 3):
+    for case in sweeps.cases(seed, 2):
         outcome = sweeps.run(case)
         assert not isinstance(outcome, Failure), f"{outcome}\n{sweeps.reproducer(case)}"
+
+
+def test_random_rollouts_are_their_runs_and_have_the_derivatives_of_differences() -> None:
+    for case in rollouts.cases(0, 4):
+        outcome = rollouts.run(case)
+        assert not isinstance(outcome, Failure), f"{outcome}\n{rollouts.reproducer(case)}"
 
 
 @pytest.mark.parametrize("name", FOUND_SWEEPS)

@@ -7,7 +7,7 @@ import sys
 
 from tests.fuzz.running import run
 
-CAMPAIGNS: tuple[str, ...] = ("configurations", "sweeps", "arguments", "files", "kills")  # modules of this package
+CAMPAIGNS = ("configurations", "sweeps", "rollouts", "arguments", "files", "kills")  # modules of this package
 
 
 def main(arguments: list[str] | None = None) -> int:

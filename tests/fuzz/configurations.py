@@ -253,7 +253,7 @@ def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
         blur=blurring(nudge),
     )  # fmt: skip
     before = torch.get_default_dtype()
-    if "nadam" in (settings["inner"]["name"], settings["strategy"].get("outer", {}).get("name")):
+    if "nadam" in repr(settings):
         torch.set_default_dtype(torch.float64)  # in which torch's NAdam keeps a product, and the library's always does
     try:
         result = naive.train(plan)
