@@ -5,7 +5,6 @@ Notation: gamma inner, eta outer learning rate; mu outer momentum; H local steps
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -294,7 +293,7 @@ def test_12_bytes_are_sent_at_the_end_of_each_round(H: int) -> None:
 
 
 def test_12_nothing_but_the_sizes_decides_on_the_bytes() -> None:
-    """Not even values that are infinite."""
+    """Not even values that overflow."""
     start, batches = setup("MLP", steps=4)
     expected = list(run(start, DiLoCoStrategy("sgd", H=2), batches).comm.ledger)
-    assert list(run(start, DiLoCoStrategy("sgd", H=2, lr=math.inf), batches).comm.ledger) == expected
+    assert list(run(start, DiLoCoStrategy("sgd", H=2, lr=1e300), batches).comm.ledger) == expected

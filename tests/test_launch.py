@@ -329,7 +329,8 @@ class WithEmpty(torch.nn.Module):
 @pytest.mark.parametrize("exact", [True, False])
 def test_parameters_without_elements(strategy: str, exact: bool, tmp_path: Path) -> None:
     found = []
-    for settings in ({}, {"backend": "processes", "num_processes": 2, "save_dir": tmp_path}):
+    each: list[dict[str, Any]] = [{}, {"backend": "processes", "num_processes": 2, "save_dir": tmp_path}]
+    for settings in each:
         trainer = Trainer(WithEmpty(), torch.arange(32.0), torch.arange(4.0))
         average = trainer.fit(
             STRATEGIES[strategy](), 4, max_steps=4, batch_size=2, progress=False, device="cpu", exact=exact, **settings
@@ -404,7 +405,7 @@ def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytes
     """Else every process of torchrun would train the whole run, and write to the same files."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    settings = {"backend": backend, "num_processes": 2 if backend == "processes" else None}
+    settings: dict[str, Any] = {"backend": backend, "num_processes": 2 if backend == "processes" else None}
     with pytest.raises(
         ValueError, match=r'process 1 of 2.*backend="distributed", or start the script without torchrun'
     ):

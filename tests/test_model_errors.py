@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Loss(Net):
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
         return F.cross_entropy(self.layer(batch[0]), batch[1])
 
 
@@ -113,7 +113,8 @@ def test_compiled_models_train(kind: str) -> None:
     inside.layer = torch.compile(inside.layer, backend="eager")  # type: ignore[assignment]
     in_place.compile(backend="eager")
     expected = fit(plain, alone(), data=dataset("MLP"), engine=kind)[0].history["train_loss"]
-    for model in (torch.compile(around, backend="eager"), inside, in_place):
+    compiled: Any = torch.compile(around, backend="eager")
+    for model in (compiled, inside, in_place):
         found = fit(model, alone(), data=dataset("MLP"), engine=kind)[0].history["train_loss"]
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -213,7 +214,7 @@ def test_rollout_takes_numpys_integers_and_refuses_what_is_none() -> None:
         ({"num_examples": (1, 0)}, r"num_examples\[1\]=0"),
     ):
         with pytest.raises((ValueError, TypeError), match=says):
-            run(**wrong)  # type: ignore[arg-type]
+            run(**wrong)
 
 
 def test_a_seed_of_numpy_is_an_integer() -> None:

@@ -961,7 +961,7 @@ def test_clip_is_differentiable_and_finite_at_zero():
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan"), torch.tensor([1.0, 0.0])])
 def test_clip_needs_a_positive_norm(max_norm):
-    with pytest.raises(ValueError, match="max_norm=.* must be a number in"):
+    with pytest.raises(ValueError, match=r"max_norm=.* must be a number in"):
         check_max_norm(max_norm)
-    with pytest.raises(ValueError, match="max_norm=.* must be a number in"):
+    with pytest.raises(ValueError, match=r"max_norm=.* must be a number in"):
         clip_grad_norm({"w": torch.ones(1, 2)}, max_norm)

@@ -143,7 +143,7 @@ def test_of_very_many_runs_or_classes_the_legend_names_some() -> None:
     assert found.get_title().get_text() == "40 classes"
     assert [text.get_text() for text in found.get_texts()][:: len(found.get_texts()) - 1] == ["39", "0"]
     assert "20 nodes" in axes.figure.get_suptitle()
-    rows = [{"H": H, "lr": lr, "val_loss": H * lr, "bytes": 1.0 + H} for H in range(20) for lr in (0.1, 0.2)]
+    rows = [{"H": H, "lr": lr, "val_loss": H * lr, "bytes_total": 1.0 + H} for H in range(20) for lr in (0.1, 0.2)]
     for figure in (plot_axis(rows, "lr", hue="H"), plot_pareto(rows, hue="H")):
         found = figure.axes[0].get_legend()
         assert found is not None

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Function | Callable[[], nn.Module], tuple[tuple[int, ...]
     "local response": (lambda x: F.local_response_norm(x, 3, alpha=0.5), ((2, 5, 4),)),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 4)), ((5, 6),)),
     "weight norm, last": (lambda: parametrizations.weight_norm(nn.Linear(6, 4), dim=1), ((5, 6),)),
-    "weight norm, all": (lambda: parametrizations.weight_norm(nn.Linear(6, 4), dim=None), ((5, 6),)),
+    "weight norm, all": (lambda: parametrizations.weight_norm(nn.Linear(6, 4), dim=None), ((5, 6),)),  # type: ignore[arg-type]
     "weight norm, convolution": (lambda: parametrizations.weight_norm(nn.Conv2d(2, 3, 2)), ((2, 2, 4, 4),)),
     "weight norm by a hook": (lambda: nn.utils.weight_norm(nn.Linear(6, 4)), ((5, 6),)),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), ((5, 4),)),
@@ -148,7 +148,7 @@ def test_the_gradient_of_an_operation_can_be_differentiated(name: str, kind: str
 
     def moved(step: float) -> tuple[Tensor, Tensor]:
         local = gradients({n: p + step * along[n] for n, p in params.items()})
-        return local.losses.sum(), sum((g * by[n]).sum() for n, g in local.grads.items())  # type: ignore[return-value]
+        return local.losses.sum(), sum((g * by[n]).sum() for n, g in local.grads.items())
 
     (loss_up, up), (loss_down, down) = moved(STEP), moved(-STEP)
     leaves = {n: p.clone().requires_grad_() for n, p in params.items()}

@@ -95,7 +95,7 @@ def run_alone(result: SweepResult, index: int, model: Any = "MLP", **settings: A
     return trainer, trainer.fit(config.strategy, config.num_nodes, **settings)
 
 
-COLUMNS = ("step", "epoch", "examples", "train_loss", "train_losses", "lr", "bytes", "total_bytes", "val_loss",
+COLUMNS = ("step", "epoch", "examples", "train_loss", "train_losses", "lr", "bytes_step", "bytes_total", "val_loss",
            "val_loss_local", "val_losses", "consensus_distance")  # fmt: skip
 
 
@@ -738,11 +738,11 @@ def test_the_result_reads_as_a_table(tmp_path: Path) -> None:
     trainer, _ = run_alone(result, 0)
     for name in ("train_loss", "val_loss", "val_loss_local"):
         assert rows[0][name] == pytest.approx(trainer.history.last(name), rel=1e-10)
-    assert rows[0]["bytes"] == trainer.ledger.total_bytes > 0
+    assert rows[0]["bytes_total"] == trainer.ledger.total_bytes > 0
     assert (rows[0]["steps"], rows[0]["status"], rows[1]["status"]) == (STEPS, "finished", "diverged")
     lines = result.table().splitlines()
     assert len(lines) == 6
-    assert all(name in lines[0] for name in ("cls", "lr", "val_loss", "bytes", "status"))
+    assert all(name in lines[0] for name in ("cls", "lr", "val_loss", "bytes_total", "status"))
     assert "FedAvgStrategy" in lines[2]
     result.to_csv(tmp_path / "a.csv")
     with (tmp_path / "a.csv").open() as file:
@@ -750,7 +750,7 @@ def test_the_result_reads_as_a_table(tmp_path: Path) -> None:
     assert float(read[0]["val_loss"]) == rows[0]["val_loss"]
     assert [row["cls"] for row in read[1:3]] == ["FedAvgStrategy", "AllReduceStrategy"]
     assert result.best()["lr"] == 0.1
-    assert result.best("bytes")["status"] == "finished"
+    assert result.best("bytes_total")["status"] == "finished"
     with pytest.raises(ValueError, match=r"'loss' is not a column.* There are cls, lr, status"):
         result.best("loss")
 
@@ -766,7 +766,7 @@ def test_the_best_is_that_of_all_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "seed" not in best
     assert result.best(over=None) == {**rows[4]}
     assert result.best(over="lr", where={"lr": lambda lr: lr < 1}) == {
-        **{name: best[name] for name in ("steps", "bytes", "status", "runs")},
+        **{name: best[name] for name in ("steps", "bytes_total", "status", "runs")},
         "seed": 0, "val_loss": 0.75,
         **{name: pytest.approx((rows[0][name] + rows[2][name]) / 2) for name in (
             "train_loss", "val_loss_local", "consensus_distance")},
@@ -916,7 +916,7 @@ def test_a_grid_of_a_million_is_refused_with_its_price() -> None:
 # -------------------------------------------------------------------------------------------------- plots
 
 ROWS = [
-    {"H": H, "lr": lr, "seed": seed, "kind": kind, "val_loss": H * lr + seed, "bytes": 1e6 / H}
+    {"H": H, "lr": lr, "seed": seed, "kind": kind, "val_loss": H * lr + seed, "bytes_total": 1e6 / H}
     for H in (1, 10, 100) for lr in (0.1, 0.2) for seed in (0, 1) for kind in ("a", "b")
 ]  # fmt: skip
 
@@ -948,9 +948,9 @@ def test_a_column_against_an_axis(tmp_path: Path) -> None:
 
 
 def test_a_configuration_one_of_whose_seeds_diverged_is_not_the_best() -> None:
-    rows = [{"lr": lr, "seed": seed, "val_loss": lr, "bytes": lr} for lr in (0.1, 0.2) for seed in (0, 1)]
+    rows = [{"lr": lr, "seed": seed, "val_loss": lr, "bytes_total": lr} for lr in (0.1, 0.2) for seed in (0, 1)]
     rows[1] = {**rows[1], "val_loss": float("nan")}
-    assert averaged(rows, "seed")[1] == {"lr": 0.2, "val_loss": 0.2, "bytes": 0.2, "runs": 2}
+    assert averaged(rows, "seed")[1] == {"lr": 0.2, "val_loss": 0.2, "bytes_total": 0.2, "runs": 2}
     assert plot_pareto(rows).axes[0].lines[0].get_ydata().tolist() == [0.2]  # type: ignore[union-attr]
     figure: Any = plot_axis([{**row, "a": 0} for row in rows], "a", best=True)
     assert figure.axes[0].lines[0].get_ydata().tolist() == [0.2]
@@ -978,7 +978,7 @@ def test_the_pareto_front_is_marked() -> None:
     lucky: Any = plot_pareto(ROWS, over=None).axes[0].lines[0]
     assert [float(y) for y in lucky.get_ydata()] == pytest.approx([10.0, 1.0, 0.1])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Pareto front", "kind = a", "kind = b"]
-    silent = [{"bytes": 0.0, "val_loss": 3.0}, {"bytes": 1e5, "val_loss": 1.0}]
+    silent = [{"bytes_total": 0.0, "val_loss": 3.0}, {"bytes_total": 1e5, "val_loss": 1.0}]
     assert plot_pareto(silent).axes[0].get_xscale() == "symlog"
     assert pareto_front([(2.0, 1.0), (1.0, 1.0), (3.0, 0.5)]) == [1, 2]
 

@@ -15,7 +15,10 @@ from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Context,
+    DeMoCommunicator,
+    DiLoCoCommunicator,
     DiLoCoStrategy,
+    GradientAveraging,
     SPARTAStrategy,
     delayed,
     every,
@@ -134,3 +137,18 @@ def test_collectives_used_alone_write_into_the_ledger() -> None:
     comm.mean(torch.ones(4, 2))
     assert comm.ledger.total_bytes == 12
     assert_same_bits({"x": comm.mean(torch.ones(4, 2))}, {"x": torch.ones(1, 2)})
+
+
+def test_a_delayed_exchange_in_part_is_counted_as_sent_whole() -> None:
+    """Only a run that is differentiated counts the part that it uses."""
+    weights = [0.0, 0.5, 1.0, 0.25]
+    modules = [DiLoCoCommunicator(sync_weight=weights)], [delayed(DiLoCoCommunicator(sync_weight=weights), 1)]
+    plain, late = (run(Line(), CommunicateOptimizeStrategy(m, "sgd", lr=0.1), batches(2)).comm.ledger for m in modules)
+    assert plain.total_bytes == late.total_bytes == 3 * 16
+
+
+def test_gradients_that_are_one_for_all_at_some_steps_only() -> None:
+    """The residual of DeMo has a row for each node by then."""
+    strategy = CommunicateOptimizeStrategy([every(2, GradientAveraging()), DeMoCommunicator()], "sgd", lr=0.1)
+    donating, pure = (run(Line(), strategy, batches(2), differentiable=pure) for pure in (False, True))
+    assert_close(donating.state, pure.state, 1e-12)

@@ -44,7 +44,8 @@ def train(strategy: Strategy, **settings: Any) -> Trainer:
 def naive(name: str) -> tuple[Tensor, list[list[float]]]:
     """K modules in a loop, each on its own examples: the parameters `[K, P]`, and the losses of each step."""
     models = [make_model("MLP", dtype=torch.float64) for _ in SIZES]
-    batches, losses = Batches(shard, K, B), []
+    batches = Batches(shard, K, B)
+    losses: list[list[float]] = []
     for step in range(STEPS):
         losses.append([])
         for node, model in enumerate(models):
@@ -56,7 +57,7 @@ def naive(name: str) -> tuple[Tensor, list[list[float]]]:
         every = [list(model.parameters()) for model in models]
         for same in zip(*every):
             grads = [p.grad for p in same]
-            mean = torch.stack(grads).mean(0)  # type: ignore[arg-type]
+            mean = torch.stack(grads).mean(0)
             for p, g in zip(same, grads):
                 p.data -= 0.1 * (mean if name == "allreduce" else g)
             if name == "by examples" and step % 2:

@@ -92,7 +92,7 @@ def _check_closures(model: nn.Module) -> None:
                 )
 
 
-def _functions(model: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
+def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Plain functions in the model, which a copy of it shares, and where each is."""
     for name, hooks in of_parameters(model).items():
         for hook in hooks:

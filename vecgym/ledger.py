@@ -145,7 +145,7 @@ class Ledger:
     """The list of collectives of a run, stored compactly (12 bytes an entry; most are alike).
 
     >>> ledger = Ledger()
-    >>> ledger.add(0, [Transfer("mean", payload_bytes=400, num_nodes=4)])
+    >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
     >>> ledger.step_bytes, ledger.total_bytes, ledger.total_received_bytes, list(ledger)[0].operation
     (600.0, 600.0, 600.0, 'mean')
     """
@@ -170,7 +170,14 @@ class Ledger:
             self._append(transfer)
 
     def begin_step(self, step: int) -> None:
-        """Count what is recorded from here on for `step`; `step_bytes` starts at 0."""
+        """Count what is recorded from here on for `step`; `step_bytes` starts at 0.
+
+        >>> ledger = Ledger()
+        >>> ledger.begin_step(7)
+        >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> [entry.step for entry in ledger], ledger.step_bytes
+        ([7], 600.0)
+        """
         self._step = step
         self.step_bytes = 0.0
 

@@ -638,13 +638,13 @@ class Engine:
         except Exception as error:
             _check_memory(error)
             given = tree.map_leaves(plain, [params, _clones(buffers), batch])
-            _outside_transforms(lambda: self._run_plainly(*given, keys))
+            _outside_transforms(lambda: self._run_plainly(given[0], given[1], given[2], keys))
             raise (_derivative_error if differentiable else _vmap_error)(_cause(error)) from error
 
-    @torch.enable_grad()
     def _run_plainly(self, params: Tree, buffers: Tree, batch: Any, keys: _Keys) -> None:
         """Node after node, for the error of the first that has one."""
-        self._loop_chunk(0, params, buffers, batch, self._gradient_storage(params, len(keys.node_ids)), keys, 0)
+        with torch.enable_grad():
+            self._loop_chunk(0, params, buffers, batch, self._gradient_storage(params, len(keys.node_ids)), keys, 0)
 
     # ------------------------------------------------------------------------------------------ evaluation
 

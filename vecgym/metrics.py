@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from vecgym.errors import warn
+from vecgym import rows
 from vecgym.files import write_atomically
-from vecgym.rows import counted, data_frame
+from vecgym.rows import counted, data_frame, present_name
 
 # Columns with one number a row, and what they are. Loggers write these, and for each metric that a model offers (see
 # `vecgym.evaluate.evaluate`) `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
@@ -52,19 +52,7 @@ PER_NODE = {
 }
 
 
-def present_name(column: str, renamed: Mapping[str, str] = RENAMED) -> str:
-    """Return the name of a column; warn where it is an old one.
-
-    >>> present_name("bytes_total")
-    'bytes_total'
-    """
-    if column not in renamed:
-        return column
-    warn(f"the column {column!r} is now called {renamed[column]!r}", DeprecationWarning)
-    return renamed[column]
-
-
-class Row(dict[str, Any]):
+class Row(rows.Row):
     """One row of a history: column -> value. Old names of columns still work, with a warning.
 
     >>> row = Row(step=1, bytes_total=400.0)
@@ -72,16 +60,7 @@ class Row(dict[str, Any]):
     (400.0, None)
     """
 
-    renamed: ClassVar[Mapping[str, str]] = RENAMED
-
-    def __missing__(self, column: str) -> Any:
-        if column not in self.renamed:
-            raise KeyError(column)
-        return self[present_name(column, self.renamed)]
-
-    def get(self, column: str, default: Any = None) -> Any:
-        """The value of `column`; `default` if there is none."""
-        return super().get(present_name(column, self.renamed), default)
+    renamed = RENAMED
 
 
 class History:
@@ -158,6 +137,11 @@ class History:
 
         Raises:
             ImportError: where pandas is not installed.
+
+        >>> history = History()
+        >>> history.append({"step": 1, "train_losses": [0.5, 1.5]})
+        >>> list(history.to_pandas().columns)
+        ['step', 'train_losses[0]', 'train_losses[1]']
         """
         return data_frame([{name: x for column in row.items() for name, x in _numbers(*column)} for row in self.rows])
 
@@ -178,7 +162,7 @@ class History:
 
     def _known(self, column: str) -> str:
         """The present name of a column that there is."""
-        column = present_name(column)
+        column = present_name(column, RENAMED)
         if column not in SCALARS and column not in PER_NODE and column not in self.columns:
             raise KeyError(f"{column!r} is not a column; there are {', '.join(self.columns)}.")
         return column

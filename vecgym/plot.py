@@ -25,7 +25,7 @@ from vecgym import check
 from vecgym.metrics import History
 from vecgym.optimize import OptimizedSchedule
 from vecgym.partition import Partition
-from vecgym.rows import Rows, averaged, check_over, groups
+from vecgym.rows import Rows, averaged, check_over, groups, present_name, renewed
 
 # Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -394,6 +394,7 @@ def plot_axis(
     >>> [[round(float(v), 3) for v in line.get_ydata()] for line in plot_axis(rows, "lr").axes[0].lines]
     [[0.6, 0.7]]
     """
+    rows, y = renewed(rows), present_name(y)
     there = _finite_rows(rows, y, x, hue)
     over = check_over(rows, None if over in (x, hue) else over)
     figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
@@ -451,6 +452,7 @@ def plot_heatmap(
     >>> plot_heatmap(rows, "lr", "H").axes[0].images[0].get_array().tolist()
     [[0.1, 0.2], [0.5, 1.0]]
     """
+    rows, value = renewed(rows), present_name(value)
     there = _finite_rows(rows, value, x, y)
     over = check_over(rows, None if over in (x, y) else over)
     columns, lines = _values(rows, x), _values(rows, y)
@@ -493,11 +495,12 @@ def plot_pareto(
     A point is the mean over the seeds, and a bar reaches from the lowest to the highest of them. On the front are those
     that no other beats in both; a line connects them. Args: as for `plot_axis`.
 
-    >>> rows = [{"H": H, "bytes": 1e6 / H, "val_loss": 1.0 + 0.1 * H} for H in (1, 2, 4)]
+    >>> rows = [{"H": H, "bytes_total": 1e6 / H, "val_loss": 1.0 + 0.1 * H} for H in (1, 2, 4)]
     >>> [round(float(v), 2) for v in plot_pareto(rows).axes[0].lines[0].get_ydata()]
     [1.4, 1.2, 1.1]
     """
-    _finite_rows(rows, y, "bytes", hue)
+    rows, y = renewed(rows), present_name(y)
+    _finite_rows(rows, y, "bytes_total", hue)
     over = check_over(rows, None if over == hue else over)
     there = [row for row in rows if _is_finite(row[y])]
     whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
@@ -506,20 +509,21 @@ def plot_pareto(
     means = [averaged(group, over)[0] for group in whole]
     figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    front = [means[i] for i in pareto_front([(row["bytes"], row[y]) for row in means])]
-    axes.plot([row["bytes"] for row in front], [row[y] for row in front], color="0.4", zorder=1, label="Pareto front")
+    front = [means[i] for i in pareto_front([(row["bytes_total"], row[y]) for row in means])]
+    sent, lowest = ([row[name] for row in front] for name in ("bytes_total", y))
+    axes.plot(sent, lowest, color="0.4", zorder=1, label="Pareto front")
     values = _values(means, hue)
     for value, style in zip(values, _styles(values)):
         mine = [i for i, row in enumerate(means) if hue is None or row[hue] == value]
         label = None if hue is None else f"{hue} = {_shown(value)}"
-        at, middle = [means[i]["bytes"] for i in mine], [means[i][y] for i in mine]
+        at, middle = [means[i]["bytes_total"] for i in mine], [means[i][y] for i in mine]
         axes.scatter(at, middle, s=24, zorder=2, label=label, **style)
         if over is not None:
             low, high = ([f(row[y] for row in whole[i]) for i in mine] for f in (min, max))
             axes.vlines(at, low, high, color=style["color"], alpha=0.6, linewidth=1.6, zorder=1)
-    axes.scatter([row["bytes"] for row in front], [row[y] for row in front], s=90, facecolors="none", edgecolors="0.2")
+    axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
     _finish(axes, "", "bytes sent per node", _column(y))
-    _scale_sent(axes, [row["bytes"] for row in means])
+    _scale_sent(axes, [row["bytes_total"] for row in means])
     _legend_of_values(axes, hue, values)
     seeds = "" if over is None else f": mean and range of {len(whole[0])} {over}s"
     return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs{seeds}", rows, there), path)
@@ -625,7 +629,7 @@ def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
 def _column(name: str) -> str:
     """A column of a sweep in words."""
     words = {"train_loss": "training loss", "val_loss": "validation loss", "val_loss_local": "nodes' validation loss",
-             "consensus_distance": "consensus distance", "bytes": "bytes sent per node"}  # fmt: skip
+             "consensus_distance": "consensus distance", "bytes_total": "bytes sent per node"}  # fmt: skip
     return words.get(name, name)
 
 

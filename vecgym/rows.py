@@ -4,20 +4,62 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from vecgym import check
+from vecgym.errors import warn
 
-Row = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
 # What a run of a sweep is measured by, in the order of a row; all other names in a row are axes.
-MEASURES = ("train_loss", "val_loss", "val_loss_local", "consensus_distance", "bytes", "bytes_total")
+MEASURES = ("train_loss", "val_loss", "val_loss_local", "consensus_distance", "bytes_total")
+RENAMED = {"bytes": "bytes_total"}  # old name -> new name
 STATES = ("status", "steps", "runs")
 MAX_LABEL = 40  # characters
+
+
+def present_name(column: str, renamed: Mapping[str, str] = RENAMED) -> str:
+    """The name of a column; a warning where an old one was given.
+
+    >>> present_name("bytes_total")
+    'bytes_total'
+    """
+    if not isinstance(column, str) or column not in renamed:
+        return column
+    warn(f"the column {column!r} is now called {renamed[column]!r}", DeprecationWarning)
+    return renamed[column]
+
+
+class Row(dict[str, Any]):
+    """One row: column -> value. Old names of columns still work, with a warning.
+
+    >>> row = Row(lr=0.1, bytes_total=400.0)
+    >>> row["bytes_total"], row.get("val_loss")
+    (400.0, None)
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = RENAMED
+
+    def __missing__(self, column: str) -> Any:
+        if column not in self.renamed:
+            raise KeyError(column)
+        return self[present_name(column, self.renamed)]
+
+    def get(self, column: str, default: Any = None) -> Any:
+        """The value of `column`; `default` if there is none."""
+        return super().get(present_name(column, self.renamed), default)
+
+
+def renewed(rows: Rows) -> list[Row]:
+    """The rows with the present names of columns, for old ones.
+
+    >>> renewed([{"H": 1, "bytes_total": 3.0}])
+    [{'H': 1, 'bytes_total': 3.0}]
+    """
+    return [Row({present_name(name): value for name, value in row.items()}) for row in rows]
 
 
 def axes_of(rows: Rows) -> list[str]:
@@ -68,11 +110,11 @@ def averaged(rows: Rows, over: str | None) -> list[Row]:
     [{'lr': 0.1, 'status': 'finished', 'val_loss': 1.5, 'runs': 2}]
     """
     over = check_over(rows, over)
-    return [dict(row) for row in rows] if over is None else [_mean(group, over) for group in groups(rows, over)]
+    return [Row(row) for row in rows] if over is None else [_mean(group, over) for group in groups(rows, over)]
 
 
 def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
-    mean = {name: value for name, value in group[0].items() if name != over}
+    mean = Row({name: value for name, value in group[0].items() if name != over})
     for name in MEASURES:
         if name in mean:
             each = [row[name] for row in group]
@@ -81,7 +123,8 @@ def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
         mean["status"] = next((row["status"] for row in group if row["status"] != "finished"), "finished")
     if "steps" in mean:
         mean["steps"] = min(row["steps"] for row in group)
-    return {**mean, "runs": len(group)}
+    mean["runs"] = len(group)
+    return mean
 
 
 def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
@@ -94,10 +137,11 @@ def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
     >>> chosen(rows, {"H": 5, "lr": lambda lr: lr < 0.15})
     [{'H': 5, 'lr': 0.1}]
     """
-    left = [dict(row) for row in rows]
+    left = [Row(row) for row in rows]
     if where is not None and not isinstance(where, Mapping):
         raise TypeError(f'where is {check.kind_of(where)}; give a dict of columns, such as {{"H": 5}}.')
     for name, wanted in (where or {}).items():
+        name = present_name(name)
         if rows and name not in rows[0]:
             raise ValueError(
                 f"where[{name!r}] is not a column{check.did_you_mean(name, rows[0])} There are {', '.join(rows[0])}."
@@ -152,7 +196,7 @@ def labelled(rows: Rows) -> list[Row]:
     if not rows:
         return []
     columns = {name: list(_labels([row[name] for row in rows])) for name in rows[0]}
-    return [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
+    return [Row({name: column[i] for name, column in columns.items()}) for i in range(len(rows))]
 
 
 def _labels(values: list[Any]) -> Iterator[Any]:

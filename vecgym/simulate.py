@@ -260,7 +260,10 @@ class Simulation:
     def _context(self, step: int, inplace: bool) -> Context:
         everyone = self.num_local >= self.comm.num_nodes
         rows = None if everyone else self.comm.node_ids
-        return Context(self.comm, step, self.max_steps, self.seed, inplace, self.num_examples, rows, self.exact)
+        return Context(
+            self.comm, step, self.max_steps, self.seed, inplace,
+            differentiable=not inplace, num_examples=self.num_examples, rows=rows, exact=self.exact,
+        )  # fmt: skip
 
 
 def _widened(x: Tensor, num_nodes: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vecgym import check
+from vecgym.folding import Readable
 
 Groups = Sequence[Sequence[int]]
 
@@ -36,7 +37,8 @@ class Links(NamedTuple):
     @classmethod
     def of(cls, senders: Tensor, receivers: Tensor) -> Links:
         """Message i goes from node `senders[i]` to node `receivers[i]`."""
-        return cls(*(array("i", x.tolist()).tobytes() for x in (senders, receivers)))
+        with Readable():
+            return cls(*(array("i", x.tolist()).tobytes() for x in (senders, receivers)))
 
     @property
     def senders(self) -> array[int]:

@@ -29,6 +29,7 @@ class Context:
         max_steps: the length of the run.
         seed: the run's seed; random numbers come from `generator`.
         num_examples: of each node's shard, [K]; None where not known.
+        differentiable: derivatives are taken through the run.
         inplace: the tensors given may be overwritten. False under differentiation, where every operation must
             be pure.
         rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
@@ -52,6 +53,7 @@ class Context:
     max_steps: int = 1
     seed: int = 0
     inplace: bool = False
+    differentiable: bool = False
     num_examples: tuple[int, ...] | None = None
     rows: Tensor | None = None
     exact: bool = False

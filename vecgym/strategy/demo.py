@@ -81,7 +81,10 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         residual, indices, values = {}, {}, {}
         for name, g in grads.items():
-            old = state["residual"][name].expand(g.shape[0], -1, -1)
+            old = state["residual"][name]
+            # Another module may make them [1, *] at some steps: the residuals of the nodes still differ.
+            g = g.expand(max(len(g), len(old)), *g.shape[1:])
+            old = old.expand(len(g), -1, -1)
             found = self._update_in_place(old, g, ctx.exact) if ctx.inplace else self._update(old, g)
             residual[name], indices[name], values[name] = found
         indices, values = (ctx.comm.all_gather(x, inplace=True) for x in (indices, values))  # [1, K, chunks, k]

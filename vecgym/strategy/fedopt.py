@@ -84,7 +84,13 @@ class ServerOptimizer:
             check.per_node("server_betas", beta, "[0, 1)", "each of the two numbers")
 
     def check(self) -> None:
-        """Raise a ValueError for several values of a number: a run has one server, a stack of runs one for each."""
+        """Raise a ValueError for several values of a number: a run has one server, a stack of runs one for each.
+
+        >>> ServerOptimizer("avgm", lr=torch.tensor([0.5, 1.0])).check()
+        Traceback (most recent call last):
+        ...
+        ValueError: server_lr has shape [2]: there is one server, give one number.
+        """
         for name, value in (("lr", self.lr), ("tau", self.tau), *(("betas", beta) for beta in self.betas)):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"server_{name} has shape {list(value.shape)}: there is one server, give one number.")

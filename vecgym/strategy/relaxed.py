@@ -72,8 +72,8 @@ class SyncWeight:
             if self.binary:
                 return exchange(params, state, ctx)
         # A run that is not differentiated sends all of what it then uses in part.
-        weight = weight.detach() if ctx.inplace else weight
-        with ctx.comm.ledger.weighted(1.0 if ctx.inplace else weight):
+        weight = weight if ctx.differentiable else weight.detach()
+        with ctx.comm.ledger.weighted(weight if ctx.differentiable else 1.0):
             new, changed = exchange(params, state, replace(ctx, inplace=False))
         return _between(params, new, weight), _between(state, changed, weight)
 

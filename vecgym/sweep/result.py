@@ -13,7 +13,7 @@ from torch import nn
 from vecgym import check, nodes
 from vecgym.files import write_atomically
 from vecgym.metrics import History
-from vecgym.rows import averaged, chosen, counted, data_frame, label, labelled
+from vecgym.rows import Row, averaged, chosen, counted, data_frame, label, labelled, present_name
 from vecgym.sweep.axes import Point
 from vecgym.sweep.configurations import Configuration
 from vecgym.sweep.curves import FINISHED, PARTIAL, PENDING
@@ -29,7 +29,7 @@ class SweepResult:
     Attributes:
         rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
             "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
-            `consensus_distance`, and `bytes`, sent per node in all.
+            `consensus_distance`, and `bytes_total`, sent per node.
         axes: the names of the axes.
 
     >>> import tempfile, pathlib
@@ -49,12 +49,12 @@ class SweepResult:
     ... )
     >>> result
     SweepResult(4 configurations: 4 finished)
-    >>> {row["H"]: row["bytes"] for row in result.rows}, result.num_pending
+    >>> {row["H"]: row["bytes_total"] for row in result.rows}, result.num_pending
     ({1: 16.0, 2: 8.0}, 0)
     >>> result.best("val_loss")["lr"], result.history(0)["step"], type(result.model(0)).__name__
     (0.1, [0, 1, 2, 3, 4], 'Line')
     >>> result.table().splitlines()[0]
-    '| H |   lr |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes |'
+    '| H |   lr |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes_total |'
     >>> result.explain().splitlines()[0]
     '4 configurations in 1 program:'
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -64,6 +64,8 @@ class SweepResult:
     >>> figures = result.plot("H", hue="lr"), result.plot_heatmap("H", "lr"), result.plot_pareto(hue="lr")
     >>> [figure.axes[0].get_xlabel() for figure in figures]
     ['H', 'H', 'bytes sent per node']
+    >>> result.to_pandas().shape
+    (4, 10)
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -86,7 +88,7 @@ class SweepResult:
             for found in curve.evaluations.values():
                 last.update({n: x for n, x in found.items() if n in last})
         sent = 0.0 if curve is None else float(curve.columns["bytes"].sum())
-        return {**row, **last, "bytes": sent}
+        return Row({**row, **last, "bytes_total": sent})
 
     @property
     def num_pending(self) -> int:
@@ -134,7 +136,7 @@ class SweepResult:
         Raises:
             ValueError: for a column that is not there or has no number.
         """
-        rows = chosen(self.rows, where)
+        rows, column = chosen(self.rows, where), present_name(column)
         if column not in rows[0]:
             hint = check.did_you_mean(column, rows[0])
             raise ValueError(f"{column!r} is not a column{hint} There are {', '.join(rows[0])}.")
@@ -214,7 +216,7 @@ class SweepResult:
         """Which configurations share a program, and why the others do not."""
         return self._runner.explain()
 
-    def _shown(self, where: Mapping[str, Any] | None) -> list[Point]:
+    def _shown(self, where: Mapping[str, Any] | None) -> list[Row]:
         return labelled(chosen(self.rows, where))
 
     def __len__(self) -> int:

@@ -380,7 +380,7 @@ class Stack:
     # --------------------------------------------------------------------------------------------- helpers
 
     def _context(self, member: Member | _Exchange, inplace: bool = True) -> Context:
-        return Context(member.comm, self.done, self.max_steps, member.seed, inplace, member.num_examples)
+        return Context(member.comm, self.done, self.max_steps, member.seed, inplace, num_examples=member.num_examples)
 
     def _set_params(self, params: Tree) -> None:
         self.params = params
