@@ -31,10 +31,7 @@ EXAMPLES = (3, 1, 4, 2)  # what each node's shard is said to hold
 
 
 # Those that take a value of each node another way than the rest.
-PER_NODE = [
-    "independent", "allreduce", "allreduce-int8", "fedavg-participation", "fedprox-participation", "fedavg-server-adam",
-    "diloco", "sparta", "gossip-ring", "demo", "demo-momentum",
-]  # fmt: skip
+PER_NODE = ["allreduce", "fedprox-participation", "diloco", "gossip-ring", "demo", "demo-momentum"]
 EMPTY = ", and parameters without elements"
 SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip-ring", "demo"]  # one for each collective
 CASES: dict[str, Callable[[], Strategy]] = {

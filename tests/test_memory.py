@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import vecgym
 import vecgym.memory as memory
@@ -203,8 +203,61 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -0.5, 1.5, 80, "0.8", True])
 def test_a_fraction_that_is_none(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"max_memory_usage=.* must be a number in \(0, 1\], such as 0.8"):
+    with pytest.raises(ValueError, match=r"max_memory_usage=.* must be a number in \(0, 1\].*such as 0\.8"):
         Trainer(make_model("MLP"), dataset("MLP")).fit(alone(), 2, max_memory_usage=wrong)
+
+
+class Empty(nn.Module):
+    """One of its parameters, and a buffer, has no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(4, 2), nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("nothing", torch.zeros(0))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (self.layer(batch[0]) - batch[1]).square().mean() + self.empty.sum()
+
+
+def test_parameters_without_elements_take_nothing() -> None:
+    batch = torch.zeros(4, 4), torch.zeros(4, 2)
+    for data in (None, batch):
+        found = estimate_memory(Empty(), DiLoCoStrategy("adamw", H=2), 2, 4, data)
+        assert found.parts["parameters"].total_bytes == 2 * 4 * (4 * 2 + 2)
+    trainer = Trainer(Empty(), torch.utils.data.TensorDataset(torch.zeros(16, 4), torch.zeros(16, 2)))
+    for engine in ("vmap", "loop"):
+        strategy = DiLoCoStrategy("adamw", H=2, max_norm=1.0)
+        trainer.fit(strategy, 2, batch_size=4, device="cpu", progress=False, max_memory_usage=0.9, engine=engine)
+        assert trainer.nodes.params["empty"].shape == (2, 0, 3)
+
+
+def test_nodes_weighted_by_their_examples_fit_and_are_estimated() -> None:
+    strategy, batch = FedAvgStrategy("sgd", H=1, weighting="examples"), (torch.zeros(4, 4), torch.zeros(4, 2))
+    assert estimate_memory(Empty(), strategy, 2, 4, batch).total_bytes > 0
+    trainer = Trainer(Empty(), torch.utils.data.TensorDataset(torch.zeros(16, 4), torch.zeros(16, 2)))
+    trainer.fit(strategy, 2, batch_size=4, device="cpu", progress=False, max_memory_usage=0.9)
+    assert "memory" in trainer.history.settings
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"engine": "vamp"}, "did you mean 'vmap'"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"num_nodes": 2.0}, "num_nodes=2.0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"minibatch_size": 3}, "minibatch_size=3 must divide"),
+        ({"autocast": "no"}, "autocast='no'"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"strategy": "diloco"}, "DiLoCoStrategy"),
+        ({"model": nn.Linear}, "the class Linear"),
+    ],
+)
+def test_an_estimate_is_refused_as_a_run_is(wrong: dict[str, Any], says: str) -> None:
+    given = {"model": Empty(), "strategy": FedAvgStrategy("sgd", H=1), "num_nodes": 4, "batch_size": 4, **wrong}
+    with pytest.raises((ValueError, TypeError), match=says):
+        estimate_memory(**given)
 
 
 def test_the_limit_of_this_machine() -> None:

@@ -166,7 +166,7 @@ class _Description:
             return found
         if callable(getattr(x, "__wrapped__", None)):  # functools.cache
             return lambda x, name, depth: self.add(x.__wrapped__, name, depth)
-        has_parts = hasattr(x, "__dict__") or getattr(type(x), "__slots__", ())
+        has_parts = hasattr(x, "__dict__") or len(getattr(type(x), "__slots__", ())) > 0
         words = not has_parts or isinstance(x, (types.ModuleType, PurePath, enum.Enum, types.BuiltinFunctionType))
         return self._words if words or _is_standard(type(x).__module__) else self._object
 

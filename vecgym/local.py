@@ -898,7 +898,7 @@ class _Keys(NamedTuple):
         return self._replace(start=start)
 
     def of(self, row: int) -> int:
-        seed = self.seed if isinstance(self.seed, int) else self.seed[row]
+        seed = self.seed[row] if isinstance(self.seed, Sequence) else self.seed
         return rng.key(seed, "model", self.step, self.node_ids[row], self.start)
 
 

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from vecgym import check, tree
 from vecgym.collectives import StackedCollectives
+from vecgym.contract import check_model
 from vecgym.data import Batches
 from vecgym.ledger import readable_bytes
-from vecgym.local import Engine, EngineName, Plan, choose_plan
+from vecgym.local import Engine, EngineName, Plan, check_settings, choose_plan
+from vecgym.settings import check_strategy, checked
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import is_per_rank
 
@@ -120,7 +122,10 @@ def estimate_memory(
         data: a dataset, or a tuple, list or dict of tensors as the model takes them: one node's batch, `[B, ...]`.
             None: the table has no batch and no activations.
         max_steps: of the run; some strategies ask.
-        device: where it would run: the engine's plan depends on it.
+        device: where it would run, there or not: the engine's plan depends on it.
+
+    Raises:
+        ValueError, TypeError: for what `Trainer.fit` refuses, too.
 
     >>> from vecgym.models import Classifier
     >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
@@ -133,7 +138,14 @@ def estimate_memory(
     >>> estimate_memory(model, AllReduceStrategy("adamw"), 8).parts["optimizer"].total_bytes // P
     2
     """
-    where = torch.device(device)
+    check_model(model)
+    check_strategy(strategy, num_nodes)
+    given_sizes = {"num_nodes": num_nodes, "batch_size": batch_size, "minibatch_size": minibatch_size,
+                   "chunk_size": chunk_size, "autocast": autocast}  # fmt: skip
+    num_nodes, batch_size, minibatch_size, chunk_size, autocast = checked(given_sizes).values()
+    check_settings(engine, chunk_size, None)
+    max_steps = check.integer("max_steps", max_steps)
+    where = _device(device)
     given = None if data is None else tree.map_leaves(lambda x: x[None], _batch_of_one(data, num_nodes, batch_size))
     one = Engine(copy.deepcopy(model).cpu(), engine="loop", autocast=autocast)
     found = Activations() if given is None else _activations(one, given, minibatch_size)
@@ -198,7 +210,8 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
         state = strategy.inner_optim.rule().init(one)
         return Kept(Part(P, nodes=num_nodes), Part(tree.num_bytes(state), nodes=num_nodes), Part(), False)
     tiny = {name: torch.ones(1, *[min(n, TINY) for n in p.shape[1:]], dtype=p.dtype) for name, p in one.items()}
-    ctx = Context(StackedCollectives(num_nodes), 0, max_steps, 0, inplace=False)
+    # Weights of examples, if it asks for them, change no size.
+    ctx = Context(StackedCollectives(num_nodes), 0, max_steps, 0, inplace=False, num_examples=(1,) * num_nodes)
     optimizer, _ = strategy.init(one, ctx)
     small, slots, modules = tiny, *strategy.init(tiny, ctx)
     rows = 1 if mean else num_nodes
@@ -211,7 +224,7 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
     wide = _widest(small) > 1
     each = tree.num_bytes(optimizer)
     of_optimizer = Part(each, nodes=num_nodes) if _widest(slots) > 1 else Part(0, each)
-    ratios = {name: p.numel() / tiny[name].numel() for name, p in one.items()}
+    ratios = {name: p.numel() / max(1, tiny[name].numel()) for name, p in one.items()}
     whole, each_node = _state_bytes(modules, num_nodes, ratios)
     strategy_part = Part(round(each_node), round(whole), num_nodes)
     return Kept(Part(P, nodes=num_nodes) if wide else Part(0, P), of_optimizer, strategy_part, mean and not wide)
@@ -255,6 +268,14 @@ def _parts(
         "activations": passing,
         "exchange": Part(P, P, wide) if wide else Part(0, P),
     }
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """It need not be there."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'device={device!r} is not a device, such as "cpu" or "cuda".') from None
 
 
 def _batch_of_one(data: Any, num_nodes: int, batch_size: int) -> Any:

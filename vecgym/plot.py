@@ -404,7 +404,7 @@ def plot_axis(
         mine = [row for row in rows if hue is None or row[hue] == value]
         found = {v: _summary([row for row in mine if row[x] == v], y, over, best) for v in places}
         at = [v for v in places if found[v] is not None]
-        middle, low, high = zip(*[found[v] for v in at]) if at else ((), (), ())  # type: ignore[misc]
+        middle, low, high = zip(*[found[v] for v in at]) if at else ((), (), ())
         label = None if hue is None else f"{hue} = {_shown(value)}"
         axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **style)
         if low != high and not (best and over is None):

@@ -40,12 +40,20 @@ class Links(NamedTuple):
 
     @property
     def senders(self) -> array[int]:
-        """The sending node of each message."""
+        """The sending node of each message.
+
+        >>> Links.of(torch.tensor([0, 1]), torch.tensor([1, 2])).senders
+        array('i', [0, 1])
+        """
         return array("i", self.sender_bytes)
 
     @property
     def receivers(self) -> array[int]:
-        """The receiving node of each message."""
+        """The receiving node of each message.
+
+        >>> Links.of(torch.tensor([0, 1]), torch.tensor([1, 2])).receivers
+        array('i', [1, 2])
+        """
         return array("i", self.receiver_bytes)
 
     @property

@@ -109,6 +109,8 @@ DECORATION = (
     "project",
     "entity",
     "experiment_name",
+    "wandb_project",
+    "wandb_name",
 )  # any object can be written as text
 
 # ------------------------------------------------------------------------------------------------------- the cases
@@ -124,14 +126,11 @@ def tried() -> dict[str, Target]:
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
-    """All callables in turn, so that each is there in a small share too."""
-    draw = random.Random(f"arguments {seed}")
-    names = list(tried())
-    order: list[str] = []
+    """All callables in turn, so that each is there in a small share too, where a new one changes no other's cases."""
+    names = sorted(tried())
     for i in range(count):
-        if not order:
-            order = draw.sample(names, len(names))
-        yield Case(_drawn(order.pop(), draw), seed + i)
+        name, turn = names[i % len(names)], i // len(names)
+        yield Case(_drawn(name, random.Random(f"{seed} {turn} {name}")), seed + i)
 
 
 def _drawn(name: str, draw: random.Random) -> dict[str, Any]:
@@ -384,7 +383,7 @@ def _tells(message: str, changed: dict[str, Any]) -> bool:
     """Whether a message has one of the arguments' names, or something of the values."""
     for name, value in changed.items():
         words = {name, CALLED.get(name, name), *(part for part in name.split("_") if len(part) > 1)}
-        shown = {repr(value)[:25], str(value)[:25], type(value).__name__} - {""}
+        shown = {repr(value).strip("'")[:25], str(value)[:25], type(value).__name__} - {""}
         if isinstance(value, types.FunctionType):
             shown.add("function")
         named = any(re.search(rf"(?<![^\W_]){re.escape(word)}", message, re.IGNORECASE) for word in words)

@@ -352,7 +352,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.launch.run": {"function": lambda: work},
     "vecgym.local.ModelFacts": {"unused": frozenset, "mutated": frozenset, "random": lambda: False, "flop": lambda: 1},
     "vecgym.local.Engine.gradients": {"seed": lambda: 1},
-    "vecgym.local.choose_plan": {"facts": lambda: local.ModelFacts(frozenset(), frozenset(), False, 1),
+    "vecgym.local.choose_plan": {"facts": lambda: local.ModelFacts(frozenset(), frozenset(), False, flop=1),
                                  "num_threads": lambda: 1},
     "vecgym.local.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
     "vecgym.logger.read_csv": {"directory": lambda: file("log")},

@@ -203,6 +203,7 @@ class DilocoSimulatorConfig:
         self.strategy()  # has checks of its own, of the optimizers among them
 
     def _check_numbers(self) -> None:
+        self.seed = check.seed("seed", self.seed)
         counts = ("batch_size", "eval_iters", "eval_interval", "num_epochs", "sparta_interval", "num_nodes")
         for name in (*counts, "diloco_interval"):
             setattr(self, name, check.integer(name, getattr(self, name)))
