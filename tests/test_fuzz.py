@@ -18,7 +18,7 @@ from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, fedavg, f
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_configurations_equal_their_twins(seed: int) -> None:
     for case in configurations.cases(seed, 10):
         outcome = configurations.run(case)

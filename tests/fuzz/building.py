@@ -123,7 +123,12 @@ def torch_optimizer(
         value = options[key]
         options[key] = tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
     choose = GROUPS[groups] if groups else lambda name, p: {}
-    return CLASSES[settings["name"]]([{"params": [p], **choose(name, p)} for name, p in params.items()], **options)
+    made = CLASSES[settings["name"]]([{"params": [p], **choose(name, p)} for name, p in params.items()], **options)
+    if settings["name"] == "nadam":  # torch keeps a product of its momenta in the default type, the library in float64
+        default = torch.get_default_dtype()
+        made.register_step_pre_hook(lambda *_: torch.set_default_dtype(torch.float64))
+        made.register_step_post_hook(lambda *_: torch.set_default_dtype(default))
+    return made
 
 
 # ------------------------------------------------------------------------------------------- the library's side

@@ -170,8 +170,13 @@ class Data:
     def longest(self, num_nodes: int) -> int:
         return max(self.num_examples(num_nodes))
 
+    def batch_size(self, settings: Settings) -> int:
+        """Never more than a shard of a dataset that is dealt out."""
+        longest = self.longest(settings["num_nodes"])
+        return min(settings["batch_size"], longest) if self.own is None else settings["batch_size"]
+
     def steps_per_epoch(self, settings: Settings) -> int:
-        whole, rest = divmod(self.longest(settings["num_nodes"]), settings["batch_size"])
+        whole, rest = divmod(self.longest(settings["num_nodes"]), self.batch_size(settings))
         return whole if settings["drop_last"] else whole + (rest > 0)
 
     def order(self, epoch: int, node: int, settings: Settings, seed: int) -> list[int]:
@@ -190,12 +195,16 @@ class Data:
 
     def batches(self, settings: Settings, seed: int) -> list[list[tuple[Tensor, ...]]]:
         """`batches[step][node]`."""
-        per_epoch, size = self.steps_per_epoch(settings), settings["batch_size"]
+        per_epoch, size = self.steps_per_epoch(settings), self.batch_size(settings)
+        shards = self.num_examples(settings["num_nodes"])
         found = []
         for t in range(self.max_steps):
             epoch, place = divmod(t, per_epoch)
             orders = [self.order(epoch, node, settings, seed) for node in range(settings["num_nodes"])]
-            found.append([tuple(x[order[place * size : (place + 1) * size]] for x in self.tensors) for order in orders])
+            here = [order[place * size : (place + 1) * size] for order in orders]
+            if self.own is not None:  # a node that has fewer sees all of them in each step
+                here = [chosen[:shard] for chosen, shard in zip(here, shards)]
+            found.append([tuple(x[chosen] for x in self.tensors) for chosen in here])
         return found
 
 
@@ -252,13 +261,7 @@ def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
         sign=(lambda t, node: building.DEMO_LR * factor[t]) if is_demo else None, observe=observe,
         blur=blurring(nudge),
     )  # fmt: skip
-    before = torch.get_default_dtype()
-    if "nadam" in repr(settings):
-        torch.set_default_dtype(torch.float64)  # in which torch's NAdam keeps a product, and the library's always does
-    try:
-        result = naive.train(plan)
-    finally:
-        torch.set_default_dtype(before)
+    result = naive.train(plan)
     seen.bytes, seen.losses = result.sent, result.losses
     seen.lr = [sum(base) / len(base) * f for f in factor]
     seen.params = stacks([dict(m.named_parameters()) for m in result.models])
