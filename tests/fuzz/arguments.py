@@ -75,7 +75,7 @@ UNDERNEATH = (
     "vecgym.local", "vecgym.memory", "vecgym.metrics.", "vecgym.nodes", "vecgym.optimize.", "vecgym.rng",
     "vecgym.rollout.", "vecgym.schedule", "vecgym.simulate", "vecgym.topology", "vecgym.tree", "vecgym.verify.",
     "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule", "vecgym.strategy.Context", "vecgym.plot.default_window",
-    "vecgym.plot.pareto_front", "vecgym.plot.smooth", "vecgym.Ledger",
+    "vecgym.data.Batches.", "vecgym.plot.pareto_front", "vecgym.plot.smooth", "vecgym.Ledger",
 )  # fmt: skip
 # ... but for these, which users call and give to a strategy, ...
 ENTRANCES = {

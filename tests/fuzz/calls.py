@@ -226,7 +226,7 @@ def work(link: Any) -> int:
 VALUES: dict[str, Callable[[], Any]] = {
     "overwritten": lambda: [tree_of_nodes()], "exchanged": dict, "before": dict,
     "participants": lambda: [0], "steps": lambda: 1, "transfer": transfer, "transfers": lambda: [transfer()],
-    "what": lambda: "a run",
+    "what": lambda: "a run", "shard_sizes": lambda: [8] * K,
     "H": lambda: 1, "alpha": lambda: 1.0, "batch": lambda: steps()[0], "batch_size": lambda: 2, "batches": steps,
     "buffers": dict, "column": lambda: "train_loss", "comm": lambda: StackedCollectives(K), "context": lambda: 4,
     "communication_modules": lambda: [AveragingCommunicator()], "count": lambda: 1, "ctx": context, "d": lambda: 1,
