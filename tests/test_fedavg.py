@@ -230,7 +230,7 @@ def test_server_avg_is_fedavg() -> None:
         ({"server_optim": "adam", "server_betas": 0.9}, r"two numbers in \[0, 1\)"),
         ({"weighting": "size"}, "Allowed: 'equal', 'examples'"),
         ({"participation": 0.0}, r"must be a number in \(0, 1\]"),
-        ({"participation": 0.5, "resting": "stay"}, 'allowed: "server", "keep"'),
+        ({"participation": 0.5, "resting": "stay"}, "Allowed: 'server', 'keep'"),
         ({"participation": 0.5, "resting": "server", "island_size": 2}, "leave out island_size and sync_weight"),
         ({"participation": 0.5, "resting": "server", "sync_weight": [1.0]}, "leave out island_size and sync_weight"),
         ({"participation": 0.5, "resting": "keep", "server_optim": "adam"}, "all nodes begin a round"),

@@ -246,7 +246,7 @@ def test_pyplot_is_not_needed(monkeypatch):
 def test_refuses_what_cannot_be_drawn(tmp_path):
     with pytest.raises(ValueError, match="there is no history to plot"):
         plot_comparison({})
-    with pytest.raises(TypeError, match="'run' is a dict; give a History"):
+    with pytest.raises(TypeError, match=r"histories\['run'\] is of type dict; give a History"):
         plot_comparison({"run": {}})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="the history of 'run' has no step"):
         plot_comparison({"run": History()})
@@ -369,7 +369,7 @@ def test_runs_without_distances_or_nodes_have_one_panel() -> None:
     figure = plot_runs({"silent": history}, x="bytes")
     assert len(figure.axes) == 1
     assert "silent: sends nothing" in [text.get_text() for text in figure.axes[0].texts]
-    with pytest.raises(ValueError, match=r"x='epochs' is not known; allowed: 'step', 'examples', 'bytes', 'seconds'"):
+    with pytest.raises(ValueError, match=r"x='epochs' is not known.* Allowed: 'step', 'examples', 'bytes', 'seconds'"):
         plot_runs({"silent": history}, x="epochs")
 
 

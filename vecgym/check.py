@@ -206,6 +206,53 @@ def index(name: str, value: Any, size: int) -> int:
     return int(value)
 
 
+def instance(name: str, value: Any, kind: type | tuple[type, ...], give: str) -> Any:
+    """`value` if it is of a type.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        kind: the type, or several.
+        give: what to give, for the message.
+
+    Raises:
+        TypeError: otherwise.
+
+    >>> instance("text", "abc", str, "a str")
+    'abc'
+    >>> instance("text", 3, str, "a str")
+    Traceback (most recent call last):
+    ...
+    TypeError: text is of type int; give a str.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {kind_of(value)}; give {give}.")
+    return value
+
+
+def column(name: str, value: Any, known: Iterable[str]) -> str:
+    """`value` if it is the name of a column.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        known: the names of the columns.
+
+    Raises:
+        TypeError: for what is no text.
+        ValueError: for a column that is not there.
+
+    >>> column("y", "val_los", ["train_loss", "val_loss"])
+    Traceback (most recent call last):
+    ...
+    ValueError: y='val_los' is not a column; did you mean 'val_loss'? There are train_loss, val_loss.
+    """
+    names = list(known)
+    if instance(name, value, str, "the name of a column") not in names:
+        raise ValueError(f"{name}={value!r} is not a column{did_you_mean(value, names)} There are {', '.join(names)}.")
+    return value
+
+
 def path(name: str, value: Any) -> Path:
     """`value` as a path, if it is a text or a path.
 

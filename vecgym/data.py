@@ -166,6 +166,8 @@ class Batches:
         # examples of each node here, before padding
         self.shard_sizes = _dealt_sizes(lengths[0], self.num_nodes, self.node_ids) if shared else lengths
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
+        if agree is not None and not callable(agree):
+            raise TypeError(f"agree is {check.kind_of(agree)}; give a function of the longest shard, or None.")
         self._longest = agree(longest) if agree and not shared else longest
         self.epoch_length = self._longest  # examples of each node in an epoch, padding counted
         whole, rest = divmod(self._longest, self.batch_size)
@@ -373,9 +375,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, tokens: Tensor, context: int):
         self.context = check.integer("context", context, 1)
-        whole = (torch.uint8, torch.int16, torch.int32, torch.int64)
-        if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in whole:
-            raise TypeError(f"tokens is {_describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)")
+        _check_tokens(tokens)
         if len(tokens) <= self.context:
             raise ValueError(
                 f"tokens has {len(tokens)} tokens, too few for one window with context={context}. "
@@ -409,6 +409,8 @@ def encode_text(text: str, vocabulary: str | None = None) -> tuple[Tensor, str]:
     >>> encode_text("hello")
     (tensor([1, 0, 2, 2, 3]), 'ehlo')
     """
+    check.instance("text", text, str, "a str")
+    check.instance("vocabulary", vocabulary, (str, type(None)), "a str of all characters, or None")
     if not text:
         raise ValueError("text is empty. Allowed: at least one character")
     known = "".join(sorted(set(text))) if vocabulary is None else vocabulary
@@ -425,10 +427,25 @@ def encode_text(text: str, vocabulary: str | None = None) -> tuple[Tensor, str]:
 def decode_text(tokens: Tensor, vocabulary: str) -> str:
     """The text of tokens `[n]`.
 
+    Errors: `TypeError` for what is no integer tensor `[n]`; `ValueError` for tokens that the vocabulary lacks.
+
     >>> decode_text(torch.tensor([1, 0, 2, 2, 3]), "ehlo")
     'hello'
     """
+    size = len(check.instance("vocabulary", vocabulary, str, "the vocabulary of encode_text, a str"))
+    _check_tokens(tokens)
+    missing = sorted({token for token in tokens.tolist() if not 0 <= token < size})
+    if missing:
+        raise ValueError(f"tokens has {missing[:10]}, and the vocabulary only 0 to {size - 1}")
     return "".join(vocabulary[token] for token in tokens.tolist())
+
+
+def _check_tokens(tokens: Any) -> None:
+    whole = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in whole:
+        raise TypeError(f"tokens is {_describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)")
+    if tokens.device.type == "meta":
+        raise ValueError("tokens is on the device meta, where tensors have no values: create it on the CPU")
 
 
 # ----------------------------------------------------------------------------------- reading the examples
@@ -449,6 +466,8 @@ class _Source:
         name: str,
     ):
         self.shared = not _is_factory(dataset)
+        if not self.shared:
+            check_dataset(dataset, name)
         datasets = [dataset] if self.shared else [dataset(node, num_nodes, train) for node in node_ids]
         for node, own in zip(node_ids, datasets):
             _check_examples(own, name if self.shared else f"{name} of node {node}")
@@ -866,6 +885,7 @@ def _node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[int, ...]
     if node_ids is None:
         return tuple(range(num_nodes))
     given = node_ids.tolist() if isinstance(node_ids, Tensor) else node_ids
+    check.instance("node_ids", given, Iterable, "the ids of nodes, such as [0, 1]")
     ids = tuple(check.integer("node_ids", node, 0) for node in given)
     if not ids or len(set(ids)) < len(ids) or max(ids) >= num_nodes:
         raise ValueError(f"node_ids={ids}. Allowed: different ids from 0 to {num_nodes - 1}, at least one")

@@ -126,6 +126,7 @@ def estimate_memory(
 
     Raises:
         ValueError, TypeError: for what `Trainer.fit` refuses, too.
+        RuntimeError: where the model fails on the data; it says with what.
 
     >>> from vecgym.models import Classifier
     >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
@@ -274,15 +275,17 @@ def _device(device: torch.device | str) -> torch.device:
     """It need not be there."""
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(f'device={device!r} is not a device, such as "cpu" or "cuda".') from None
 
 
 def _batch_of_one(data: Any, num_nodes: int, batch_size: int) -> Any:
     """One node's batch, `[B, ...]`, of a dataset; or what was given as one."""
     if isinstance(data, (tuple, list, Mapping)):
+        if not any(True for _ in tree.leaves(data)):
+            raise ValueError("data holds no tensor: give one node's batch [B, ...], as the model takes it.")
         return data
-    batches = Batches(data, num_nodes, batch_size, shuffle=False, node_ids=[0])
+    batches = Batches(data, num_nodes, batch_size, shuffle=False, node_ids=[0], name="data")
     return tree.map_leaves(lambda x: x[0], batches.batch(0))
 
 

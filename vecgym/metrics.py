@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vecgym import rows
+from vecgym import check, rows
 from vecgym.files import write_atomically
 from vecgym.rows import counted, data_frame, present_name
 
@@ -103,7 +103,7 @@ class History:
 
     def series(self, column: str, x: str = "step") -> tuple[list[Any], list[Any]]:
         """The entries of a column that are there, and their `x`: ready to plot."""
-        column, x = self._known(column), self._known(x)
+        column, x = self._known(column), self._known(x, "x")
         there = [row for row in self.rows if row.get(column) is not None and row.get(x) is not None]
         return [row[x] for row in there], [row[column] for row in there]
 
@@ -160,9 +160,9 @@ class History:
             raise KeyError(f"{column!r} was not recorded; val_losses need a val_dataset, others a step of training.")
         return np.stack(rows)
 
-    def _known(self, column: str) -> str:
+    def _known(self, column: str, name: str = "column") -> str:
         """The present name of a column that there is."""
-        column = present_name(column, RENAMED)
+        column = present_name(check.instance(name, column, str, "the name of a column"), RENAMED)
         if column not in SCALARS and column not in PER_NODE and column not in self.columns:
             raise KeyError(f"{column!r} is not a column; there are {', '.join(self.columns)}.")
         return column

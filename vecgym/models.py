@@ -120,6 +120,10 @@ class GPT(nn.Module):
         >>> model.generate(torch.tensor([[1, 2]]), num_tokens=6).shape
         torch.Size([1, 8])
         """
+        check.instance("tokens", tokens, Tensor, "an int64 tensor [B, T]")
+        check.instance("generator", generator, (torch.Generator, type(None)), "a torch.Generator, or None")
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"tokens is a tensor of {tokens.dtype}; give int64, one number for each token.")
         if tokens.dim() != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens has shape {list(tokens.shape)}; it must be [B, T] with T >= 1.")
         check.integer("num_tokens", num_tokens, 0)

@@ -19,6 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 from vecgym import check, rng
 
 ALPHA = "the smaller, the more uneven"
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_DRAWS = 1000  # of a partition, until every node has `min_size` examples
 
 
@@ -45,7 +46,7 @@ class Partition:
     labels: Tensor | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", tuple(torch.as_tensor(own, dtype=torch.long) for own in self.indices))
+        object.__setattr__(self, "indices", _checked_indices(self.indices))
         empty = [node for node, size in enumerate(self.sizes) if size == 0]
         if not self.indices or empty:
             raise ValueError(f"nodes {empty} have no example: every node of a partition needs at least one.")
@@ -54,6 +55,8 @@ class Partition:
             raise ValueError(
                 f"indices are not each of 0 to {len(found) - 1} once: a partition puts every example on one node."
             )
+        if self.labels is not None and not _is_whole(self.labels):
+            raise TypeError(f"labels is {check.kind_of(self.labels)}; give a tensor of integers, [n], or None.")
         if self.labels is not None and len(self.labels) != len(found):
             raise ValueError(f"there are {len(self.labels)} labels for {len(found)} examples: give one for each.")
 
@@ -102,9 +105,13 @@ class Partition:
         >>> [sorted({int(label) for _, label in shards(rank, 2)}) for rank in range(2)]
         [[0], [1]]
         """
-        if len(dataset) != self.num_examples:
+        try:
+            size = len(dataset)
+        except TypeError:
+            raise TypeError(f"dataset is {check.kind_of(dataset)}; give the one that was partitioned.") from None
+        if size != self.num_examples:
             raise ValueError(
-                f"the dataset has {len(dataset)} examples and the partition {self.num_examples}: "
+                f"the dataset has {size} examples and the partition {self.num_examples}: "
                 "give the dataset that was partitioned, or make a partition of this one."
             )
         return Shards(dataset, self)
@@ -331,6 +338,24 @@ def _rounded(n: int, shares: np.ndarray) -> np.ndarray:
     cuts = np.rint(n * shares.cumsum()).astype(np.int64)
     cuts[-1] = n
     return np.diff(cuts, prepend=0)
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether `x` is a tensor `[n]` of integers."""
+    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in WHOLE and x.device.type != "meta"
+
+
+def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
+    give = "a tuple of K integer tensors [n_k]"
+    check.instance("indices", indices, (tuple, list), give)
+    try:
+        found = tuple(torch.as_tensor(own) for own in indices)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"indices holds what is no tensor of integers; give {give}.") from None
+    for node, own in enumerate(found):
+        if own.numel() and not _is_whole(own):
+            raise TypeError(f"indices[{node}] is a tensor {own.dtype} {list(own.shape)}; give {give}.")
+    return tuple(own.long() for own in found)
 
 
 def _partition(indices: Sequence[np.ndarray], labels: np.ndarray | None) -> Partition:

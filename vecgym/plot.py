@@ -80,6 +80,7 @@ def plot_comparison(
     >>> [axes.get_xlabel() for axes in figure.axes]
     ['optimizer steps', 'bytes sent per node']
     """
+    _check_shared(path=path, title=title, window=window)
     _check(histories)
     figure = NotebookFigure(figsize=(11, 4.6), dpi=120, layout="constrained")
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
@@ -120,6 +121,7 @@ def plot_history(
     >>> plot_history(run).axes[0].get_xlabel()
     'optimizer steps'
     """
+    _check_shared(path=path, title=title, window=window)
     _check({"history": history})
     figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -185,10 +187,9 @@ def plot_runs(
     >>> [axes.get_xlabel() for axes in plot_runs({"diloco": run}, x="seconds").axes]
     ['seconds of simulation', 'seconds of simulation']
     """
+    _check_shared(path=path, title=title, window=window)
     _check(histories)
-    if x not in X_AXES:
-        raise ValueError(f"x={x!r} is not known; allowed: {', '.join(map(repr, X_AXES))}.")
-    column, x_label = X_AXES[x]
+    column, x_label = X_AXES[check.choice("x", x, X_AXES)]
     apart = {n: h for n, h in histories.items() if _recorded(h, "consensus_distance")}
     figure = NotebookFigure(figsize=(11 if apart else 7, 4.6), dpi=120, layout="constrained")
     panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
@@ -263,6 +264,7 @@ def plot_sensitivity(
     >>> plot_sensitivity([-0.5, 0.1, -0.2], schedule=[0, 0, 1]).axes[0].get_ylabel()
     'd final loss / d weight of the exchange'
     """
+    _check_shared(path=path, title=title)
     slope = _vector("gradient", gradient)
     figure = NotebookFigure(figsize=(9, 3.8), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -301,6 +303,8 @@ def plot_schedule(
     >>> [axes.get_xlabel() for axes in plot_schedule(found).axes]
     ['optimizer steps', 'accepted steps of the descent']
     """
+    _check_shared(path=path, title=title)
+    check.instance("found", found, OptimizedSchedule, "what optimize_schedule returned")
     figure = NotebookFigure(figsize=(11, 4.2), dpi=120, layout="constrained")
     if found.schedule.ndim == 1:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -337,6 +341,8 @@ def plot_partition(
     >>> sorted(heights)  # each node has one of the two classes
     [0, 0, 0, 0, 3, 3, 3, 3]
     """
+    _check_shared(path=path, title=title)
+    check.instance("partition", partition, Partition, "a Partition such as partition_iid(labels, 8)")
     nodes, each = range(partition.num_nodes), np.array(partition.sizes)[:, None]
     labels: Sequence[int | str] = ["examples"]
     if partition.labels is not None:
@@ -394,9 +400,10 @@ def plot_axis(
     >>> [[round(float(v), 3) for v in line.get_ydata()] for line in plot_axis(rows, "lr").axes[0].lines]
     [[0.6, 0.7]]
     """
+    _check_shared(path=path, title=title, best=best)
     rows, y = renewed(rows), present_name(y)
-    there = _finite_rows(rows, y, x, hue)
-    over = check_over(rows, None if over in (x, hue) else over)
+    there = _finite_rows(rows, y, y=y, x=x, hue=hue)
+    over = _averaged_over(rows, over, x, hue)
     figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
     axes = figure.subplots()
     places = _places(axes, [row[x] for row in there])
@@ -452,9 +459,10 @@ def plot_heatmap(
     >>> plot_heatmap(rows, "lr", "H").axes[0].images[0].get_array().tolist()
     [[0.1, 0.2], [0.5, 1.0]]
     """
+    _check_shared(path=path, title=title, best=best)
     rows, value = renewed(rows), present_name(value)
-    there = _finite_rows(rows, value, x, y)
-    over = check_over(rows, None if over in (x, y) else over)
+    there = _finite_rows(rows, value, value=value, x=x, y=y)
+    over = _averaged_over(rows, over, x, y)
     columns, lines = _values(rows, x), _values(rows, y)
     cells = np.full((len(lines), len(columns)), np.nan)
     for i, of_y in enumerate(lines):
@@ -499,10 +507,10 @@ def plot_pareto(
     >>> [round(float(v), 2) for v in plot_pareto(rows).axes[0].lines[0].get_ydata()]
     [1.4, 1.2, 1.1]
     """
+    _check_shared(path=path, title=title)
     rows, y = renewed(rows), present_name(y)
-    _finite_rows(rows, y, "bytes_total", hue)
-    over = check_over(rows, None if over == hue else over)
-    there = [row for row in rows if _is_finite(row[y])]
+    there = _finite_rows(rows, y, y=y, x="bytes_total", hue=hue)
+    over = _averaged_over(rows, over, hue)
     whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
     if not whole:
         raise ValueError(f"no configuration has a finite number as {y!r} for every {over}: give over=None.")
@@ -590,14 +598,18 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _finite_rows(rows: Rows, value: str, *names: str | None) -> list[Mapping[str, Any]]:
-    """The rows whose `value` is a finite number."""
+def _averaged_over(rows: Rows, over: str | None, *drawn: str | None) -> str | None:
+    """`over`, unless it is itself one of the axes that are drawn."""
+    return None if isinstance(over, str) and over in drawn else check_over(rows, over)
+
+
+def _finite_rows(rows: Rows, value: str, /, **columns: str | None) -> list[Mapping[str, Any]]:
+    """The rows whose `value` is a finite number. `columns`: argument -> column; `hue` alone may be None."""
     if not rows:
         raise ValueError("there is no row to plot.")
-    for name in (value, *names):
-        if name is not None and name not in rows[0]:
-            hint = check.did_you_mean(name, rows[0])
-            raise ValueError(f"{name!r} is not a column{hint} There are {', '.join(rows[0])}.")
+    for name, column in columns.items():
+        if name != "hue" or column is not None:
+            check.column(name, column, rows[0])
     there = [row for row in rows if _is_finite(row[value])]
     if not there:
         raise ValueError(f"no row has a finite number as {value!r}.")
@@ -763,7 +775,10 @@ def _draw_matrix(axes: Axes, name: str, matrices: Tensor) -> None:
 
 
 def _vector(name: str, values: Any) -> np.ndarray:
-    found = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
+    try:
+        found = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
+    except (TypeError, ValueError, NotImplementedError):  # the last: of a tensor on the device meta
+        raise TypeError(f"{name} is {check.kind_of(values)} without numbers; give one for each step, [T].") from None
     if found.ndim != 1 or len(found) == 0:
         raise ValueError(f"{name} has shape {list(found.shape)}; one number for each step, [T], is needed.")
     return found
@@ -813,11 +828,20 @@ def _span(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(some, low, np.nan), np.where(some, high, np.nan)
 
 
+def _check_shared(path: Any, title: Any, window: Any = None, best: Any = False) -> None:
+    """What several figures are given, before anything is drawn."""
+    if path is not None:
+        check.path("path", path)
+    check.instance("title", title, (str, type(None)), "a str, or None")
+    check.optional_integer("window", window, what="steps to average over")
+    check.flag("best", best)
+
+
 def _check(histories: Mapping[str, History]) -> None:
+    check.instance("histories", histories, Mapping, 'a dict: {"name": trainer.history, ...}')
     if not histories:
-        raise ValueError('there is no history to plot; give {"name": trainer.history, ...}.')
+        raise ValueError('there is no history to plot; give histories={"name": trainer.history, ...}.')
     for name, history in histories.items():
-        if not isinstance(history, History):
-            raise TypeError(f"{name!r} is a {type(history).__name__}; give a History such as trainer.history.")
+        check.instance(f"histories[{name!r}]", history, History, "a History such as trainer.history")
         if not any(row.get("train_loss") is not None for row in history):
             raise ValueError(f"the history of {name!r} has no step to plot.")

@@ -103,6 +103,7 @@ def rollout(
 
     Raises:
         ValueError, TypeError: for what cannot be run or differentiated, with the way out.
+        RuntimeError: where the model fails on a batch; it says with which.
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> class Line(nn.Module):
@@ -175,6 +176,9 @@ def rollout_jvp(
     Returns:
         The outcome, and the derivative of each of its tensors.
 
+    Raises:
+        ValueError, TypeError, RuntimeError: as `rollout`; and for primals and tangents that do not belong together.
+
     >>> from vecgym.strategy import FedAvgStrategy
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -195,6 +199,11 @@ def rollout_jvp(
             "lambda outer_lr: DiLoCoStrategy(outer_lr=outer_lr)."
         )
     _check_names(settings)
+    num_nodes = check.integer("num_nodes", num_nodes)
+    primals, tangents = _tensors("primals", primals), _tensors("tangents", tangents)
+    shapes = [[list(x.shape) for x in values] for values in (primals, tangents)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"primals have the shapes {shapes[0]} and tangents {shapes[1]}: give one tangent for each.")
     local = prepared(model, engine, as_steps(batches, num_nodes)[0])
 
     def outcome(*values: Tensor) -> Outcome:
@@ -202,7 +211,7 @@ def rollout_jvp(
             model, strategy(*values), batches, num_nodes=num_nodes, eval_batch=eval_batch, engine=local, **settings
         )
 
-    value, slope = jvp(outcome, tuple(primals), tuple(tangents))[:2]
+    value, slope = jvp(outcome, primals, tangents)[:2]
     return value, slope
 
 
@@ -489,6 +498,17 @@ def _check_rules(strategy: Strategy) -> None:
                 "differentiated: use SGD, Adam, AdamW or another of vecgym.optim's elementwise optimizers, or let "
                 "nothing require grad."
             )
+
+
+def _tensors(name: str, values: Any) -> tuple[Tensor, ...]:
+    """At least one floating tensor."""
+    check.instance(name, values, (list, tuple), "a list of tensors")
+    for x in values:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{name} has {x!r}; give a list of floating tensors, such as [torch.tensor(0.1)].")
+    if not values:
+        raise ValueError(f"{name} is empty: give at least one tensor, such as [torch.tensor(0.1)].")
+    return tuple(values)
 
 
 def _check_names(settings: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,7 +59,11 @@ def renewed(rows: Rows) -> list[Row]:
     >>> renewed([{"H": 1, "bytes_total": 3.0}])
     [{'H': 1, 'bytes_total': 3.0}]
     """
-    return [Row({present_name(name): value for name, value in row.items()}) for row in rows]
+    give = "a list of dicts, such as the rows of a SweepResult"
+    if isinstance(rows, (Tensor, np.ndarray)) or not isinstance(rows, Iterable):
+        raise TypeError(f"rows is {check.kind_of(rows)}; give {give}.")
+    each = [check.instance("one of rows", row, Mapping, give) for row in rows]
+    return [Row({present_name(name): value for name, value in row.items()}) for row in each]
 
 
 def axes_of(rows: Rows) -> list[str]:
@@ -74,9 +78,9 @@ def axes_of(rows: Rows) -> list[str]:
 def check_over(rows: Rows, over: str | None) -> str | None:
     """The axis to average over; None: there is none. "seed" need not be an axis, any other one must."""
     axes = axes_of(rows)
-    if over is None or over in axes:
+    if over is None or (isinstance(over, str) and over in axes):
         return over
-    if over != "seed":
+    if not isinstance(over, str) or over != "seed":
         raise ValueError(
             f"over={over!r} is no axis{check.did_you_mean(over, axes)} Allowed: {', '.join(axes)}, or None."
         )

@@ -39,6 +39,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) 
     Pascanu et al., arXiv 1211.5063; as `torch.nn.utils.clip_grad_norm_` on each node.
     """
     check_max_norm(max_norm)
+    check.flag("inplace", inplace)
     flat = [g.reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
     if not flat:
         return grads, torch.zeros(1)

@@ -109,6 +109,7 @@ class OptimSpec:
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]])).lr_at(1)
         tensor(0.0100)
         """
+        check.integer("step", step, 0, "counted from 0")
         return _at(self.lr, step) if isinstance(self.lr, Tensor) else self.lr
 
     def replace(self, **kwargs: Any) -> OptimSpec:

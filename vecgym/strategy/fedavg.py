@@ -68,7 +68,8 @@ class AveragingCommunicator(CommunicationModule):
         self.weighting = check_weighting(weighting)
         self.sync_weight = make_sync_weight(sync_weight, self.H, default=1)
         rounds_of_all = island_size is None and sync_weight is None
-        self.resting = check_resting(resting, rounds_of_all) if participation < 1 else None
+        resting = check_resting(resting, rounds_of_all or participation == 1)
+        self.resting = resting if participation < 1 else None
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         if self.sync_weight is not None:
@@ -134,7 +135,7 @@ class ServerCommunicator(CommunicationModule):
         participation: float = 1.0,
         weighting: Weighting = "equal",
     ) -> None:
-        self.server = server
+        self.server = check.instance("server", server, ServerOptimizer, "a ServerOptimizer('adam', lr=0.1)")
         self.H = check_interval("H", H)
         self.participation = check_participation(participation)
         self.weighting = check_weighting(weighting)
@@ -317,8 +318,8 @@ def check_participation(participation: float) -> float:
 
 def check_resting(resting: str | None, rounds_of_all: bool) -> str:
     """ "server" or "keep", as asked for; None: "server" where rounds of all nodes have one."""
-    if resting not in (None, "server", "keep"):
-        raise ValueError(f'resting={resting!r} is not known; allowed: "server", "keep".')
+    if resting is not None:
+        check.choice("resting", resting, ("server", "keep"), "None")
     if resting == "server" and not rounds_of_all:
         raise ValueError(
             'resting="server" needs one server and rounds of H steps: leave out island_size and sync_weight, or give '

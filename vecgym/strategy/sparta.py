@@ -504,9 +504,11 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
 
 def _check_rate(name: str, value: Any, high: float = 1.0) -> float:
     if isinstance(value, Tensor):
+        unread = value.device.type == "meta" or value.is_complex()
+        rate = 0.005 if unread else float(value.detach().double().mean())
         raise ValueError(
             f"{name} is a tensor: no derivative can be taken by a rate at which coordinates are drawn, since a "
-            f"coordinate is either drawn or not. Give the number, {name}={float(value.detach().mean()):g}; how much is "
+            f"coordinate is either drawn or not. Give the number, {name}={rate:g}; how much is "
             "averaged can be differentiated by sync_weight of AveragingCommunicator."
         )
     what = f"the fraction of the parameters that is exchanged, such as {name}=0.005"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vecgym import rng
+from vecgym import check, rng
 from vecgym.check import kind_of
 from vecgym.rows import label
 
@@ -29,6 +29,8 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            check.number(name, getattr(self, name))
         if not self.low < self.high:
             raise ValueError(f"low={self.low!r} must be smaller than high={self.high!r}.")
 

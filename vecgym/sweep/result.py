@@ -77,6 +77,9 @@ class SweepResult:
         """One dict per configuration, in the order of the grid; see the class for what is in it."""
         return [self._row(config) for config in self._runner.configs]
 
+    def _config(self, index: int) -> Configuration:
+        return self._runner.configs[check.index("index", index, len(self))]
+
     def _row(self, config: Configuration) -> Point:
         curve = self._runner.curves.get(config.index)
         row: Point = {**config.point, "status": PENDING if curve is None else curve.status, "steps": 0}
@@ -97,8 +100,7 @@ class SweepResult:
 
     def history(self, index: int) -> History:
         """The history of the configuration of row `index`, as `Trainer.fit` alone would have recorded it."""
-        runner = self._runner
-        config = runner.configs[index]
+        runner, config = self._runner, self._config(index)
         settings = {
             **{name: label(value) for name, value in config.point.items()},
             "strategy": repr(config.strategy), **config.settings, "max_steps": config.num_steps,
@@ -115,7 +117,7 @@ class SweepResult:
 
     def model(self, index: int) -> nn.Module:
         """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""
-        config = self._runner.configs[index]
+        config = self._config(index)
         curve = self._runner.curves.get(config.index)
         if curve is None or curve.average is None:
             raise ValueError(
@@ -137,9 +139,7 @@ class SweepResult:
             ValueError: for a column that is not there or has no number.
         """
         rows, column = chosen(self.rows, where), present_name(column)
-        if column not in rows[0]:
-            hint = check.did_you_mean(column, rows[0])
-            raise ValueError(f"{column!r} is not a column{hint} There are {', '.join(rows[0])}.")
+        check.column("column", column, rows[0])
         there = [row for row in averaged(rows, over) if row["status"] == FINISHED and _is_finite(row.get(column))]
         if not there:
             hint = " Give a val_dataset." if column.startswith("val") and self._runner.val_dataset is None else ""
