@@ -39,8 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vecgym import tree
-from vecgym.errors import ProcessError, VecgymWarning
-from vecgym.saved import Damaged
+from vecgym.errors import Damaged, ProcessError, VecgymWarning
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vecgym import check as checks
 from vecgym import nodes, tree
 from vecgym.check import kind_of
+from vecgym.errors import Damaged
 from vecgym.files import is_regular, write_atomically
 from vecgym.metrics import History, Row
 from vecgym.rows import counted
@@ -35,10 +36,6 @@ FORM: dict[str, Any] = {  # of what `load` reads
     "rows": {"length": int, "columns": dict},
     "models": {"params": dict, "buffers": dict, "keys": dict, "extra": dict},
 }
-
-
-class Damaged(ValueError):
-    """A file that is damaged, or not what vecgym has written; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +100,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         ValueError: for a file that is damaged, or no file of vecgym's, naming it.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> from vecgym import Trainer
     >>> from vecgym.strategy import FedAvgStrategy
     >>> class Line(nn.Linear):
@@ -221,7 +219,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     ...     {"step": 3}["rows"]
     Traceback (most recent call last):
     ...
-    vecgym.saved.Damaged: run.pt is not what vecgym has written: KeyError('rows')
+    vecgym.errors.Damaged: run.pt is not what vecgym has written: KeyError('rows')
     """
     try:
         yield
