@@ -110,8 +110,8 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> trainer = Trainer(model, torch.arange(8.0)[:, None])
     >>> averaged = trainer.fit(FedAvgStrategy("sgd", lr=0.01), num_nodes=2, batch_size=2, max_steps=2, progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     trainer.save(Path(folder, "run.pt"))
-    ...     saved = load(Path(folder, "run.pt"))
+    ...     trainer.save(os.path.join(folder, "run.pt"))
+    ...     saved = load(os.path.join(folder, "run.pt"))
     >>> model.load_state_dict(saved.average), torch.equal(saved.node(1)["weight"], trainer.nodes.params["weight"][1])
     (<All keys matched successfully>, True)
     >>> saved.step, saved.num_nodes, saved.history["step"]
