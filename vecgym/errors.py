@@ -10,7 +10,11 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class Damaged(ValueError):
-    """A file that is damaged, or not what vecgym has written; the message names it."""
+    """A file that is damaged, or not what vecgym has written; the message names it.
+
+    >>> isinstance(Damaged("run.pt is damaged"), ValueError)
+    True
+    """
 
 
 class VecgymWarning(UserWarning):
