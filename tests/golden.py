@@ -1,7 +1,8 @@
 """Golden traces: what short runs of everything gave, to the bit. `python -m tests.golden --write` writes them anew.
 
 Each run leaves a hash of its losses, of all nodes' final parameters and of its bytes, and a few numbers for a processor
-on which the last bits differ. The traces are made with the instructions that every x86 processor has, one thread.
+or a torch with which the last bits differ. The traces are made with the instructions that every x86 processor has, one
+thread.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ PORTABLE = {
 FILE = Path(__file__).with_name("golden.json")
 
 
-def processor() -> str:
-    """What computes here: bits are compared with those of the same one."""
+def computed_by() -> dict[str, str]:
+    """What computes here: bits are compared with those of the same processor and torch."""
+    import torch
+
     model = next((line for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    return f"{model.partition(':')[2].strip()}, {platform.machine()}"
+    return {
+        "processor": f"{model.partition(':')[2].strip()}, {platform.machine()}",
+        "torch": torch.__version__,
+    }
 
 
 def _cpuinfo() -> list[str]:
@@ -141,7 +147,7 @@ def main() -> None:
     import warnings
 
     warnings.simplefilter("ignore")
-    found = {"processor": processor(), "traces": {name: make() for name, make in cases()}}
+    found = {"computed_by": computed_by(), "traces": {name: make() for name, make in cases()}}
     text = json.dumps(found, indent=1)
     if args.write:
         FILE.write_text(text + "\n")

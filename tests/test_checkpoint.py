@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import vecgym
 from tests.fitting import dataset, fit, same, same_run
@@ -374,7 +376,7 @@ def executable(path: Path) -> None:
 
 
 def later(path: Path) -> None:
-    torch.save({**torch.load(path, weights_only=True), "version": 2}, path)
+    torch.save({**torch.load(path, weights_only=True), "version": saved.VERSION + 1}, path)
 
 
 @pytest.mark.parametrize("damage", [flipped, truncated, emptied, foreign, executable, later])
@@ -395,9 +397,10 @@ def test_a_bad_file_is_named_and_the_newest_good_one_taken(damage: Callable[[Pat
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """What someone has made by hand, or with another program."""
-    held = torch.load(path, weights_only=True)
-    torch.save(change(held) or held, path)
+    """What someone has made by hand, or with another program, and said so in the file's own form."""
+    held = saved.read(path)
+    made = change(held) or held
+    torch.save({**made, "form": saved.form(made)} if isinstance(made, dict) else made, path)
 
 
 def without(name: str, held: dict[str, Any]) -> dict[str, Any]:
@@ -423,6 +426,9 @@ HANDMADE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "parameters of another shape": lambda held: held["models"].update(
         params={name: torch.ones(1) for name in held["models"]["params"]}
     ),
+    "parameters of another dtype": lambda held: held["models"].update(
+        params={name: x.double() for name, x in held["models"]["params"].items()}
+    ),
     "parameters that are numbers": lambda held: held["models"].update(
         params=dict.fromkeys(held["models"]["params"], 1.0)
     ),
@@ -432,6 +438,9 @@ HANDMADE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no state of the optimizer": lambda held: held["state"].update(optimizer={}),
     "an optimizer's state of another shape": lambda held: held["state"].update(
         optimizer=tree.map_leaves(lambda x: torch.ones(1, 7, 7), held["state"]["optimizer"])
+    ),
+    "an optimizer's state of another dtype": lambda held: held["state"].update(
+        optimizer=tree.map_leaves(Tensor.double, held["state"]["optimizer"])
     ),
     "no random states": lambda held: {**held, "random": []},
     "random states of another kind": lambda held: {**held, "random": [{"torch": "x", "numpy": 3, "python": None}]},
@@ -469,6 +478,61 @@ def test_a_file_made_by_hand_is_named_and_the_next_older_one_taken(
         resumed = short(folder, resume=True)
     assert_same(resumed, saved_run[1])
     vecgym.load(at(folder, 2))  # written anew
+
+
+def tensors_in(value: Any, where: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Of every tensor in nested dicts and lists, what holds it, its key there, and its place in words."""
+    for key, x in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        place = f"{where}[{key!r}]"
+        if isinstance(x, Tensor):
+            yield value, key, place
+        elif isinstance(x, (dict, list)):
+            yield from tensors_in(x, place)
+
+
+OTHER_FORMS: list[Callable[[Tensor], Any]] = [
+    lambda x: None, Tensor.tolist, Tensor.half, Tensor.bool, lambda x: x[None], lambda x: x.to("meta"),
+    lambda x: torch.eye(3).to_sparse(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("one_rank", [False, True])
+def test_a_tensor_of_another_form_is_named(one_rank: bool, tmp_path: Path) -> None:
+    """Some tensors of a file in turn, with right checksums: what no template says, the file itself does."""
+    given: dict[str, Any] = {"strategy": OnOneRank("adamw", lr=0.01) if one_rank else "diloco", "max_steps": 3}
+    train(tmp_path, **given)
+    path = at(tmp_path, 3)
+    held = torch.load(path, weights_only=True)
+    places = random.Random(0).sample(list(tensors_in(held)), 12)
+    for i, (container, key, place) in enumerate(places):
+        x = container[key]
+        container[key] = OTHER_FORMS[i % len(OTHER_FORMS)](x)
+        torch.save(held, path)
+        with pytest.raises(saved.Damaged, match=f"{path} is not what vecgym has written: " + re.escape(f"{place} is ")):
+            vecgym.load(path)
+        container[key] = x
+    del container[key]
+    torch.save(held, path)
+    with pytest.raises(saved.Damaged, match=re.escape(f"there is no {place}")):
+        train(resume=path, **given)
+
+
+def test_a_value_of_the_file_is_as_it_was_written(tmp_path: Path) -> None:
+    short(tmp_path)
+    held = torch.load(at(tmp_path, 2), weights_only=True)
+    held["ledger"]["total_bytes"] = float("nan")
+    torch.save(held, at(tmp_path, 2))
+    with pytest.raises(saved.Damaged, match=r"\['ledger'\]\['total_bytes'\] is nan in place of [0-9.]+"):
+        short(resume=at(tmp_path, 2))
+
+
+def test_a_file_of_the_first_version_has_no_form_and_is_read(saved_run: tuple[Path, Trainer], tmp_path: Path) -> None:
+    held = saved.read(at(saved_run[0], 2))
+    torch.save({**held, "version": 1}, tmp_path / "old.pt")
+    assert vecgym.load(tmp_path / "old.pt").step == 2
+    torch.save(held, tmp_path / "old.pt")
+    with pytest.raises(saved.Damaged, match=r"old\.pt.*'form'"):
+        vecgym.load(tmp_path / "old.pt")
 
 
 def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None:
@@ -898,6 +962,24 @@ def test_errors_of_processes_keep_their_kind(tmp_path: Path) -> None:
         train(tmp_path, strategy="fedavg", resume=True, **BACKENDS["2 processes"])
     with pytest.raises(ValueError, match="has checkpoints already"):
         train(tmp_path, **BACKENDS["2 processes"])
+
+
+def test_errors_of_files_are_the_same_in_processes(tmp_path: Path) -> None:
+    """A part of the file that is gone or too short, its checksum right."""
+    train(tmp_path, max_steps=3)
+    path = at(tmp_path, 3)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    name = next(name for name in parts if name.endswith("/data/0"))
+    for data in (None, parts[name][:-1]):
+        with zipfile.ZipFile(path, "w") as archive:
+            for part, content in {**parts, name: data}.items():
+                if content is not None:
+                    archive.writestr(part, content)
+        with pytest.raises(saved.Damaged, match=f"{path} is damaged"):
+            train(max_steps=3, resume=path, **BACKENDS["2 processes"])
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*gone"):
+        train(max_steps=3, resume=tmp_path / "gone", **BACKENDS["2 processes"])
 
 
 def test_ctrl_c_with_processes_saves_the_run(tmp_path: Path) -> None:

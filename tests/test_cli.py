@@ -432,7 +432,7 @@ def test_read_text(tmp_path):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             read_text(file)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="is no file, but a folder"):
         read_text(tmp_path)
 
 

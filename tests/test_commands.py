@@ -139,7 +139,7 @@ def test_run_shows_its_progress(config: str, undrawn: None, capsys: pytest.Captu
         (["experiment.py:refused"], "batch_size=0 must be an integer >= 1"),
         (["experiment.py", "--set", "h=3"], "--set h=...: experiment.py:config takes H, lr, name, and what it returns"),
         (["experiment.py", "--set", "H=0"], "ValueError: H=0 must be an integer >= 1"),
-        (["experiment.py", "--set", "num_nodes=1000"], "1 for each of 1000 nodes"),
+        (["experiment.py", "--set", "num_nodes=0"], "num_nodes=0 must be an integer >= 1"),
     ],
 )
 def test_mistakes_are_one_line(config: str, capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:

@@ -238,7 +238,7 @@ def test_server_avg_is_fedavg() -> None:
 )
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FedAvgStrategy("sgd", **options)
+        FedAvgStrategy("sgd", **options).check(4, 10)
 
 
 def test_examples_must_be_known() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,3 +193,15 @@ def test_the_check_of_internals_can_fail() -> None:
 def test_the_reference_implementations_import_nothing_from_vecgym() -> None:
     for path in sorted((ROOT / "tests" / "reference").glob("*.py")):
         assert not list(imported(path.read_text())), path.name
+
+
+# ---------------------------------------------------------------------------------------------------------- versions
+
+
+def test_the_lowest_torch_that_is_admitted_is_tested() -> None:
+    admitted = re.search(r'^dependencies = \["torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    tested = re.search(r"for version in ([\d. ]+);", (ROOT / ".ci" / "run").read_text())
+    assert admitted is not None
+    assert tested is not None
+    assert admitted[1] == "2.6"
+    assert tested[1].split()[0] == f"{admitted[1]}.0"

@@ -6,22 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests import golden
 
-TOLERANCE = {"float32": 1e-4, "float64": 1e-9}  # relative, on another processor
+TOLERANCE = {"float32": 1e-4, "float64": 1e-9}  # relative, with another processor or torch
 
 
-def test_the_traces_are_those_of_before() -> None:
-    """To the bit on the processor that wrote them; elsewhere kernels of other libraries may round in another way."""
-    environment = {**os.environ, **golden.PORTABLE}
-    done = subprocess.run([sys.executable, "-m", "tests.golden"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found, expected = json.loads(done.stdout), json.loads(golden.FILE.read_text())
-    assert found["traces"].keys() == expected["traces"].keys()
-    exact = found["processor"] == expected["processor"]
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """To the bit with the processor and torch that wrote them; others may round in another way."""
+    exact = found["computed_by"] == expected["computed_by"]
     wrong = []
     for name, trace in expected["traces"].items():
         new = found["traces"][name]
@@ -30,4 +26,29 @@ def test_the_traces_are_those_of_before() -> None:
         relative = TOLERANCE["float32" if "float32" in name else "float64"]
         if new["bytes"] != trace["bytes"] or new["norms"] != pytest.approx(trace["norms"], rel=relative):
             wrong.append(f"{name}: bytes {new['bytes']} for {trace['bytes']}, or parameters far from before")
+    return wrong
+
+
+def test_the_traces_are_those_of_before() -> None:
+    environment = {**os.environ, **golden.PORTABLE}
+    done = subprocess.run([sys.executable, "-m", "tests.golden"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, expected = json.loads(done.stdout), json.loads(golden.FILE.read_text())
+    assert found["traces"].keys() == expected["traces"].keys()
+    wrong = differences(found, expected)
     assert not wrong, "python -m tests.golden --write, and explain in CHANGELOG:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("other", [{}, {"processor": "another"}, {"torch": "2.6.0"}], ids=str)
+def test_bits_are_compared_with_the_same_processor_and_torch(other: dict[str, str]) -> None:
+    before = {"losses": "6388fcc8", "params": "e685bfc6", "bytes": 64.0, "last_loss": 1.5, "norms": [1.0, 2.0]}
+    expected = {"computed_by": golden.computed_by(), "traces": {"fit float64": before}}
+
+    def with_(**changed: Any) -> list[str]:
+        found = {"computed_by": golden.computed_by() | other, "traces": {"fit float64": before | changed}}
+        return differences(found, expected)
+
+    assert not with_()
+    assert bool(with_(params="00000000")) == (not other)
+    assert with_(norms=[1.0, 2.0001])
+    assert with_(bytes=65.0)

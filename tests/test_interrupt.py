@@ -95,7 +95,7 @@ def test_history_nodes_ledger_and_loggers_are_whole(tmp_path: Path) -> None:
     logger = Interrupting()
     trainer = interrupted("DiLoCo", logger=[logger, CSVLogger(tmp_path)])  # type: ignore[arg-type]
     assert trainer.history["step"] == [0, 1, 2, 3]  # row 0 is the evaluation at the start
-    assert trainer.history.last("total_bytes") == trainer.ledger.total_bytes > 0
+    assert trainer.history.last("bytes_total") == trainer.ledger.total_bytes > 0
     assert logger.steps == [0, 1, 2, 3]
     assert logger.finished == 1
     assert len((tmp_path / "history.csv").read_text().splitlines()) == 5  # header and rows

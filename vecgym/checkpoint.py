@@ -162,15 +162,16 @@ class Run:
     def load(self, held: Mapping[str, Any], template: State) -> State:
         """Go on from there: everything but the random generators, which are set last."""
         models, own = held["models"], self.together.own
-        frozen = self.simulation.engine.frozen
+        frozen, comm = self.simulation.engine.frozen, self.simulation.comm
         given = {"params": {**template.params, **{name: p[None] for name, p in frozen.items()}},
                  "buffers": template.buffers}  # fmt: skip
-        for kind, tensors in given.items():
-            _check_alike(models[kind], tensors, kind, self.simulation.comm.num_nodes)
+        _check_alike({kind: models[kind] for kind in given}, given, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         values = saved.restored({"params": trained, "buffers": models["buffers"], **held["state"]})
         placed = _placed(own(values), vars(template), self.device)
-        _check_optimizer(placed["optimizer"], template.optimizer)
+        # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
+        started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
+        _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
         _check_random_states(self._random_states(held), self.device)
         rows = saved.unpacked_rows(held["rows"])
         self.recorder.ledger.load(held["ledger"])
@@ -293,14 +294,14 @@ class Checkpoints:
         if folder is None:
             assert not isinstance(resume, bool)
             path = Path(resume).absolute()
-            saved.read(path, FORM, mmap=True)
+            saved.read(path, FORM)  # not as a map, which would not see that a part is too short
             return path
         there = checkpoints_in(folder)
         for path in reversed(there):
             if passed is not None and _step_of(path) >= _step_of(passed):
                 continue
             try:
-                saved.read(path, FORM, mmap=True)
+                saved.read(path, FORM)
                 return path
             except saved.Damaged as error:
                 _warn_passed(str(error))
@@ -340,26 +341,10 @@ def _warn_passed(wrong: str) -> None:
     warn(f"{wrong.rstrip('.')}. The next older checkpoint is taken, if there is one.")
 
 
-def _check_alike(held: Mapping[str, Any], given: Mapping[str, Tensor], kind: str, num_nodes: int) -> None:
-    """Raise an error unless there is a value of each name, for each node or for all of them."""
-    if held.keys() != given.keys():
-        raise ValueError(f"{kind} of {sorted(held)} in place of {sorted(given)}")
-    for name, x in given.items():
-        found = held[name]
-        alike = isinstance(found, Tensor) and (found.dtype, found.shape[1:]) == (x.dtype, x.shape[1:])
-        if not alike or found.dim() == 0 or len(found) not in (1, num_nodes):
-            raise ValueError(f"{kind} {name!r} is not {x.dtype} of shape [{num_nodes} or 1, *{list(x.shape[1:])}]")
-
-
-def _check_optimizer(placed: Any, template: Any, where: str = "the optimizer's state") -> None:
-    """Raise an error for a state that lacks what it has from the start."""
-    if isinstance(template, dict):
-        for name, x in template.items():
-            _check_optimizer(placed[name], x, f"{where}[{name!r}]")
-    elif isinstance(template, Tensor) and (
-        not isinstance(placed, Tensor) or placed.dim() != template.dim() or placed.shape[1:] != template.shape[1:]
-    ):
-        raise ValueError(f"{where} is not of shape {list(template.shape)}")
+def _check_alike(held: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
+    """Raise an error unless all tensors have the names, dtypes and shapes of the template's; rows: 1 or all."""
+    if wrong := saved.difference(saved.form(held, num_nodes), saved.form(template, num_nodes), more=more):
+        raise ValueError(wrong)
 
 
 def _placed(values: Any, template: Any, device: torch.device) -> Any:

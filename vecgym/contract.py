@@ -32,7 +32,7 @@ OF_TRAINING_STEP = "return self.net.training_step(batch, 0)  # the loss, if it g
 def fix(model: nn.Module) -> str:
     """How a network becomes a model, as code.
 
-    >>> print(fix(nn.Linear(2, 1)).splitlines()[-4])
+    >>> print(fix(nn.Linear(2, 1)).splitlines()[-3])
                 return F.cross_entropy(self.net(x), y)
     """
     return WRAPPER.format(body=OF_TRAINING_STEP if hasattr(model, "training_step") else OF_A_NETWORK)

@@ -9,6 +9,14 @@ from pathlib import Path
 _PACKAGE = str(Path(__file__).parent)
 
 
+class Damaged(ValueError):
+    """A file that is damaged, or not what vecgym has written; the message names it.
+
+    >>> isinstance(Damaged("run.pt is damaged"), ValueError)
+    True
+    """
+
+
 class VecgymWarning(UserWarning):
     """A setting has no effect, or not the one that its name suggests.
 

@@ -39,13 +39,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vecgym import tree
-from vecgym.errors import ProcessError, VecgymWarning
+from vecgym.errors import Damaged, ProcessError, VecgymWarning
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
 TIMEOUT_S = 600.0  # the longest that no process may get anywhere
 GRACE_S = 2.0  # after a first error: others may tell more, such as who caused it
 POLL_S = 0.1
+# What was given is wrong: raised here as it was raised there.
+GIVEN_BACK = {error.__name__: error for error in (ValueError, TypeError, FileNotFoundError, Damaged)}
 
 Labels = Callable[[int], str]  # rank -> what it holds, for errors
 
@@ -171,7 +173,7 @@ def run(
 
     Raises:
         ProcessError: when a process raises, dies or hangs; all are ended.
-        ValueError, TypeError: those that the function raises before its first message.
+        ValueError, TypeError, FileNotFoundError, Damaged: those that the function raises before its first message.
         ValueError: where torchrun has started this process as one of several.
         KeyboardInterrupt: on Ctrl-C: the processes get it, and may return something first.
 
@@ -384,8 +386,8 @@ class _Watch:
         first = next((f for f in causes if not f.kind), causes[0])  # a process that died tells nothing itself
         if first.kind == "KeyboardInterrupt" or (interrupted and first.inside):
             return KeyboardInterrupt()
-        if first.kind in ("ValueError", "TypeError") and not first.began:
-            return {"ValueError": ValueError, "TypeError": TypeError}[first.kind](first.message)
+        if first.kind in GIVEN_BACK and not first.began:
+            return GIVEN_BACK[first.kind](first.message)
         text = f"{first.kind}: {first.message}" if first.kind else first.message
         if first.inside or not first.kind:  # perhaps since the processes did not call the same
             text += self.progress.said()

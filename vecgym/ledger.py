@@ -164,7 +164,13 @@ class Ledger:
         self.total_received_bytes = 0.0
 
     def add(self, step: int, transfers: Iterable[Transfer]) -> None:
-        """Add the transfers that `step` returned."""
+        """Add the transfers that `step` returned.
+
+        >>> ledger = Ledger()
+        >>> ledger.add(7, [Transfer("mean", payload_bytes=400, num_nodes=4)])
+        >>> [entry.step for entry in ledger]
+        [7]
+        """
         self.begin_step(step)
         for transfer in transfers:
             self._append(transfer)

@@ -18,6 +18,7 @@ from torch.func import jvp, vjp
 
 from vecgym import check, nodes, tree
 from vecgym.collectives import StackedCollectives
+from vecgym.contract import check_differentiable
 from vecgym.folding import Readable
 from vecgym.held import reachable, replaced
 from vecgym.local import Engine, EngineName
@@ -398,6 +399,7 @@ def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engin
     'vmap'
     """
     local = engine if isinstance(engine, Engine) else Engine(model, engine=engine, node_threads=1)
+    check_differentiable(local.model)  # before the engine looks, which may warn of what is refused anyway
     if local.facts is None:
         with torch.enable_grad():  # a run whose derivatives nobody wants may be under no_grad
             local.prepare(batch)

@@ -1,7 +1,8 @@
 """Files of runs: how they are written and read, and what a finished one gives: `vecgym.load`.
 
 A file is what `torch.save` writes, nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
-reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not.
+reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not, and that
+names, dtypes, shapes and plain values are those that were written: a file keeps its own `form` beside what it holds.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import check as checks
-from vecgym import nodes
+from vecgym import nodes, tree
 from vecgym.check import kind_of
+from vecgym.errors import Damaged
 from vecgym.files import is_regular, write_atomically
 from vecgym.metrics import History, Row
 from vecgym.rows import counted
 from vecgym.tree import Tree
 
 FORMAT = "vecgym"
-VERSION = 1  # of what is in a file; a reader refuses later ones
+VERSION = 2  # of what is in a file; a reader refuses later ones. Files of version 1 have no form
 FORM: dict[str, Any] = {  # of what `load` reads
     "step": int,
     "num_nodes": int,
@@ -34,10 +36,6 @@ FORM: dict[str, Any] = {  # of what `load` reads
     "rows": {"length": int, "columns": dict},
     "models": {"params": dict, "buffers": dict, "keys": dict, "extra": dict},
 }
-
-
-class Damaged(ValueError):
-    """A file that is damaged, or not what vecgym has written; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         ValueError: for a file that is damaged, or no file of vecgym's, naming it.
 
     >>> import tempfile
+    >>> from pathlib import Path
     >>> from vecgym import Trainer
     >>> from vecgym.strategy import FedAvgStrategy
     >>> class Line(nn.Linear):
@@ -111,8 +110,8 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> trainer = Trainer(model, torch.arange(8.0)[:, None])
     >>> averaged = trainer.fit(FedAvgStrategy("sgd", lr=0.01), num_nodes=2, batch_size=2, max_steps=2, progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     trainer.save(Path(folder, "run.pt"))
-    ...     saved = load(Path(folder, "run.pt"))
+    ...     trainer.save(os.path.join(folder, "run.pt"))
+    ...     saved = load(os.path.join(folder, "run.pt"))
     >>> model.load_state_dict(saved.average), torch.equal(saved.node(1)["weight"], trainer.nodes.params["weight"][1])
     (<All keys matched successfully>, True)
     >>> saved.step, saved.num_nodes, saved.history["step"]
@@ -157,7 +156,8 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
     Raises:
         OSError: where it cannot be written; what was at `path` stays.
     """
-    whole = plain({"format": FORMAT, "version": VERSION, **held}, "file")
+    whole = plain({**held, "format": FORMAT, "version": VERSION}, "file")
+    whole["form"] = form(whole)
     with write_atomically(path) as file:
         try:
             torch.save(whole, file)
@@ -169,12 +169,12 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
 
 
 def read(
-    path: str | os.PathLike[str], form: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
+    path: str | os.PathLike[str], needed: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
 ) -> dict[str, Any]:
     """What `write` has written, on the CPU.
 
     Args:
-        form: what it must have: names -> types, or forms of dicts.
+        needed: what it must have: names -> types, or the same of dicts.
         mmap: tensors are read when they are used.
         check: read all of the file, to see whether it is whole.
 
@@ -203,7 +203,10 @@ def read(
         raise Damaged(f"{path} has version {version!r}, which no vecgym has written.")
     if version > VERSION:
         raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
-    if wrong := _unlike(held, form or {}):
+    with naming(path):
+        recorded = form(held) if version == 1 else held.pop("form")
+        wrong = _lacking(held, needed or {}) or difference(form(held), recorded)
+    if wrong:
         raise Damaged(f"{path} is not what vecgym has written: {wrong}.")
     return held
 
@@ -216,7 +219,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     ...     {"step": 3}["rows"]
     Traceback (most recent call last):
     ...
-    vecgym.saved.Damaged: run.pt is not what vecgym has written: KeyError('rows')
+    vecgym.errors.Damaged: run.pt is not what vecgym has written: KeyError('rows')
     """
     try:
         yield
@@ -224,18 +227,61 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Damaged(f"{path} is not what vecgym has written: {error!r}") from error
 
 
-def _unlike(held: Mapping[Any, Any], form: Mapping[str, Any], where: str = "") -> str:
-    """What `held` lacks of a form; "" if it has all of it."""
-    for name, kind in form.items():
+def _lacking(held: Mapping[Any, Any], needed: Mapping[str, Any], where: str = "") -> str:
+    """What `held` lacks of what is needed; "" if it has all of it."""
+    for name, kind in needed.items():
         place = f"{where}[{name!r}]"
         if name not in held:
             return f"there is no {place}"
         of_kind = dict if isinstance(kind, Mapping) else kind
         if not isinstance(held[name], of_kind) or (of_kind is int and (isinstance(held[name], bool) or held[name] < 0)):
             return f"{place} is {kind_of(held[name])}, {held[name]!r:.40}"
-        if isinstance(kind, Mapping) and (wrong := _unlike(held[name], kind, place)):
+        if isinstance(kind, Mapping) and (wrong := _lacking(held[name], kind, place)):
             return wrong
     return ""
+
+
+def form(value: Any, num_nodes: int | None = None) -> Any:
+    """Nested values with a tensor's dtype and shape in its place; of `num_nodes`, 1 row and K rows are the same.
+
+    >>> form({"step": 3, "w": torch.ones(2, 5)}), form([torch.ones(1, 5), torch.ones(2, 5)], num_nodes=2)
+    ({'step': 3, 'w': 'float32 [2, 5]'}, ['float32 [1 or 2, 5]', 'float32 [1 or 2, 5]'])
+    """
+
+    def described(x: Tensor) -> str:
+        shape: list[Any] = list(x.shape)
+        if num_nodes is not None and shape and shape[0] in (1, num_nodes):
+            shape[0] = f"1 or {num_nodes}"
+        dense = "" if x.layout is torch.strided and not x.is_meta else f"{x.layout} {x.device} "
+        return f"{dense}{x.dtype} [{', '.join(map(str, shape))}]".replace("torch.", "")
+
+    return tree.map_leaves(described, value)
+
+
+def difference(found: Any, demanded: Any, where: str = "", *, more: bool = False) -> str:
+    """Where two forms differ first, in words; "" if they are equal.
+
+    Args:
+        more: there may be names that are not demanded, and other plain values.
+
+    >>> difference({"w": "float64 [2]"}, {"w": "float32 [2]"}, "params")
+    "params['w'] is 'float64 [2]' in place of 'float32 [2]'"
+    """
+    if isinstance(found, dict) and isinstance(demanded, dict):
+        for name in demanded if more else {**demanded, **found}:
+            place = f"{where}[{name!r}]"
+            if name not in found:
+                return f"there is no {place}"
+            if name not in demanded:
+                return f"{place} is not known"
+            if wrong := difference(found[name], demanded[name], place, more=more):
+                return wrong
+        return ""
+    if type(found) is type(demanded) in (list, tuple) and len(found) == len(demanded):
+        places = (f"{where}[{i}]" for i in range(len(found)))
+        return next(filter(None, (difference(*each, more=more) for each in zip(found, demanded, places))), "")
+    alike = repr(found) == repr(demanded) or (more and not isinstance(demanded, str))
+    return "" if alike else f"{where} is {found!r:.60} in place of {demanded!r:.60}"
 
 
 # -------------------------------------------------------------------------------------------- what is in them

@@ -7,6 +7,7 @@ Every per-node tensor has the node dimension first, `[L, *shape]`. A node dimens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def leaves(tree: object) -> Iterable[Tensor]:
             yield from leaves(value)
 
 
-def map_leaves(fn: Callable[[Tensor], Tensor], tree):
+def map_leaves(fn: Callable[[Tensor], Any], tree):
     """Apply `fn` to every tensor of nested dicts, lists and (named) tuples; other leaves stay.
 
     >>> import torch

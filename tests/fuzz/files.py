@@ -459,7 +459,7 @@ def restructured(file: Path, draw: random.Random) -> None:
         del tree[key]
     elif how < 0.3 and isinstance(tree, dict):
         tree[f"{key}_" if isinstance(key, str) else key + 1000] = tree.pop(key)
-    elif key in ("step", "num_nodes", "version", "length") and how < 0.8:
+    elif isinstance(old, int) and key in ("step", "num_nodes", "version", "length") and how < 0.8:
         tree[key] = draw.choice([value for value in COUNTS if value != old])
     elif isinstance(old, Tensor) and how < 0.8:
         shaped: list[Callable[[], Any]] = [

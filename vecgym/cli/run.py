@@ -8,7 +8,6 @@ import os
 
 from vecgym.cli.configuration import add_options, add_output, output_of, read_configuration
 from vecgym.cli.values import table
-from vecgym.rows import counted
 
 OWN = ("model", "train_dataset", "val_dataset")  # of Trainer; all others are arguments of Trainer.fit
 NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
@@ -38,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"
     output = output_of(args, "history.csv", goes_on=bool(found.get("resume")) or not first)
     if first:
+        from vecgym.rows import counted
+
         print(f"{found['strategy']}\n{counted(found['num_nodes'], 'node')}", flush=True)
     try:
         trainer.fit(**found, logger=[*loggers, CSVLogger(output)])

@@ -65,7 +65,7 @@ class SweepResult:
     >>> [figure.axes[0].get_xlabel() for figure in figures]
     ['H', 'H', 'bytes sent per node']
     >>> result.to_pandas().shape
-    (4, 10)
+    (4, 9)
     """
 
     def __init__(self, runner: Runner) -> None:

@@ -67,7 +67,8 @@ class ResultsFile:
                 "Give what it was begun with (and where models or data are random, seed them: torch.manual_seed(0)), "
                 "or give resume another path, or remove the file to start anew."
             )
-        self.runner.load(held["sweep"])
+        with saved.naming(self.path):
+            self.runner.load(held["sweep"])
 
 
 def _checked(path: Any) -> Path:
