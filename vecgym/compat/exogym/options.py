@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vecgym.errors import warn
+from vecgym.core.errors import warn
 
 # Of a strategy: EXO Gym stores whatever it is given, so that its own examples give some options to all strategies.
 OF_STRATEGIES = {
