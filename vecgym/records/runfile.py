@@ -119,8 +119,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
     """
     held = read(path, FORM)
     with naming(path):
-        history = History(held["settings"])
-        history.rows = unpacked_rows(held["rows"])
+        history = History(held["settings"], unpacked_rows(held["rows"]))
         models = {name: held["models"][name] for name in FORM["models"]}
         found = Saved(held["step"], held["num_nodes"], history, held["settings"], **models)
         found._check()

@@ -5,7 +5,6 @@ Nothing here is a part of the training: no entry goes to the ledger.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
-from vecgym.collectives.ledger import Ledger
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
@@ -25,9 +23,9 @@ class Evaluation(NamedTuple):
     """Means over the validation examples.
 
     >>> accuracy = (0.75, torch.tensor([0.5, 1.0]))
-    >>> found = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
-    >>> found.columns["val_loss_local"], found.columns["val_accuracy"], found.columns["val_accuracy_local"]
-    (1.5, 0.75, 0.75)
+    >>> evaluation = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
+    >>> [evaluation.columns[name] for name in ("val_loss_local", "val_accuracy", "val_accuracy_local")]
+    [1.5, 0.75, 0.75]
     """
 
     average: float  # loss of the averaged model ("global")
@@ -36,12 +34,12 @@ class Evaluation(NamedTuple):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What the history records of it."""
+        """The columns that the history records."""
         local = self.nodes.numpy()
-        found = {"val_loss": self.average, "val_loss_local": float(local.mean()), "val_losses": local}
+        columns = {"val_loss": self.average, "val_loss_local": float(local.mean()), "val_losses": local}
         for name, (average, each) in self.more.items():
-            found |= {f"val_{name}": average, f"val_{name}_local": float(each.mean())}
-        return found
+            columns |= {f"val_{name}": average, f"val_{name}_local": float(each.mean())}
+        return columns
 
 
 @torch.no_grad()
@@ -73,11 +71,11 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
     totals: dict[str, list[Tensor]] = {}  # of the averaged model, [1 or L], and of each node, [L]
     count = 0
     for batch, size in batches:
-        found = engine.measures(means[0], means[1], batch, own_batches=batches.per_node)
-        own = found if same else engine.measures(*values, batch, own_batches=batches.per_node)
-        for name, x in found.items():
+        of_mean = engine.measures(means[0], means[1], batch, own_batches=batches.per_node)
+        of_nodes = of_mean if same else engine.measures(*values, batch, own_batches=batches.per_node)
+        for name, x in of_mean.items():
             mean, each = totals.setdefault(name, [torch.zeros((), dtype=torch.float64)] * 2)
-            totals[name] = [mean + x.cpu().double() * size, each + own[name].cpu().double() * size]
+            totals[name] = [mean + x.cpu().double() * size, each + of_nodes[name].cpu().double() * size]
         count += size
     result: dict[str, tuple[float, Tensor]] = {}
     for name, (mean, each) in totals.items():
@@ -93,24 +91,24 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The functions of the mean validation loss that a model offers, such as its perplexity.
+    """Return the functions of the mean validation loss that a model offers, such as its perplexity.
 
     >>> model = nn.Linear(1, 1)
     >>> model.loss_metrics = {"perplexity": torch.exp}
     >>> loss_metrics(model)["perplexity"](torch.zeros(2)), loss_metrics(nn.Linear(1, 1))
     (tensor([1., 1.]), {})
     """
-    found = getattr(model, "loss_metrics", {})
-    if not isinstance(found, dict) or not all(isinstance(k, str) and callable(f) for k, f in found.items()):
+    functions = getattr(model, "loss_metrics", {})
+    if not isinstance(functions, dict) or not all(isinstance(k, str) and callable(f) for k, f in functions.items()):
         raise TypeError(
-            f"the model's loss_metrics is {found!r}; it must be a dict of functions of a tensor of mean losses, such "
-            'as {"perplexity": torch.exp}.'
+            f"the model's loss_metrics is {functions!r}; it must be a dict of functions of a tensor of mean losses, "
+            'such as {"perplexity": torch.exp}.'
         )
-    return found
+    return functions
 
 
 def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -> Tensor:
-    """A value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU.
+    """Return a value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> everyone(torch.tensor([1.0, 3.0]), StackedCollectives(2))
@@ -121,7 +119,7 @@ def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -
 
 @torch.no_grad()
 def average(values: Tree, comm: Collectives) -> Tree:
-    """The mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.core.nodes.mean`.
+    """Return the mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.core.nodes.mean`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> average({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
@@ -129,16 +127,16 @@ def average(values: Tree, comm: Collectives) -> Tree:
     """
     if not comm.native:
         return nodes.mean(comm.everyone(values))
-    aside = _unrecorded(comm)
-    first = aside.broadcast(values, 0)
-    moved = {name: x - first[name] for name, x in values.items() if x.is_floating_point() or x.is_complex()}
-    shift = aside.mean(moved)
+    with comm.ledger.recording():  # not counted
+        first = comm.broadcast(values, 0)
+        moved = {name: x - first[name] for name, x in values.items() if x.is_floating_point() or x.is_complex()}
+        shift = comm.mean(moved)
     return {name: (x + shift[name] if name in shift else x)[0] for name, x in first.items()}
 
 
 @torch.no_grad()
 def consensus_distance(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.core.nodes.consensus_distance`; between processes only sums cross.
+    """Return `vecgym.core.nodes.consensus_distance`; between processes only sums cross.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> consensus_distance({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
@@ -146,25 +144,21 @@ def consensus_distance(params: Tree, comm: Collectives) -> float:
     """
     if not comm.native:
         return float(nodes.consensus_distance(comm.everyone(params)))
-    aside = _unrecorded(comm)
     floats = {name: x for name, x in params.items() if x.is_floating_point()}
-    seen = tree.map(torch.sub, floats, aside.broadcast(floats, 0))
-    away = tree.map(torch.sub, seen, aside.mean(seen))
-    squares = [x.reshape(len(x), -1).square().sum(1) for x in away.values()]  # [1 or L] each
-    return float(aside.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt()) if squares else 0.0
+    if not floats:
+        return 0.0
+    with comm.ledger.recording():  # not counted
+        seen = tree.map(torch.sub, floats, comm.broadcast(floats, 0))
+        away = tree.map(torch.sub, seen, comm.mean(seen))
+        squares = [x.reshape(len(x), -1).square().sum(1) for x in away.values()]  # [1 or L] each
+        return float(comm.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt())
 
 
 def correlation(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.core.nodes.correlation`; every process gathers the parameters of all nodes.
+    """Return `vecgym.core.nodes.correlation`; every process gathers the parameters of all nodes.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> round(correlation({"w": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, StackedCollectives(2)), 6)
     -1.0
     """
     return nodes.correlation(comm.everyone(params), comm.num_nodes)
-
-
-def _unrecorded(comm: Collectives) -> Collectives:
-    twin: Any = copy.copy(comm)
-    twin.ledger = Ledger()
-    return twin

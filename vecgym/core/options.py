@@ -1,0 +1,98 @@
+"""Options as dataclasses whose types say how each is checked, and functions that take them by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
+
+from vecgym.core import check
+
+P = ParamSpec("P")
+Given = TypeVar("Given")
+Owner = TypeVar("Owner")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of frozen dataclasses: every field of type `Annotated[..., check]` becomes `check(name, value)`.
+
+    >>> @dataclass(frozen=True)
+    ... class Sizes(Options):
+    ...     rows: Annotated[int, check.integer] = 1
+    >>> Sizes(rows=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: rows=0 must be an integer >= 1.
+    """
+
+    def __post_init__(self) -> None:
+        own: Any = type(self)
+        checks = checks_of(own)
+        self.settle(**{name: checks[name](name, value) for name, value in vars(self).items() if name in checks})
+
+    def settle(self, **values: Any) -> None:
+        """Set fields while the object is made; from then on it is frozen."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@functools.cache
+def checks_of(options: Any) -> dict[str, Callable[[str, Any], Any]]:
+    """Return the checks of a class of options by the names of its fields."""
+    hints = get_type_hints(options, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def takes(
+    options: Callable[P, Given],
+) -> Callable[[Callable[[Owner, Given], Result]], Callable[Concatenate[Owner, P], Result]]:
+    """Let a method that takes an options object be called with the options by name.
+
+    Type checkers and `help` see all of them; `{arguments}` in its docstring becomes their documentation.
+
+    >>> @dataclass(frozen=True)
+    ... class Sizes(Options):
+    ...     rows: Annotated[int, check.integer] = 1
+    >>> class Table:
+    ...     @takes(Sizes)
+    ...     def make(self, options):
+    ...         return options.rows
+    >>> Table().make(rows=3), str(inspect.signature(Table.make))
+    (3, "(self, rows: 'int' = 1)")
+    >>> Table().make(row=3)
+    Traceback (most recent call last):
+    ...
+    TypeError: make() has no argument 'row'; did you mean 'rows'? It has: rows.
+    """
+    signature, hints = inspect.signature(options), get_type_hints(options)
+
+    def decorate(method: Callable[[Owner, Given], Result]) -> Callable[Concatenate[Owner, P], Result]:
+        @functools.wraps(method)
+        def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+            check.keywords(f"{method.__name__}()", kwargs, signature.parameters)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{method.__name__}(): {error}.") from None
+            return method(self, options(*args, **kwargs))
+
+        given = signature.parameters.items()
+        shown = [p.replace(annotation=inspect.formatannotation(hints[name])) for name, p in given]
+        owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(call)["__signature__"] = signature.replace(parameters=[owner, *shown], return_annotation=signature.empty)
+        call.__doc__ = inspect.cleandoc(method.__doc__ or "").replace("    {arguments}", _arguments(options))
+        return call
+
+    return decorate
+
+
+def _arguments(options: Any) -> str:
+    """Return what the docstrings of options say below "Args:", those that are inherited first."""
+    texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(options.__mro__)]
+    found = [re.search(r"^Args:\n(.*?)(\n\n|\Z)", text, re.DOTALL | re.MULTILINE) for text in texts]
+    return "\n".join(match[1] for match in found if match)
