@@ -194,7 +194,7 @@ def rollout_jvp(
     >>> outcome.loss, slope.loss  # (1 - 2 lr)^2 and its derivative
     (tensor(0.6400), tensor(-3.2000))
     """
-    if isinstance(strategy, Strategy) or not callable(strategy):
+    if isinstance(strategy, (Strategy, nn.Module)) or not callable(strategy):
         raise TypeError(
             f"strategy is of type {type(strategy).__name__}; rollout_jvp takes a function of the primals, such as "
             "lambda outer_lr: DiLoCoStrategy(outer_lr=outer_lr)."
@@ -208,9 +208,8 @@ def rollout_jvp(
     local = prepared(model, engine, as_steps(batches, num_nodes)[0])
 
     def outcome(*values: Tensor) -> Outcome:
-        return rollout(
-            model, strategy(*values), batches, num_nodes=num_nodes, eval_batch=eval_batch, engine=local, **settings
-        )
+        made = check.called("strategy", strategy, *values)
+        return rollout(model, made, batches, num_nodes=num_nodes, eval_batch=eval_batch, engine=local, **settings)
 
     value, slope = jvp(outcome, primals, tangents)[:2]
     return value, slope

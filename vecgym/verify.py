@@ -238,7 +238,7 @@ def verify(
     check_settings(engine, None, None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {kind_of(model)}; give an nn.Module whose forward(batch) returns a loss.")
-    if dtype not in BOUNDS:
+    if not isinstance(dtype, torch.dtype) or dtype not in BOUNDS:
         raise ValueError(f"dtype={dtype} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
     check_divides(num_processes, num_nodes)
     strategy.check(num_nodes, steps)

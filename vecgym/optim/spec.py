@@ -340,7 +340,7 @@ def _grouped(
     """(options, its members) for every different answer of `param_groups`."""
     groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
     for name, p in pairs:
-        options = param_groups(name, p)
+        options = check.called("param_groups", param_groups, name, p)
         if not isinstance(options, dict):
             raise TypeError(f"param_groups({name!r}, p) gave {options!r}; a dict of hyperparameters is needed")
         for known, members in groups:
