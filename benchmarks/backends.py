@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 from workloads import WORKLOADS, header, machine, markdown
 
-from vecgym import launch, tree
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire
-from vecgym.local import Engine
-from vecgym.simulate import Simulation
+from vecgym.core import tree
+from vecgym.engine.local import Engine
+from vecgym.engine.simulation import Simulation
+from vecgym.runs import multiprocess
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 H = 20
@@ -80,12 +81,14 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def in_process(link: launch.Link, name: str, num_nodes: int, blocks: int, device_name: str, start: float) -> Result:
+def in_process(
+    link: multiprocess.Link, name: str, num_nodes: int, blocks: int, device_name: str, start: float
+) -> Result:
     """What each process does; the first one's figures count."""
     device = torch.device(device_name)
     if device.type == "cuda":
         device = torch.device("cuda", link.rank % torch.cuda.device_count())
-    comm = DistributedCollectives(num_nodes, Wire(watch=launch.watch))
+    comm = DistributedCollectives(num_nodes, Wire(watch=multiprocess.watch))
 
     def wait() -> None:
         _finish(device)
@@ -100,13 +103,13 @@ def measure(name: str, num_nodes: int, num_processes: int, args: argparse.Namesp
     if num_processes == 0:
         return train(StackedCollectives(num_nodes), name, blocks, device, lambda: _finish(device), time.time())
     given = (name, num_nodes, blocks, args.device, time.time())
-    return launch.run(in_process, num_processes, given, device=device, timeout_s=args.timeout)[0]
+    return multiprocess.run(in_process, num_processes, given, device=device, timeout_s=args.timeout)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- start-up
 
 
-def meet(link: launch.Link) -> None:
+def meet(link: multiprocess.Link) -> None:
     dist.all_reduce(torch.ones(1))
 
 
@@ -117,10 +120,10 @@ def start_up(repeats: int) -> dict[str, float]:
         for _ in range(2):
             subprocess.run([sys.executable, "-c", "import torch"], check=True)
 
-    methods = ["spawn"] if launch.choose_start_method() == "spawn" else ["fork", "spawn"]
+    methods = ["spawn"] if multiprocess.choose_start_method() == "spawn" else ["fork", "spawn"]
     kinds: dict[str, Callable[[], object]] = {"import torch, twice": imports}
     for method in methods:
-        kinds[method] = lambda method=method: launch.run(meet, 2, start_method=method)  # type: ignore[misc]
+        kinds[method] = lambda method=method: multiprocess.run(meet, 2, start_method=method)  # type: ignore[misc]
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(repeats):
         for kind, work in kinds.items():

@@ -38,8 +38,8 @@ SETTINGS = {  # name: (environment, torch's threads, node threads)
 def measure_here(name: str, threads: int, node_threads: int, blocks: int, steps: int) -> float:
     """Seconds per step in this process."""
     from vecgym.collectives import StackedCollectives
-    from vecgym.local import Engine
-    from vecgym.simulate import Simulation
+    from vecgym.engine.local import Engine
+    from vecgym.engine.simulation import Simulation
     from vecgym.strategy import DiLoCoStrategy
 
     torch.set_num_threads(threads)

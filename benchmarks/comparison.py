@@ -16,7 +16,7 @@ from torch import nn
 from workloads import header, machine, markdown
 
 from vecgym import History, Trainer
-from vecgym.ledger import readable_bytes
+from vecgym.collectives.ledger import readable_bytes
 from vecgym.optim import OptimSpec
 from vecgym.plot import plot_comparison
 from vecgym.strategy import (

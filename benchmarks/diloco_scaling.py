@@ -13,8 +13,8 @@ from typing import Any
 
 from comparison import begin, finish, parser, seeded, train
 
-from vecgym.corpus import read_text, split_text, standard_library_text
 from vecgym.data import TokenWindows, encode_text
+from vecgym.data.text import read_text, split_text, standard_library_text
 from vecgym.models import GPT
 from vecgym.optim import OptimSpec
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy

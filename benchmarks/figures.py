@@ -25,13 +25,16 @@ from torch.utils.data import TensorDataset
 from workloads import Batch, header
 
 import vecgym
-from vecgym import cli, tree
+from vecgym import cli
+from vecgym.core import tree
+from vecgym.core.files import write_atomically
+from vecgym.core.tree import Tree
 from vecgym.data import Batches, TokenWindows, partition_dirichlet
-from vecgym.files import write_atomically
-from vecgym.logger import read_csv
 from vecgym.models import GPT
-from vecgym.plot import COLOURS, MARKERS, plot_comparison, plot_schedule, plot_sensitivity
-from vecgym.rows import counted
+from vecgym.plot import plot_comparison, plot_schedule, plot_sensitivity
+from vecgym.plot.figures import COLOURS, MARKERS
+from vecgym.records.loggers import read_csv
+from vecgym.records.rows import counted
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -41,7 +44,6 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.base import State
-from vecgym.tree import Tree
 
 FOLDER = Path(__file__).parent.parent / "notebooks" / "figures"
 WIDTH = 900  # pixels of every figure

@@ -141,8 +141,8 @@ def measure_processes(name: str, num_nodes: int, blocks: int, timeout_s: float) 
 def run_vecgym(name: str, num_nodes: int, blocks: int, threads: int) -> Result:
     """The same in this process."""
     from vecgym.collectives import StackedCollectives
-    from vecgym.local import Engine
-    from vecgym.simulate import Simulation
+    from vecgym.engine.local import Engine
+    from vecgym.engine.simulation import Simulation
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
     torch.set_num_threads(threads)

@@ -19,8 +19,8 @@ import torch
 from comparison import begin, finish, parser, seeded, strategies, train
 from torch import Tensor, nn
 
-from vecgym.corpus import read_text
 from vecgym.data import TokenWindows, encode_text
+from vecgym.data.text import read_text
 from vecgym.models import GPT
 from vecgym.optim import OptimSpec
 from vecgym.strategy import AllReduceStrategy

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from workloads import WORKLOADS, Batch, Workload, header, machine, markdown
 
-from vecgym import tree
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import Grid, basis, grid
-from vecgym.local import Engine
-from vecgym.simulate import Simulation, State
+from vecgym.core import tree
+from vecgym.engine.local import Engine
+from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import (
     AllReduceStrategy,
     DeMoStrategy,

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from workloads import WORKLOADS, header, machine, markdown
 
 from vecgym import SweepResult, Trainer, sweep
-from vecgym.errors import VecgymWarning
+from vecgym.core.errors import VecgymWarning
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, SPARTAStrategy, Strategy
 
 K = 8

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import nodes, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
-from vecgym.local import Engine
-from vecgym.simulate import Simulation, State
+from vecgym.collectives.topology import Groups
+from vecgym.core import nodes, tree
+from vecgym.core.tree import Tree
+from vecgym.engine.local import Engine
+from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import Strategy
-from vecgym.topology import Groups
-from vecgym.tree import Tree
 
 NEEDS_LOOP = ("Checkpointed", "DataDependent", "LSTM")  # the models that vmap cannot run
 

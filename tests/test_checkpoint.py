@@ -27,23 +27,15 @@ from tests.fitting import dataset, fit, same, same_run
 from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
-from vecgym import (
-    CSVLogger,
-    DivergenceError,
-    Logger,
-    OptimSpec,
-    TensorBoardLogger,
-    Trainer,
-    VecgymWarning,
-    launch,
-    saved,
-    tree,
-)
-from vecgym.checkpoint import FORM, checkpoints_in
-from vecgym.errors import ProcessError
-from vecgym.files import PARTIAL, write_atomically
-from vecgym.fingerprint import described
-from vecgym.metrics import MEASURED
+from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, TensorBoardLogger, Trainer, VecgymWarning
+from vecgym.core import tree
+from vecgym.core.errors import ProcessError
+from vecgym.core.files import PARTIAL, write_atomically
+from vecgym.records import runfile
+from vecgym.records.history import MEASURED
+from vecgym.runs import multiprocess
+from vecgym.runs.checkpoint import FORM, checkpoints_in
+from vecgym.runs.fingerprint import described
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -219,7 +211,7 @@ def test_the_state_of_a_module_may_be_anything_plain(tmp_path: Path) -> None:
     for settings in ({}, BACKENDS["2 processes"]):
         resumed = train(tmp_path / "2", strategy=strategy, resume=at(tmp_path, 4), exact=True, **settings)
         assert same_run(resumed, whole)
-        held = saved.read(at(tmp_path / "2", STEPS))["state"]["strategy"]["0"]
+        held = runfile.read(at(tmp_path / "2", STEPS))["state"]["strategy"]["0"]
         for found in (held, resumed.state.strategy["0"] if resumed.state else held):
             assert repr(found) == repr(whole.state.strategy["0"])
         shutil.rmtree(tmp_path / "2")
@@ -376,7 +368,7 @@ def executable(path: Path) -> None:
 
 
 def later(path: Path) -> None:
-    torch.save({**torch.load(path, weights_only=True), "version": saved.VERSION + 1}, path)
+    torch.save({**torch.load(path, weights_only=True), "version": runfile.VERSION + 1}, path)
 
 
 @pytest.mark.parametrize("damage", [flipped, truncated, emptied, foreign, executable, later])
@@ -398,9 +390,9 @@ def test_a_bad_file_is_named_and_the_newest_good_one_taken(damage: Callable[[Pat
 
 def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """What someone has made by hand, or with another program, and said so in the file's own form."""
-    held = saved.read(path)
+    held = runfile.read(path)
     made = change(held) or held
-    torch.save({**made, "form": saved.form(made)} if isinstance(made, dict) else made, path)
+    torch.save({**made, "form": runfile.form(made)} if isinstance(made, dict) else made, path)
 
 
 def without(name: str, held: dict[str, Any]) -> dict[str, Any]:
@@ -508,12 +500,14 @@ def test_a_tensor_of_another_form_is_named(one_rank: bool, tmp_path: Path) -> No
         x = container[key]
         container[key] = OTHER_FORMS[i % len(OTHER_FORMS)](x)
         torch.save(held, path)
-        with pytest.raises(saved.Damaged, match=f"{path} is not what vecgym has written: " + re.escape(f"{place} is ")):
+        with pytest.raises(
+            runfile.Damaged, match=f"{path} is not what vecgym has written: " + re.escape(f"{place} is ")
+        ):
             vecgym.load(path)
         container[key] = x
     del container[key]
     torch.save(held, path)
-    with pytest.raises(saved.Damaged, match=re.escape(f"there is no {place}")):
+    with pytest.raises(runfile.Damaged, match=re.escape(f"there is no {place}")):
         train(resume=path, **given)
 
 
@@ -522,16 +516,16 @@ def test_a_value_of_the_file_is_as_it_was_written(tmp_path: Path) -> None:
     held = torch.load(at(tmp_path, 2), weights_only=True)
     held["ledger"]["total_bytes"] = float("nan")
     torch.save(held, at(tmp_path, 2))
-    with pytest.raises(saved.Damaged, match=r"\['ledger'\]\['total_bytes'\] is nan in place of [0-9.]+"):
+    with pytest.raises(runfile.Damaged, match=r"\['ledger'\]\['total_bytes'\] is nan in place of [0-9.]+"):
         short(resume=at(tmp_path, 2))
 
 
 def test_a_file_of_the_first_version_has_no_form_and_is_read(saved_run: tuple[Path, Trainer], tmp_path: Path) -> None:
-    held = saved.read(at(saved_run[0], 2))
+    held = runfile.read(at(saved_run[0], 2))
     torch.save({**held, "version": 1}, tmp_path / "old.pt")
     assert vecgym.load(tmp_path / "old.pt").step == 2
     torch.save(held, tmp_path / "old.pt")
-    with pytest.raises(saved.Damaged, match=r"old\.pt.*'form'"):
+    with pytest.raises(runfile.Damaged, match=r"old\.pt.*'form'"):
         vecgym.load(tmp_path / "old.pt")
 
 
@@ -587,7 +581,7 @@ def test_ctrl_c_within_a_write_leaves_what_was_there(tmp_path: Path, monkeypatch
     assert_same_bits(short(tmp_path, resume=True, max_steps=3).state, short(max_steps=3).state)
 
 
-def save_on_a_full_disk(link: launch.Link, folder: Path) -> str:
+def save_on_a_full_disk(link: multiprocess.Link, folder: Path) -> str:
     trainer = short()
     trainer.save(folder / "run.pt")
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -600,7 +594,7 @@ def save_on_a_full_disk(link: launch.Link, folder: Path) -> str:
 
 
 def test_a_full_disk_leaves_the_file_that_was_saved_before(tmp_path: Path) -> None:
-    assert "[Errno 27]" in launch.run(save_on_a_full_disk, 1, (tmp_path,))[0]
+    assert "[Errno 27]" in multiprocess.run(save_on_a_full_disk, 1, (tmp_path,))[0]
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
     assert vecgym.load(tmp_path / "run.pt").step == 2
 
@@ -625,7 +619,7 @@ def test_nothing_but_bad_files_is_an_error(tmp_path: Path) -> None:
         train(tmp_path, resume=True)
 
 
-def stall(link: launch.Link, folder: Path, stop_at: int) -> None:
+def stall(link: multiprocess.Link, folder: Path, stop_at: int) -> None:
     """A run in a process of its own that stops in the middle of writing a checkpoint."""
     write: Any = torch.save
 
@@ -647,7 +641,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_last_whole_file(t
     """Twice, by SIGKILL."""
     for stop_at in (3, 5):
         with pytest.raises(ProcessError, match="was killed by signal SIGKILL"):
-            launch.run(stall, 1, (tmp_path, stop_at), on_message=lambda rank, pid: os.kill(pid, signal.SIGKILL))
+            multiprocess.run(stall, 1, (tmp_path, stop_at), on_message=lambda rank, pid: os.kill(pid, signal.SIGKILL))
         assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in range(stop_at)]
         assert len(list(tmp_path.iterdir())) == stop_at + 1  # and the half of one, under another name
     assert_same(train(tmp_path, resume=True), train())
@@ -667,7 +661,7 @@ class FullDisk(Logger):
             resource.setrlimit(resource.RLIMIT_FSIZE, (free, resource.RLIM_INFINITY))
 
 
-def train_on_a_full_disk(link: launch.Link, folder: Path, free: int) -> None:
+def train_on_a_full_disk(link: multiprocess.Link, folder: Path, free: int) -> None:
     train(folder, logger=FullDisk(free), keep_checkpoints=1)
 
 
@@ -675,7 +669,7 @@ def train_on_a_full_disk(link: launch.Link, folder: Path, free: int) -> None:
 def test_a_full_disk_loses_nothing_and_ends_nothing(free: int, tmp_path: Path) -> None:
     """Refused by the system at once, or in the middle of a file: torch's writer then has different ends."""
     with pytest.warns(VecgymWarning) as caught:
-        launch.run(train_on_a_full_disk, 1, (tmp_path, free))
+        multiprocess.run(train_on_a_full_disk, 1, (tmp_path, free))
     for step, warning in zip((2, 3), caught):
         assert str(warning.message).startswith(f"{at(tmp_path, step)} could not be written: [Errno 27]")
         assert str(warning.message).endswith(f"the newest checkpoint is {at(tmp_path, 1)}.")
@@ -799,9 +793,9 @@ def test_functions_that_compute_something_else_are_another_run(
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     train(tmp_path, max_steps=3)
-    held = saved.read(at(tmp_path, 3))
+    held = runfile.read(at(tmp_path, 3))
     before = {name: x for name, x in held["identity"].items() if name not in ("description", "python")}
-    saved.write(at(tmp_path, 3), {**held, "identity": before})
+    runfile.write(at(tmp_path, 3), {**held, "identity": before})
     with pytest.raises(ValueError, match="was written by another version of vecgym"):
         train(tmp_path, max_steps=3, resume=True)
     assert vecgym.load(at(tmp_path, 3)).step == 3
@@ -908,7 +902,7 @@ def test_what_processes_save_is_what_one_process_saves(optim: type[torch.optim.O
         # resting="keep": the nodes' parameters never become all alike, which a process of one node would save once.
         strategy = FedAvgStrategy(optim, H=3, participation=0.25, lr=0.01, resting="keep")
         train(tmp_path / backend, strategy=strategy, exact=True, max_steps=4, **settings)
-        found.append([saved.read(path) for path in checkpoints_in(tmp_path / backend)])
+        found.append([runfile.read(path) for path in checkpoints_in(tmp_path / backend)])
     for stacked, *others in zip(*found):
         for other in others:
             assert_same_bits(other["state"], stacked["state"])
@@ -976,7 +970,7 @@ def test_errors_of_files_are_the_same_in_processes(tmp_path: Path) -> None:
             for part, content in {**parts, name: data}.items():
                 if content is not None:
                     archive.writestr(part, content)
-        with pytest.raises(saved.Damaged, match=f"{path} is damaged"):
+        with pytest.raises(runfile.Damaged, match=f"{path} is damaged"):
             train(max_steps=3, resume=path, **BACKENDS["2 processes"])
     with pytest.raises(FileNotFoundError, match=r"there is no file .*gone"):
         train(max_steps=3, resume=tmp_path / "gone", **BACKENDS["2 processes"])
@@ -986,7 +980,7 @@ def test_ctrl_c_with_processes_saves_the_run(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt, match="resume=True goes on from"):
         train(tmp_path, checkpoint_interval=None, max_steps=2000, val_interval=None, logger=Interrupt(3),
               **BACKENDS["2 processes"])  # fmt: skip
-    found = [saved.read(path)["step"] for path in checkpoints_in(tmp_path)]
+    found = [runfile.read(path)["step"] for path in checkpoints_in(tmp_path)]
     assert found[0] == 0
     assert 3 < found[1] < 2000
 

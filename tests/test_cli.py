@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import vecgym.cli.compare as compare
-import vecgym.corpus as corpus
+import vecgym.data.text as corpus
 from vecgym import Trainer
 from vecgym.cli import main
 from vecgym.cli.compare import allreduce_bytes, comparison_table
 from vecgym.cli.values import ENGINES as ENGINE_NAMES
-from vecgym.corpus import read_text, split_text, standard_library_text
-from vecgym.local import ENGINES
+from vecgym.data.text import read_text, split_text, standard_library_text
+from vecgym.engine.local import ENGINES
 from vecgym.models import GPT
 
 # Twelve steps of a model of a few hundred parameters.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import check_groups
-from vecgym.ledger import Ledger, Transfer
-from vecgym.topology import Links, Mixing, Server
+from vecgym.collectives.ledger import Ledger, Transfer
+from vecgym.collectives.topology import Links, Mixing, Server
 
 K = 5
 SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (2, 1, 3)]  # of one node: [L] to 4-D tensors

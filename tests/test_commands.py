@@ -13,8 +13,8 @@ import pytest
 
 from vecgym.cli import main
 from vecgym.cli.plot import X_AXES as PLOT_AXES
-from vecgym.logger import read_csv
-from vecgym.plot import X_AXES
+from vecgym.plot.figures import X_AXES
+from vecgym.records.loggers import read_csv
 
 CONFIG = """
 import torch

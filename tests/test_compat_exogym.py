@@ -44,7 +44,7 @@ from vecgym.compat.exogym import (
 )
 from vecgym.compat.exogym.strategies import PartitionedIndexSelector, ShuffledSequentialIndexSelector
 from vecgym.compat.exogym.vectorised import PerRank, vectorised
-from vecgym.schedule import lambda_cosine
+from vecgym.optim.schedule import lambda_cosine
 
 ADAMW = OptimSpec(torch.optim.AdamW, lr=1e-2)
 SGD = OptimSpec(torch.optim.SGD, lr=0.1)

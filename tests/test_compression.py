@@ -29,7 +29,6 @@ from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference import compression as reference
 from tests.reference.common import Result
-from vecgym import rng, tree
 from vecgym.collectives import StackedCollectives
 from vecgym.compress.codecs import (
     Codec,
@@ -46,6 +45,8 @@ from vecgym.compress.codecs import (
     part_of,
     unpack,
 )
+from vecgym.core import rng, tree
+from vecgym.core.tree import Tree
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -64,7 +65,6 @@ from vecgym.strategy import (
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import TopKSparseCommunicator, compressed, quantised, with_compression
 from vecgym.strategy.sparta import RandomSelector, SparseCommunicator
-from vecgym.tree import Tree
 
 K = 5
 H = 5

@@ -23,9 +23,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from vecgym import data, rng, tree
+from vecgym.core import rng, tree
+from vecgym.core.errors import VecgymWarning
 from vecgym.data import Batches, EvalBatches, TokenWindows, decode_text, encode_text, num_steps
-from vecgym.errors import VecgymWarning
+from vecgym.data import batches as batches_module
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -327,7 +328,7 @@ def test_errors_in_the_dataset_give_the_random_state_back() -> None:
 def test_pinning_keeps_the_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[Tensor] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: (pinned.append(x), x)[1])  # type: ignore[func-returns-value]
-    carried = data._Carried((torch.ones(1), {"a": Pair(torch.ones(2), torch.ones(3))})).pin_memory()
+    carried = batches_module._Carried((torch.ones(1), {"a": Pair(torch.ones(2), torch.ones(3))})).pin_memory()
     assert isinstance(carried.batch, tuple)
     assert isinstance(carried.batch[1]["a"], Pair)
     assert len(pinned) == 3
@@ -473,7 +474,7 @@ def test_node_ids_must_exist(wrong: list[int]) -> None:
     assert Batches(torch.arange(20), 4, 1, node_ids=torch.tensor([2])).node_ids == (2,)
 
 
-@pytest.mark.parametrize("key", data._OWNED_KEYS)
+@pytest.mark.parametrize("key", batches_module._OWNED_KEYS)
 def test_loader_settings_that_are_vecgyms(key: str) -> None:
     with error(ValueError, f"dataloader_kwargs has '{key}', which vecgym sets itself. Fix"):
         Batches(torch.arange(20), 4, 1, dataloader_kwargs={key: None})
@@ -491,7 +492,7 @@ def test_wrong_loader_settings() -> None:
 
 
 def test_every_loader_setting_is_one_of_dataloader() -> None:
-    ours = {*data._LOADER_KEYS, *data._OWNED_KEYS}
+    ours = {*batches_module._LOADER_KEYS, *batches_module._OWNED_KEYS}
     assert ours >= set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
 
 
@@ -557,14 +558,14 @@ def test_evaluation_is_read_once_if_it_is_small(monkeypatch: pytest.MonkeyPatch)
     first, second = list(batches), list(batches)
     assert len(dataset.read) == 14
     assert same(first, second)
-    monkeypatch.setattr(data, "CACHE_BYTES", 10 * 24 - 1)
+    monkeypatch.setattr(batches_module, "CACHE_BYTES", 10 * 24 - 1)
     large = EvalBatches(dataset, 4)
     assert same(list(large), list(large))
     assert len(dataset.read) == 34
 
 
 def test_evaluation_of_a_random_transform_is_the_same_at_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "CACHE_BYTES", 0)
+    monkeypatch.setattr(batches_module, "CACHE_BYTES", 0)
     batches = EvalBatches(Noisy(), 5)
     assert same(list(batches), list(batches))
 

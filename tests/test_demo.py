@@ -40,8 +40,9 @@ from tests.reference import common
 from tests.reference.demo import basis as twin_basis
 from tests.reference.demo import dct as twin_dct
 from tests.reference.demo import demo, fold, make_chunks
-from vecgym import tree
 from vecgym.collectives import StackedCollectives
+from vecgym.core import tree
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -51,7 +52,6 @@ from vecgym.strategy import (
     DeMoStrategy,
     Strategy,
 )
-from vecgym.tree import Tree
 
 TOLERANCE = 1e-10
 STEPS = 50

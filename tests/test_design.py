@@ -16,12 +16,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.helpers import Recording, Run, advance, assert_close, assert_same_bits, difference, run, stack, stacked
 from tests.models import make_batches, make_model
-from vecgym import nodes, tree
 from vecgym.collectives import StackedCollectives
-from vecgym.folding import TwiceDifferentiable
-from vecgym.local import Engine
+from vecgym.core import nodes, tree
+from vecgym.core.tree import Tree
+from vecgym.engine.batching_rules import TwiceDifferentiable
+from vecgym.engine.local import Engine
+from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
-from vecgym.simulate import Simulation
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -34,7 +35,6 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.base import State
-from vecgym.tree import Tree
 
 K = 3
 STEPS = 8

@@ -17,12 +17,13 @@ from torch.utils.data import TensorDataset
 
 from tests.models import make_data, make_model
 from tests.test_properties import STRATEGIES, WithEmpty, make_per_node
-from vecgym import launch, strategy
+from vecgym import strategy
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, buckets, check_divides, in_buckets
-from vecgym.ledger import Ledger
+from vecgym.collectives.ledger import Ledger
+from vecgym.runs import multiprocess
+from vecgym.runs.verification import Run, compare
 from vecgym.strategy import CommunicationModule, OptimSpec, Strategy
-from vecgym.verify import Run, compare
 
 K = 4
 STEPS = 4  # one more than H in the table
@@ -41,17 +42,17 @@ CASES: dict[str, Callable[[], Strategy]] = {
 }
 
 
-def wires(link: launch.Link) -> dict[int, Wire]:
+def wires(link: multiprocess.Link) -> dict[int, Wire]:
     """The wires of 1, 2 and 4 processes that this process belongs to."""
     found = {}
     for W in LAYOUTS:
         group = dist.new_group(list(range(W)))  # called by all
         if link.rank < W:
-            found[W] = Wire(group, watch=launch.watch)
+            found[W] = Wire(group, watch=multiprocess.watch)
     return found
 
 
-def every_case(link: launch.Link, steps: int) -> dict[str, dict[str, Any]]:
+def every_case(link: multiprocess.Link, steps: int) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     mine = wires(link)
     found: dict[str, dict[str, Any]] = {}
@@ -70,7 +71,7 @@ def every_case(link: launch.Link, steps: int) -> dict[str, dict[str, Any]]:
 
 def test_every_strategy_gives_the_same_numbers_on_processes() -> None:
     """Every strategy x W x L: no difference at all in exact mode, rounding otherwise; bytes as the ledger has them."""
-    [found, *_] = launch.run(every_case, max(LAYOUTS), (STEPS,), timeout_s=120)
+    [found, *_] = multiprocess.run(every_case, max(LAYOUTS), (STEPS,), timeout_s=120)
     assert len(found) == len(CASES) * len(LAYOUTS) * 2
     wrong = {name: case["first"] for name, case in found.items() if not case["passed"]}
     assert not wrong
@@ -134,7 +135,7 @@ MOVES: dict[str, Operation] = {
 }
 
 
-def every_collective(link: launch.Link) -> list[str]:
+def every_collective(link: multiprocess.Link) -> list[str]:
     """What differs from the stacked collectives."""
     wrong = []
     for W, wire in wires(link).items():
@@ -163,7 +164,7 @@ def every_collective(link: launch.Link) -> list[str]:
 
 
 def test_every_collective_with_one_and_with_many_buckets_of_mixed_types() -> None:
-    found = launch.run(every_collective, max(LAYOUTS), timeout_s=60)
+    found = multiprocess.run(every_collective, max(LAYOUTS), timeout_s=60)
     assert not [text for part in found for text in part]
 
 
@@ -178,7 +179,7 @@ def test_buckets_keep_order_types_and_shapes() -> None:
     assert len(list(buckets(given, 2**20))) == 12  # six types, each with tensors of K rows and of one
 
 
-def handed(link: launch.Link) -> list[int]:
+def handed(link: multiprocess.Link) -> list[int]:
     """Bytes handed to torch.distributed by this process, for one collective after the other."""
     comm = DistributedCollectives(K)
     x = {"a": torch.ones(1, 10), "b": torch.ones(1, 3, dtype=torch.float64)}  # 64 bytes a node
@@ -191,7 +192,7 @@ def handed(link: launch.Link) -> list[int]:
 
 
 def test_bytes_handed_over_are_the_ledgers_payload_with_a_node_per_process() -> None:
-    found = torch.tensor(launch.run(handed, K, timeout_s=60)).sum(0).tolist()
+    found = torch.tensor(multiprocess.run(handed, K, timeout_s=60)).sum(0).tolist()
     payload = 64
     # Every node hands its payload to a reduction in which it takes part; to a mix and a permutation for each node
     # that takes it; to a broadcast the source alone does.
@@ -199,7 +200,7 @@ def test_bytes_handed_over_are_the_ledgers_payload_with_a_node_per_process() -> 
     assert found == [payload * n for n in times]
 
 
-def refusals(link: launch.Link) -> list[str]:
+def refusals(link: multiprocess.Link) -> list[str]:
     comm = DistributedCollectives(K)
     with pytest.raises(RuntimeError, match="derivatives do not cross") as grad:
         comm.mean(torch.ones(2, 3, requires_grad=True))
@@ -209,14 +210,14 @@ def refusals(link: launch.Link) -> list[str]:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    launch.run(refusals, 2, timeout_s=60)
+    multiprocess.run(refusals, 2, timeout_s=60)
     with pytest.raises(ValueError, match=r"num_processes=3 must divide num_nodes=4"):
         check_divides(3, 4)
     with pytest.raises(RuntimeError, match="there is no process group"):
         Wire()
 
 
-def many_islands(link: launch.Link) -> float:
+def many_islands(link: multiprocess.Link) -> float:
     """More sets of processes than process groups are kept: old ones are ended, and made anew when they come back."""
     comm = DistributedCollectives(K)
     worst = 0.0
@@ -231,4 +232,4 @@ def many_islands(link: launch.Link) -> float:
 
 def test_process_groups_of_islands_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vecgym.collectives.distributed.MAX_SUBGROUPS", 2)  # forked processes inherit it
-    assert launch.run(many_islands, K, timeout_s=60) == [0.0] * K
+    assert multiprocess.run(many_islands, K, timeout_s=60) == [0.0] * K

@@ -31,7 +31,7 @@ from vecgym import CSVLogger, DivergenceError, LocalTrainer, Logger, OptimSpec, 
 from vecgym.compat import exogym
 from vecgym.compat.diloco_sim import DilocoSimulator, EvalStats, TrainStats
 from vecgym.data import Batches
-from vecgym.settings import resolve_device
+from vecgym.runs.options import resolve_device
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -589,7 +589,7 @@ def test_logging(trainer: LocalTrainer, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_X_DISABLE_STATS": "true"}.items():
         monkeypatch.setenv(name, value)
-    from vecgym.logger import CSVLogger, WandbLogger
+    from vecgym.records.loggers import CSVLogger, WandbLogger
 
     # Multiple logging backends
     logger = WandbLogger(

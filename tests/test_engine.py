@@ -19,9 +19,10 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.fitting import STRATEGIES, alone, dataset, fit, params, same_run
 from tests.models import MODELS, NO_VMAP, RANDOM, make_model
-from vecgym import OptimSpec, Trainer, VecgymWarning, local
+from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
-from vecgym.local import EngineName, ModelFacts, choose_plan
+from vecgym.engine import local
+from vecgym.engine.local import EngineName, ModelFacts, choose_plan
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ENGINES = ["vmap", "loop", "auto", "fastest"]

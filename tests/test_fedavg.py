@@ -13,12 +13,12 @@ from tests.helpers import run, stack
 from tests.models import Quadratic, make_batches, make_model
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
-from vecgym.local import Engine
-from vecgym.simulate import Simulation, State
+from vecgym.collectives.topology import random_islands
+from vecgym.engine.local import Engine
+from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.base import Context
 from vecgym.strategy.fedavg import Weighting, participants
-from vecgym.topology import random_islands
 
 STEPS, H = 24, 4
 SGD = OptimSpec(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from vecgym import fingerprint
 from vecgym.data import TokenWindows, partition_iid
-from vecgym.fingerprint import described, described_data, is_held
+from vecgym.runs import fingerprint
+from vecgym.runs.fingerprint import described, described_data, is_held
 
 SCRIPT = """
 import math
@@ -142,7 +142,9 @@ def test_what_a_script_changes_is_named(old: str, new: str, name: str) -> None:
 def test_nothing_depends_on_the_process(tmp_path: Path) -> None:
     """Not on the seed of hashes, nor on addresses; the package is not one of those that are known by name."""
     path = tmp_path / "noted.py"
-    path.write_text(f"{SCRIPT}\nimport sys\nfrom vecgym.fingerprint import described\nprint(described(HELD, 'script'))")
+    path.write_text(
+        f"{SCRIPT}\nimport sys\nfrom vecgym.runs.fingerprint import described\nprint(described(HELD, 'script'))"
+    )
     run = [sys.executable, str(path)]
     found = [
         subprocess.run(run, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)

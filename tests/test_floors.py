@@ -15,19 +15,19 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    "check tree rng schedule topology errors files contents folding compress held hooks contract",
-    "nodes ledger data partition corpus models launch rows",
-    "collectives local optim",
+    "core",
+    "data models collectives compress optim",
     "strategy",
-    "simulate",
-    "evaluate metrics logger saved fingerprint identity checkpoint settings memory together recorder "
-    "sweep rollout optimize plot",
-    "trainer",
-    "cli __main__ verify diagnosis compat",
+    "engine",
+    "records",
+    "plot",
+    "runs",
+    "sweeps",
+    "cli __main__ compat",
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FACADE = "vecgym"  # vecgym/__init__.py shows what is there up to the trainer: for the commands above it
-FLOOR[FACADE] = FLOOR["trainer"]
+FLOOR[FACADE] = FLOOR["sweeps"]
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -84,13 +84,13 @@ def test_imports_within_a_floor_make_no_circle() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    assert wrong_imports("tree", "from vecgym.trainer import Trainer") == ["trainer"]
-    assert wrong_imports("tree", "def f():\n    from vecgym import nodes") == ["nodes"]
-    assert wrong_imports("tree", "import vecgym.data") == ["data"]
-    assert wrong_imports("trainer", "from vecgym import Logger") == ["vecgym"]
+    assert wrong_imports("core", "from vecgym.runs.trainer import Trainer") == ["runs"]
+    assert wrong_imports("core", "def f():\n    from vecgym import data") == ["data"]
+    assert wrong_imports("core", "import vecgym.data") == ["data"]
+    assert wrong_imports("runs", "from vecgym import Logger") == ["vecgym"]
     assert wrong_imports("cli", "from vecgym import Logger") == []
-    assert wrong_imports("trainer", "from vecgym.unheard_of import x") == ["unheard_of"]
-    assert wrong_imports("strategy", "from vecgym.strategy.base import Strategy\nfrom vecgym import tree") == []
+    assert wrong_imports("runs", "from vecgym.unheard_of import x") == ["unheard_of"]
+    assert wrong_imports("strategy", "from vecgym.strategy.base import Strategy\nfrom vecgym.core import tree") == []
 
 
 # ------------------------------------------------------------------------------------------ what is done nowhere else
@@ -137,14 +137,14 @@ def test_what_no_module_does(path: Path) -> None:
     assert not mentions(source) & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal"}
     called = {name for name, _ in calls(source)}
     assert not called & {"eval", "exec", "os.system"}
-    if unit(path) not in ("local", "rng") and FLOOR[unit(path)] < FLOOR["cli"]:
-        assert not called & {"torch.manual_seed", "torch.cuda.manual_seed_all"}, "use vecgym.rng"
+    if path.name not in ("local.py", "rng.py") and FLOOR[unit(path)] < FLOOR["cli"]:
+        assert not called & {"torch.manual_seed", "torch.cuda.manual_seed_all"}, "use vecgym.core.rng"
 
 
-def test_only_local_calls_vmap() -> None:
+def test_only_the_engine_calls_vmap() -> None:
     found = {unit(path) for path in FILES if "vmap" in mentions(path.read_text())}
-    assert found <= {"local"}, f"{found - {'local'}} call vmap: per-node work belongs into vecgym.local"
-    assert "local" in found
+    assert found <= {"engine"}, f"{found - {'engine'}} call vmap: per-node work belongs into vecgym.engine"
+    assert "engine" in found
 
 
 def test_these_checks_can_fail() -> None:

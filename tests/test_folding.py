@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from vecgym.folding import LARGE_WEIGHT, Folding, Observer, TwiceDifferentiable
+from vecgym.engine.batching_rules import LARGE_WEIGHT, Folding, Observer, TwiceDifferentiable
 
 L, N, IN, OUT = 3, 5, 256, 128
 assert IN * OUT >= LARGE_WEIGHT

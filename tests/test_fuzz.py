@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.fuzz import Case, Failure, configurations, rollouts, sweeps
-from vecgym import tree
 from vecgym.collectives import StackedCollectives, base
+from vecgym.core import tree
 from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, fedavg, fedopt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn

@@ -19,7 +19,7 @@ import torch
 
 from tests.fuzz import Case, Failure, arguments, calls, files, kills
 from tests.fuzz.common import attempt
-from vecgym import saved
+from vecgym.records import runfile
 
 # Cases that have failed once.
 ONCE: dict[ModuleType, list[Case]] = {
@@ -50,17 +50,17 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.Trainer.save", "path", "2.5"),
             ("vecgym.load", "path", "'a\\0b'"),
             ("vecgym.CSVLogger", "directory", "[]"),
-            ("vecgym.logger.read_csv", "directory", "None"),
+            ("vecgym.records.loggers.read_csv", "directory", "None"),
             ("vecgym.History.to_csv", "path", "{}"),
-            ("vecgym.corpus.read_text", "path", "object()"),
-            ("vecgym.corpus.split_text", "every", "'abc'"),
-            ("vecgym.corpus.standard_library_text", "num_chars", "2.5"),
-            ("vecgym.schedule.lambda_cosine", "warmup_steps", "'abc'"),
-            ("vecgym.topology.ring", "num_nodes", "tensor(2)"),
-            ("vecgym.topology.torus", "num_nodes", "2.5"),
-            ("vecgym.topology.exponential", "num_nodes", "True"),
-            ("vecgym.topology.one_peer_exponential", "round", "0.5"),
-            ("vecgym.topology.second_eigenvalue", "weights", "'abc'"),
+            ("vecgym.data.text.read_text", "path", "object()"),
+            ("vecgym.data.text.split_text", "every", "'abc'"),
+            ("vecgym.data.text.standard_library_text", "num_chars", "2.5"),
+            ("vecgym.optim.schedule.lambda_cosine", "warmup_steps", "'abc'"),
+            ("vecgym.collectives.topology.ring", "num_nodes", "tensor(2)"),
+            ("vecgym.collectives.topology.torus", "num_nodes", "2.5"),
+            ("vecgym.collectives.topology.exponential", "num_nodes", "True"),
+            ("vecgym.collectives.topology.one_peer_exponential", "round", "0.5"),
+            ("vecgym.collectives.topology.second_eigenvalue", "weights", "'abc'"),
             ("vecgym.compat.diloco_sim.DilocoSimulator.load_model", "path", "3"),
             ("vecgym.compat.exogym.run_script", "path", "nan"),
             ("vecgym.History.last", "column", "[1]"),
@@ -205,14 +205,14 @@ def test_a_reader_that_executes_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     tried = [Case({"reader": "load", "run": "DDP", "damage": "malicious"}, seed) for seed in range(8)]
     assert found_by(files, iter(tried)) == ""
-    monkeypatch.setattr(saved.torch, "load", unsafe)
+    monkeypatch.setattr(runfile.torch, "load", unsafe)
     assert "executes what a file says" in found_by(files, iter(tried))
 
 
 def test_a_reader_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = [Case({"reader": "load", "run": "DDP", "damage": "flipped"}, seed) for seed in range(400)]
     files.expected("load", "DDP")  # of the good file
-    monkeypatch.setattr(saved.zipfile.ZipFile, "testzip", lambda self: None)
+    monkeypatch.setattr(runfile.zipfile.ZipFile, "testzip", lambda self: None)
     assert found_by(files, iter(tried))
 
 
@@ -244,7 +244,7 @@ def test_a_careless_writer_is_found(writer: Any, how: str, monkeypatch: pytest.M
     at = ("write", 1000) if how == "torn write" else ("open", 8)
     tried = [Case({"what": "keep one", "run": "DDP", "happens": [(how, at, 1)]}, seed) for seed in range(12)]
     assert found_by(kills, iter(tried[:3])) == ""
-    monkeypatch.setattr(saved, "write_atomically", writer)
+    monkeypatch.setattr(runfile, "write_atomically", writer)
     assert found_by(kills, iter(tried))
 
 
@@ -252,7 +252,7 @@ def test_a_run_that_forgets_its_state_is_found(monkeypatch: pytest.MonkeyPatch) 
     """A resumed run that begins its optimizer anew has other numbers."""
     tried = [Case({"what": "fit", "run": "DiLoCo", "happens": [("SIGKILL", ("rename", 5), 1)]})]
     assert found_by(kills, iter(tried)) == ""
-    restored = saved.restored
+    restored = runfile.restored
 
     def forgetful(value: Any) -> Any:
         found = restored(value)
@@ -260,5 +260,5 @@ def test_a_run_that_forgets_its_state_is_found(monkeypatch: pytest.MonkeyPatch) 
             found["optimizer"] = torch.utils._pytree.tree_map(lambda x: x * 0, found["optimizer"])
         return found
 
-    monkeypatch.setattr(saved, "restored", forgetful)
+    monkeypatch.setattr(runfile, "restored", forgetful)
     assert "not the numbers" in found_by(kills, iter(tried))

@@ -30,11 +30,14 @@ from tests.models import make_batches, make_data, make_model
 from tests.reference import common
 from tests.reference.common import Result
 from tests.reference.gossip import gossip
-from vecgym import Trainer, rng, topology
-from vecgym.collectives import StackedCollectives
+from vecgym import Trainer
+from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.base import T
-from vecgym.errors import VecgymWarning
-from vecgym.simulate import Simulation
+from vecgym.collectives.topology import Mixing
+from vecgym.core import rng
+from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import Tree
+from vecgym.engine.simulation import Simulation
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -45,8 +48,6 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.gossip import NAMES, GossipCommunicator, GossipStrategy
-from vecgym.topology import Mixing
-from vecgym.tree import Tree
 
 STEPS = 50
 SEED = 42

@@ -14,12 +14,12 @@ from torch.nn.modules import module as of_all_modules
 
 from tests.fitting import alone, dataset
 from vecgym import Trainer
-from vecgym.errors import VecgymWarning
-from vecgym.hooks import copied
-from vecgym.local import Engine
-from vecgym.rollout import rollout
+from vecgym.core.errors import VecgymWarning
+from vecgym.engine.hooks import copied
+from vecgym.engine.local import Engine
+from vecgym.runs.rollout import rollout
 from vecgym.strategy import AllReduceStrategy, FedAvgStrategy
-from vecgym.sweep.configurations import alike
+from vecgym.sweeps.configurations import alike
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 K, B = 3, 6

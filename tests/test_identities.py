@@ -16,8 +16,8 @@ from tests.helpers import assert_close, difference, joined, reordered, run, simu
 from tests.models import Quadratic, make_batches, make_model
 from tests.reference.common import copy_model, parameters
 from vecgym.collectives import StackedCollectives
+from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
-from vecgym.simulate import Simulation
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy
 
 TOLERANCE = 1e-11

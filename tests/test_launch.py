@@ -24,9 +24,10 @@ from torch.utils.data import TensorDataset
 import vecgym
 from tests.fitting import STRATEGIES, Rows, dataset, fit, same, same_run
 from tests.models import make_data, make_model
-from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning, launch
-from vecgym.errors import ProcessError
-from vecgym.metrics import MEASURED
+from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning
+from vecgym.core.errors import ProcessError
+from vecgym.records.history import MEASURED
+from vecgym.runs import multiprocess
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -45,7 +46,7 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 # ----------------------------------------------------------------------------------------------------- ordinary runs
 
 
-def total(link: launch.Link, value: int) -> tuple[int, int, torch.Tensor, str]:
+def total(link: multiprocess.Link, value: int) -> tuple[int, int, torch.Tensor, str]:
     x = torch.tensor([value + link.rank])
     dist.all_reduce(x)
     return link.rank, os.getpid(), x, os.environ["OMP_WAIT_POLICY"]
@@ -54,7 +55,7 @@ def total(link: launch.Link, value: int) -> tuple[int, int, torch.Tensor, str]:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_every_process_returns_in_the_order_of_ranks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    found = launch.run(total, 3 if method == "fork" else 2, (10,), start_method=method, timeout_s=60)
+    found = multiprocess.run(total, 3 if method == "fork" else 2, (10,), start_method=method, timeout_s=60)
     assert [rank for rank, *_ in found] == list(range(len(found)))
     assert len({os.getpid(), *[pid for _, pid, *_ in found]}) == len(found) + 1
     assert {policy for *_, policy in found} == {"PASSIVE"}  # threads that wait leave the core to other processes
@@ -62,7 +63,7 @@ def test_every_process_returns_in_the_order_of_ranks(method: str, monkeypatch: p
     assert [int(x) for _, _, x, _ in found] == [sum(10 + r for r in range(len(found)))] * len(found)
 
 
-def talk(link: launch.Link) -> None:
+def talk(link: multiprocess.Link) -> None:
     link.send({"rank": link.rank, "x": torch.ones(2, dtype=torch.bfloat16), "array": np.arange(2)})
     warnings.warn(f"from {link.rank}", VecgymWarning, stacklevel=1)
 
@@ -70,7 +71,7 @@ def talk(link: launch.Link) -> None:
 def test_messages_arrive_and_warnings_of_the_first_process() -> None:
     found: list[tuple[int, Any]] = []
     with pytest.warns(VecgymWarning, match="from 0") as caught:
-        launch.run(talk, 2, on_message=lambda rank, message: found.append((rank, message)))
+        multiprocess.run(talk, 2, on_message=lambda rank, message: found.append((rank, message)))
     assert len(caught) == 1
     assert sorted(rank for rank, _ in found) == [0, 1]
     assert all(m["rank"] == rank and m["x"].dtype == torch.bfloat16 and len(m["array"]) == 2 for rank, m in found)
@@ -79,7 +80,7 @@ def test_messages_arrive_and_warnings_of_the_first_process() -> None:
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def fail(link: launch.Link, how: str) -> None:
+def fail(link: multiprocess.Link, how: str) -> None:
     link.send("began")
     if link.rank == 1:
         if how == "raise":
@@ -89,7 +90,7 @@ def fail(link: launch.Link, how: str) -> None:
         if how == "exit":
             os._exit(3)
         time.sleep(1000)
-    launch.watch(True)
+    multiprocess.watch(True)
     dist.barrier()
 
 
@@ -105,7 +106,7 @@ def fail(link: launch.Link, how: str) -> None:
 def test_one_error_names_the_process_its_nodes_and_the_place(how: str, what: str, where: str) -> None:
     start = time.monotonic()
     with pytest.raises(ProcessError) as caught:
-        launch.run(fail, 3, (how,), labels=lambda rank: f"nodes {2 * rank}-{2 * rank + 1}", timeout_s=2)
+        multiprocess.run(fail, 3, (how,), labels=lambda rank: f"nodes {2 * rank}-{2 * rank + 1}", timeout_s=2)
     assert caught.value.rank == 1
     assert caught.value.nodes == "nodes 2-3"
     assert str(caught.value).startswith("process 1 (nodes 2-3)")
@@ -114,18 +115,18 @@ def test_one_error_names_the_process_its_nodes_and_the_place(how: str, what: str
     assert time.monotonic() - start < 30
 
 
-def refuse(link: launch.Link) -> None:
+def refuse(link: multiprocess.Link) -> None:
     raise ValueError("K=3 is wrong")
 
 
 def test_a_users_mistake_keeps_its_kind() -> None:
     with pytest.raises(ValueError, match="K=3 is wrong"):
-        launch.run(refuse, 2)
+        multiprocess.run(refuse, 2)
 
 
 def test_what_cannot_be_sent_to_a_new_interpreter_is_said() -> None:
     with pytest.raises(ValueError, match="at the top of a module"):
-        launch.run(lambda link: None, 2, start_method="spawn")
+        multiprocess.run(lambda link: None, 2, start_method="spawn")
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit
@@ -141,7 +142,8 @@ def run(script: str, *, wait: bool = True, **more: Any) -> Any:
 
 NOTEBOOK = """
     import os, sys, time, torch
-    from vecgym import Trainer, launch
+    from vecgym import Trainer
+    from vecgym.runs import multiprocess
     from vecgym.strategy import FedAvgStrategy
 
     class Line(torch.nn.Module):
@@ -172,7 +174,9 @@ def test_models_and_datasets_of_a_notebook() -> None:
 
 
 def test_a_notebooks_definitions_cannot_be_spawned_and_the_error_says_what_to_do() -> None:
-    done = run(NOTEBOOK + "\n    launch.choose_start_method = lambda d: 'spawn'\n    trainer.fit(strategy, **settings)")
+    done = run(
+        NOTEBOOK + "\n    multiprocess.choose_start_method = lambda d: 'spawn'\n    trainer.fit(strategy, **settings)"
+    )
     assert "ValueError: Line is defined in a notebook cell" in done.stderr
     assert "%%writefile" in done.stderr
 
@@ -415,16 +419,16 @@ def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytes
             make_model("MLP"), dataset("MLP"), strategy=STRATEGIES["FedAvg"](), grid={"seed": [0]}, num_nodes=2
         )
     with pytest.raises(ValueError, match="process 1 of 2"):
-        launch.run(refuse, 2)
+        multiprocess.run(refuse, 2)
     assert not (tmp_path / "log").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")
     fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
 
 
-def in_a_group(link: launch.Link) -> str:
+def in_a_group(link: multiprocess.Link) -> str:
     """What `fit` says in a group that no environment variable tells of; and where vecgym has started it."""
     assert len(fit("MLP", "FedAvg", num_nodes=2, max_steps=2)[0].nodes) == 2
-    launch._link = None
+    multiprocess._link = None
     try:
         fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
     except ValueError as error:
@@ -433,7 +437,7 @@ def in_a_group(link: launch.Link) -> str:
 
 
 def test_in_a_process_group_only_distributed_trains() -> None:
-    [first, second] = launch.run(in_a_group, 2)
+    [first, second] = multiprocess.run(in_a_group, 2)
     assert "this is process 0 of 2" in first
     assert "this is process 1 of 2" in second
 
@@ -463,7 +467,7 @@ def test_under_torchrun(tmp_path: Path, group: str) -> None:
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     command += [str(tmp_path / "log"), *(["group"] if group == "existing" else [])]
-    environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": launch.loopback()}  # a sandbox may not know its own name
+    environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": multiprocess.loopback()}  # a sandbox may not know its own name
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     data = dataset("MLP", 48)
@@ -478,7 +482,7 @@ def test_the_readmes_script_under_torchrun(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     (tmp_path / "train.py").write_text(readme.split("```python\n# train.py\n")[1].split("```")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": launch.loopback()}
+    environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": multiprocess.loopback()}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "runs" / "diloco" / "history.csv").read_text().splitlines()) == 1 + 20
@@ -487,24 +491,24 @@ def test_the_readmes_script_under_torchrun(tmp_path: Path) -> None:
     assert saved.history.settings["num_processes"] == 2
 
 
-def interrupted_alone(link: launch.Link) -> None:
+def interrupted_alone(link: multiprocess.Link) -> None:
     if link.rank == 1:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1000)
-    launch.watch(True)
+    multiprocess.watch(True)
     dist.barrier()
 
 
 def test_an_interrupt_in_one_process_ends_all_at_once() -> None:
     """Not after the ten minutes that one may keep the others waiting."""
     with pytest.raises(KeyboardInterrupt):
-        launch.run(interrupted_alone, 3)
+        multiprocess.run(interrupted_alone, 3)
 
 
-def exchanges_alone(link: launch.Link, how: str) -> None:
+def exchanges_alone(link: multiprocess.Link, how: str) -> None:
     from vecgym.collectives.distributed import DistributedCollectives, Wire
 
-    comm = DistributedCollectives(4, Wire(watch=launch.watch, announce=launch.announce))
+    comm = DistributedCollectives(4, Wire(watch=multiprocess.watch, announce=multiprocess.announce))
     x = {"w": torch.ones(2, 3)}
     comm.mean(x)
     comm.step = 7
@@ -518,7 +522,7 @@ def exchanges_alone(link: launch.Link, how: str) -> None:
 @pytest.mark.parametrize(("how", "what"), [("hangs", "hangs: it got nowhere for 2 s"), ("dies", "exit code 3")])
 def test_an_error_says_what_each_process_exchanged_last(how: str, what: str) -> None:
     with pytest.raises(ProcessError, match=what) as caught:
-        launch.run(exchanges_alone, 2, (how,), timeout_s=2)
+        multiprocess.run(exchanges_alone, 2, (how,), timeout_s=2)
     assert "process 1" in str(caught.value)
     assert (
         "process 0: mean at step 7 of 1 tensors, 12 bytes a node: w [3]; "

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import vecgym
-import vecgym.memory as memory
+import vecgym.runs.memory as memory
 from tests.fitting import alone, dataset, fit, params, same_run
 from tests.models import make_model
-from vecgym import MemoryEstimate, Trainer, estimate_memory, tree
-from vecgym.memory import Part, memory_limit
+from vecgym import MemoryEstimate, Trainer, estimate_memory
+from vecgym.core import tree
 from vecgym.models import Classifier
+from vecgym.runs.memory import Part, memory_limit
 from vecgym.strategy import (
     AllReduceStrategy,
     DeMoStrategy,

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from tests.fitting import alone, dataset, fit
 from vecgym import Trainer
-from vecgym.local import Engine
-from vecgym.rollout import rollout
+from vecgym.engine.local import Engine
+from vecgym.runs.rollout import rollout
 from vecgym.strategy import FedAvgStrategy
 
 

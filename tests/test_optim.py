@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import vecgym.optim.elementwise as elementwise
-from vecgym.errors import VecgymWarning
+from vecgym.core.errors import VecgymWarning
 from vecgym.optim import (
     ELEMENTWISE,
     ElementwiseRule,

@@ -14,10 +14,7 @@ from matplotlib.legend import Legend
 from tests.fitting import dataset, fit
 from vecgym import History, Trainer
 from vecgym.data import partition_iid
-from vecgym.optimize import OptimizedSchedule
 from vecgym.plot import (
-    COLOURS,
-    X_AXES,
     plot_axis,
     plot_comparison,
     plot_history,
@@ -28,6 +25,8 @@ from vecgym.plot import (
     plot_sensitivity,
     smooth,
 )
+from vecgym.plot.figures import COLOURS, X_AXES
+from vecgym.records.optimized import OptimizedSchedule
 
 STEPS = 40
 

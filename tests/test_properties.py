@@ -36,12 +36,14 @@ from tests.helpers import (
 from tests.models import MODELS, make_batches, make_model
 from tests.reference import common
 from tests.reference.demo import fold, make_chunks
-from vecgym import Trainer, tree
+from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
+from vecgym.collectives.topology import Groups, Mixing
 from vecgym.compress import PowerSGD, RandomK, TopK
+from vecgym.core import tree
+from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
-from vecgym.simulate import Simulation
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -70,7 +72,6 @@ from vecgym.strategy import (
     delayed,
     every,
 )
-from vecgym.topology import Groups, Mixing
 
 K = 5
 STEPS = 7  # not a multiple of H: the run ends in the middle of a round

@@ -19,15 +19,18 @@ import vecgym
 import vecgym.strategy
 from tests.helpers import assert_close, stacked
 from tests.models import make_batches, make_model
-from vecgym import Trainer, nodes, tree
+from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import Ledger, Transfer
+from vecgym.collectives.topology import ring
+from vecgym.core import nodes, tree
 from vecgym.data import Batches
-from vecgym.ledger import Ledger, Transfer
-from vecgym.local import Engine, EngineName
+from vecgym.engine.local import Engine, EngineName
+from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
-from vecgym.optimize import OptimizedSchedule, optimize_schedule, project_to_budget
-from vecgym.rollout import Outcome, rollout, rollout_jvp
-from vecgym.simulate import Simulation
+from vecgym.records.optimized import OptimizedSchedule
+from vecgym.runs.optimize import optimize_schedule, project_to_budget
+from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -44,7 +47,6 @@ from vecgym.strategy.compression import TopKSparseCommunicator, compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.sparta import PartitionedSelector, SPARTADiLoCoStrategy, SPARTAStrategy
-from vecgym.topology import ring
 
 K, T, B = 3, 6, 4
 F64 = torch.float64

@@ -1,7 +1,7 @@
 """The gradient of one step can itself be differentiated: operations of torch.nn.functional, through both engines.
 
 Expected are central differences of the gradients, in float64. What torch's own second derivatives get wrong under vmap
-or everywhere is computed by elementary operations there; see `vecgym.folding.TwiceDifferentiable`.
+or everywhere is computed by elementary operations there; see `vecgym.engine.batching_rules.TwiceDifferentiable`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from vecgym.local import Engine
-from vecgym.rollout import rollout
+from vecgym.engine.local import Engine
+from vecgym.runs.rollout import rollout
 from vecgym.strategy import FedAvgStrategy
 
 K, STEP = 2, 1e-6

@@ -40,7 +40,7 @@ from tests.reference.common import Result
 from tests.reference.sparta import sparta
 from tests.reference.sparta_diloco import sparta_diloco
 from vecgym.collectives import StackedCollectives
-from vecgym.errors import VecgymWarning
+from vecgym.core.errors import VecgymWarning
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,

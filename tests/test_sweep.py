@@ -34,7 +34,7 @@ from vecgym import (
 )  # fmt: skip
 from vecgym.compress import TopK
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
-from vecgym.rows import averaged, chosen, labelled
+from vecgym.records.rows import averaged, chosen, labelled
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
@@ -63,7 +63,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.fedavg import Weighting
-from vecgym.sweep.axes import points
+from vecgym.sweeps.axes import points
 
 K = 4
 STEPS = 7

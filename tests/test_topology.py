@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vecgym import rng, topology
-from vecgym.topology import (
+from vecgym.collectives import topology
+from vecgym.collectives.topology import (
     Mixing,
     check_doubly_stochastic,
     complete,
@@ -27,6 +27,7 @@ from vecgym.topology import (
     spectral_gap,
     torus,
 )
+from vecgym.core import rng
 
 SIZES = range(1, 41)
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_close, assert_same_bits, run, simulation
-from vecgym import Trainer, tree
+from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
+from vecgym.core import tree
+from vecgym.core.tree import Tree
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -24,7 +26,6 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.base import State
-from vecgym.tree import Tree
 
 
 class Line(nn.Module):

@@ -14,12 +14,14 @@ from torch.utils.data import TensorDataset
 
 import vecgym
 from tests.models import make_data, make_model
-from vecgym import cli, launch, tree
+from vecgym import cli
 from vecgym.collectives.distributed import Wire
-from vecgym.diagnosis import RULES
-from vecgym.errors import ProcessError
+from vecgym.core import tree
+from vecgym.core.errors import ProcessError
+from vecgym.runs import multiprocess
+from vecgym.runs.diagnosis import RULES
+from vecgym.runs.verification import BOUNDS, Report, Run, compare, compare_with_ddp, verify
 from vecgym.strategy import AllReduceStrategy, CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
-from vecgym.verify import BOUNDS, Report, Run, compare, compare_with_ddp, verify
 
 K = 4
 
@@ -255,7 +257,7 @@ def test_a_residual_has_the_rounding_of_what_it_is_a_difference_of() -> None:
         assert (check.finding.step, check.finding.tensor, check.finding.node) == (0, "0.error.first.weight", 3)
 
 
-def handed_bytes(link: launch.Link, times: int) -> list[float]:
+def handed_bytes(link: multiprocess.Link, times: int) -> list[float]:
     """`compare` on a wire that counts `times` what it is handed."""
 
     class Counting(Wire):
@@ -268,10 +270,10 @@ def handed_bytes(link: launch.Link, times: int) -> list[float]:
 
 
 def test_bytes_that_the_ledger_does_not_mean_are_found() -> None:
-    assert launch.run(handed_bytes, 2, (1,)) == [[0, 0, 0, 0]] * 2
+    assert multiprocess.run(handed_bytes, 2, (1,)) == [[0, 0, 0, 0]] * 2
     P = sum(p.numel() for p in make_model("MLP").parameters())
     # Exact: both nodes' parameters; native: their sum. Twice as much is as many bytes too much, after every step.
-    assert launch.run(handed_bytes, 2, (2,)) == [[8 * P, 16 * P, 4 * P, 8 * P]] * 2
+    assert multiprocess.run(handed_bytes, 2, (2,)) == [[8 * P, 16 * P, 4 * P, 8 * P]] * 2
 
 
 # ----------------------------------------------------------------------------------------------------------------- DDP
@@ -287,7 +289,7 @@ def test_allreduce_is_distributed_data_parallel(optimizer: str, num_processes: i
     assert max(row.params for row in report.checks[2].rows) <= 1e-12
 
 
-def against_another(link: launch.Link) -> float:
+def against_another(link: multiprocess.Link) -> float:
     """DDP with another learning rate."""
     right = AllReduceStrategy("sgd", lr=0.1)
     wrong = copy.copy(right)
@@ -298,7 +300,7 @@ def against_another(link: launch.Link) -> float:
 
 
 def test_the_comparison_with_ddp_can_fail() -> None:
-    assert min(launch.run(against_another, 2)) > 1e-4
+    assert min(multiprocess.run(against_another, 2)) > 1e-4
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -363,7 +365,7 @@ def test_command_for_a_file(
 
 
 def test_command_fails_where_a_strategy_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vecgym.verify.__globals__["STRATEGIES"], "wrong", lambda: of(MeanOfMine()))
+    monkeypatch.setitem(vecgym.runs.verification.STRATEGIES, "wrong", lambda: of(MeanOfMine()))
     assert cli.main(["verify", "--strategy", "wrong", "--steps", "1"]) == 1
 
 

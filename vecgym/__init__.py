@@ -27,7 +27,7 @@ Training:    Trainer (LocalTrainer), Nodes, History, Ledger
 Strategies:  vecgym.strategy: AllReduceStrategy, FedAvgStrategy, DiLoCoStrategy, CommunicateOptimizeStrategy ...
 Optimizers:  OptimSpec, an optimizer with its settings; vecgym.optim
 Data:        vecgym.data: partition_iid, partition_dirichlet, partition_shards ...: who holds which examples
-Models:      vecgym.models.GPT; vecgym.corpus, text without a download
+Models:      vecgym.models.GPT; vecgym.data.text, text without a download
 Gradients:   rollout, rollout_jvp, Outcome: whole runs as differentiable functions; optimize_schedule, OptimizedSchedule
 Sweeps:      sweep, SweepResult, Uniform, LogUniform
 Files:       Trainer.fit(save_dir=..., resume=True), Trainer.save, load, Saved
@@ -35,26 +35,32 @@ Memory:      estimate_memory, MemoryEstimate; Trainer.fit(max_memory_usage=...)
 Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
 Figures:     vecgym.plot: plot_runs (Trainer.plot), plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
-Underneath:  vecgym.simulate.Simulation, the pure step; vecgym.local.Engine, the gradients of all nodes;
-             vecgym.collectives, what they exchange; vecgym.compress, what is sent in its place; vecgym.topology;
-             vecgym.schedule; vecgym.tree
+Underneath:  vecgym.engine.simulation.Simulation, the pure step; vecgym.engine.local.Engine, the gradients of all nodes;
+             vecgym.collectives, what they exchange, with topology and ledger; vecgym.compress, what is sent instead;
+             vecgym.optim.schedule; vecgym.core.tree
 Errors:      DivergenceError, ProcessError, VecgymWarning; all others are ValueError and TypeError, with the way out
 Other APIs:  vecgym.compat.exogym, vecgym.compat.diloco_sim
 """
 
-from vecgym.errors import DivergenceError, ProcessError, VecgymWarning
-from vecgym.ledger import Ledger
-from vecgym.logger import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from vecgym.memory import MemoryEstimate, estimate_memory
-from vecgym.metrics import History
-from vecgym.nodes import Nodes
+import sys
+
+from vecgym.collectives.ledger import Ledger
+from vecgym.core import moved
+from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
+from vecgym.core.nodes import Nodes
 from vecgym.optim import OptimSpec
-from vecgym.optimize import OptimizedSchedule, optimize_schedule
-from vecgym.rollout import Outcome, rollout, rollout_jvp
-from vecgym.saved import Saved, load
-from vecgym.sweep import LogUniform, SweepResult, Uniform, sweep
-from vecgym.trainer import LocalTrainer, Trainer
-from vecgym.verify import verify
+from vecgym.records.history import History
+from vecgym.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from vecgym.records.optimized import OptimizedSchedule
+from vecgym.records.runfile import Saved, load
+from vecgym.runs.memory import MemoryEstimate, estimate_memory
+from vecgym.runs.optimize import optimize_schedule
+from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
+from vecgym.runs.trainer import LocalTrainer, Trainer
+from vecgym.runs.verification import verify
+from vecgym.sweeps import LogUniform, SweepResult, Uniform, sweep
+
+moved.install(sys.modules[__name__])
 
 __version__ = "0.1.0"
 

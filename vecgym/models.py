@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vecgym import check
+from vecgym.core import check
 
 
 class GPT(nn.Module):
@@ -43,7 +43,7 @@ class GPT(nn.Module):
     https://github.com/karpathy/nanoGPT.
     """
 
-    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}  # e^loss: see `vecgym.evaluate.evaluate`
+    loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}  # e^loss: see `vecgym.runs.evaluation.evaluate`
 
     def __init__(
         self,

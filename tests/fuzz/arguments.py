@@ -71,19 +71,21 @@ WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps as were as
 
 # What only vecgym's own code hands on: of these modules everything, ...
 UNDERNEATH = (
-    "vecgym.collectives", "vecgym.compress", "vecgym.errors", "vecgym.evaluate", "vecgym.launch", "vecgym.ledger",
-    "vecgym.local", "vecgym.memory", "vecgym.metrics.", "vecgym.nodes", "vecgym.optimize.", "vecgym.rng",
-    "vecgym.rollout.", "vecgym.schedule", "vecgym.simulate", "vecgym.topology", "vecgym.tree", "vecgym.verify.",
-    "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule", "vecgym.strategy.Context", "vecgym.plot.default_window",
-    "vecgym.data.Batches.", "vecgym.plot.pareto_front", "vecgym.plot.smooth", "vecgym.Ledger",
+    "vecgym.collectives", "vecgym.compress", "vecgym.core.errors", "vecgym.runs.evaluation",
+    "vecgym.runs.multiprocess", "vecgym.collectives.ledger", "vecgym.engine.local", "vecgym.runs.memory",
+    "vecgym.records.history.", "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng",
+    "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.engine.simulation", "vecgym.collectives.topology",
+    "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
+    "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.plot.pareto_front",
+    "vecgym.plot.smooth", "vecgym.Ledger",
 )  # fmt: skip
 # ... but for these, which users call and give to a strategy, ...
 ENTRANCES = {
     *(f"vecgym.compress.{name}" for name in ("PowerSGD", "Quantise", "RandomK", "TopK", "make_codec")),
-    *(f"vecgym.topology.{name}" for name in (
+    *(f"vecgym.collectives.topology.{name}" for name in (
         "check_doubly_stochastic", "complete", "exponential", "metropolis_weights", "one_peer_exponential", "ring",
         "second_eigenvalue", "spectral_gap", "torus")),
-    "vecgym.schedule.lambda_cosine",
+    "vecgym.optim.schedule.lambda_cosine",
 }  # fmt: skip
 # ... the constructors of what vecgym makes and users read, ...
 MADE = {

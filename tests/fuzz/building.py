@@ -15,8 +15,9 @@ from tests.fuzz import naive
 from tests.fuzz.settings import Settings
 from tests.helpers import Recording
 from tests.reference import compression
-from vecgym import OptimSpec, rng
+from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
+from vecgym.core import rng
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,

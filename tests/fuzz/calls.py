@@ -25,11 +25,18 @@ from torch.utils.data import TensorDataset
 import vecgym
 from tests.fuzz.place import a_new_folder, as_it_was
 from tests.test_api import MODULES, module_of, public_names
-from vecgym import compress, data, local, logger, memory, metrics, rng, simulate, topology
-from vecgym.collectives import StackedCollectives
+from vecgym import compress, data
+from vecgym.collectives import StackedCollectives, topology
+from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
 from vecgym.compress.codecs import Draw
-from vecgym.ledger import Transfer
+from vecgym.core import rng
+from vecgym.engine import local
+from vecgym.engine.simulation import Simulation
+from vecgym.records import loggers
+from vecgym.records.history import History
+from vecgym.runs import memory
+from vecgym.runs.verification import Check, Difference
 from vecgym.strategy import (
     AveragingCommunicator,
     Context,
@@ -39,16 +46,15 @@ from vecgym.strategy import (
     ServerOptimizer,
     Strategy,
 )
-from vecgym.verify import Check, Difference
 
 K, STEPS, DIM = 2, 2, 3
 
 UNCALLED = {
     "vecgym.data.Batch": "a type alias",
     "vecgym.data.Examples": "a protocol",
-    **{f"vecgym.launch.Link{name}": "made by launch.run for each process" for name in
+    **{f"vecgym.runs.multiprocess.Link{name}": "made by multiprocess.run for each process" for name in
        ("", ".send", ".watch", ".announce")},
-    "vecgym.launch.joined": "within the processes of a group",
+    "vecgym.runs.multiprocess.joined": "within the processes of a group",
     "vecgym.strategy.all_gather": "within the step of a strategy written for one rank",
     "vecgym.strategy.all_reduce": "within the step of a strategy written for one rank",
     "vecgym.strategy.broadcast": "within the step of a strategy written for one rank",
@@ -67,7 +73,7 @@ UNCALLED = {
     "vecgym.WandbLogger.log": "wandb starts processes and writes to the network or the disk",
     **{f"vecgym.TensorBoardLogger.{name}": "TensorBoard's thread writes after the folder has gone" for name in
        ("start", "resume", "log", "finish")},
-    "vecgym.topology.Mixing": "made by Mixing.of",
+    "vecgym.collectives.topology.Mixing": "made by Mixing.of",
     "vecgym.History.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.SweepResult.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
@@ -132,7 +138,7 @@ def trained() -> vecgym.Trainer:
     return copy.deepcopy(_trained())
 
 
-def history() -> metrics.History:
+def history() -> History:
     return trained().history
 
 
@@ -146,8 +152,8 @@ def engine() -> local.Engine:
     return made
 
 
-def simulation() -> simulate.Simulation:
-    return simulate.Simulation(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
+def simulation() -> Simulation:
+    return Simulation(Line(), strategy(), StackedCollectives(K), engine=engine(), max_steps=STEPS)
 
 
 def partition() -> data.Partition:
@@ -178,8 +184,8 @@ def pairs(n: int = 16) -> TensorDataset:
     return TensorDataset(examples(n), torch.zeros(n, 1))
 
 
-def started() -> logger.CSVLogger:
-    made = logger.CSVLogger("log")
+def started() -> loggers.CSVLogger:
+    made = loggers.CSVLogger("log")
     made.start({"num_nodes": K})
     return made
 
@@ -339,31 +345,32 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compress.strongest": {"x": lambda: torch.ones(2, 4), "k": lambda: 1},
     "vecgym.compress.topk_bytes": {"shape": lambda: (4, 4), "k": lambda: 1, "limit": lambda: 4,
                                    "value_bytes": lambda: 4},
-    "vecgym.corpus.read_text": {"path": lambda: file("text.txt")},
-    "vecgym.corpus.standard_library_text": {"num_chars": lambda: 1000},
-    "vecgym.corpus.split_text": {},
+    "vecgym.data.text.read_text": {"path": lambda: file("text.txt")},
+    "vecgym.data.text.standard_library_text": {"num_chars": lambda: 1000},
+    "vecgym.data.text.split_text": {},
     "vecgym.data.decode_text": {"tokens": lambda: torch.tensor([0, 1])},
     "vecgym.data.Partition": {"indices": lambda: (torch.tensor([0, 1]), torch.tensor([2])), "labels": lambda: None},
     "vecgym.data.num_steps": {"batches": lambda: data.Batches(examples(), K, 2)},
     "vecgym.data.EvalBatches": {"num_nodes": lambda: K},
-    "vecgym.evaluate.evaluate": {"engine": engine, "state": lambda: simulation().init(),
+    "vecgym.runs.evaluation.evaluate": {"engine": engine, "state": lambda: simulation().init(),
                                  "batches": lambda: data.EvalBatches(examples(4), 2, None, K)},
-    "vecgym.evaluate.everyone": {"x": lambda: torch.ones(K)},
-    "vecgym.launch.run": {"function": lambda: work},
-    "vecgym.local.ModelFacts": {"unused": frozenset, "mutated": frozenset, "random": lambda: False, "flop": lambda: 1},
-    "vecgym.local.Engine.gradients": {"seed": lambda: 1},
-    "vecgym.local.choose_plan": {"facts": lambda: local.ModelFacts(frozenset(), frozenset(), False, flop=1),
+    "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
+    "vecgym.runs.multiprocess.run": {"function": lambda: work},
+    "vecgym.engine.local.ModelFacts": {
+        "unused": frozenset, "mutated": frozenset, "random": lambda: False, "flop": lambda: 1},
+    "vecgym.engine.local.Engine.gradients": {"seed": lambda: 1},
+    "vecgym.engine.local.choose_plan": {"facts": lambda: local.ModelFacts(frozenset(), frozenset(), False, flop=1),
                                  "num_threads": lambda: 1},
-    "vecgym.local.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
-    "vecgym.logger.read_csv": {"directory": lambda: file("log")},
+    "vecgym.engine.local.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
+    "vecgym.records.loggers.read_csv": {"directory": lambda: file("log")},
     "vecgym.models.GPT": {**_TOKENS, **_PAIR, "context": lambda: 4},
     "vecgym.models.Classifier": {"batch": lambda: (torch.zeros(2, DIM), torch.zeros(2, dtype=torch.long))},
-    "vecgym.nodes.take_rows": {"rows": lambda: torch.tensor([0])},
-    "vecgym.nodes.join_rows": {"parts": lambda: [tree_of_nodes(), tree_of_nodes()]},
-    "vecgym.nodes.put_rows": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
+    "vecgym.core.nodes.take_rows": {"rows": lambda: torch.tensor([0])},
+    "vecgym.core.nodes.join_rows": {"parts": lambda: [tree_of_nodes(), tree_of_nodes()]},
+    "vecgym.core.nodes.put_rows": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
                               "inplace": lambda: False},
-    "vecgym.nodes.expand": {"values": lambda: {"w": torch.ones(1, DIM)}},
-    "vecgym.nodes.fill": {"values": lambda: {"w": torch.ones(DIM)}},
+    "vecgym.core.nodes.expand": {"values": lambda: {"w": torch.ones(1, DIM)}},
+    "vecgym.core.nodes.fill": {"values": lambda: {"w": torch.ones(DIM)}},
     "vecgym.optim.ElementwiseRule.update": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
     "vecgym.optim.PerNodeRule": {"spec": lambda: vecgym.OptimSpec(torch.optim.ASGD)},
     "vecgym.optim.PerNodeRule.update": {
@@ -371,9 +378,9 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.check_max_norm": {"max_norm": lambda: 1.0},
     "vecgym.optim.clip_grad_norm": {"max_norm": lambda: 1.0},
     "vecgym.optim.ensure_optim_spec": {},
-    "vecgym.optimize.largest": {"weights": lambda: torch.tensor([0.1, 0.9, 0.5])},
-    "vecgym.optimize.project_to_budget": {"total": lambda: 2.0},
-    "vecgym.optimize.sinkhorn": {"z": lambda: torch.rand(3, 3, generator=torch.Generator().manual_seed(0))},
+    "vecgym.runs.optimize.largest": {"weights": lambda: torch.tensor([0.1, 0.9, 0.5])},
+    "vecgym.runs.optimize.project_to_budget": {"total": lambda: 2.0},
+    "vecgym.runs.optimize.sinkhorn": {"z": lambda: torch.rand(3, 3, generator=torch.Generator().manual_seed(0))},
     "vecgym.plot.plot_sensitivity": {"gradient": lambda: torch.ones(4), "path": lambda: None},
     "vecgym.plot.plot_schedule": {"found": found_schedule, "path": lambda: None},
     "vecgym.plot.plot_partition": {"partition": partition, "path": lambda: None},
@@ -381,12 +388,12 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.plot.plot_heatmap": _HEAT,
     "vecgym.plot.plot_pareto": _PLOT,
     "vecgym.plot.smooth": {"values": lambda: [1.0, 2.0, 3.0]},
-    "vecgym.schedule.lambda_cosine": {},
-    "vecgym.schedule.check_schedule": {"name": lambda: "cosine"},
-    "vecgym.schedule.make_schedule": {"name": lambda: "cosine"},
-    "vecgym.simulate.State": {"optimizer": dict, "strategy": dict},
-    "vecgym.simulate.Simulation": {"params": lambda: None},
-    "vecgym.simulate.Simulation.step": {"state": lambda: simulation().init()},
+    "vecgym.optim.schedule.lambda_cosine": {},
+    "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
+    "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
+    "vecgym.engine.simulation.State": {"optimizer": dict, "strategy": dict},
+    "vecgym.engine.simulation.Simulation": {"params": lambda: None},
+    "vecgym.engine.simulation.Simulation.step": {"state": lambda: simulation().init()},
     "vecgym.strategy.compressed": {},
     "vecgym.strategy.GossipCommunicator.mixing": {},
     "vecgym.strategy.ProximalTerm": {"mu": lambda: 0.1},
@@ -397,15 +404,16 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
     "vecgym.strategy.DiLoCoCommunicator.stacked": {"modules": lambda: [DiLoCoCommunicator(H=1)] * 2},
     "vecgym.strategy.AveragingCommunicator.stacked": {"modules": lambda: [AveragingCommunicator()] * 2},
-    "vecgym.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
-    "vecgym.topology.torus": {"num_nodes": lambda: 4},
-    "vecgym.topology.one_peer_exponential": {"round": lambda: 0},
-    "vecgym.topology.metropolis_weights": {"adjacency": lambda: [[0, 1], [1, 0]]},
-    "vecgym.tree.map": {"fn": lambda: torch.neg, "trees": lambda: (tree_of_nodes(),)},
-    "vecgym.tree.map_leaves": {"fn": lambda: torch.neg},
-    "vecgym.tree.per_node": {"like": lambda: tree_of_nodes()["w"]},
-    "vecgym.verify.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
-    "vecgym.verify.Report": {"strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},
+    "vecgym.collectives.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
+    "vecgym.collectives.topology.torus": {"num_nodes": lambda: 4},
+    "vecgym.collectives.topology.one_peer_exponential": {"round": lambda: 0},
+    "vecgym.collectives.topology.metropolis_weights": {"adjacency": lambda: [[0, 1], [1, 0]]},
+    "vecgym.core.tree.map": {"fn": lambda: torch.neg, "trees": lambda: (tree_of_nodes(),)},
+    "vecgym.core.tree.map_leaves": {"fn": lambda: torch.neg},
+    "vecgym.core.tree.per_node": {"like": lambda: tree_of_nodes()["w"]},
+    "vecgym.runs.verification.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
+    "vecgym.runs.verification.Report": {
+        "strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},
     "vecgym.sweep": {**_LR, "device": lambda: "cpu", "num_nodes": lambda: K},
     "vecgym.compat.exogym.CommunicateOptimizeStrategy": {
         "communication_modules": lambda: [exogym.AveragingCommunicator()]},
@@ -427,15 +435,15 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compress.TopK": lambda: compress.TopK(0.5),
     "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
     "vecgym.data.Partition": partition,
-    "vecgym.local.Engine": engine,
-    "vecgym.simulate.Simulation": simulation,
-    "vecgym.verify.Check": check,
+    "vecgym.engine.local.Engine": engine,
+    "vecgym.engine.simulation.Simulation": simulation,
+    "vecgym.runs.verification.Check": check,
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": config,
     "vecgym.strategy.Selector": lambda: RandomSelector(0.5),
     "vecgym.strategy.CommunicationModule": AveragingCommunicator,
     "vecgym.strategy.Strategy": strategy,
-    "vecgym.topology.Mixing": lambda: topology.Mixing.of(doubly_stochastic()),
+    "vecgym.collectives.topology.Mixing": lambda: topology.Mixing.of(doubly_stochastic()),
 }
 
 
@@ -568,12 +576,12 @@ ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
     "vecgym.optimize_schedule": ("H", "iterations"),
     "vecgym.verify": ("num_nodes", "num_processes", "steps"),
-    "vecgym.corpus.standard_library_text": ("num_chars",),
+    "vecgym.data.text.standard_library_text": ("num_chars",),
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": ("loss_fn", "model_kwargs", "train_dataset"),
     "vecgym.compat.diloco_sim.DilocoSimulator": ("config",),
     "vecgym.compress.RandomK.encode": ("draw",),
     "vecgym.compress.TopK": ("fraction",),
-    "vecgym.tree.map": ("trees",),
+    "vecgym.core.tree.map": ("trees",),
 }
 
 

@@ -26,7 +26,8 @@ from torch.utils.data import DistributedSampler
 from tests.fuzz import building, naive, problems
 from tests.fuzz.common import Case, Failure, Outcome, Refusal, crash, deliberate
 from tests.fuzz.settings import Settings, draw_settings, simpler, with_defaults
-from vecgym import DivergenceError, Trainer, rng
+from vecgym import DivergenceError, Trainer
+from vecgym.core import rng
 
 NAME = "configurations"
 TOLERANCE = 1e-10

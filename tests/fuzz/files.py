@@ -32,9 +32,10 @@ import vecgym
 from tests.fuzz import calls
 from tests.fuzz.common import Case, Failure, Outcome, Refusal, time_limit
 from tests.fuzz.place import a_new_folder, as_it_was
-from vecgym import cli, corpus
-from vecgym.logger import CSVLogger, read_csv
-from vecgym.metrics import MEASURED, History
+from vecgym import cli
+from vecgym.data import text
+from vecgym.records.history import MEASURED, History
+from vecgym.records.loggers import CSVLogger, read_csv
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy, all_reduce
 
 NAME = "files"
@@ -192,7 +193,7 @@ def read_config(file: Path, run: str) -> Any:
 
 
 def read_text(file: Path, run: str) -> Any:
-    return corpus.read_text(file)
+    return text.read_text(file)
 
 
 def read_state(file: Path, run: str) -> Any:

@@ -36,10 +36,11 @@ import vecgym
 from tests.fuzz import files
 from tests.fuzz.common import Case, Failure, Outcome, Refusal
 from tests.fuzz.place import a_new_folder, as_it_was
-from vecgym import Logger, saved
-from vecgym.checkpoint import checkpoints_in
-from vecgym.logger import CSVLogger, read_csv
-from vecgym.sweep import runner
+from vecgym import Logger
+from vecgym.records import runfile
+from vecgym.records.loggers import CSVLogger, read_csv
+from vecgym.runs.checkpoint import checkpoints_in
+from vecgym.sweeps import runner
 
 NAME = "kills"
 EVENTS = {"open": 12, "write": 1200, "sync": 14, "rename": 8, "remove": 6, "log": 5}  # of each kind in a run, about
@@ -207,7 +208,7 @@ def install(disk: Disk) -> None:
     """Let all that this process does with files pass through `disk`."""
     global _disk
     _disk = disk
-    real_open, fsync, replace, unlink, write = pathlib.Path.open, os.fsync, os.replace, os.unlink, saved.write
+    real_open, fsync, replace, unlink, write = pathlib.Path.open, os.fsync, os.replace, os.unlink, runfile.write
 
     def opened(path: Path, mode: str = "r", *args: Any, **more: Any) -> Any:
         if not set(mode) & set("wxa"):
@@ -245,7 +246,7 @@ def install(disk: Disk) -> None:
 
     pathlib.Path.open = opened  # type: ignore[method-assign, assignment]
     os.fsync, os.replace, os.unlink = synced, replaced, unlinked  # type: ignore[assignment]
-    saved.write = written
+    runfile.write = written
     runner.SAVE_INTERVAL_S = 0.0  # sweeps save after every step
 
 
@@ -385,7 +386,7 @@ def _after(what: str, how: str, ended: Ended, folder: Path) -> Outcome:
 
 def _may_refuse(what: str, how: str, error: str) -> bool:
     """A disk that fails may be an error where nothing has begun, and where a user saves."""
-    if what == "processes" and _last_line(error).startswith("vecgym.errors.ProcessError"):
+    if what == "processes" and _last_line(error).startswith("vecgym.core.errors.ProcessError"):
         return True
     failing = how in ERRORS or how == "limit"
     before = "cannot be written to" in error and "ValueError" in _last_line(error)
@@ -404,7 +405,7 @@ def _lost(what: str, ended: Ended, folder: Path) -> str:
     newest = max(ended.reported)
     try:
         if what == "sweep":
-            found = len(saved.read(folder / "saved" / "sweep.pt")["sweep"]["curves"])
+            found = len(runfile.read(folder / "saved" / "sweep.pt")["sweep"]["curves"])
         elif what == "save":
             found = vecgym.load(folder / "saved" / "run.pt").step
         else:

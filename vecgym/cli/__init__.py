@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vecgym import __version__
 from vecgym.cli import compare, exogym, info, plot, run, sweep, verify
-from vecgym.errors import DivergenceError, ProcessError
+from vecgym.core.errors import DivergenceError, ProcessError
 
 COMMANDS = {
     "compare": (compare, "train a small GPT with several strategies, and compare them"),

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vecgym.cli.values import ENGINES, count, positive, table
-from vecgym.errors import DivergenceError
+from vecgym.core.errors import DivergenceError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from vecgym.data import TokenWindows
-    from vecgym.metrics import History
+    from vecgym.records.history import History
     from vecgym.strategy import Strategy
 
 STRATEGIES = ("allreduce", "fedavg", "diloco")  # what `vecgym compare` compares
@@ -153,8 +153,8 @@ def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
 
 def _data(args: argparse.Namespace) -> tuple[TokenWindows, TokenWindows, int]:
     """Windows to train on, windows to validate on, and the number of different characters."""
-    from vecgym.corpus import read_text, split_text, standard_library_text
     from vecgym.data import TokenWindows, encode_text
+    from vecgym.data.text import read_text, split_text, standard_library_text
 
     text = read_text(args.text) if args.text else standard_library_text()
     vocabulary = "".join(sorted(set(text)))
@@ -175,8 +175,8 @@ def _model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
 def _train(
     strategy: Strategy, model: nn.Module, train: TokenWindows, val: TokenWindows, output: Path, args: argparse.Namespace
 ) -> Run:
-    from vecgym.logger import CSVLogger
-    from vecgym.trainer import Trainer
+    from vecgym.records.loggers import CSVLogger
+    from vecgym.runs.trainer import Trainer
 
     start = time.perf_counter()
     trainer = Trainer(model, train, val)
@@ -215,7 +215,7 @@ def _report(runs: dict[str, Run], reference_bytes: float, args: argparse.Namespa
 def comparison_table(runs: dict[str, Run], reference_bytes: float) -> str:
     """One line per run; `reference_bytes` is what AllReduce sends per node.
 
-    >>> from vecgym.metrics import History
+    >>> from vecgym.records.history import History
     >>> history = History()
     >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "bytes_total": 5e6})
     >>> print(comparison_table({"fedavg": Run(history, seconds=3.0)}, reference_bytes=1e8))

@@ -21,8 +21,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.logger import read_csv
     from vecgym.plot import plot_runs
+    from vecgym.records.loggers import read_csv
 
     folders = [run for directory in args.directories for run in runs_in(directory)]
     histories = {name: read_csv(folder) for name, folder in named(folders).items()}

@@ -23,9 +23,9 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.logger import CSVLogger
     from vecgym.plot import plot_runs
-    from vecgym.trainer import Trainer
+    from vecgym.records.loggers import CSVLogger
+    from vecgym.runs.trainer import Trainer
 
     parameters = tuple(inspect.signature(Trainer.fit).parameters)[1:]
     found = read_configuration(args, NEEDED, (*OWN, *parameters))
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"
     output = output_of(args, "history.csv", goes_on=bool(found.get("resume")) or not first)
     if first:
-        from vecgym.rows import counted
+        from vecgym.records.rows import counted
 
         print(f"{found['strategy']}\n{counted(found['num_nodes'], 'node')}", flush=True)
     try:

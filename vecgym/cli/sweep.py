@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vecgym.cli.configuration import add_options, add_output, output_of, read_configuration
 
 if TYPE_CHECKING:
-    from vecgym.sweep import SweepResult
+    from vecgym.sweeps import SweepResult
 
 NEEDED = ("model", "train_dataset", "grid")
 
@@ -26,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.sweep import sweep
+    from vecgym.sweeps import sweep
 
     found = read_configuration(args, NEEDED, tuple(inspect.signature(sweep).parameters))
     output = output_of(args, "rows.csv", goes_on=args.resume or bool(found.get("dry_run")))

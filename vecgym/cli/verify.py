@@ -32,7 +32,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from vecgym.verify import STRATEGIES, verify
+    from vecgym.runs.verification import STRATEGIES, verify
 
     if args.list:
         print("\n".join(STRATEGIES))
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_names(args: argparse.Namespace) -> tuple[dict[str, Callable[[], Strategy]], dict[str, Any]]:
     """What is known by name, and what else `verify` takes."""
-    from vecgym import check
-    from vecgym.verify import STRATEGIES
+    from vecgym.core import check
+    from vecgym.runs.verification import STRATEGIES
 
     if args.set:
         args.parser.error("--set is for the function of a file: give CONFIG.py[:function]")
@@ -63,8 +63,8 @@ def _of_names(args: argparse.Namespace) -> tuple[dict[str, Callable[[], Strategy
 def _of_a_file(args: argparse.Namespace) -> tuple[dict[str, Callable[[], Strategy]], dict[str, Any]]:
     """What a function returns; a small GPT where it has no model."""
     from vecgym.cli.run import OWN
+    from vecgym.runs.trainer import Trainer
     from vecgym.strategy import Strategy
-    from vecgym.trainer import Trainer
 
     if args.strategy:
         args.parser.error(f"--strategy {args.strategy} and {args.config} both say what to verify: give one of them")

@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from vecgym import tree
-from vecgym.ledger import Islands, Ledger, Transfer
-from vecgym.topology import Groups, Links, Mixing, Server
-from vecgym.tree import Tree
+from vecgym.collectives.ledger import Islands, Ledger, Transfer
+from vecgym.collectives.topology import Groups, Links, Mixing, Server
+from vecgym.core import tree
+from vecgym.core.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
 

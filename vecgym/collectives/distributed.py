@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vecgym.collectives.base import Collectives, T, payload_bytes
+from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.stacked import StackedCollectives
-from vecgym.ledger import Ledger
-from vecgym.topology import Groups
-from vecgym.tree import Tree
+from vecgym.collectives.topology import Groups
+from vecgym.core.tree import Tree
 
 BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messages, and little memory for them
 MAX_SUBGROUPS = 64  # process groups kept for islands: each holds connections between all of its processes

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vecgym.collectives.base import Collectives
-from vecgym.ledger import Ledger
-from vecgym.topology import Groups, Mixing
+from vecgym.collectives.ledger import Ledger
+from vecgym.collectives.topology import Groups, Mixing
 
 CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at a time: 0.5 MiB in float32
 

@@ -46,13 +46,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from vecgym import check, nodes
-from vecgym.errors import warn
-from vecgym.files import is_regular, write_atomically
-from vecgym.ledger import Ledger
-from vecgym.logger import WandbLogger
-from vecgym.metrics import History
+from vecgym.collectives.ledger import Ledger
+from vecgym.core import check, nodes
+from vecgym.core.errors import warn
+from vecgym.core.files import is_regular, write_atomically
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.records.history import History
+from vecgym.records.loggers import WandbLogger
+from vecgym.runs.trainer import Trainer
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -61,8 +63,6 @@ from vecgym.strategy import (
     RandomSelector,
     SparseCommunicator,
 )
-from vecgym.trainer import Trainer
-from vecgym.tree import Tree
 
 PORT = 12355  # the original's default
 

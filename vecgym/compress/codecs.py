@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from vecgym import check
 from vecgym.compress.dct import strongest
-from vecgym.tree import Tree
+from vecgym.core import check
+from vecgym.core.tree import Tree
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
 

@@ -8,9 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from vecgym import check
+from vecgym.core import check
+from vecgym.core.tree import Tree, per_node
 from vecgym.optim.formulas import root
-from vecgym.tree import Tree, per_node
 
 
 def check_max_norm(max_norm: float | Tensor) -> float | Tensor:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vecgym.errors import VecgymWarning
+from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import Tree, differentiated, per_node
 from vecgym.optim.formulas import ELEMENTWISE, NUMBER, OPTIONAL
-from vecgym.tree import Tree, differentiated, per_node
 
 if TYPE_CHECKING:
     from vecgym.optim.spec import OptimSpec

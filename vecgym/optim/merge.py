@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.core.tree import leaves
 from vecgym.optim.formulas import ELEMENTWISE
 from vecgym.optim.spec import OptimSpec
-from vecgym.tree import leaves
 
 Key = tuple[Any, ...]
 

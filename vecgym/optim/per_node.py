@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import OptState, check_names, count_nodes
 from vecgym.optim.formulas import ELEMENTWISE
-from vecgym.tree import Tree, leaves, map_leaves
 
 if TYPE_CHECKING:
     from vecgym.optim.spec import OptimSpec

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vecgym import check
+from vecgym.core import check
+from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import ELEMENTWISE
 from vecgym.optim.per_node import PerNodeRule
-from vecgym.tree import Tree, leaves, map_leaves
 
 ParamGroups = Callable[[str, Tensor], dict[str, Any]]
 

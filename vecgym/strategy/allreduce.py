@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.schedule import Schedule
+from vecgym.optim.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
-from vecgym.tree import Tree
 
 
 class GradientAveraging(CommunicationModule):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import check, nodes, rng
 from vecgym.collectives import Collectives
+from vecgym.core import check, nodes, rng
+from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
-from vecgym.schedule import Schedule, check_schedule, make_schedule
+from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
-from vecgym.tree import Tree, leaves, map_leaves
 
 State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
 
@@ -79,7 +79,7 @@ class CommunicationModule:
 
     Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
-    >>> from vecgym import tree
+    >>> from vecgym.core import tree
     >>> class RoundedAverage(CommunicationModule):
     ...     def exchange_parameters(self, params, state, ctx):
     ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
@@ -205,7 +205,7 @@ class Strategy:
         lr: the learning rate of the inner optimizer, if `inner_optim` does not set it.
         max_norm: clip each node's gradient to this 2-norm (`[K]`: a norm for each), after `exchange_gradients`.
         lr_scheduler: "constant", "cosine", "lambda_cosine", or a function step -> factor; see
-            `vecgym.schedule`.
+            `vecgym.optim.schedule`.
         warmup_steps: steps of linear warm-up from 0.
         cosine_anneal: after the warm-up, decay to 10 % along a cosine.
 

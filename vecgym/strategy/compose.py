@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from vecgym import check
-from vecgym.errors import VecgymWarning
+from vecgym.core import check
+from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import Tree
 from vecgym.strategy import contract
 from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
-from vecgym.tree import Tree
 
 
 def every(n: int, module: CommunicationModule) -> CommunicationModule:

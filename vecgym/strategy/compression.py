@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from vecgym import check, tree
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.base import T
+from vecgym.collectives.ledger import Ledger
+from vecgym.collectives.topology import Groups
 from vecgym.compress.codecs import (
     Codec,
     Compressor,
@@ -31,11 +32,10 @@ from vecgym.compress.codecs import (
     part_of,
 )
 from vecgym.compress.dct import mean_of_senders, strongest
-from vecgym.ledger import Ledger
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
 from vecgym.strategy import contract
 from vecgym.strategy.base import CommunicationModule, Context, State, overrides
-from vecgym.topology import Groups
-from vecgym.tree import Tree
 
 PHASES = {"gradients": contract.exchange_gradients, "parameters": contract.exchange_parameters}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from vecgym.collectives import Collectives
-from vecgym.tree import Tree
+from vecgym.core.tree import Tree
 
 if TYPE_CHECKING:
     from vecgym.strategy.base import CommunicationModule, Context, State

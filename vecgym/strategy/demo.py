@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vecgym import check, tree
 from vecgym.compress import (
     Grid,
     accumulate_dct_,
@@ -18,10 +17,11 @@ from vecgym.compress import (
     to_chunks,
     topk_bytes,
 )
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree, per_node
 from vecgym.optim import OptimSpec, clip_grad_norm
-from vecgym.schedule import Schedule
+from vecgym.optim.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, optimizer_step
-from vecgym.tree import Tree, per_node
 
 
 class DeMoCommunicator(CommunicationModule):

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym import tree
 from vecgym.compress import Compressor
+from vecgym.core import tree
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
-from vecgym.schedule import Schedule
+from vecgym.optim.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
 from vecgym.strategy.compression import with_compression
 from vecgym.strategy.fedavg import warn_if_never
 from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
-from vecgym.tree import Tree
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
 DEFAULT_H = 100

@@ -9,15 +9,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from vecgym import check, tree
-from vecgym.errors import VecgymWarning
+from vecgym.collectives.topology import random_islands, sample_nodes
+from vecgym.core import check, tree
+from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.schedule import Schedule
+from vecgym.optim.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
-from vecgym.topology import random_islands, sample_nodes
-from vecgym.tree import Tree
 
 Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 

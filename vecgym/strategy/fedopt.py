@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vecgym import check, tree
-from vecgym.tree import Tree
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
 
 Slots = dict[str, Tree]
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym import check
-from vecgym import topology as graphs
-from vecgym.errors import VecgymWarning
+from vecgym.collectives import topology as graphs
+from vecgym.collectives.topology import Mixing
+from vecgym.core import check
+from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.schedule import Schedule
+from vecgym.optim.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
-from vecgym.topology import Mixing
-from vecgym.tree import Tree
 
 FIXED: dict[str, Callable[[int], Tensor]] = {
     "ring": graphs.ring,
@@ -37,7 +37,7 @@ class GossipCommunicator(CommunicationModule):
         topology: W, the weights of the nodes' exchange; doubly stochastic.
 
             - a name: "ring", "torus", "exponential", "complete", "one_peer_exponential" (another matrix each
-              exchange, in a cycle) or "random_matching" (drawn anew for each exchange); see `vecgym.topology`;
+              exchange, in a cycle) or "random_matching" (drawn anew for each exchange); see `collectives.topology`;
             - a matrix `[K, K]`, or matrices `[T, K, K]` taken in turn, one per exchange. A tensor with
               `requires_grad` gets derivatives in a differentiable run;
             - a function that takes the step, counted from 0, after which the nodes exchange, and returns `[K, K]`.
@@ -114,7 +114,7 @@ class GossipStrategy(Strategy):
 
     W `[K, K]` is doubly stochastic, so that the mean of the nodes moves by the mean of their updates. The nodes'
     distance to it shrinks in each exchange at least by the second largest |eigenvalue| of W
-    (`vecgym.topology.second_eigenvalue`):
+    (`vecgym.collectives.topology.second_eigenvalue`):
 
     | topology               | neighbours       | what is known of its speed                             |
     |------------------------|------------------|--------------------------------------------------------|

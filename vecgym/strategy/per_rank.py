@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vecgym import rng
 from vecgym.collectives import Collectives
-from vecgym.contents import contents, fill
+from vecgym.core import rng
+from vecgym.core.contents import contents, fill
+from vecgym.core.rng import GlobalStates
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.rng import GlobalStates
 from vecgym.strategy.base import Context, State, Strategy
-from vecgym.tree import Tree
 
 _here = threading.local()  # .node and .meeting of the thread
 
@@ -165,7 +165,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     `op` is "sum" or "mean", or "max", "min" or "product", for which every node gets all values.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.simulate import Simulation
+    >>> from vecgym.engine.simulation import Simulation
     >>> class Line(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
@@ -204,7 +204,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     """Replace `tensor` by that of node `src`, in place, and return it.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.simulate import Simulation
+    >>> from vecgym.engine.simulation import Simulation
     >>> class Line(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
@@ -232,7 +232,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     """Every node's tensor: `[K, *]`.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.simulate import Simulation
+    >>> from vecgym.engine.simulation import Simulation
     >>> class Line(nn.Module):
     ...     def __init__(self):
     ...         super().__init__()

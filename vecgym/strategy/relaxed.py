@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.core.tree import Tree, differentiated
 from vecgym.strategy.base import Context, State
-from vecgym.tree import Tree, differentiated
 
 Exchange = Callable[[Tree, State, Context], tuple[Tree, State]]
 

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym import check
 from vecgym.compress import check_bits
-from vecgym.errors import VecgymWarning
+from vecgym.core import check
+from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.schedule import Schedule
+from vecgym.optim.schedule import Schedule
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.compose import check_delay, warn_if_too_late
 from vecgym.strategy.compression import TopKSparseCommunicator, quantised
 from vecgym.strategy.diloco import DiLoCoCommunicator
-from vecgym.tree import Tree
 
 Shapes = dict[str, torch.Size]  # of one node's parameters
 Indices = dict[str, Tensor]  # flat coordinates, int64 [m]; a tensor of which nothing is selected may be left out

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vecgym.logger import Logger as BaseLogger
+from vecgym.records.loggers import Logger as BaseLogger
 
 TRAIN = ("step", "examples_trained", "train_loss", "train_perplexity", "lr")
 VALIDATION = ("step", "local_loss", "local_perplexity", "global_loss", "global_perplexity")

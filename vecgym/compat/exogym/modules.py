@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import vecgym.logger
+import vecgym.records.loggers
 from vecgym.compat.exogym import communicate, demo, logger, strategies, strict, trainer, utils
 from vecgym.compat.exogym.options import checked
-from vecgym.errors import warn
+from vecgym.core.errors import warn
 
 _COMMUNICATE = {
     name: getattr(communicate, name)
@@ -153,7 +153,7 @@ class _Module(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if self.__name__ == "exogym.logger" and not name.startswith("_"):  # of the documents: vecgym's own loggers
-            return getattr(vecgym.logger, name)
+            return getattr(vecgym.records.loggers, name)
         reason = ABSENT.get((self.__name__, name))
         if reason is not None:
             raise ImportError(f"{self.__name__}.{name} is not there: {reason}.")

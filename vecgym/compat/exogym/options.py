@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from vecgym import check
-from vecgym.errors import warn
+from vecgym.core import check
+from vecgym.core.errors import warn
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from vecgym import check
 from vecgym import optim as vecgym_optim
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, broadcast, broadcast_object_list
 from vecgym.compat.exogym.options import OF_STRATEGIES, checked, warn_without_effect
 from vecgym.compat.exogym.utils import LogModule
-from vecgym.schedule import NAMES as SCHEDULES
+from vecgym.core import check
+from vecgym.optim.schedule import NAMES as SCHEDULES
 
 Spec = vecgym_optim.OptimSpec
 AnySpec = str | Spec | type[torch.optim.Optimizer] | None

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm.auto import tqdm
 
-from vecgym import nodes
 from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import Ledger
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.strategies import Strategy
 from vecgym.compat.exogym.utils import LogModule
-from vecgym.ledger import Ledger
-from vecgym.metrics import History
-from vecgym.nodes import Nodes
-from vecgym.recorder import Loggers
-from vecgym.rng import GlobalStates
-from vecgym.settings import interrupts
+from vecgym.core import nodes
+from vecgym.core.nodes import Nodes
+from vecgym.core.rng import GlobalStates
+from vecgym.records.history import History
+from vecgym.runs.options import interrupts
+from vecgym.runs.recorder import Loggers
 from vecgym.strategy import per_rank
 
 PROCESS_SEED = torch.Generator().initial_seed()  # of torch in a process that nobody has seeded

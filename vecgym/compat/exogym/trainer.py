@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vecgym import check, nodes
-from vecgym import trainer as vecgym_trainer
+from vecgym.collectives.ledger import Ledger
 from vecgym.compat.exogym import strict
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
@@ -21,13 +20,14 @@ from vecgym.compat.exogym.options import OF_RUNS, checked, warn_without_effect
 from vecgym.compat.exogym.strategies import Strategy
 from vecgym.compat.exogym.utils import create_config
 from vecgym.compat.exogym.vectorised import vectorised
-from vecgym.errors import warn
-from vecgym.ledger import Ledger
-from vecgym.logger import Logger
-from vecgym.metrics import History
-from vecgym.nodes import Nodes
-from vecgym.recorder import Loggers
-from vecgym.settings import accumulated, resolve_device
+from vecgym.core import check, nodes
+from vecgym.core.errors import warn
+from vecgym.core.nodes import Nodes
+from vecgym.records.history import History
+from vecgym.records.loggers import Logger
+from vecgym.runs import trainer as vecgym_trainer
+from vecgym.runs.options import accumulated, resolve_device
+from vecgym.runs.recorder import Loggers
 
 # What `fit` takes besides the arguments in its signature.
 FIT_OPTIONS = (

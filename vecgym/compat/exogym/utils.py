@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vecgym.settings import resolve_device
+from vecgym.runs.options import resolve_device
 
 MAX_ITEMS, MAX_KEYS = 10, 50  # of a sequence, and of a dict or object, that are shown
 

@@ -10,7 +10,7 @@ from torch import nn
 from vecgym import strategy as vecgym_strategy
 from vecgym.compat.exogym import strategies as theirs
 from vecgym.compat.exogym.demo import DeMoStrategy
-from vecgym.schedule import lambda_cosine
+from vecgym.optim.schedule import lambda_cosine
 
 # What a user's class may override to do something of its own.
 BEHAVIOUR = {

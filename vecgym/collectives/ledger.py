@@ -1,0 +1,370 @@
+"""What was sent: every collective of a run as a value, with its bytes. No time is in it.
+
+A `Transfer` says which operation, how many bytes, between whom, and when the result is used. A training step returns
+its transfers; the `Ledger` of a run is made of them.
+
+`payload_bytes` is what one node hands to the operation. With the usual algorithm of each operation among n
+participants, a payload of b bytes makes each of them send and receive
+
+| operation                   | sends                                     | receives     |
+|-----------------------------|-------------------------------------------|--------------|
+| `mean`, `sum`               | 2 (n - 1) / n * b (ring all-reduce)       | as much      |
+| `all_gather`                | b (n > 1): its payload once               | (n - 1) * b  |
+| `broadcast`                 | b (n - 1) / n, on average, along a chain  | as much      |
+| `permute`                   | b (to one other node)                     | b            |
+| `mix`                       | degree * b (to each neighbour)            | degree * b   |
+| `server_mean`, `server_sum` | b (up to the server)                      | b (the result) |
+| `server_gather`             | b (up to the server)                      | nothing      |
+| `server_send`               | nothing                                   | b            |
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives.topology import Links, Server
+
+Islands = tuple[tuple[int, ...], ...]
+
+
+class Transfer(NamedTuple):
+    """One collective, as a value.
+
+    Attributes:
+        operation: the name of the collective.
+        payload_bytes: what one participant hands to it.
+        num_nodes: K, all nodes of the run.
+        who: `None`: all nodes; groups of node ids, each by itself (of a `broadcast`, the source first); the `Links` of
+            messages from node to node; or a `Server`.
+        lag: steps after this one until the result is used; 0: in this step.
+        tensors: the names of the tensors that it carries, where they have names.
+        weight: how often it counts: less than 1 where a relaxed schedule makes an exchange in part.
+
+    >>> transfer = Transfer("mean", payload_bytes=400, num_nodes=4)
+    >>> transfer.sent_bytes, transfer.received_bytes, transfer.num_participants  # per node, averaged over all 4
+    (600.0, 600.0, 4)
+    """
+
+    operation: str
+    payload_bytes: int
+    num_nodes: int
+    who: Islands | Links | Server | None = None
+    lag: int = 0
+    tensors: tuple[str, ...] | None = None
+    weight: float | Tensor = 1.0
+
+    @property
+    def sent_bytes(self) -> Any:
+        """What a node sends, averaged over all nodes; a tensor where `weight` is one."""
+        return self.payload_bytes * _COSTS[self.operation](self)[0] / self.num_nodes * self.weight
+
+    @property
+    def received_bytes(self) -> Any:
+        """What a node receives, averaged over all nodes; a tensor where `weight` is one."""
+        return self.payload_bytes * _COSTS[self.operation](self)[1] / self.num_nodes * self.weight
+
+    @property
+    def num_participants(self) -> int:
+        """How many nodes take part in it."""
+        return _COSTS[self.operation](self)[2]
+
+
+Cost = tuple[int, int, int]  # payloads that all nodes together send, that they receive, nodes that take part
+
+
+def _all_reduce_cost(transfer: Transfer) -> Cost:
+    sizes = [transfer.num_nodes] if transfer.who is None else [len(group) for group in transfer.who]
+    sent = sum(2 * (n - 1) for n in sizes)
+    return sent, sent, sum(n for n in sizes if n > 1)
+
+
+def _all_gather_cost(transfer: Transfer) -> Cost:
+    K = transfer.num_nodes
+    return (K if K > 1 else 0), K * (K - 1), K
+
+
+def _broadcast_cost(transfer: Transfer) -> Cost:
+    K = transfer.num_nodes
+    return K - 1, K - 1, K
+
+
+def _permute_cost(transfer: Transfer) -> Cost:
+    assert isinstance(transfer.who, Links)
+    count = len(transfer.who.senders)
+    return count, count, count
+
+
+def _mix_cost(transfer: Transfer) -> Cost:
+    count, _, _ = _permute_cost(transfer)
+    return count, count, transfer.num_nodes
+
+
+def _server_cost(transfer: Transfer) -> Cost:
+    assert isinstance(transfer.who, Server)
+    up, down = transfer.who
+    return len(up), len(down), len({*up, *down})
+
+
+_COSTS: dict[str, Callable[[Transfer], Cost]] = {
+    "mean": _all_reduce_cost,
+    "sum": _all_reduce_cost,
+    "all_gather": _all_gather_cost,
+    "broadcast": _broadcast_cost,
+    "permute": _permute_cost,
+    "mix": _mix_cost,
+    **dict.fromkeys(("server_mean", "server_sum", "server_gather", "server_send"), _server_cost),
+}
+
+
+class Entry(NamedTuple):
+    """One collective of a run, with its bytes per node, averaged over all nodes.
+
+    >>> ledger = Ledger()
+    >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+    >>> entry = next(iter(ledger))
+    >>> entry.step, entry.operation, entry.sent_bytes, entry.received_bytes, entry.participants, entry.transfer.who
+    (0, 'mean', 600.0, 600.0, 4, None)
+    """
+
+    step: int
+    operation: str
+    payload_bytes: int
+    sent_bytes: float
+    received_bytes: float
+    participants: int
+    transfer: Transfer
+
+
+class Ledger:
+    """The list of collectives of a run, stored compactly (12 bytes an entry; most are alike).
+
+    >>> ledger = Ledger()
+    >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+    >>> ledger.step_bytes, ledger.total_bytes, ledger.total_received_bytes, list(ledger)[0].operation
+    (600.0, 600.0, 600.0, 'mean')
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Transfer, int] = {}
+        self._kind_of_entry = array("i")
+        self._step_of_entry = array("q")
+        self._step = 0
+        self._weight: float | Tensor | None = None
+        self._lag = 0
+        self._steps_per_unit = 1
+        self._recording: list[Transfer] | None = None
+        self.step_bytes = 0.0
+        self.total_bytes = 0.0
+        self.total_received_bytes = 0.0
+
+    def add(self, step: int, transfers: Iterable[Transfer]) -> None:
+        """Add the transfers that `step` returned.
+
+        >>> ledger = Ledger()
+        >>> ledger.add(7, [Transfer("mean", payload_bytes=400, num_nodes=4)])
+        >>> [entry.step for entry in ledger]
+        [7]
+        """
+        self.begin_step(step)
+        for transfer in transfers:
+            self._append(transfer)
+
+    def begin_step(self, step: int) -> None:
+        """Count what is recorded from here on for `step`; `step_bytes` starts at 0.
+
+        >>> ledger = Ledger()
+        >>> ledger.begin_step(7)
+        >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> [entry.step for entry in ledger], ledger.step_bytes
+        ([7], 600.0)
+        """
+        self._step = step
+        self.step_bytes = 0.0
+
+    def record(self, transfer: Transfer) -> None:
+        """Add one collective to the present step; inside `recording`, to that list instead."""
+        if self._lag:
+            transfer = transfer._replace(lag=transfer.lag + self._lag)
+        if self._weight is not None:
+            transfer = transfer._replace(weight=transfer.weight * self._weight)
+        if self._recording is None:
+            self._append(transfer)
+        else:
+            self._recording.append(transfer)
+
+    def _append(self, transfer: Transfer) -> None:
+        if isinstance(transfer.weight, Tensor):
+            transfer = transfer._replace(weight=transfer.weight.detach().item())
+        self._kind_of_entry.append(self._kinds.setdefault(transfer, len(self._kinds)))
+        self._step_of_entry.append(self._step)
+        self.step_bytes += transfer.sent_bytes
+        self.total_bytes += transfer.sent_bytes
+        self.total_received_bytes += transfer.received_bytes
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Transfer]]:
+        """Collect what is recorded meanwhile in a list, and leave the ledger as it is.
+
+        >>> ledger = Ledger()
+        >>> with ledger.recording() as transfers:
+        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> len(transfers), len(ledger)
+        (1, 0)
+        """
+        before, self._recording = self._recording, []
+        try:
+            yield self._recording
+        finally:
+            self._recording = before
+
+    @contextmanager
+    def weighted(self, weight: float | Tensor) -> Iterator[None]:
+        """Count what is sent meanwhile `weight` times.
+
+        With a tensor, the bytes of these transfers are tensors too, and can be differentiated by it.
+
+        >>> ledger = Ledger()
+        >>> with ledger.weighted(0.25):
+        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> ledger.total_bytes
+        150.0
+        """
+        before = self._weight
+        self._weight = weight if before is None else before * weight
+        try:
+            yield
+        finally:
+            self._weight = before
+
+    @contextmanager
+    def lagging(self, steps: int) -> Iterator[None]:
+        """Mark what is sent meanwhile as used `steps` steps later.
+
+        >>> ledger = Ledger()
+        >>> with ledger.lagging(3):
+        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> next(iter(ledger)).transfer.lag
+        3
+        """
+        before = self._lag
+        self._lag = before + steps * self._steps_per_unit
+        try:
+            yield
+        finally:
+            self._lag = before
+
+    @contextmanager
+    def stretched(self, steps: int) -> Iterator[None]:
+        """Count lags meanwhile in units of `steps` steps, as something does that acts at every so many only.
+
+        >>> ledger = Ledger()
+        >>> with ledger.stretched(10), ledger.lagging(3):
+        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> next(iter(ledger)).transfer.lag
+        30
+        """
+        before = self._steps_per_unit
+        self._steps_per_unit = before * steps
+        try:
+            yield
+        finally:
+            self._steps_per_unit = before
+
+    def state(self) -> dict[str, Any]:
+        """Everything that it holds, as tensors and plain values: for a file.
+
+        >>> ledger = Ledger()
+        >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> ledger.state()["kinds"], ledger.state()["total_bytes"]
+        ([['mean', 400, 4, None, 0, None, 1.0]], 600.0)
+        """
+        return {
+            "kinds": [[*kind[:3], _plain(kind.who), *kind[4:]] for kind in self._kinds],
+            "kind_of_entry": torch.tensor(self._kind_of_entry, dtype=torch.int32),
+            "step_of_entry": torch.tensor(self._step_of_entry, dtype=torch.int64),
+            "total_bytes": self.total_bytes,
+            "total_received_bytes": self.total_received_bytes,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Hold what `state` says, and nothing else.
+
+        >>> ledger, other = Ledger(), Ledger()
+        >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> other.load(ledger.state())
+        >>> list(other) == list(ledger), other
+        (True, Ledger(1 collectives, 600 bytes sent per node))
+        """
+        self._kinds = {
+            Transfer(kind[0], kind[1], kind[2], _who(kind[3]), kind[4], kind[5] and tuple(kind[5]), kind[6]): i
+            for i, kind in enumerate(state["kinds"])
+        }
+        self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
+        self._step_of_entry = array("q", state["step_of_entry"].tolist())
+        self.total_bytes = state["total_bytes"]
+        self.total_received_bytes = state["total_received_bytes"]
+
+    def __len__(self) -> int:
+        return len(self._step_of_entry)
+
+    def __iter__(self) -> Iterator[Entry]:
+        entries = [
+            (t.operation, t.payload_bytes, t.sent_bytes, t.received_bytes, t.num_participants, t) for t in self._kinds
+        ]
+        for step, kind in zip(self._step_of_entry, self._kind_of_entry):
+            yield Entry(step, *entries[kind])
+
+    def summary(self) -> dict[str, tuple[int, float]]:
+        """Operation -> (number of calls, bytes sent per node in all).
+
+        >>> ledger = Ledger()
+        >>> ledger.add(0, [Transfer("mean", payload_bytes=400, num_nodes=4)] * 2)
+        >>> ledger.summary()
+        {'mean': (2, 1200.0)}
+        """
+        totals: dict[str, tuple[int, float]] = {}
+        for entry in self:
+            count, sent = totals.get(entry.operation, (0, 0.0))
+            totals[entry.operation] = (count + 1, sent + entry.sent_bytes)
+        return totals
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self)} collectives, {self.total_bytes:,.0f} bytes sent per node)"
+
+
+def _plain(who: Islands | Links | Server | None) -> Any:
+    """As values that `torch.load(weights_only=True)` reads."""
+    if isinstance(who, Links):
+        return ["links", who.senders.tolist(), who.receivers.tolist()]
+    if isinstance(who, Server):
+        return ["server", list(who.up), list(who.down)]
+    return None if who is None else ["groups", *map(list, who)]
+
+
+def _who(plain: Any) -> Islands | Links | Server | None:
+    """The inverse of `_plain`."""
+    if plain is None:
+        return None
+    kind, *parts = plain
+    if kind == "links":
+        return Links(*(array("i", ids).tobytes() for ids in parts))
+    return Server(*map(tuple, parts)) if kind == "server" else tuple(map(tuple, parts))
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """A number of bytes as a person reads it.
+
+    >>> readable_bytes(1234567)
+    '1.23 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -1,0 +1,101 @@
+"""The warning and the errors that are vecgym's own; all others are `ValueError` and `TypeError`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+class Damaged(ValueError):
+    """A file that is damaged, or not what vecgym has written; the message names it.
+
+    >>> isinstance(Damaged("run.pt is damaged"), ValueError)
+    True
+    """
+
+
+class VecgymWarning(UserWarning):
+    """A setting has no effect, or not the one that its name suggests.
+
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", VecgymWarning)  # where every setting must matter
+    ...     warn("H=100 is larger than the run's 10 steps.")
+    Traceback (most recent call last):
+    ...
+    vecgym.core.errors.VecgymWarning: H=100 is larger than the run's 10 steps.
+    """
+
+
+def warn(message: str, category: type[Warning] = VecgymWarning) -> None:
+    """Warn, pointing at the line outside of vecgym that led here, however deep inside it was noticed.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn("H=100 is larger than the run's 10 steps.")
+    >>> caught[0].category.__name__, str(caught[0].message)
+    ('VecgymWarning', "H=100 is larger than the run's 10 steps.")
+    """
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+class DivergenceError(ArithmeticError):
+    """A node's loss became NaN or infinite; the trainer's history and nodes are kept.
+
+    Attributes:
+        step: optimizer steps done when the loss was computed.
+        nodes: the ids of the nodes whose loss is not finite.
+        loss: that of the first of them.
+
+    >>> error = DivergenceError(step=12, nodes=[3], loss=float("nan"))
+    >>> error.step, error.nodes, str(error).split(".")[0]
+    (12, [3], 'the loss of node 3 is nan at step 12')
+    """
+
+    def __init__(self, step: int, nodes: list[int], loss: float) -> None:
+        self.step = step
+        self.nodes = nodes
+        self.loss = loss
+        which = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes[:8]))}"
+        more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+        super().__init__(
+            f"the loss of {which}{more} is {loss} at step {step}. trainer.history and trainer.nodes hold the run up "
+            'to there. Lower the learning rate, set max_norm=1.0, or go on with on_divergence="warn" or "ignore".'
+        )
+
+
+class ModelError(ValueError, TypeError):
+    """The model does not return what it must: a scalar loss, or a dict of scalar metrics.
+
+    >>> error = ModelError("the model returned a tuple, not a scalar tensor")
+    >>> isinstance(error, ValueError), isinstance(error, TypeError)
+    (True, True)
+    """
+
+
+class ProcessError(RuntimeError):
+    """A process of a run in several processes raised, died or hung; the others were ended.
+
+    Attributes:
+        rank: of the process.
+        nodes: what it held: "nodes 2-3".
+        traceback: where it was, as text; "" where that is not known.
+
+    >>> error = ProcessError(rank=1, nodes="nodes 2-3", what="KeyError: 'x'", traceback="...")
+    >>> error.rank, error.nodes, str(error).splitlines()[0]
+    (1, 'nodes 2-3', "process 1 (nodes 2-3): KeyError: 'x'")
+    """
+
+    def __init__(self, rank: int, nodes: str, what: str, traceback: str = "") -> None:
+        self.rank = rank
+        self.nodes = nodes
+        self.traceback = traceback
+        holding = f" ({nodes})" if nodes else ""
+        colon = "" if what.startswith(("hangs", "was ", "ended ")) else ":"
+        where = f"\n\nThere:\n{traceback.rstrip()}" if traceback else ""
+        super().__init__(f"process {rank}{holding}{colon} {what}{where}")

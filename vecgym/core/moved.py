@@ -1,0 +1,69 @@
+"""Old import paths, kept for one version: `from vecgym.trainer import Trainer` warns and works."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+from vecgym.core.errors import warn
+
+MOVED = {
+    "check": "core.check",
+    "checkpoint": "runs.checkpoint",
+    "corpus": "data.text",
+    "errors": "core.errors",
+    "evaluate": "runs.evaluation",
+    "launch": "runs.multiprocess",
+    "ledger": "collectives.ledger",
+    "local": "engine.local",
+    "logger": "records.loggers",
+    "memory": "runs.memory",
+    "metrics": "records.history",
+    "nodes": "core.nodes",
+    "optimize": "runs.optimize",
+    "partition": "data.partition",
+    "rng": "core.rng",
+    "rollout": "runs.rollout",
+    "saved": "records.runfile",
+    "schedule": "optim.schedule",
+    "simulate": "engine.simulation",
+    "sweep": "sweeps",
+    "topology": "collectives.topology",
+    "trainer": "runs.trainer",
+    "tree": "core.tree",
+    "verify": "runs.verification",
+}
+
+
+class Moved(types.ModuleType):
+    """A module under its old name. It imports the new one when something is taken from it."""
+
+    def __init__(self, old: str, new: str) -> None:
+        super().__init__(old, f"Moved to `{new}`.")
+        self.new = new
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(importlib.import_module(self.new), name)
+        warn(f"{self.__name__} is now {self.new}: import {name} from there.", DeprecationWarning)
+        return value
+
+
+def install(package: types.ModuleType) -> None:
+    """Register the old names. Where `package` has a function of that name, it stays what the attribute is.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     from vecgym.topology import ring
+    >>> ring.__module__, str(caught[0].message)
+    ('vecgym.collectives.topology', 'vecgym.topology is now vecgym.collectives.topology: import ring from there.')
+    """
+    for old, new in MOVED.items():
+        module = Moved(f"{package.__name__}.{old}", f"{package.__name__}.{new}")
+        sys.modules[module.__name__] = module
+        if not hasattr(package, old):
+            setattr(package, old, module)

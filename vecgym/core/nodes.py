@@ -1,0 +1,207 @@
+"""Stacked node state: from one module to K nodes and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def expand(values: Tree, num_nodes: int) -> Tree:
+    """`[1 or L, *]` -> `[L, *]` without a copy.
+
+    >>> expand({"w": torch.ones(1, 2)}, 3)["w"].shape
+    torch.Size([3, 2])
+    """
+    return tree.map(lambda x: x.expand(num_nodes, *x.shape[1:]), values)
+
+
+def mean(values: Tree) -> Tree:
+    """Average over the node dimension, `[L, *]` -> `[*]`; integers and booleans: those of node 0.
+
+    Seen from node 0, so that the average of equal nodes is exactly each of them.
+
+    >>> mean({"w": torch.tensor([[1.0], [3.0]]), "count": torch.tensor([4, 5])})
+    {'w': tensor([2.]), 'count': tensor(4)}
+    """
+
+    def average(x: Tensor) -> Tensor:
+        stored_once = x.shape[0] == 1 or x.stride(0) == 0  # nothing to average, and no rounding
+        if stored_once or not (x.is_floating_point() or x.is_complex()):
+            return x[0]
+        return x[0] + (x - x[:1]).mean(0)
+
+    return tree.map(average, values)
+
+
+def consensus_distance(params: Tree) -> Tensor:
+    """Root mean square over the nodes of each node's distance to the average: sqrt(mean_i |theta_i - mean|^2).
+
+    >>> consensus_distance({"w": torch.tensor([[1.0, 0.0], [-1.0, 0.0]])})
+    tensor(1.)
+    """
+    return squared_consensus_distance(params).sqrt()
+
+
+def squared_consensus_distance(params: Tree) -> Tensor:
+    """The mean over the nodes of each node's squared distance to the average: mean_i |theta_i - mean|^2.
+
+    >>> squared_consensus_distance({"w": torch.tensor([[2.0, 0.0], [-2.0, 0.0]])})
+    tensor(4.)
+    """
+    # Seen from node 0, equal nodes are at exactly 0, and so is the distance.
+    seen = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
+    squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in seen]
+    if not squares:
+        return torch.zeros(())
+    return torch.stack(squares).sum()
+
+
+def correlation(params: Tree, num_nodes: int) -> float:
+    """Mean Pearson correlation between the parameter vectors of every two nodes; 1 when all are equal.
+
+    >>> round(correlation({"w": torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])}, 2), 6)
+    -1.0
+    """
+    wide = [x for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
+    if num_nodes == 1 or all(torch.equal(x, x[:1].expand_as(x)) for x in wide):
+        return 1.0
+    # The vectors are long and need not be joined: means and Gram matrix add up over the tensors.
+    every = [x.expand(num_nodes, *x.shape[1:]).flatten(1).double() for x in params.values() if x.is_floating_point()]
+    length = sum(x.shape[1] for x in every)
+    center = torch.stack([x.sum(1) for x in every]).sum(0, keepdim=True).T / length  # [K, 1]
+    gram = torch.stack([(x - center) @ (x - center).T for x in every]).sum(0)  # [K, K]
+    scale = gram.diagonal().sqrt()
+    corr = gram / (scale[:, None] * scale[None, :])
+    return float((corr.sum() - corr.diagonal().sum()) / (num_nodes * (num_nodes - 1)))
+
+
+@dataclass
+class Nodes(Generic[M]):
+    """The final state of all nodes, one stacked tensor `[K, *shape]` for each parameter and buffer.
+
+    A parameter that is the same on every node is stored once and shown expanded.
+
+    >>> weights = torch.tensor([[[1.0]], [[3.0]]])
+    >>> found = Nodes(nn.Linear(1, 1, bias=False), num_nodes=2, params={"weight": weights}, buffers={})
+    >>> found, len(found)
+    (Nodes(2 x Linear, 1 parameters each), 2)
+    >>> found.module(1).weight.item(), found.average().weight.item(), found.consensus_distance()
+    (3.0, 2.0, 1.0)
+    """
+
+    model: M
+    num_nodes: int
+    params: Tree
+    buffers: Tree
+
+    def __len__(self) -> int:
+        return self.num_nodes
+
+    def module(self, node: int) -> M:
+        """A copy of the model with the parameters and buffers of one node."""
+        node = check.index("node", node, self.num_nodes)
+        return fill(self.model, {name: x[node] for name, x in {**self.params, **self.buffers}.items()})
+
+    def average(self) -> M:
+        """A copy of the model with the average of the nodes: parameters and floating buffers.
+
+        Integer buffers (counters) are those of node 0.
+        """
+        return fill(self.model, {**mean(self.params), **mean(self.buffers)})
+
+    def consensus_distance(self) -> float:
+        """Root mean square distance of the nodes to their average; see `vecgym.core.nodes.consensus_distance`."""
+        return float(consensus_distance(self.params))
+
+    def __repr__(self) -> str:
+        count = sum(x[0].numel() for x in self.params.values())
+        return f"Nodes({self.num_nodes} x {type(self.model).__name__}, {count:,} parameters each)"
+
+
+def fill(model: M, values: Tree) -> M:
+    """A copy of `model` holding `values`; tied weights stay tied, frozen parameters stay frozen.
+
+    >>> fill(nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[7.0]])}).weight.item()
+    7.0
+    """
+    filled = copy.deepcopy(model)
+    device = next(iter(values.values())).device if values else torch.device("cpu")
+    filled.to(device)
+    own = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
+    return filled
+
+
+def take_rows(values, rows: Tensor):
+    """The given rows of every `[L, *]` tensor of a nested tree; `[1, *]` stays as it is.
+
+    >>> take_rows({"w": torch.tensor([1.0, 2.0, 3.0]), "step": torch.tensor([7])}, torch.tensor([0, 2]))
+    {'w': tensor([1., 3.]), 'step': tensor([7])}
+    """
+    return tree.map_leaves(lambda x: x[rows.to(x.device)] if x.shape[0] > 1 else x.clone(), values)
+
+
+def join_rows(parts):
+    """Nested trees of `[1, *]`, one of each node, as one of `[L, *]`.
+
+    >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
+    {'w': tensor([1., 2.])}
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: join_rows([part[key] for part in parts]) for key in first}
+    return torch.cat(parts)
+
+
+def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
+    """`values`, `[1 or L, *]`, with the given rows replaced by those of `new`: `[L, *]`.
+
+    A tensor that is `[1, *]` in both and did not change stays `[1, *]`. One that is only in `new` is 0 elsewhere.
+
+    >>> put_rows({"w": torch.tensor([5.0])}, torch.tensor([1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
+    {'w': tensor([5., 9., 5.])}
+    """
+    if isinstance(new, dict):
+        return {key: put_rows((values or {}).get(key), rows, value, num_nodes, inplace) for key, value in new.items()}
+    if values is None:
+        values = torch.zeros_like(new[:1])
+    elif values.shape[0] == new.shape[0] == 1 and num_nodes > 1 and torch.equal(values, new):
+        return values
+    index = rows.to(new.device)
+    source = new.expand(len(rows), *new.shape[1:])
+    if values.shape[0] == num_nodes and inplace:
+        return values.index_copy_(0, index, source)
+    wide = values.expand(num_nodes, *values.shape[1:])
+    return wide.clone().index_copy_(0, index, source) if inplace else wide.index_copy(0, index, source)
+
+
+def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
+    """The modules' states, cloned where they keep memory that is overwritten later: of parameters and gradients.
+
+    The states `before` have been through here: a module that gave its own back is not asked again.
+
+    >>> params = {"w": torch.ones(2)}
+    >>> unshared({"0": {"kept": params["w"][:1]}}, {}, [params])["0"]["kept"].data_ptr() == params["w"].data_ptr()
+    False
+    """
+    changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
+    if not changed:
+        return exchanged
+    memory = {x.untyped_storage().data_ptr() for values in overwritten for x in values.values() if x.numel()}
+
+    def unshare(x: Tensor) -> Tensor:
+        return x.clone() if x.untyped_storage().data_ptr() in memory else x
+
+    return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}

@@ -1,0 +1,38 @@
+"""Look through the transforms of `torch.func` at the values inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.overrides import TorchFunctionMode
+
+
+class Readable(TorchFunctionMode):
+    """Inside a transform of `torch.func`: let lists and arrays be made of tensors, which torch 2.6 cannot."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            return outside(lambda: func(_unwrapped(args[0]), *args[1:], **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def plain(x: Tensor) -> Tensor:
+    """The values alone, without what a transform or a graph adds to them."""
+    return _unwrapped(x).detach()
+
+
+def outside(fn: Callable[[], Any]) -> Any:
+    if _functorch.peek_interpreter_stack() is None:
+        return fn()
+    with temporarily_pop_interpreter_stack():
+        return outside(fn)
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x

@@ -1,0 +1,37 @@
+"""What the nodes train on: datasets, batches, text, and who holds which examples."""
+
+from vecgym.data.batches import (
+    Batch,
+    Batches,
+    EvalBatches,
+    Examples,
+    Factory,
+    TokenWindows,
+    decode_text,
+    encode_text,
+    num_steps,
+)
+from vecgym.data.partition import (
+    Partition,
+    partition_dirichlet,
+    partition_iid,
+    partition_quantity_skew,
+    partition_shards,
+)
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "EvalBatches",
+    "Examples",
+    "Factory",
+    "Partition",
+    "TokenWindows",
+    "decode_text",
+    "encode_text",
+    "num_steps",
+    "partition_dirichlet",
+    "partition_iid",
+    "partition_quantity_skew",
+    "partition_shards",
+]

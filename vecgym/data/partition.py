@@ -1,0 +1,405 @@
+"""Who holds which examples: one dataset cut into one shard for each node, alike or as unlike as real ones are.
+
+A partition is a function of the labels (or the number of examples), the number of nodes and the seed alone.
+`vecgym.data` has everything here that is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from vecgym.core import check, rng
+
+ALPHA = "the smaller, the more uneven"
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MAX_DRAWS = 1000  # of a partition, until every node has `min_size` examples
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Every example of a dataset on exactly one node.
+
+    Args:
+        indices: of the examples of each node, K integer tensors `[n_k]`, none empty; together 0 to n - 1, each once.
+        labels: the class of each example, `[n]` integers; None where there are none.
+
+    Raises:
+        ValueError: for indices that do not hold every example once, an empty node, and labels of another length.
+
+    >>> partition = Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4])), labels=torch.tensor([7, 8, 8, 7, 8]))
+    >>> partition
+    Partition(2 nodes, 5 examples, 2 to 3 a node, 1 to 1 of 2 classes a node)
+    >>> partition.sizes, partition.classes, partition.counts
+    ((2, 3), (7, 8), tensor([[2, 0],
+            [0, 3]]))
+    """
+
+    indices: tuple[Tensor, ...]
+    labels: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "indices", _checked_indices(self.indices))
+        empty = [node for node, size in enumerate(self.sizes) if size == 0]
+        if not self.indices or empty:
+            raise ValueError(f"nodes {empty} have no example: every node of a partition needs at least one.")
+        found = torch.cat(self.indices).sort().values
+        if not torch.equal(found, torch.arange(len(found))):
+            raise ValueError(
+                f"indices are not each of 0 to {len(found) - 1} once: a partition puts every example on one node."
+            )
+        if self.labels is not None and not _is_whole(self.labels):
+            raise TypeError(f"labels is {check.kind_of(self.labels)}; give a tensor of integers, [n], or None.")
+        if self.labels is not None and len(self.labels) != len(found):
+            raise ValueError(f"there are {len(self.labels)} labels for {len(found)} examples: give one for each.")
+
+    @property
+    def num_nodes(self) -> int:
+        """K.
+
+        >>> Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4]))).num_nodes
+        2
+        """
+        return len(self.indices)
+
+    @property
+    def num_examples(self) -> int:
+        """Of all nodes together.
+
+        >>> Partition((torch.tensor([0, 3]), torch.tensor([1, 2, 4]))).num_examples
+        5
+        """
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of examples of each node, n_k: what `weighting="examples"` weighs by."""
+        return tuple(len(own) for own in self.indices)
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """The labels that there are, ascending."""
+        return tuple(self._labels.unique().tolist())
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How many examples of each class each node has, `[K, classes]`."""
+        _, places = self._labels.unique(return_inverse=True)
+        return torch.stack([torch.bincount(places[own], minlength=len(self.classes)) for own in self.indices])
+
+    def datasets(self, dataset: Any) -> Shards:
+        """`dataset`, cut into the nodes' shards: what `Trainer`, `sweep` and `Batches` take in place of a dataset.
+
+        Raises:
+            ValueError: for a dataset of another length.
+
+        >>> x, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
+        >>> shards = partition_shards(y, num_nodes=2, shards_per_node=1).datasets(TensorDataset(x, y))
+        >>> [sorted({int(label) for _, label in shards(rank, 2)}) for rank in range(2)]
+        [[0], [1]]
+        """
+        try:
+            size = len(dataset)
+        except TypeError:
+            raise TypeError(f"dataset is {check.kind_of(dataset)}; give the one that was partitioned.") from None
+        if size != self.num_examples:
+            raise ValueError(
+                f"the dataset has {size} examples and the partition {self.num_examples}: "
+                "give the dataset that was partitioned, or make a partition of this one."
+            )
+        return Shards(dataset, self)
+
+    @property
+    def _labels(self) -> Tensor:
+        if self.labels is None:
+            raise ValueError("the partition knows no labels: make it of labels, such as partition_iid(labels, K).")
+        return self.labels
+
+    def __repr__(self) -> str:
+        text = f"{self.num_nodes} nodes, {self.num_examples} examples, {min(self.sizes)} to {max(self.sizes)} a node"
+        if self.labels is not None:
+            there = (self.counts > 0).sum(1)
+            text += f", {int(there.min())} to {int(there.max())} of {len(self.classes)} classes a node"
+        return f"Partition({text})"
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """A factory `(rank, num_nodes, train) -> Dataset` of the shards of one dataset; see `Partition.datasets`."""
+
+    dataset: Any
+    partition: Partition
+
+    def __call__(self, rank: int, num_nodes: int, train: bool = True) -> Subset[Any]:
+        if num_nodes != self.partition.num_nodes:
+            raise ValueError(
+                f"num_nodes={num_nodes}, and the data is in {self.partition.num_nodes} parts. "
+                f"Fix: num_nodes={self.partition.num_nodes}, or a partition for {num_nodes} nodes."
+            )
+        return Subset(self.dataset, self.partition.indices[rank].tolist())
+
+
+# ------------------------------------------------------------------------------------------ how to divide
+
+
+def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
+    """Examples at random, the same number to each node (one more to some, where K does not divide n).
+
+    Args:
+        data: the labels, `[n]` integers, or a dataset. Labels are found in `dataset.targets`, in a `TensorDataset`'s
+            last tensor, and in a `Subset` of these; here they may be missing.
+        num_nodes: K.
+        seed: of the partition.
+
+    Raises:
+        TypeError, ValueError: for what has no length, and fewer examples than nodes.
+
+    >>> partition_iid(torch.zeros(10, 3), num_nodes=4)
+    Partition(4 nodes, 10 examples, 2 to 3 a node)
+    """
+    labels, n = _read(data, num_nodes)
+    order = _generator(seed, "iid").permutation(n)
+    return _partition(np.array_split(order, num_nodes), labels)
+
+
+def partition_dirichlet(
+    data: Any, num_nodes: int, alpha: float, *, balanced: bool = True, min_size: int = 1, seed: int = 42
+) -> Partition:
+    """Each node its own mixture of the classes; the smaller alpha, the fewer classes a node has.
+
+    Balanced: node k draws q_k ~ Dir(alpha p), with p the classes' shares in the data, and n / K examples from the
+    classes with probabilities q_k, without replacement. Classes that are used up leave the mixture, and a node whose
+    classes are all used up draws a new one of those left: the last nodes get what is there. Nodes draw in a random
+    order. Every node has floor(n / K) or ceil(n / K) examples.
+
+    Not balanced: each class c is divided among the nodes in shares s_c ~ Dir(alpha 1_K): the sizes differ, too. Drawn
+    anew until every node has `min_size` examples.
+
+    Args:
+        data: labels or a dataset that has them; see `partition_iid`.
+        num_nodes: K.
+        alpha: concentration, > 0. Dir(alpha p) has alpha for all classes together, Dir(alpha 1_K) has it for each
+            node: at one alpha the balanced form is the more uneven.
+        balanced: which of the two.
+        min_size: the fewest examples of a node, where not balanced.
+        seed: of the partition.
+
+    Raises:
+        TypeError, ValueError: for no labels, alpha <= 0, fewer examples than nodes, a `min_size` that was not reached
+            in 1000 draws.
+
+    >>> labels = torch.arange(10).repeat(100)
+    >>> {size for size in partition_dirichlet(labels, num_nodes=20, alpha=0.1).sizes}
+    {50}
+    >>> min(partition_dirichlet(labels, num_nodes=20, alpha=0.1, balanced=False, min_size=5).sizes) >= 5
+    True
+
+    References: balanced, Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+    Classification", arXiv 1909.06335. Deviation: what happens when a class is used up, which the paper leaves open.
+    Not balanced, Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", arXiv 1905.12022;
+    `min_size` as in Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079.
+    """
+    check.flag("balanced", balanced)
+    check.integer("min_size", min_size)
+    labels = _read_labels(data, num_nodes)
+    check.number("alpha", alpha, "(0, inf)", ALPHA)
+    generator = _generator(seed, "dirichlet")
+    classes = [generator.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
+    if balanced:
+        counts = _mixtures(generator, np.array([len(own) for own in classes]), num_nodes, alpha)  # [K, classes]
+    else:
+        counts = _shares(generator, np.array([len(own) for own in classes]), num_nodes, alpha, min_size)
+    cuts = counts.cumsum(0)[:-1]  # [K - 1, classes]
+    parts = [np.split(own, cuts[:, c]) for c, own in enumerate(classes)]
+    return _partition([np.concatenate(own) for own in zip(*parts)], labels)
+
+
+def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, seed: int = 42) -> Partition:
+    """A few classes on each node: the examples, sorted by label, in K s equal shards, of which each node gets s.
+
+    With s = 2 and classes of one size, a node has two classes, or one, or a third and fourth where a shard reaches
+    over a boundary between classes. Shards, and so nodes, differ by at most one example each: every node has at least
+    s floor(n / (K s)).
+
+    Args:
+        data: labels or a dataset that has them; see `partition_iid`.
+        num_nodes: K.
+        shards_per_node: s.
+        seed: of the partition.
+
+    Raises:
+        TypeError, ValueError: for no labels, s < 1, fewer examples than shards.
+
+    >>> partition = partition_shards(torch.arange(10).repeat(100), num_nodes=5)
+    >>> partition.sizes, int((partition.counts > 0).sum(1).max())
+    ((200, 200, 200, 200, 200), 2)
+
+    Reference: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", arXiv
+    1602.05629. No deviation.
+    """
+    labels = _read_labels(data, num_nodes)
+    n = len(labels)
+    num_shards = num_nodes * check.integer("shards_per_node", shards_per_node)
+    if num_shards > n:
+        raise ValueError(
+            f"{num_nodes} nodes with shards_per_node={shards_per_node} need {num_shards} examples, one for each shard, "
+            f"and there are {n}: give fewer nodes, or shards_per_node <= {n // num_nodes}."
+        )
+    generator = _generator(seed, "shards")
+    shuffled = generator.permutation(n)
+    by_label = shuffled[labels[shuffled].argsort(kind="stable")]
+    shards = np.array_split(by_label, num_shards)
+    dealt = generator.permutation(num_shards).reshape(num_nodes, -1)
+    return _partition([np.concatenate([shards[i] for i in own]) for own in dealt], labels)
+
+
+def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size: int = 1, seed: int = 42) -> Partition:
+    """Examples at random, but in different numbers: n_k = m + (n - K m) s_k, rounded, with shares s ~ Dir(alpha 1_K).
+
+    Every node has at least m = `min_size` examples. The mean of n_k is n / K, its variance
+    (n - K m)^2 (K - 1) / (K^2 (K alpha + 1)).
+
+    Args:
+        data: labels, or a dataset, with or without labels; see `partition_iid`.
+        num_nodes: K.
+        alpha: concentration, > 0; infinity would be equal sizes.
+        min_size: m.
+        seed: of the partition.
+
+    Raises:
+        TypeError, ValueError: for alpha <= 0, fewer than K m examples.
+
+    >>> sizes = partition_quantity_skew(torch.zeros(1000), num_nodes=4, alpha=1.0, min_size=20).sizes
+    >>> sum(sizes), min(sizes) >= 20, len(set(sizes)) > 1
+    (1000, True, True)
+
+    Reference: Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079. Deviation: there the shares are
+    drawn anew until every node has enough examples, which for many nodes never happens.
+    """
+    labels, n = _read(data, num_nodes)
+    check.number("alpha", alpha, "(0, inf)", ALPHA)
+    spare = n - num_nodes * check.integer("min_size", min_size)
+    if spare < 0:
+        raise ValueError(
+            f"{num_nodes} nodes with min_size={min_size} need {num_nodes * min_size} examples, and there are {n}: "
+            f"give fewer nodes, or min_size <= {n // num_nodes}."
+        )
+    generator = _generator(seed, "quantity skew")
+    sizes = min_size + _rounded(spare, generator.dirichlet(np.full(num_nodes, float(alpha))))
+    return _partition(np.split(generator.permutation(n), sizes.cumsum()[:-1]), labels)
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def _mixtures(generator: np.random.Generator, left: np.ndarray, num_nodes: int, alpha: float) -> np.ndarray:
+    """How many examples of each class each node draws, `[K, classes]`; `left` `[classes]` are there."""
+    prior, n = left / left.sum(), int(left.sum())
+    counts = np.zeros((num_nodes, len(left)), dtype=np.int64)
+    sizes = np.diff(np.arange(num_nodes + 1) * n // num_nodes)
+    for node in generator.permutation(num_nodes):
+        q = generator.dirichlet(alpha * prior)
+        while (missing := sizes[node] - counts[node].sum()) > 0:
+            # A draw of a class that is used up is drawn again.
+            free = left - counts[node]
+            weights = np.where(free > 0, q, 0.0)
+            if weights.sum() <= 0:  # all classes of the mixture are used up
+                weights[free > 0] = generator.dirichlet(alpha * prior[free > 0])
+            drawn = generator.multinomial(missing, weights / weights.sum())
+            counts[node] += np.minimum(drawn, free)
+        left = left - counts[node]
+    return counts
+
+
+def _shares(
+    generator: np.random.Generator, sizes: np.ndarray, num_nodes: int, alpha: float, min_size: int
+) -> np.ndarray:
+    """How many examples of each class, of which there are `sizes`, each node gets, `[K, classes]`."""
+    for _ in range(MAX_DRAWS):
+        shares = generator.dirichlet(np.full(num_nodes, float(alpha)), size=len(sizes))
+        counts = np.stack([_rounded(size, of_class) for size, of_class in zip(sizes, shares)], axis=1)
+        if counts.sum(1).min() >= min_size:
+            return counts
+    raise ValueError(
+        f"alpha={alpha} left a node with fewer than min_size={min_size} examples in each of {MAX_DRAWS} draws: give a "
+        "larger alpha, fewer nodes, a smaller min_size, or balanced=True."
+    )
+
+
+def _rounded(n: int, shares: np.ndarray) -> np.ndarray:
+    """n cut into whole numbers in these shares, each less than 1 from n times its share."""
+    cuts = np.rint(n * shares.cumsum()).astype(np.int64)
+    cuts[-1] = n
+    return np.diff(cuts, prepend=0)
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether `x` is a tensor `[n]` of integers."""
+    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in WHOLE and x.device.type != "meta"
+
+
+def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
+    give = "a tuple of K integer tensors [n_k]"
+    check.instance("indices", indices, (tuple, list), give)
+    try:
+        found = tuple(torch.as_tensor(own) for own in indices)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"indices holds what is no tensor of integers; give {give}.") from None
+    for node, own in enumerate(found):
+        if own.numel() and not _is_whole(own):
+            raise TypeError(f"indices[{node}] is a tensor {own.dtype} {list(own.shape)}; give {give}.")
+    return tuple(own.long() for own in found)
+
+
+def _partition(indices: Sequence[np.ndarray], labels: np.ndarray | None) -> Partition:
+    found = tuple(torch.from_numpy(np.sort(own)) for own in indices)
+    return Partition(found, None if labels is None else torch.from_numpy(labels))
+
+
+def _generator(seed: int, kind: str) -> np.random.Generator:
+    return np.random.default_rng(rng.key(check.seed("seed", seed), f"partition {kind}"))
+
+
+def _read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
+    """(labels `[n]` or None, n)"""
+    if not hasattr(data, "__len__") or getattr(data, "ndim", 1) == 0:  # a tensor of no dimension has no length
+        raise TypeError(f"data is {check.kind_of(data)}, without length: give the labels, or a map-style dataset.")
+    n = len(data)
+    if check.integer("num_nodes", num_nodes) > n:
+        raise ValueError(f"num_nodes={num_nodes} is more than the {n} examples: every node needs at least one.")
+    return _labels(data), n
+
+
+def _read_labels(data: Any, num_nodes: int) -> np.ndarray:
+    labels, _ = _read(data, num_nodes)
+    if labels is None:
+        raise TypeError(
+            f"no labels were found in a {type(data).__name__}: give them, 1-D integers, such as "
+            "torch.tensor([y for x, y in dataset])."
+        )
+    return labels
+
+
+def _labels(data: Any) -> np.ndarray | None:
+    """The labels `[n]`, int64, if there are any."""
+    if isinstance(data, Subset):
+        labels = _labels(data.dataset)
+        return None if labels is None else labels[np.asarray(data.indices)]
+    if isinstance(data, TensorDataset):
+        return _labels(data.tensors[-1])
+    if hasattr(data, "targets"):  # torchvision's datasets
+        return _labels(data.targets)
+    if isinstance(data, (Tensor, np.ndarray, list, tuple, range)):
+        if isinstance(data, (list, tuple)) and not all(hasattr(value, "__index__") for value in data):
+            return None  # a list of examples
+        found = np.asarray(data.cpu() if isinstance(data, Tensor) else data)
+        if found.ndim == 1 and found.dtype.kind in "iu":
+            return found.astype(np.int64)
+    return None

@@ -1,0 +1,1 @@
+"""The gradients of all nodes, and the pure step of a simulation."""

@@ -1,0 +1,195 @@
+"""What a model must be and must return, and what its user is told where it is not or does not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from vecgym.core import check
+from vecgym.core.errors import ModelError
+from vecgym.engine import hooks
+
+WRAPPER = """The model is called as model(batch) and must return the mean loss over the batch as one number: wrap it,
+
+    class WithLoss(nn.Module):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def forward(self, batch):
+            {body}
+
+and give WithLoss(net); vecgym.models.Classifier(net) is that for classes."""
+OF_A_NETWORK = "x, y = batch\n            return F.cross_entropy(self.net(x), y)"
+OF_TRAINING_STEP = "return self.net.training_step(batch, 0)  # the loss, if it gives that alone"
+
+
+def fix(model: nn.Module) -> str:
+    """How a network becomes a model, as code.
+
+    >>> print(fix(nn.Linear(2, 1)).splitlines()[-3])
+                return F.cross_entropy(self.net(x), y)
+    """
+    return WRAPPER.format(body=OF_TRAINING_STEP if hasattr(model, "training_step") else OF_A_NETWORK)
+
+
+def check_model(model: Any) -> None:
+    """Raise the error that tells a user what a model must be, before it is ever called.
+
+    >>> try:
+    ...     check_model(nn.Linear(2, 1).requires_grad_(False))
+    ... except ValueError as error:
+    ...     print(str(error).split(":")[0])
+    the model, of type Linear, has no trainable parameter
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is {check.kind_of(model)}; give an nn.Module object whose forward(batch) returns a loss."
+        )
+    for name, module in model.named_modules():
+        _check_kind(module, name)
+    _check_forward(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"the model, of type {type(model).__name__}, has no trainable parameter: nothing can be trained. "
+            "Fix: model.requires_grad_(True), at least for a part of it."
+        )
+    hooks.check_hooks(model)
+
+
+def _check_kind(module: nn.Module, name: str) -> None:
+    where = f"module {name!r} of the model" if name else "the model"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{where} is TorchScript (torch.jit.script or trace), whose parameters cannot be exchanged for those of a "
+            "node: give the nn.Module that it was made from; torch.jit.script(averaged) afterwards works."
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        inner = f"model.{name}.module" if name else "model.module"
+        raise TypeError(
+            f"{where} is a {type(module).__name__}, which shares out one batch itself; here the strategy does: give "
+            f'{inner} in its place. Several processes: fit(..., backend="processes", num_processes=2).'
+        )
+
+
+def _check_forward(model: nn.Module) -> None:
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
+        raise TypeError(f"the model, of type {type(model).__name__}, has no forward. {fix(model)}")
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"the model's forward{signature} cannot be called as forward(batch): {error}. {fix(model)}"
+        ) from None
+
+
+def check_loss(loss: Any, model: nn.Module) -> None:
+    """Raise the error that tells a user what the model's forward must return.
+
+    >>> check_loss(torch.ones((), requires_grad=True), nn.Linear(2, 1))
+    >>> try:
+    ...     check_loss(torch.ones(8, requires_grad=True), nn.Linear(2, 1))
+    ... except ValueError as error:
+    ...     print(str(error).split(". ")[0])
+    the model returned a tensor of shape [8], not a scalar
+    """
+    if not isinstance(loss, Tensor):
+        raise ModelError(f"the model returned {_shown(loss)}, not a scalar tensor. {fix(model)}")
+    if loss.dim() != 0:
+        raise ModelError(f"the model returned a tensor of shape {list(loss.shape)}, not a scalar. {fix(model)}")
+    if not loss.is_floating_point():
+        raise ModelError(f"the model returned a {loss.dtype} tensor; a loss is a floating-point number. {fix(model)}")
+    if not loss.requires_grad:
+        raise ModelError(
+            "the model's loss does not depend on any trainable parameter: check for .detach(), .item(), "
+            "torch.no_grad() in its forward, and that some parameters have requires_grad=True."
+        )
+
+
+def check_differentiable(model: nn.Module) -> None:
+    """Raise a ValueError for a model whose gradient has no derivative, or another than torch would give.
+
+    >>> model = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    >>> try:
+    ...     check_differentiable(model)
+    ... except ValueError as error:
+    ...     print(str(error).split(":")[0])
+    module 'parametrizations.weight.0' has a spectral norm
+    """
+    if hooked := hooks.on_gradients(model):
+        raise ValueError(
+            f"{hooked}, through which no derivatives can be taken: remove it (handle.remove()), and let forward, or "
+            "the strategy, do what it does."
+        )
+    for name, module in model.named_modules():
+        of_hooks = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+        if of_hooks or isinstance(module, _SpectralNorm):
+            raise ValueError(
+                f"{f'module {name!r}' if name else 'the model'} has a spectral norm: its power iteration is made "
+                "without derivatives, so those of a run would be wrong. Leave it out, or use "
+                "torch.nn.utils.parametrizations.weight_norm."
+            )
+
+
+def offers_metrics(model: nn.Module) -> bool:
+    """Whether a model says itself what validation measures; see `Engine.measures`.
+
+    >>> class Classifier(nn.Module):
+    ...     def val_metrics(self, batch):
+    ...         return {"loss": self(batch), "accuracy": torch.tensor(0.5)}
+    >>> offers_metrics(Classifier()), offers_metrics(nn.Linear(1, 1))
+    (True, False)
+    """
+    return callable(getattr(type(model), "val_metrics", None))
+
+
+def check_val_metrics(found: Any) -> None:
+    """Raise the error that tells a user what a model's `val_metrics` must return.
+
+    >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
+    >>> try:
+    ...     check_val_metrics({"accuracy": torch.tensor(0.5)})
+    ... except TypeError as error:
+    ...     print(str(error).split(". ")[0])
+    val_metrics(batch) returned the keys ['accuracy']; a dict with "loss" is needed
+    """
+    needed = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
+    if not isinstance(found, dict) or "loss" not in found:
+        shown = f"the keys {list(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise ModelError(f'val_metrics(batch) returned {shown}; a dict with "loss" is needed. {needed}')
+    for name, x in found.items():
+        if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
+            raise ModelError(f"val_metrics(batch) returned {_shown(x)} as {name!r}. {needed}")
+
+
+def shown_batch(batch: Any) -> str:
+    """What a batch is made of, for a message.
+
+    >>> shown_batch((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long)}))
+    "(float32 [4, 16], {'y': int64 [4]})"
+    """
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {shown_batch(x)}" for key, x in batch.items()) + "}"
+    if isinstance(batch, (tuple, list)):
+        return f"({', '.join(map(shown_batch, batch))})"
+    return type(batch).__name__
+
+
+def _shown(value: Any) -> str:
+    return (
+        f"a {value.dtype} tensor of shape {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )

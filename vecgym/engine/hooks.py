@@ -1,0 +1,155 @@
+"""Hooks on a model's gradients: found, kept in a copy of the model, or refused.
+
+Hooks of a parameter (`p.register_hook`) and backward hooks of a module get what the backward pass of one node gives, so
+each node needs one of its own: that is the engine `loop`. Hooks that run once `p.grad` is there
+(`p.register_post_accumulate_grad_hook`) have nothing to run on. Forward hooks are a part of the forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
+
+from vecgym.core.held import reachable
+
+M = TypeVar("M", bound=nn.Module)
+OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def of_parameters(model: nn.Module) -> dict[str, list[Callable[[Tensor], Tensor | None]]]:
+    """The hooks of each parameter, in the order in which torch calls them.
+
+    >>> model = nn.Linear(2, 1)
+    >>> handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    >>> list(of_parameters(model))
+    ['weight']
+    """
+    return {name: list(p._backward_hooks.values()) for name, p in model.named_parameters() if p._backward_hooks}
+
+
+def on_gradients(model: nn.Module) -> str:
+    """The first hook that changes or sees a gradient, in words; "" if there is none.
+
+    >>> on_gradients(nn.Linear(2, 1))
+    ''
+    """
+    for name in of_parameters(model):
+        return f"parameter {name!r} has a hook on its gradient (register_hook)"
+    for name, module in model.named_modules():
+        kind = f"{f'module {name!r}' if name else 'the model'} has a backward hook"
+        if module._backward_hooks:
+            return f"{kind} (register_full_backward_hook)"
+        if module._backward_pre_hooks:
+            return f"{kind} (register_full_backward_pre_hook)"
+    if of_all_modules._global_backward_hooks or of_all_modules._global_backward_pre_hooks:
+        return "all modules have a backward hook (torch.nn.modules.module.register_module_full_backward_hook)"
+    return ""
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise a ValueError for hooks that cannot have the effect that they have in torch's own loop.
+
+    >>> model = nn.Linear(2, 1)
+    >>> handle = model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1, 1))
+    >>> try:
+    ...     check_hooks(model)
+    ... except ValueError as error:
+    ...     print(str(error).split(":")[0])
+    parameter 'weight' has a hook on its p.grad (register_post_accumulate_grad_hook), which no node has
+    """
+    for name, p in model.named_parameters():
+        if p._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has a hook on its p.grad (register_post_accumulate_grad_hook), which no node has: "
+                "optimizer steps, clipping and decay belong to the strategy, such as "
+                'FedAvgStrategy("sgd", lr=0.1, max_norm=1.0); what changes a gradient alone can be '
+                "p.register_hook(lambda grad: ...)."
+            )
+    for name, hooks in of_parameters(model).items():
+        if any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks):
+            raise ValueError(
+                f"parameter {name!r} has a hook by torch.autograd.graph.register_multi_grad_hook, which needs a "
+                "backward pass into p.grad: use p.register_hook(lambda grad: ...) on each parameter."
+            )
+    _check_closures(model)
+
+
+def _check_closures(model: nn.Module) -> None:
+    """Raise a ValueError for a function in the model that holds its parameters itself, not by way of a module."""
+    own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    for where, function in _functions(model):
+        for x in (part for root in (function, *_global_modules(function)) for part in reachable(root)):
+            if id(x) in own:
+                raise ValueError(
+                    f"{where} is a function that holds the model's parameter {own[id(x)]!r}, or what it belongs to: it "
+                    "would see the value that the parameter has now, in every step of every node. Let forward do it; "
+                    "a hook of a module is given that module."
+                )
+
+
+def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Plain functions in the model, which a copy of it shares, and where each is."""
+    for name, hooks in of_parameters(model).items():
+        for hook in hooks:
+            # Unlike a module's, it is never copied with the model: a method is then one of the original.
+            yield f"the hook of parameter {name!r}", hook
+    for name, module in model.named_modules():
+        of = f"module {name!r}" if name else "the model"
+        for hook in (f for kind in OF_A_MODULE for f in getattr(module, kind).values()):
+            if isinstance(hook, types.FunctionType):
+                yield f"a hook of {of}", hook
+        if "_orig_mod" in module._modules:  # torch.compile's: a copy of it compiles anew
+            continue
+        for key, value in vars(module).items():
+            if isinstance(value, types.FunctionType) and key != "_compiled_call_impl":
+                yield f"{key!r} of {of}", value
+
+
+def _global_modules(function: Any) -> list[nn.Module]:
+    if not isinstance(function, types.FunctionType):
+        return []
+    found = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [x for x in found if isinstance(x, nn.Module)]
+
+
+def check_pickled(model: nn.Module) -> None:
+    """Raise a ValueError for hooks that pickle leaves out, so that another process would not have them."""
+    found = [f"parameter {name!r} has a hook on its gradient (register_hook)" for name in of_parameters(model)]
+    if any(getattr(of_all_modules, f"_global{kind}") for kind in OF_A_MODULE):
+        found.append("all modules have a hook (torch.nn.modules.module.register_module_...)")
+    if found:
+        raise ValueError(
+            f'{found[0]}, which would be missing in the processes that are started: give backend="stacked", or '
+            'backend="distributed" under torchrun, where each process builds the model itself.'
+        )
+
+
+def computed(model: nn.Module) -> dict[int, Tensor]:
+    """For `copy.deepcopy`, which refuses them: tensors that a forward pass has left in the model, without their graph.
+
+    Such is the weight that `torch.nn.utils.weight_norm` computes anew in each.
+    """
+    held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+    return {id(x): x.detach().clone() for x in held if x.grad_fn is not None}
+
+
+def copied(model: M) -> M:
+    """A deep copy that has the parameters' hooks, too; torch's own leaves them out.
+
+    >>> model = nn.Linear(2, 1)
+    >>> handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    >>> list(of_parameters(copied(model))), list(of_parameters(copy.deepcopy(model)))
+    (['weight'], [])
+    """
+    check_hooks(model)
+    new = copy.deepcopy(model, computed(model))
+    theirs = dict(new.named_parameters())
+    for name, hooks in of_parameters(model).items():
+        for hook in hooks:
+            theirs[name].register_hook(hook)
+    return new

@@ -1,0 +1,237 @@
+"""Rows of a sweep, one dict for each run: chosen, averaged over the seeds, with a text for every value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from vecgym.core import check
+from vecgym.core.errors import warn
+
+Rows = Sequence[Mapping[str, Any]]
+
+# What a run of a sweep is measured by, in the order of a row; all other names in a row are axes.
+MEASURES = ("train_loss", "val_loss", "val_loss_local", "consensus_distance", "bytes_total")
+RENAMED = {"bytes": "bytes_total"}  # old name -> new name
+STATES = ("status", "steps", "runs")
+MAX_LABEL = 40  # characters
+
+
+def present_name(column: str, renamed: Mapping[str, str] = RENAMED) -> str:
+    """The name of a column; a warning where an old one was given.
+
+    >>> present_name("bytes_total")
+    'bytes_total'
+    """
+    if not isinstance(column, str) or column not in renamed:
+        return column
+    warn(f"the column {column!r} is now called {renamed[column]!r}", DeprecationWarning)
+    return renamed[column]
+
+
+class Row(dict[str, Any]):
+    """One row: column -> value. Old names of columns still work, with a warning.
+
+    >>> row = Row(lr=0.1, bytes_total=400.0)
+    >>> row["bytes_total"], row.get("val_loss")
+    (400.0, None)
+    """
+
+    renamed: ClassVar[Mapping[str, str]] = RENAMED
+
+    def __missing__(self, column: str) -> Any:
+        if column not in self.renamed:
+            raise KeyError(column)
+        return self[present_name(column, self.renamed)]
+
+    def get(self, column: str, default: Any = None) -> Any:
+        """The value of `column`; `default` if there is none."""
+        return super().get(present_name(column, self.renamed), default)
+
+
+def renewed(rows: Rows) -> list[Row]:
+    """The rows with the present names of columns, for old ones.
+
+    >>> renewed([{"H": 1, "bytes_total": 3.0}])
+    [{'H': 1, 'bytes_total': 3.0}]
+    """
+    give = "a list of dicts, such as the rows of a SweepResult"
+    if isinstance(rows, (Tensor, np.ndarray)) or not isinstance(rows, Iterable):
+        raise TypeError(f"rows is {check.kind_of(rows)}; give {give}.")
+    each = [check.instance("one of rows", row, Mapping, give) for row in rows]
+    return [Row({present_name(name): value for name, value in row.items()}) for row in each]
+
+
+def axes_of(rows: Rows) -> list[str]:
+    """The names of the axes.
+
+    >>> axes_of([{"lr": 0.1, "seed": 0, "status": "finished", "val_loss": 2.0}])
+    ['lr', 'seed']
+    """
+    return [name for name in rows[0] if name not in MEASURES and name not in STATES] if rows else []
+
+
+def check_over(rows: Rows, over: str | None) -> str | None:
+    """The axis to average over; None: there is none. "seed" need not be an axis, any other one must."""
+    axes = axes_of(rows)
+    if over is None or (isinstance(over, str) and over in axes):
+        return over
+    if not isinstance(over, str) or over != "seed":
+        raise ValueError(
+            f"over={over!r} is no axis{check.did_you_mean(over, axes)} Allowed: {', '.join(axes)}, or None."
+        )
+    return None
+
+
+def groups(rows: Rows, over: str | None) -> list[list[Mapping[str, Any]]]:
+    """The rows that differ in one axis only; in the order of the first of each.
+
+    >>> rows = [{"lr": lr, "seed": seed, "val_loss": lr + seed} for seed in (0, 1) for lr in (0.1, 0.2)]
+    >>> [[row["val_loss"] for row in group] for group in groups(rows, "seed")]
+    [[0.1, 1.1], [0.2, 1.2]]
+    """
+    over = check_over(rows, over)
+    if over is None:
+        return [[row] for row in rows]
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    others = [name for name in axes_of(rows) if name != over]
+    for row, shown in zip(rows, labelled(rows)):
+        found.setdefault(tuple(shown[name] for name in others), []).append(row)
+    return list(found.values())
+
+
+def averaged(rows: Rows, over: str | None) -> list[Row]:
+    """A row for each of `groups`: means of what was measured, "runs" how many they are of.
+
+    One that has no number, or none that is finite, leaves the mean without one: it is not that of the others.
+
+    >>> rows = [{"lr": 0.1, "seed": seed, "status": "finished", "val_loss": 1.0 + seed} for seed in (0, 1)]
+    >>> averaged(rows, "seed")
+    [{'lr': 0.1, 'status': 'finished', 'val_loss': 1.5, 'runs': 2}]
+    """
+    over = check_over(rows, over)
+    return [Row(row) for row in rows] if over is None else [_mean(group, over) for group in groups(rows, over)]
+
+
+def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
+    mean = Row({name: value for name, value in group[0].items() if name != over})
+    for name in MEASURES:
+        if name in mean:
+            each = [row[name] for row in group]
+            mean[name] = None if None in each else float(np.mean(each))
+    if "status" in mean:
+        mean["status"] = next((row["status"] for row in group if row["status"] != "finished"), "finished")
+    if "steps" in mean:
+        mean["steps"] = min(row["steps"] for row in group)
+    mean["runs"] = len(group)
+    return mean
+
+
+def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
+    """The rows that have these values, or for which these functions of a value are true.
+
+    Raises:
+        ValueError: for a column that is not there, and where no row is left.
+
+    >>> rows = [{"H": H, "lr": lr} for H in (1, 5) for lr in (0.1, 0.2)]
+    >>> chosen(rows, {"H": 5, "lr": lambda lr: lr < 0.15})
+    [{'H': 5, 'lr': 0.1}]
+    """
+    left = [Row(row) for row in rows]
+    if where is not None and not isinstance(where, Mapping):
+        raise TypeError(f'where is {check.kind_of(where)}; give a dict of columns, such as {{"H": 5}}.')
+    for name, wanted in (where or {}).items():
+        name = present_name(name)
+        if rows and name not in rows[0]:
+            raise ValueError(
+                f"where[{name!r}] is not a column{check.did_you_mean(name, rows[0])} There are {', '.join(rows[0])}."
+            )
+        matches = _matches(wanted, [row[name] for row in rows])
+        left = [row for row in left if matches(row[name])]
+    if rows and not left:
+        raise ValueError(f"no row is left where {', '.join(f'{n} is {label(x)}' for n, x in (where or {}).items())}.")
+    return left
+
+
+def _matches(wanted: Any, values: list[Any]) -> Callable[[Any], bool]:
+    """A function is a condition, unless it is itself a value of the axis."""
+    if callable(wanted) and not any(value is wanted for value in values):
+        return lambda value: bool(wanted(value))
+    return lambda value: value is wanted or (_is_plain(value) and bool(value == wanted))
+
+
+def _is_plain(x: Any) -> bool:
+    return x is None or isinstance(x, (bool, int, float, str))
+
+
+def label(value: Any) -> Any:
+    """A value of an axis as a table shows it; a number is itself.
+
+    >>> label(0.1), label(Tensor), label(lambda step: step), label(np.ones((4, 4)))
+    (0.1, 'Tensor', 'lambda', 'ndarray [4, 4]')
+    >>> label(functools.partial(max, 3)), label([[0.5] * 4] * 4)
+    ('partial(max)', 'list of 4')
+    """
+    if _is_plain(value):
+        return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{type(value).__name__} {list(value.shape)}"
+    if isinstance(value, functools.partial):
+        return f"partial({label(value.func)})"
+    name = getattr(value, "__name__", None)
+    if name is not None:
+        return name.strip("<>")
+    shown = str(value)
+    if len(shown) <= MAX_LABEL and " at 0x" not in shown:
+        return shown
+    return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
+
+
+def labelled(rows: Rows) -> list[Row]:
+    """The rows with a text in place of every value that is none: different ones for different values of an axis.
+
+    >>> labelled([{"f": f} for f in (lambda x: x, lambda x: 2 * x, max)])
+    [{'f': 'lambda 1'}, {'f': 'lambda 2'}, {'f': 'max'}]
+    """
+    if not rows:
+        return []
+    columns = {name: list(_labels([row[name] for row in rows])) for name in rows[0]}
+    return [Row({name: column[i] for name, column in columns.items()}) for i in range(len(rows))]
+
+
+def _labels(values: list[Any]) -> Iterator[Any]:
+    objects = {id(x): x for x in values if not _is_plain(x)}
+    shown = {key: label(x) for key, x in objects.items()}
+    alike: dict[Any, list[int]] = {}
+    for key, text in shown.items():
+        alike.setdefault(text, []).append(key)
+    for keys in alike.values():
+        if len(keys) > 1:
+            shown.update({key: f"{shown[key]} {i}" for i, key in enumerate(keys, start=1)})
+    return (shown.get(id(x), x) for x in values)
+
+
+def data_frame(rows: Rows) -> Any:
+    """The rows as a `pandas.DataFrame`.
+
+    Raises:
+        ImportError: where pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError("to_pandas needs pandas, which is not installed: pip install pandas") from None
+    return pandas.DataFrame([dict(row) for row in rows])
+
+
+def counted(number: int, what: str, several: str | None = None) -> str:
+    """A number of things.
+
+    >>> counted(1, "program"), counted(2, "stack"), counted(2, "process", "processes")
+    ('1 program', '2 stacks', '2 processes')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"

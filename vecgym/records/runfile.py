@@ -1,0 +1,375 @@
+"""Files of runs: how they are written and read, and what a finished one gives: `vecgym.load`.
+
+A file is what `torch.save` writes, nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
+reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not, and that
+names, dtypes, shapes and plain values are those that were written: a file keeps its own `form` beside what it holds.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vecgym.core import check as checks
+from vecgym.core import nodes, tree
+from vecgym.core.check import kind_of
+from vecgym.core.errors import Damaged
+from vecgym.core.files import is_regular, write_atomically
+from vecgym.core.tree import Tree
+from vecgym.records.history import History, Row
+from vecgym.records.rows import counted
+
+FORMAT = "vecgym"
+VERSION = 2  # of what is in a file; a reader refuses later ones. Files of version 1 have no form
+FORM: dict[str, Any] = {  # of what `load` reads
+    "step": int,
+    "num_nodes": int,
+    "settings": dict,
+    "rows": {"length": int, "columns": dict},
+    "models": {"params": dict, "buffers": dict, "keys": dict, "extra": dict},
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `trainer.save` or a checkpoint holds of the models, and how they came about.
+
+    Attributes:
+        step: optimizer steps done.
+        num_nodes: K.
+        history: what was recorded; see `vecgym.records.history`.
+        settings: what the run was given and what was chosen for it.
+        params, buffers: of every node, `[K, *]`, or `[1, *]` where all nodes have the same.
+
+    >>> params = {"w": torch.tensor([1.0, 3.0])}
+    >>> saved = Saved(10, 2, History(), settings={}, params=params, buffers={}, keys={"w": "w"}, extra={})
+    >>> saved, saved.average, saved.node(1)
+    (Saved(2 nodes after step 10, 0 rows), {'w': tensor(2.)}, {'w': tensor(3.)})
+    """
+
+    step: int
+    num_nodes: int
+    history: History
+    settings: dict[str, Any]
+    params: Tree
+    buffers: Tree
+    keys: dict[str, str]  # key of the model's state_dict -> the parameter or buffer; tied ones have several keys
+    extra: dict[str, Any]  # what else is in a state_dict
+
+    @property
+    def average(self) -> dict[str, Any]:
+        """The average of the nodes, for `model.load_state_dict`: what `fit` has returned. Integers: those of node 0."""
+        return self._state_dict(nodes.mean({**self.params, **self.buffers}))
+
+    def node(self, node: int) -> dict[str, Any]:
+        """One node's model, for `model.load_state_dict`."""
+        node = checks.index("node", node, self.num_nodes)
+        values = {**self.params, **self.buffers}
+        return self._state_dict({name: x[node if len(x) > 1 else 0].clone() for name, x in values.items()})
+
+    def _check(self) -> None:
+        """Raise an error unless averages and nodes can be made of it."""
+        values = {**self.params, **self.buffers}
+        for name, x in values.items():
+            if not isinstance(x, Tensor) or x.dim() == 0 or len(x) not in (1, self.num_nodes):
+                raise TypeError(f"{name} is no tensor with a row for each of {self.num_nodes} nodes, or one for all")
+        self._state_dict(values)
+
+    def _state_dict(self, values: Tree) -> dict[str, Any]:
+        return {**{key: values[name] for key, name in self.keys.items()}, **self.extra}
+
+    def __repr__(self) -> str:
+        return f"Saved({counted(self.num_nodes, 'node')} after step {self.step}, {counted(len(self.history), 'row')})"
+
+
+def load(path: str | os.PathLike[str]) -> Saved:
+    """Read what `trainer.save`, or a checkpoint, holds: the average of the nodes, each node's model, the history.
+
+    Needs no class of the script that saved it, and executes nothing. Tensors are on the CPU.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        ValueError: for a file that is damaged, or no file of vecgym's, naming it.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from vecgym import Trainer
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> class Line(nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x).square().mean()
+    >>> model = Line(1, 1)
+    >>> trainer = Trainer(model, torch.arange(8.0)[:, None])
+    >>> averaged = trainer.fit(FedAvgStrategy("sgd", lr=0.01), num_nodes=2, batch_size=2, max_steps=2, progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trainer.save(os.path.join(folder, "run.pt"))
+    ...     saved = load(os.path.join(folder, "run.pt"))
+    >>> model.load_state_dict(saved.average), torch.equal(saved.node(1)["weight"], trainer.nodes.params["weight"][1])
+    (<All keys matched successfully>, True)
+    >>> saved.step, saved.num_nodes, saved.history["step"]
+    (2, 2, [1, 2])
+    """
+    held = read(path, FORM)
+    with naming(path):
+        history = History(held["settings"])
+        history.rows = unpacked_rows(held["rows"])
+        models = {name: held["models"][name] for name in FORM["models"]}
+        found = Saved(held["step"], held["num_nodes"], history, held["settings"], **models)
+        found._check()
+    return found
+
+
+def record(
+    model: nn.Module, num_nodes: int, step: int, params: Tree, buffers: Tree, history: History
+) -> dict[str, Any]:
+    """What `load` reads; of all nodes the parameters, those too that are not trained, and buffers: `[1 or K, *]`."""
+    names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    whole = model.state_dict(keep_vars=True)
+    return {
+        "step": step,
+        "num_nodes": num_nodes,
+        "settings": {name: _readable(value) for name, value in history.settings.items()},
+        "rows": packed_rows(history.rows),
+        "models": {
+            "params": {name: compact(params[name]) for name, _ in model.named_parameters()},
+            "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},
+            "keys": {key: names[id(x)] for key, x in whole.items() if id(x) in names},
+            "extra": {key: plain(x, key) for key, x in whole.items() if id(x) not in names},
+        },
+    }
+
+
+# --------------------------------------------------------------------------------------------------- files
+
+
+def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
+    """Write nested dicts and lists of tensors and plain values; the file appears whole or not at all.
+
+    Raises:
+        OSError: where it cannot be written; what was at `path` stays.
+    """
+    whole = plain({**held, "format": FORMAT, "version": VERSION}, "file")
+    whole["form"] = form(whole)
+    with write_atomically(path) as file:
+        try:
+            torch.save(whole, file)
+        except RuntimeError as error:  # torch's writer ends with one of its own once a write has failed
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
+                cause = cause.__context__
+            raise cause or error from None
+
+
+def read(
+    path: str | os.PathLike[str], needed: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
+) -> dict[str, Any]:
+    """What `write` has written, on the CPU.
+
+    Args:
+        needed: what it must have: names -> types, or the same of dicts.
+        mmap: tensors are read when they are used.
+        check: read all of the file, to see whether it is whole.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        Damaged: for a damaged file, a foreign one, or one of a later version, naming it.
+    """
+    path = checks.path("path", path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}.")
+    if not is_regular(path):
+        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device.")
+    try:
+        with zipfile.ZipFile(path) as parts:
+            damaged = parts.testzip() if check else None
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # damage shows in many ways
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Damaged(f"{path} is damaged, or no file of vecgym's: {reason}") from error
+    if not isinstance(held, dict) or held.get("format") != FORMAT:
+        raise Damaged(f"{path} is no file of vecgym's, though torch can read it.")
+    version = held.get("version")
+    if type(version) is not int or version < 1:
+        raise Damaged(f"{path} has version {version!r}, which no vecgym has written.")
+    if version > VERSION:
+        raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
+    with naming(path):
+        recorded = form(held) if version == 1 else held.pop("form")
+        wrong = _lacking(held, needed or {}) or difference(form(held), recorded)
+    if wrong:
+        raise Damaged(f"{path} is not what vecgym has written: {wrong}.")
+    return held
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what goes wrong with the contents of a file into a `Damaged` that names it.
+
+    >>> with naming("run.pt"):
+    ...     {"step": 3}["rows"]
+    Traceback (most recent call last):
+    ...
+    vecgym.core.errors.Damaged: run.pt is not what vecgym has written: KeyError('rows')
+    """
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise Damaged(f"{path} is not what vecgym has written: {error!r}") from error
+
+
+def _lacking(held: Mapping[Any, Any], needed: Mapping[str, Any], where: str = "") -> str:
+    """What `held` lacks of what is needed; "" if it has all of it."""
+    for name, kind in needed.items():
+        place = f"{where}[{name!r}]"
+        if name not in held:
+            return f"there is no {place}"
+        of_kind = dict if isinstance(kind, Mapping) else kind
+        if not isinstance(held[name], of_kind) or (of_kind is int and (isinstance(held[name], bool) or held[name] < 0)):
+            return f"{place} is {kind_of(held[name])}, {held[name]!r:.40}"
+        if isinstance(kind, Mapping) and (wrong := _lacking(held[name], kind, place)):
+            return wrong
+    return ""
+
+
+def form(value: Any, num_nodes: int | None = None) -> Any:
+    """Nested values with a tensor's dtype and shape in its place; of `num_nodes`, 1 row and K rows are the same.
+
+    >>> form({"step": 3, "w": torch.ones(2, 5)}), form([torch.ones(1, 5), torch.ones(2, 5)], num_nodes=2)
+    ({'step': 3, 'w': 'float32 [2, 5]'}, ['float32 [1 or 2, 5]', 'float32 [1 or 2, 5]'])
+    """
+
+    def described(x: Tensor) -> str:
+        shape: list[Any] = list(x.shape)
+        if num_nodes is not None and shape and shape[0] in (1, num_nodes):
+            shape[0] = f"1 or {num_nodes}"
+        dense = "" if x.layout is torch.strided and not x.is_meta else f"{x.layout} {x.device} "
+        return f"{dense}{x.dtype} [{', '.join(map(str, shape))}]".replace("torch.", "")
+
+    return tree.map_leaves(described, value)
+
+
+def difference(found: Any, demanded: Any, where: str = "", *, more: bool = False) -> str:
+    """Where two forms differ first, in words; "" if they are equal.
+
+    Args:
+        more: there may be names that are not demanded, and other plain values.
+
+    >>> difference({"w": "float64 [2]"}, {"w": "float32 [2]"}, "params")
+    "params['w'] is 'float64 [2]' in place of 'float32 [2]'"
+    """
+    if isinstance(found, dict) and isinstance(demanded, dict):
+        for name in demanded if more else {**demanded, **found}:
+            place = f"{where}[{name!r}]"
+            if name not in found:
+                return f"there is no {place}"
+            if name not in demanded:
+                return f"{place} is not known"
+            if wrong := difference(found[name], demanded[name], place, more=more):
+                return wrong
+        return ""
+    if type(found) is type(demanded) in (list, tuple) and len(found) == len(demanded):
+        places = (f"{where}[{i}]" for i in range(len(found)))
+        return next(filter(None, (difference(*each, more=more) for each in zip(found, demanded, places))), "")
+    alike = repr(found) == repr(demanded) or (more and not isinstance(demanded, str))
+    return "" if alike else f"{where} is {found!r:.60} in place of {demanded!r:.60}"
+
+
+# -------------------------------------------------------------------------------------------- what is in them
+
+
+def compact(x: Tensor) -> Tensor:
+    """On the CPU, with no more storage than it needs: of an expanded node dimension one row."""
+    x = x.detach()
+    if x.dim() > 0 and len(x) > 1 and x.stride(0) == 0:
+        x = x[:1]
+    x = x.cpu()
+    return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` as what may be in a file; `where` names it in the error."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):  # not what is derived from them, such as torch's own version
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, np.ndarray):
+        return {"ndarray": torch.from_numpy(value.copy())}
+    if isinstance(value, Tensor):
+        return compact(value)
+    if isinstance(value, dict):
+        return {key: plain(x, f"{where}[{key!r}]") for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(x, f"{where}[{i}]") for i, x in enumerate(value))
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}, which a file cannot hold: allowed are tensors, numbers, strings, "
+        "None, and lists, tuples and dicts of them."
+    )
+
+
+def restored(value: Any) -> Any:
+    """The inverse of `plain`."""
+    if isinstance(value, dict):
+        if value.keys() == {"ndarray"}:
+            return value["ndarray"].numpy()
+        return {key: restored(x) for key, x in value.items()}
+    return type(value)(map(restored, value)) if isinstance(value, (list, tuple)) else value
+
+
+def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of a history, by columns: a tensor each, where all values are numbers or arrays of one kind.
+
+    >>> rows = [{"step": 0}, {"step": 1, "loss": 0.5, "losses": np.ones(2)}]
+    >>> unpacked_rows(packed_rows(rows))
+    [{'step': 0}, {'step': 1, 'loss': 0.5, 'losses': array([1., 1.])}]
+    """
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        index = [i for i, row in enumerate(rows) if name in row]
+        columns[name] = {"rows": torch.tensor(index), **_packed([rows[i][name] for i in index], name)}
+    return {"length": len(rows), "columns": columns}
+
+
+def unpacked_rows(held: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [Row() for _ in range(held["length"])]
+    for name, column in held["columns"].items():
+        values = column["values"]
+        if column["kind"] == "arrays":
+            values = list(values.numpy())
+        else:
+            values = values.tolist() if column["kind"] == "numbers" else restored(values)
+        for i, value in zip(column["rows"].tolist(), values):
+            rows[i][name] = value
+    return rows
+
+
+def _packed(values: list[Any], name: str) -> dict[str, Any]:
+    first = values[0]
+    if all(type(x) is int and abs(x) < 2**63 for x in values):
+        return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.int64)}
+    if all(isinstance(x, float) for x in values):
+        return {"kind": "numbers", "values": torch.tensor(values, dtype=torch.float64)}
+    alike = all(isinstance(x, np.ndarray) and (x.dtype, x.shape) == (first.dtype, first.shape) for x in values)
+    if alike and first.dtype.kind in "biuf":
+        return {"kind": "arrays", "values": torch.from_numpy(np.stack(values))}
+    return {"kind": "values", "values": plain(values, f"history[{name!r}]")}
+
+
+def _readable(value: Any) -> Any:
+    """A setting as what may be in a file, or in words."""
+    try:
+        return plain(value, "")
+    except TypeError:
+        return str(value)

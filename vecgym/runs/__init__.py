@@ -1,0 +1,1 @@
+"""Whole runs: training, checkpoints, processes, verification, differentiable rollouts."""

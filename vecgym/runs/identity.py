@@ -1,0 +1,143 @@
+"""What two runs must have in common for one to go on where the other stopped, and what differs, said in words."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vecgym.collectives import StackedCollectives
+from vecgym.data import Batches
+from vecgym.engine.simulation import Simulation
+from vecgym.runs.fingerprint import described, is_code
+from vecgym.runs.options import FitOptions
+from vecgym.strategy import Context, Strategy
+
+VERSION = 2  # of what is noted of a run; what was noted before says too little
+NOTHING = "nothing"
+SHOWN = 6  # differences in a message
+SAMPLES = 64  # steps at which learning rates are compared
+
+
+def identity(
+    strategy: Strategy, model: nn.Module, simulation: Simulation, train: Batches, options: FitOptions
+) -> dict[str, Any]:
+    """What must be the same: name -> plain value."""
+    settings = ("seed", "batch_size", "shuffle", "autocast")
+    trained = simulation.engine.params
+    parameters = {name: _form(p) + ("" if name in trained else ", not trained") for name, p in model.named_parameters()}
+    return {
+        **noted(),
+        "num_nodes": simulation.comm.num_nodes,
+        **{name: getattr(options, name) for name in settings},
+        **dict(described(strategy, "strategy")),
+        **{f"parameter {name}": kind for name, kind in parameters.items()},
+        **{f"buffer {name}": _form(b) for name, b in model.named_buffers()},
+        "examples of each node": str(list(simulation.num_examples or ())),
+        "steps per epoch": train.steps_per_epoch,
+        **described(model, "model", weights=False),  # a checkpoint has their values
+        **described((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+    }
+
+
+def noted() -> dict[str, Any]:
+    """What begins the description of a run: what it can be compared with."""
+    return {"description": VERSION, "python": "{}.{}".format(*sys.version_info)}
+
+
+def check_noted(saved: Mapping[str, Any], where: Any) -> None:
+    """Raise a ValueError unless what was noted of a saved run is enough to compare it."""
+    if saved.get("description") != VERSION:
+        raise ValueError(
+            f"{where} was written by another version of vecgym, which has noted other things of the run: whether it is "
+            "this one cannot be told. Give another path to begin anew, or that version of vecgym to go on."
+        )
+
+
+def arithmetic(
+    simulation: Simulation, options: FitOptions, device: torch.device, num_processes: int, data: Mapping[str, str]
+) -> dict[str, Any]:
+    """What may differ, but then the last bits do, or more: name -> plain value."""
+    plan = simulation.engine.plan
+    return {
+        "device": device.type,
+        "engine": plan.engine,
+        "chunk_size": plan.chunk_size,
+        "node_threads": plan.node_threads,
+        "minibatch_size": options.minibatch_size,
+        "exact": options.exact,
+        **({} if options.exact else {"num_processes": num_processes}),
+        "torch": str(torch.__version__),
+        "Python, so that the code of functions is not compared": noted()["python"],
+        **data,
+    }
+
+
+def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """What differs, a line each.
+
+    >>> differences({"seed": 1, "strategy.H": 3}, {"seed": 1, "strategy.H": 5})
+    ['strategy.H: saved 3, given 5']
+    """
+    names = [*saved, *(name for name in given if name not in saved)]
+    pairs = [(name, saved.get(name, NOTHING), given.get(name, NOTHING)) for name in names if name != "python"]
+    if saved.get("python") != given.get("python"):  # whose code differs
+        pairs = [(name, a, b) for name, a, b in pairs if not (is_code(a) or is_code(b))]
+    found = [difference(name, a, b) for name, a, b in pairs if not _same(a, b)]
+    more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    return found[:SHOWN] + more
+
+
+def difference(name: str, saved: Any, given: Any) -> str:
+    """What differs, in words.
+
+    >>> difference("strategy.H", 3, 5), difference("model.forward()", "code 0a", "code 0b")
+    ('strategy.H: saved 3, given 5', 'model.forward(): other code')
+    """
+    both = is_code(saved) and is_code(given)
+    return f"{name}: other code" if both else f"{name}: saved {saved}, given {given}"
+
+
+def learning_rates(strategy: Strategy, max_steps: int, num_nodes: int) -> dict[int, list[float]]:
+    """The inner learning rate at some of a run's steps."""
+    first = min(max_steps, SAMPLES // 4)
+    steps = {*range(first), *(round(i * (max_steps - 1) / SAMPLES) for i in range(SAMPLES + 1))}
+    return {step: _lr(strategy, step, max_steps, num_nodes) for step in sorted(steps) if 0 <= step < max_steps}
+
+
+def check_learning_rates(saved: Mapping[int, list[float]], strategy: Strategy, max_steps: int, num_nodes: int) -> str:
+    """ "" where the given strategy has the learning rates of the saved run; else what differs."""
+    for step, before in saved.items():
+        if step >= max_steps:
+            continue
+        now = _lr(strategy, step, max_steps, num_nodes)
+        alike = len(now) == len(before) and all(
+            math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b)) for a, b in zip(before, now)
+        )
+        if not alike:
+            return f"learning rate of step {step}: saved {_short(before)}, given {_short(now)}"
+    return ""
+
+
+def _lr(strategy: Strategy, step: int, max_steps: int, num_nodes: int) -> list[float]:
+    try:
+        lr = strategy.lr(Context(StackedCollectives(num_nodes), step, max_steps))
+    except AttributeError:  # an optimizer without one
+        return []
+    return torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
+
+
+def _short(values: list[float]) -> str:
+    return f"{values[0]:.6g}" if len(values) == 1 else str([float(f"{x:.6g}") for x in values[:SHOWN]])
+
+
+def _form(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a == b or (a != a and b != b))

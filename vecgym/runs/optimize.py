@@ -1,0 +1,327 @@
+"""Gradient descent on who exchanges when, and with what weights, at a given number of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vecgym.collectives.topology import check_doubly_stochastic
+from vecgym.core import check
+from vecgym.core.tree import Tree
+from vecgym.engine.local import Engine, EngineName
+from vecgym.records.optimized import OptimizedSchedule
+from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout
+from vecgym.strategy import Strategy
+
+MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not tried
+
+
+def optimize_schedule(
+    model: nn.Module,
+    strategy: Callable[[Tensor], Strategy],
+    batches: Any,
+    *,
+    num_nodes: int,
+    eval_batch: Any,
+    H: int | None = None,
+    budget_bytes: float | None = None,
+    mixing: Tensor | None = None,
+    iterations: int = 30,
+    held_out: tuple[Any, Any] | None = None,
+    segments: int | None = None,
+    params: Tree | None = None,
+    seed: int = 42,
+    num_examples: tuple[int, ...] | None = None,
+    engine: EngineName | Engine = "auto",
+) -> OptimizedSchedule:
+    """When to exchange, or with what weights, so that the loss of the outcome is lowest at a number of bytes.
+
+    A schedule a `[T]`: projected gradient descent on {0 <= a_t <= 1, sum a_t <= n} for the n exchanges that the budget
+    allows, from a_t = n / T; every point on the way is rounded to its n largest weights. From the best of these, pairs
+    of steps are exchanged, one that the gradient says matters least for one that matters most, while that helps.
+
+    A mixing matrix W `[K, K]` or `[T, K, K]`: descent on Z, with W the doubly stochastic matrix to which Sinkhorn's
+    alternate division by the sums of rows and columns brings exp(Z); 0 stays 0, so links and bytes are the start's.
+
+    What is found is made for these batches. `held_out` says what it is worth on others.
+
+    Args:
+        model, batches, num_nodes, eval_batch, segments, params, seed, num_examples, engine: see `rollout`.
+        strategy: the weights -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)` or, for a matrix,
+            `lambda W: GossipStrategy(W)`.
+        H: the budget is that of an exchange every H steps;
+        budget_bytes: or this, per node in the whole run. (A matrix has bytes of its own, which must not exceed it.)
+        mixing: the matrix, or matrices, to begin with, doubly stochastic.
+        iterations: gradients of the relaxed run, at most; after them, as many trials of a pair.
+        held_out: (batches, eval_batch).
+
+    Raises:
+        ValueError, TypeError: for no budget or two, one too small for a single exchange, matrices that are not doubly
+            stochastic.
+
+    >>> import torch
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().square().mean()
+    >>> batches = torch.linspace(-1, 2, 8).view(4, 2, 1)
+    >>> found = optimize_schedule(
+    ...     Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), batches, num_nodes=2,
+    ...     eval_batch=torch.tensor([1.0]), H=4)
+    >>> found.uniform.tolist(), found.schedule.sum().item(), found.gain >= 0
+    ([0.0, 0.0, 0.0, 1.0], 1.0, True)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {check.kind_of(model)}; give an nn.Module object.")
+    if isinstance(strategy, (Strategy, type)) or not callable(strategy):
+        raise TypeError(
+            f"strategy is {check.kind_of(strategy)}; give a function of the weights, such as "
+            "lambda w: DiLoCoStrategy(sync_weight=w)."
+        )
+    num_nodes, iterations = check.integer("num_nodes", num_nodes), check.integer("iterations", iterations)
+    seed = check.seed("seed", seed)
+    if budget_bytes is not None:
+        check.number("budget_bytes", budget_bytes, "(0, inf)", "per node in the whole run")
+    if held_out is not None and not (isinstance(held_out, (tuple, list)) and len(held_out) == 2):
+        raise TypeError(f"held_out is {check.kind_of(held_out)}; give a pair (batches, eval_batch).")
+    steps = as_steps(batches, num_nodes)
+    local = prepared(model, engine, steps[0])
+
+    def run(weights: Tensor, data: tuple[Any, Any], segments: int | None = None) -> Outcome:
+        made = check.called("strategy", strategy, weights)
+        return rollout(
+            model, made, data[0], num_nodes=num_nodes, eval_batch=data[1], segments=segments,
+            params=params, seed=seed, num_examples=num_examples, engine=local,
+        )  # fmt: skip
+
+    problem = _Problem(run, (steps, eval_batch), segments, iterations)
+    if mixing is None:
+        schedule, weights, uniform, losses = _optimized_times(problem, len(steps), H, budget_bytes)
+    else:
+        schedule, uniform, losses = _optimized_mixing(problem, mixing, H, budget_bytes)
+        weights = schedule
+    outcome = problem.outcome(schedule)
+    of_others = [None, None] if held_out is None else [problem.loss(w, held_out) for w in (schedule, uniform)]
+    return OptimizedSchedule(
+        schedule, weights, uniform, float(outcome.loss), losses[-1], problem.loss(uniform),
+        float(outcome.bytes.sum()), tuple(losses), *of_others,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- descent
+
+
+class _Problem:
+    """The loss as a function of the weights alone."""
+
+    def __init__(
+        self, run: Callable[..., Outcome], data: tuple[Any, Any], segments: int | None, iterations: int
+    ) -> None:
+        self.run = run
+        self.data = data
+        self.segments = segments
+        self.iterations = iterations
+
+    @torch.no_grad()
+    def outcome(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> Outcome:
+        return self.run(weights.detach(), self.data if data is None else data)
+
+    def loss(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> float:
+        return float(self.outcome(weights, data).loss)
+
+    def slope(self, z: Tensor, weights: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
+        """The loss of the weights of z, and its gradient by z."""
+        z = z.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = self.run(weights(z), self.data, self.segments).loss
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the outcome does not depend on the weights that strategy is given: it must use them, as in "
+                    "lambda w: DiLoCoStrategy(sync_weight=w)."
+                )
+            return float(loss.detach()), torch.autograd.grad(loss, z)[0]
+
+    def descend(
+        self,
+        z: Tensor,
+        weights: Callable[[Tensor], Tensor] = lambda z: z,
+        project: Callable[[Tensor], Tensor] = lambda z: z,
+    ) -> tuple[list[Tensor], list[float]]:
+        """Projected gradient descent, with steps halved where they do not help: every point accepted, and its loss."""
+        loss, gradient = self.slope(z, weights)
+        points, losses, step = [z], [loss], 0.25
+        for _ in range(self.iterations - 1):
+            largest = float(gradient.abs().max())
+            if not math.isfinite(largest) or largest == 0 or step < MIN_STEP:
+                break
+            trial = project(points[-1] - step * gradient / largest)
+            found, slope = self.slope(trial, weights)
+            if found < losses[-1]:  # not if it is nan
+                points.append(trial)
+                losses.append(found)
+                gradient, step = slope, 1.5 * step
+            else:
+                step /= 2
+        return points, losses
+
+
+# ------------------------------------------------------------------------------------- when to exchange
+
+
+def _optimized_times(
+    problem: _Problem, num_steps: int, H: int | None, budget_bytes: float | None
+) -> tuple[Tensor, Tensor, Tensor, list[float]]:
+    """(0/1 schedule, relaxed weights, uniform schedule, losses of the descent)."""
+    count = _affordable(problem, num_steps, H, budget_bytes)
+    uniform = spread(num_steps, count)
+    start = torch.full((num_steps,), count / num_steps, dtype=torch.float64)
+    points, losses = problem.descend(start, project=lambda z: project_to_budget(z, count))
+    rounded = {tuple(s.tolist()): s for s in [uniform, *[largest(z, count) for z in points]]}
+    tried = {key: problem.loss(schedule) for key, schedule in rounded.items()}
+    best = min(tried, key=lambda key: (not math.isfinite(tried[key]), tried[key]))
+    return _swapped(problem, rounded[best], tried[best]), points[-1], uniform, losses
+
+
+def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
+    """Move one exchange at a time to where the gradient says that it helps most, as long as it does."""
+    trials = problem.iterations
+    while trials > 0:
+        _, gradient = problem.slope(schedule, lambda z: z)
+        on, off = schedule == 1, schedule == 0
+        # To first order, moving an exchange from s to t changes the loss by gradient[t] - gradient[s].
+        change = torch.where(off[:, None] & on[None, :], gradient[:, None] - gradient[None, :], math.inf)
+        for flat in change.flatten().argsort()[: min(3, trials)].tolist():
+            to, origin = divmod(flat, len(schedule))
+            if not change[to, origin] < 0:
+                return schedule
+            trials -= 1
+            trial = schedule.clone()
+            trial[to], trial[origin] = 1.0, 0.0
+            found = problem.loss(trial)
+            if found < loss:
+                schedule, loss = trial, found
+                break
+        else:
+            return schedule
+    return schedule
+
+
+def _affordable(problem: _Problem, num_steps: int, H: int | None, budget_bytes: float | None) -> int:
+    """The number of exchanges that the budget allows."""
+    if (H is None) == (budget_bytes is None):
+        raise ValueError(f"H={H!r} and budget_bytes={budget_bytes!r}: give one of them, the budget of bytes.")
+    if H is not None:
+        if check.integer("H", H) > num_steps:
+            raise ValueError(f"H={H!r} must be an integer from 1 to the number of steps, {num_steps}.")
+        return num_steps // H
+    none, all_ = (problem.outcome(torch.full((num_steps,), w, dtype=torch.float64)).bytes for w in (0.0, 1.0))
+    cost = all_ - none
+    if float(cost.min()) <= 0 or float(cost.max() - cost.min()) > 1e-9 * float(cost.max()):
+        raise ValueError(
+            "what an exchange costs differs from step to step, or is nothing: give H in place of budget_bytes."
+        )
+    assert budget_bytes is not None
+    count = int((budget_bytes - float(none.sum())) / float(cost[0]) * (1 + 1e-12))
+    if count < 1:
+        raise ValueError(
+            f"budget_bytes={budget_bytes!r} does not allow one exchange of {float(cost[0]):,.0f} bytes per node"
+            + (f", besides {float(none.sum()):,.0f} that are sent anyhow." if float(none.sum()) else ".")
+        )
+    return min(count, num_steps)
+
+
+def spread(num_steps: int, count: int) -> Tensor:
+    """`count` exchanges evenly among the steps, the last at the end: every H steps where H divides.
+
+    >>> spread(6, 3).tolist()
+    [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    """
+    schedule = torch.zeros(num_steps, dtype=torch.float64)
+    schedule[[(i + 1) * num_steps // count - 1 for i in range(count)]] = 1.0
+    return schedule
+
+
+def largest(weights: Tensor, count: int) -> Tensor:
+    """1 at the `count` largest weights, 0 elsewhere; of equal ones the last.
+
+    >>> largest(torch.tensor([0.2, 0.9, 0.2, 0.1]), 2).tolist()
+    [0.0, 1.0, 1.0, 0.0]
+    """
+    order = weights.detach().flip(0).argsort(descending=True, stable=True)[:count]
+    schedule = torch.zeros(len(weights), dtype=torch.float64)
+    schedule[len(weights) - 1 - order] = 1.0
+    return schedule
+
+
+def project_to_budget(z: Tensor, total: float) -> Tensor:
+    """The nearest weights in [0, 1] whose sum is at most `total`: clamp(z - lambda, 0, 1) for the least lambda >= 0.
+
+    >>> project_to_budget(torch.tensor([1.5, 0.75, 0.1]), 1.5)
+    tensor([1.0000, 0.5000, 0.0000])
+    """
+    if float(z.clamp(0, 1).sum()) <= total:
+        return z.clamp(0, 1)
+    low, high = 0.0, float(z.max())  # too much is left at `low`, nothing at `high`
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float((z - middle).clamp(0, 1).sum()) > total else (low, middle)
+    return (z - high).clamp(0, 1)
+
+
+# ------------------------------------------------------------------------------------- mixing matrices
+
+
+def _optimized_mixing(
+    problem: _Problem, start: Tensor, H: int | None, budget_bytes: float | None
+) -> tuple[Tensor, Tensor, list[float]]:
+    """(matrices, those of the start, losses of the descent)."""
+    if H is not None:
+        raise ValueError(f"H={H!r} with mixing: how often nodes mix is the strategy's, GossipStrategy(W, every={H}).")
+    if not isinstance(start, Tensor) or start.dim() not in (2, 3):
+        raise ValueError("mixing takes a tensor [K, K] or [T, K, K], such as vecgym.collectives.topology.ring(K).")
+    start = start.detach().double()
+    for i, matrix in enumerate(start if start.dim() == 3 else start[None]):
+        check_doubly_stochastic(matrix, f"mixing[{i}]" if start.dim() == 3 else "mixing")
+    sent = float(problem.outcome(start).bytes.sum())
+    if budget_bytes is not None and sent > budget_bytes:
+        raise ValueError(
+            f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: begin with a matrix of "
+            "fewer links, or mix less often."
+        )
+    points, losses = problem.descend(start.log(), sinkhorn)
+    return sinkhorn(points[-1]), start, losses
+
+
+def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> Tensor:
+    """exp(z), `[..., K, K]`, made doubly stochastic by dividing rows and columns by their sums, in turn.
+
+    Entries of exp(-inf) = 0 stay 0.
+
+    Raises:
+        ValueError: where that does not end, because no doubly stochastic matrix has these zeros, say.
+
+    >>> sinkhorn(torch.tensor([[0.0, 0.0], [-math.inf, 0.0]])).round(decimals=2)
+    Traceback (most recent call last):
+    ...
+    ValueError: no doubly stochastic matrix was found with these zeros and ratios: begin with a doubly stochastic one.
+    >>> sinkhorn(torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64))
+    tensor([[0.7311, 0.2689],
+            [0.2689, 0.7311]], dtype=torch.float64)
+    """
+    there = z > -math.inf
+    w = torch.where(there, torch.where(there, z, 0.0).exp(), 0.0)
+    for _ in range(max_rounds):
+        w = w / w.sum(-1, keepdim=True)
+        w = w / w.sum(-2, keepdim=True)
+        if float((w.detach().sum(-1) - 1).abs().max()) <= tolerance:
+            return w
+    raise ValueError(
+        "no doubly stochastic matrix was found with these zeros and ratios: begin with a doubly stochastic one."
+    )

@@ -1,0 +1,121 @@
+"""The axes of a grid, and its points."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vecgym.core import check, rng
+from vecgym.core.check import kind_of
+from vecgym.records.rows import label
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """An axis of a random search: numbers in [low, high], each as likely as any other.
+
+    >>> Uniform(0.5, 1.0).draw(0.5)
+    0.75
+    """
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            check.number(name, getattr(self, name))
+        if not self.low < self.high:
+            raise ValueError(f"low={self.low!r} must be smaller than high={self.high!r}.")
+
+    def draw(self, u: float) -> float:
+        """The value at a random number in [0, 1)."""
+        return self.low + (self.high - self.low) * u
+
+
+@dataclass(frozen=True)
+class LogUniform(Uniform):
+    """An axis of a random search: numbers in [low, high] whose logarithms are uniform, as for learning rates.
+
+    >>> LogUniform(1e-4, 1e-2).draw(0.5)
+    0.001
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low <= 0:
+            raise ValueError(f"low={self.low!r} must be > 0 for a logarithm.")
+
+    def draw(self, u: float) -> float:
+        return round(self.low ** (1 - u) * self.high**u, 15)
+
+
+def checked_axes(grid: Any, samples: int | None) -> dict[str, list[Any] | Uniform]:
+    """The axes with their values, checked."""
+    if not isinstance(grid, Mapping):
+        raise TypeError(
+            f'grid is {kind_of(grid)}; give a dict of axes such as {{"lr": [1e-3, 3e-3], "seed": range(3)}}.'
+        )
+    if not grid:
+        raise ValueError('grid is empty: give an axis such as {"seed": range(4)}; one run by itself is `Trainer.fit`.')
+    axes: dict[str, list[Any] | Uniform] = {}
+    for name, values in grid.items():
+        if not isinstance(name, str):
+            raise TypeError(f"grid has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
+        if isinstance(values, Uniform):
+            if samples is None:
+                raise ValueError(f"grid[{name!r}]={values!r} has no end: say how many to draw, samples=50.")
+            axes[name] = values
+            continue
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+            raise TypeError(
+                f"grid[{name!r}]={values!r} is {kind_of(values)}; an axis is a list of values: [{values!r}]."
+            )
+        axes[name] = list(values)
+        if not axes[name]:
+            raise ValueError(f"grid[{name!r}] is empty: give at least one value, or leave the axis out.")
+        _check_values(name, axes[name])
+    return axes
+
+
+def _check_values(name: str, values: Any) -> None:
+    """No number that is none, and nothing twice: a run would be counted twice."""
+    seen: set[tuple[bool, Any]] = set()
+    for value in values:
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"grid[{name!r}] has nan among its values: leave it out.")
+        if isinstance(value, (bool, int, float, str)):
+            key = isinstance(value, bool), value
+            if key in seen:
+                raise ValueError(f"grid[{name!r}] has {value!r} twice: give each value once.")
+            seen.add(key)
+        elif sum(x is value for x in values) > 1:
+            raise ValueError(f"grid[{name!r}] has {label(value)!r} twice: give each value once.")
+
+
+def count_points(axes: Mapping[str, list[Any] | Uniform], samples: int | None) -> int:
+    return samples if samples is not None else math.prod([len(_values(values)) for values in axes.values()])
+
+
+def _values(axis: list[Any] | Uniform) -> list[Any]:
+    assert not isinstance(axis, Uniform), "without samples, every axis is a list"
+    return axis
+
+
+def points(axes: Mapping[str, list[Any] | Uniform], samples: int | None, sample_seed: int) -> Iterator[Point]:
+    """Every point of the grid, as `itertools.product` orders them; or random ones."""
+    if samples is None:
+        yield from (dict(zip(axes, values)) for values in itertools.product(*map(_values, axes.values())))
+        return
+    for i in range(samples):
+        point = {}
+        for name, values in axes.items():
+            u = float(torch.rand((), dtype=torch.float64, generator=rng.generator(sample_seed, f"sweep {name}", i)))
+            point[name] = values.draw(u) if isinstance(values, Uniform) else values[int(u * len(values))]
+        yield point

@@ -1,0 +1,239 @@
+"""What a sweep gives back."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from vecgym.core import check, nodes
+from vecgym.core.files import write_atomically
+from vecgym.records.history import History
+from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, label, labelled, present_name
+from vecgym.sweeps.axes import Point
+from vecgym.sweeps.configurations import Configuration
+from vecgym.sweeps.curves import FINISHED, PARTIAL, PENDING
+from vecgym.sweeps.runner import Runner
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class SweepResult:
+    """What a sweep found; complete, or as far as it came.
+
+    Attributes:
+        rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
+            "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
+            `consensus_distance`, and `bytes_total`, sent per node.
+        axes: the names of the axes.
+
+    >>> import tempfile, pathlib
+    >>> import torch
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> from vecgym.sweeps import sweep
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> result = sweep(
+    ...     Line(), torch.arange(8.0), torch.arange(8.0), strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr),
+    ...     grid={"H": [1, 2], "lr": [0.01, 0.1]}, num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False,
+    ...     keep_models=True,
+    ... )
+    >>> result
+    SweepResult(4 configurations: 4 finished)
+    >>> {row["H"]: row["bytes_total"] for row in result.rows}, result.num_pending
+    ({1: 16.0, 2: 8.0}, 0)
+    >>> result.best("val_loss")["lr"], result.history(0)["step"], type(result.model(0)).__name__
+    (0.1, [0, 1, 2, 3, 4], 'Line')
+    >>> result.table().splitlines()[0]
+    '| H |   lr |   status | steps | train_loss | val_loss | val_loss_local | consensus_distance | bytes_total |'
+    >>> result.explain().splitlines()[0]
+    '4 configurations in 1 program:'
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     result.to_csv(pathlib.Path(directory) / "sweep.csv")
+    ...     len((pathlib.Path(directory) / "sweep.csv").read_text().splitlines())
+    5
+    >>> figures = result.plot("H", hue="lr"), result.plot_heatmap("H", "lr"), result.plot_pareto(hue="lr")
+    >>> [figure.axes[0].get_xlabel() for figure in figures]
+    ['H', 'H', 'bytes sent per node']
+    >>> result.to_pandas().shape
+    (4, 9)
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.axes = list(runner.axes)
+
+    @property
+    def rows(self) -> list[Point]:
+        """One dict per configuration, in the order of the grid; see the class for what is in it."""
+        return [self._row(config) for config in self._runner.configs]
+
+    def _config(self, index: int) -> Configuration:
+        return self._runner.configs[check.index("index", index, len(self))]
+
+    def _row(self, config: Configuration) -> Point:
+        curve = self._runner.curves.get(config.index)
+        row: Point = {**config.point, "status": PENDING if curve is None else curve.status, "steps": 0}
+        last: dict[str, Any] = dict.fromkeys(("train_loss", "val_loss", "val_loss_local", "consensus_distance"))
+        if curve is not None:
+            row["steps"] = len(curve.columns["train_loss"])
+            if row["steps"]:
+                last["train_loss"] = float(curve.columns["train_loss"][-1])
+            for found in curve.evaluations.values():
+                last.update({n: x for n, x in found.items() if n in last})
+        sent = 0.0 if curve is None else float(curve.columns["bytes"].sum())
+        return Row({**row, **last, "bytes_total": sent})
+
+    @property
+    def num_pending(self) -> int:
+        """Configurations that are not at their end."""
+        return sum(row["status"] in (PENDING, PARTIAL) for row in self.rows)
+
+    def history(self, index: int) -> History:
+        """The history of the configuration of row `index`, as `Trainer.fit` alone would have recorded it."""
+        runner, config = self._runner, self._config(index)
+        settings = {
+            **{name: label(value) for name, value in config.point.items()},
+            "strategy": repr(config.strategy), **config.settings, "max_steps": config.num_steps,
+        }  # fmt: skip
+        curve = runner.curves.get(config.index)
+        if curve is None:
+            return History(settings)
+        data = runner.batches(config)
+
+        def sizes(step: int) -> list[int]:
+            return [min(data.width(step), limit) for limit in data.limits or [data.batch_size] * config.num_nodes]
+
+        return curve.history(settings, data.steps_per_epoch, sizes)
+
+    def model(self, index: int) -> nn.Module:
+        """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""
+        config = self._config(index)
+        curve = self._runner.curves.get(config.index)
+        if curve is None or curve.average is None:
+            raise ValueError(
+                f"the model of row {index} was not kept: give keep_models=True, and let the configuration finish."
+            )
+        return nodes.fill(config.model, curve.average)
+
+    def best(
+        self, column: str = "val_loss", *, over: str | None = "seed", where: Mapping[str, Any] | None = None
+    ) -> Point:
+        """The configuration with the smallest value of a column, among those that finished.
+
+        Args:
+            over: the axis to average over: the value is a mean over its runs, all of which finished, and "runs" how
+                many they are. None: each run by itself, so that the luckiest seed wins.
+            where: of these rows only: axis -> its value, or a function of a value that is true.
+
+        Raises:
+            ValueError: for a column that is not there or has no number.
+        """
+        rows, column = chosen(self.rows, where), present_name(column)
+        check.column("column", column, rows[0])
+        there = [row for row in averaged(rows, over) if row["status"] == FINISHED and _is_finite(row.get(column))]
+        if not there:
+            hint = " Give a val_dataset." if column.startswith("val") and self._runner.val_dataset is None else ""
+            raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
+        return min(there, key=lambda row: row[column])
+
+    def table(self) -> str:
+        """The rows as text, in Markdown."""
+        rows = labelled(self.rows)
+        columns = [name for name in rows[0] if name in self.axes or any(row[name] is not None for row in rows)]
+        cells = [columns, *[[_cell(row[name]) for name in columns] for row in rows]]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+        lines = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |" for line in cells]
+        rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+        return "\n".join([lines[0], rule, *lines[1:]])
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows; the file appears whole or not at all."""
+        rows = labelled(self.rows)
+        with write_atomically(path, "w") as file:
+            writer = csv.DictWriter(file, list(rows[0]), restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`; ImportError where pandas is not installed."""
+        return data_frame(labelled(self.rows))
+
+    def plot(
+        self,
+        x: str,
+        y: str = "val_loss",
+        hue: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        where: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Figure:
+        """A column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`."""
+        from vecgym.plot import plot_axis
+
+        return plot_axis(self._shown(where), x, y, hue, path, **settings)
+
+    def plot_heatmap(
+        self,
+        x: str,
+        y: str,
+        value: str = "val_loss",
+        path: str | os.PathLike[str] | None = None,
+        *,
+        where: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Figure:
+        """A column against two axes; see `vecgym.plot.plot_heatmap`, and `best`."""
+        from vecgym.plot import plot_heatmap
+
+        return plot_heatmap(self._shown(where), x, y, value, path, **settings)
+
+    def plot_pareto(
+        self,
+        y: str = "val_loss",
+        hue: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        where: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Figure:
+        """A column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`, and `best`."""
+        from vecgym.plot import plot_pareto
+
+        return plot_pareto(self._shown(where), y, hue, path, **settings)
+
+    def explain(self) -> str:
+        """Which configurations share a program, and why the others do not."""
+        return self._runner.explain()
+
+    def _shown(self, where: Mapping[str, Any] | None) -> list[Row]:
+        return labelled(chosen(self.rows, where))
+
+    def __len__(self) -> int:
+        return len(self._runner.configs)
+
+    def __repr__(self) -> str:
+        counts: dict[str, int] = {}
+        for row in self.rows:
+            counts[row["status"]] = counts.get(row["status"], 0) + 1
+        return f"SweepResult({counted(len(self), 'configuration')}: {', '.join(f'{n} {s}' for s, n in counts.items())})"
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
