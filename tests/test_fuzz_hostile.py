@@ -99,7 +99,7 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.strategy.GossipCommunicator", "topology", "nn.Linear(2, 2)"),
             ("vecgym.strategy.GossipStrategy", "topology", "a function"),
             ("vecgym.sweep", "strategy", "int"),
-            ("vecgym.topology.check_doubly_stochastic", "name", "tensor(2)"),
+            ("vecgym.collectives.topology.check_doubly_stochastic", "name", "tensor(2)"),
             ("vecgym.verify", "dtype", "['a']"),
         ]
     ],

@@ -183,8 +183,7 @@ class DilocoSimulatorConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if self.train_dataset is None:
-            raise TypeError("train_dataset is missing: give a dataset of (x, y).")
+        _sized("train_dataset", self.train_dataset)
         _function("(output, y) -> loss, such as F.cross_entropy")("loss_fn", self.loss_fn)
         for argument in fields(self):
             value = getattr(self, argument.name)
@@ -229,6 +228,15 @@ def _model_class(name: str, value: Any) -> type[nn.Module]:
     if isinstance(value, type) and issubclass(value, nn.Module):
         return value
     raise TypeError(f"{name} is {check.kind_of(value)}; give a subclass of nn.Module, not an object of it.")
+
+
+def _sized(name: str, value: Any) -> None:
+    if value is None:
+        raise TypeError(f"{name} is missing: give a dataset of (x, y).")
+    try:
+        len(value)
+    except TypeError as error:
+        raise TypeError(f"{name} is {check.kind_of(value)}, without length; give a dataset of (x, y).") from error
 
 
 def _function(what: str) -> Callable[[str, Any], Any]:

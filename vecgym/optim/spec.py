@@ -308,6 +308,8 @@ def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
         )
     if value.device.type == "meta":
         raise ValueError(f"{key} is on the device meta, where tensors have no values: create it on the CPU")
+    if value.is_complex():
+        raise ValueError(f"{key} is a tensor of complex numbers: give real ones")
     return pick(value.detach()).item()
 
 
