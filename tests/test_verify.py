@@ -53,6 +53,14 @@ def test_a_right_strategy_passes(dtype: torch.dtype) -> None:
     assert "FAIL" not in str(report)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_the_processes_would_not_have_are_refused(kind: str) -> None:
+    model = make_model("MLP")
+    getattr(next(model.parameters()), kind)(lambda x: None)
+    with pytest.raises(ValueError, match=rf"has a hook on its .*\({kind}\)"):
+        verify(FedAvgStrategy("sgd", H=2, lr=0.1), model, data())
+
+
 def test_a_users_own_strategy_and_model() -> None:
     class Half(CommunicationModule):
         """Moves every node half of the way to the mean."""
