@@ -205,3 +205,10 @@ def test_the_lowest_torch_that_is_admitted_is_tested() -> None:
     assert tested is not None
     assert admitted[1] == "2.6"
     assert tested[1].split()[0] == f"{admitted[1]}.0"
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == vecgym.__version__
+    assert 'version = { attr = "vecgym.__version__" }' in (ROOT / "pyproject.toml").read_text()
