@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import vecgym
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vecgym"
 
