@@ -26,6 +26,7 @@ from vecgym.runs.run import Run
 from vecgym.runs.session import joined_nodes
 
 M = TypeVar("M", bound=nn.Module)
+WAY_OUT = 'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model itself'
 
 
 class ProcessesRun(Generic[M]):
@@ -35,7 +36,7 @@ class ProcessesRun(Generic[M]):
     """
 
     def __init__(self, model: M, train_dataset: Any, val_dataset: Any, options: FitOptions) -> None:
-        hooks.check_pickled(model)
+        hooks.check_pickled(model, WAY_OUT)
         self.model = model
         self.datasets = train_dataset, val_dataset
         self.options = options

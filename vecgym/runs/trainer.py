@@ -13,7 +13,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.core import check
 from vecgym.core.nodes import Nodes
 from vecgym.core.options import takes
-from vecgym.data.batches import check_dataset
+from vecgym.data.checks import check_dataset
 from vecgym.engine.contract import check_model
 from vecgym.engine.simulation import State
 from vecgym.records import runfile
