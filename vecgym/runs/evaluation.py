@@ -23,9 +23,9 @@ class Evaluation(NamedTuple):
     """Means over the validation examples.
 
     >>> accuracy = (0.75, torch.tensor([0.5, 1.0]))
-    >>> evaluation = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
-    >>> [evaluation.columns[name] for name in ("val_loss_local", "val_accuracy", "val_accuracy_local")]
-    [1.5, 0.75, 0.75]
+    >>> found = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
+    >>> found.columns["val_loss_local"], found.columns["val_accuracy"], found.columns["val_accuracy_local"]
+    (1.5, 0.75, 0.75)
     """
 
     average: float  # loss of the averaged model ("global")
@@ -34,12 +34,12 @@ class Evaluation(NamedTuple):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The columns that the history records."""
+        """What the history records of it."""
         local = self.nodes.numpy()
-        columns = {"val_loss": self.average, "val_loss_local": float(local.mean()), "val_losses": local}
+        found = {"val_loss": self.average, "val_loss_local": float(local.mean()), "val_losses": local}
         for name, (average, each) in self.more.items():
-            columns |= {f"val_{name}": average, f"val_{name}_local": float(each.mean())}
-        return columns
+            found |= {f"val_{name}": average, f"val_{name}_local": float(each.mean())}
+        return found
 
 
 @torch.no_grad()
@@ -71,11 +71,11 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
     totals: dict[str, list[Tensor]] = {}  # of the averaged model, [1 or L], and of each node, [L]
     count = 0
     for batch, size in batches:
-        of_mean = engine.measures(means[0], means[1], batch, own_batches=batches.per_node)
-        of_nodes = of_mean if same else engine.measures(*values, batch, own_batches=batches.per_node)
-        for name, x in of_mean.items():
+        found = engine.measures(means[0], means[1], batch, own_batches=batches.per_node)
+        own = found if same else engine.measures(*values, batch, own_batches=batches.per_node)
+        for name, x in found.items():
             mean, each = totals.setdefault(name, [torch.zeros((), dtype=torch.float64)] * 2)
-            totals[name] = [mean + x.cpu().double() * size, each + of_nodes[name].cpu().double() * size]
+            totals[name] = [mean + x.cpu().double() * size, each + own[name].cpu().double() * size]
         count += size
     result: dict[str, tuple[float, Tensor]] = {}
     for name, (mean, each) in totals.items():
@@ -91,24 +91,24 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the functions of the mean validation loss that a model offers, such as its perplexity.
+    """The functions of the mean validation loss that a model offers, such as its perplexity.
 
     >>> model = nn.Linear(1, 1)
     >>> model.loss_metrics = {"perplexity": torch.exp}
     >>> loss_metrics(model)["perplexity"](torch.zeros(2)), loss_metrics(nn.Linear(1, 1))
     (tensor([1., 1.]), {})
     """
-    functions = getattr(model, "loss_metrics", {})
-    if not isinstance(functions, dict) or not all(isinstance(k, str) and callable(f) for k, f in functions.items()):
+    found = getattr(model, "loss_metrics", {})
+    if not isinstance(found, dict) or not all(isinstance(k, str) and callable(f) for k, f in found.items()):
         raise TypeError(
-            f"the model's loss_metrics is {functions!r}; it must be a dict of functions of a tensor of mean losses, "
-            'such as {"perplexity": torch.exp}.'
+            f"the model's loss_metrics is {found!r}; it must be a dict of functions of a tensor of mean losses, such "
+            'as {"perplexity": torch.exp}.'
         )
-    return functions
+    return found
 
 
 def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -> Tensor:
-    """Return a value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU.
+    """A value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> everyone(torch.tensor([1.0, 3.0]), StackedCollectives(2))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,14 +39,12 @@ class Recorder:
         self._seconds = 0.0  # before this program took the run over
         self._bar: tqdm | None = None
 
-    @contextmanager
-    def started(self, num_steps: int, done: int, progress: bool) -> Iterator[None]:
-        """Begin the run, or resume it where it was when the history's rows were recorded; show a progress bar."""
-        with tqdm(total=num_steps, initial=done, disable=not progress, unit="step") as self._bar:
-            self.loggers.start(dict(self.history.settings), self.history.rows)
-            self._last = time.perf_counter()
-            self._start = self._last - self._seconds
-            yield
+    def start(self, settings: Mapping[str, Any], bar: tqdm | None = None) -> None:
+        """Begin the run, or resume it where it was when the history's rows were recorded."""
+        self.loggers.start(dict(settings), self.history.rows)
+        self._bar = bar
+        self._last = time.perf_counter()
+        self._start = self._last - self._seconds
 
     def state(self) -> dict[str, Any]:
         """Return what is counted beside the history."""
@@ -96,8 +93,8 @@ class Recorder:
         )
         if metrics.outer_lr is not None:
             self._row["outer_lr"] = _mean(metrics.outer_lr)
-        assert self._bar is not None
-        advance(self._bar, self._row)
+        if self._bar is not None:
+            advance(self._bar, self._row)
         if len(trained_losses) and not math.isfinite(mean):
             self._diverged(state.step - 1, losses, trained)
 

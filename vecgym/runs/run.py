@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from vecgym.collectives import Collectives
 from vecgym.core import nodes
@@ -69,9 +70,7 @@ class Run(Generic[M]):
         options.strategy.check(comm.num_nodes, self.num_steps)
 
         self.model: M = hooks.copied(model).to(device)
-        self.engine = _engine(self.model, options)
-        with torch.enable_grad():
-            self.engine.prepare(self.train.batch(0), session.facts)
+        self.engine = _engine(self.model, options, self.train.batch(0), session)
         self.options, memory = _fitted(options, self.engine, self.train, self.num_steps, session)
         self.val = _validation_batches(val_dataset, self.options, session, device)
 
@@ -84,21 +83,21 @@ class Run(Generic[M]):
         self.ledger = comm.ledger
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
-        loggers = Loggers(options.loggers if session.rank == 0 else None, options.log_interval)
+        loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
         self.recorder = Recorder(self.history, self.ledger, self.train, options.on_divergence, loggers, limits)
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         if self.checkpoints.run_id is not None:
             self.history.settings["run_id"] = self.checkpoints.run_id
         self.state = self.checkpoints.resumed or self.simulation.init()
         self.nodes: Nodes[M] | None = None
-        self._distance_before = 0.0  # how far the nodes were apart just before their last observed exchange
 
     def loop(self) -> None:
         """Train: for each batch step, record, evaluate, log, save a checkpoint, and stop where that was asked for."""
         options, recorder, checkpoints = self.options, self.recorder, self.checkpoints
-        shown = recorder.started(self.num_steps, self.state.step, self.progress)
+        shown = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit="step")
         try:
-            with torch.enable_grad(), interrupts() as interrupted, shown:
+            with torch.enable_grad(), interrupts() as interrupted, shown as bar:
+                recorder.start(self.history.settings, bar)
                 checkpoints.begin()
                 if checkpoints.resumed is None:
                     self.evaluate()
@@ -196,11 +195,15 @@ def _validation_batches(
     )  # fmt: skip
 
 
-def _engine(model: nn.Module, options: FitOptions) -> Engine:
+def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session) -> Engine:
+    """Return an engine that has looked at the model."""
     kind, chunk_size, node_threads = options.engine, options.chunk_size, options.node_threads
     if options.exact:
         kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
-    return Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
+    engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
+    with torch.enable_grad():
+        engine.prepare(batch, session.facts)
+    return engine
 
 
 def _fitted(
