@@ -181,6 +181,18 @@ def test_a_notebooks_definitions_cannot_be_spawned_and_the_error_says_what_to_do
     assert "%%writefile" in done.stderr
 
 
+def test_a_notebooks_strategy_is_named_too() -> None:
+    done = run(
+        NOTEBOOK
+        + """
+    from vecgym.runs.options import FitOptions
+    class Mine(FedAvgStrategy): pass
+    multiprocess.check_importable(FitOptions(Mine(), 2))
+"""
+    )
+    assert "ValueError: Mine is defined in a notebook cell" in done.stderr
+
+
 def same_history(a: Trainer, b: Trainer, tolerance: float = 0.0) -> None:
     assert a.history.columns == b.history.columns
     for column in set(a.history.columns) - set(MEASURED):

@@ -11,9 +11,10 @@ import pytest
 
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import Checkpoints, Compute, Processes, Trainer
+from vecgym import Checkpoints, Compute, Processes, Trainer, sweep
 from vecgym.runs.options import GROUPS, FitOptions
 from vecgym.strategy import AllReduceStrategy
+from vecgym.sweeps.run import SweepOptions
 
 
 def options(**given: Any) -> FitOptions:
@@ -68,14 +69,16 @@ def test_settled_options_can_be_settled_again() -> None:
     assert values(replace(given, seed=42)) == values(given)
 
 
-def test_fit_shows_all_options_and_documents_each_once() -> None:
-    names = [field.name for field in fields(FitOptions)]
-    assert list(inspect.signature(Trainer.fit).parameters) == ["self", *names]
-    section = re.search(r"Args:\n(.*?)\n\nReturns", Trainer.fit.__doc__ or "", re.DOTALL)
+@pytest.mark.parametrize(
+    ("function", "cls", "first"), [(Trainer.fit, FitOptions, ["self"]), (sweep, SweepOptions, [])], ids=["fit", "sweep"]
+)
+def test_all_options_are_shown_and_documented_once(function: Any, cls: Any, first: list[str]) -> None:
+    names = [field.name for field in fields(cls)]
+    shown = [name for name in inspect.signature(function).parameters if name not in first]
+    assert sorted(shown) == sorted(names)
+    section = re.search(r"Args:\n(.*?)\n\nReturns", function.__doc__ or "", re.DOTALL)
     assert section is not None
-    documented = [
-        name for line in re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE) for name in line.split(", ")
-    ]
+    documented = ", ".join(re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE)).split(", ")
     assert sorted(documented) == sorted(names)
 
 
@@ -85,3 +88,5 @@ def test_an_unknown_option_names_the_one_that_was_meant() -> None:
         trainer.fit(AllReduceStrategy(), 2, batchsize=4)
     with pytest.raises(TypeError, match=r"fit\(\): missing a required argument: 'num_nodes'"):
         trainer.fit(AllReduceStrategy())
+    with pytest.raises(TypeError, match=r"sweep\(\) has no argument 'max_step'; did you mean 'max_steps'\?"):
+        sweep(make_model("MLP"), dataset("MLP"), grid={"lr": [0.1]}, max_step=4)  # type: ignore[call-arg]

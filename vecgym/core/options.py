@@ -69,26 +69,50 @@ def takes(
     ...
     TypeError: make() has no argument 'row'; did you mean 'rows'? It has: rows.
     """
-    signature, hints = inspect.signature(options), get_type_hints(options)
 
     def decorate(method: Callable[[Owner, Given], Result]) -> Callable[Concatenate[Owner, P], Result]:
         @functools.wraps(method)
         def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-            check.keywords(f"{method.__name__}()", kwargs, signature.parameters)
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{method.__name__}(): {error}.") from None
+            _check_call(method.__name__, options, *args, **kwargs)
             return method(self, options(*args, **kwargs))
 
-        given = signature.parameters.items()
-        shown = [p.replace(annotation=inspect.formatannotation(hints[name])) for name, p in given]
-        owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        vars(call)["__signature__"] = signature.replace(parameters=[owner, *shown], return_annotation=signature.empty)
-        call.__doc__ = inspect.cleandoc(method.__doc__ or "").replace("    {arguments}", _arguments(options))
+        _show(call, options, inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD))
         return call
 
     return decorate
+
+
+def function_of(options: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
+    """Do as `takes` for a function."""
+
+    def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            _check_call(function.__name__, options, *args, **kwargs)
+            return function(options(*args, **kwargs))
+
+        _show(call, options)
+        return call
+
+    return decorate
+
+
+def _check_call(name: str, options: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise a TypeError for a call that lacks an option, or has one that there is not."""
+    signature = inspect.signature(options)
+    check.keywords(f"{name}()", kwargs, signature.parameters)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}.") from None
+
+
+def _show(function: Any, options: Any, *first: inspect.Parameter) -> None:
+    """Give a function the signature and the documentation of its options."""
+    given, hints = inspect.signature(options).parameters.items(), get_type_hints(options)
+    shown = [p.replace(annotation=inspect.formatannotation(hints[name])) for name, p in given]
+    function.__signature__ = inspect.Signature([*first, *shown])
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("    {arguments}", _arguments(options))
 
 
 def _arguments(options: Any) -> str:

@@ -27,6 +27,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +124,8 @@ def check_importable(*values: Any) -> None:
     main = sys.modules["__main__"]
     if hasattr(main, "__file__"):
         return
-    for value in values:
+    parts = [part for value in values if is_dataclass(value) for part in vars(value).values()]
+    for value in (*values, *parts):
         cls = value if hasattr(value, "__name__") else type(value)
         if getattr(cls, "__module__", None) == "__main__":
             raise ValueError(

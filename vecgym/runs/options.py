@@ -138,11 +138,6 @@ class Training(Options):
     dataloader_kwargs: Mapping[str, Any] | None = None
     progress: Flag = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.minibatch_size is not None:
-            check_parts(self.batch_size, self.minibatch_size)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Computation(Options):
@@ -277,6 +272,8 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
+        if self.minibatch_size is not None:
+            check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
 

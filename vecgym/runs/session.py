@@ -60,11 +60,8 @@ class Session:
         """Return what the first process has seen of the model: which parameters are trained, say."""
         if self.wire is None:
             return facts
-        seen = self.wire.broadcast_object(
-            {"unused": sorted(facts.unused), "mutated": sorted(facts.mutated), "random": facts.random}
-        )
-        unused, mutated = frozenset(seen["unused"]), frozenset(seen["mutated"])
-        return replace(facts, unused=unused, mutated=mutated, random=seen["random"])
+        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random")}
+        return replace(facts, **self.wire.broadcast_object(shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
         """Return the losses of all nodes; with them go the interrupts, so that all stop after the same step."""
