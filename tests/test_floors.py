@@ -23,7 +23,7 @@ FLOORS = [
     "plot",
     "runs",
     "sweeps",
-    "cli __main__ compat",
+    "cli __main__ compat guide",
 ]
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names.split()}
 FACADE = "vecgym"  # vecgym/__init__.py shows what is there up to the trainer: for the commands above it

@@ -267,8 +267,9 @@ class WandbLogger(Logger):
 
 def _default_wandb_mode() -> str | None:
     """Never one that would ask, or wait, for an account."""
-    if os.environ.get("WANDB_MODE"):
-        return None  # wandb reads it
+    mode = os.environ.get("WANDB_MODE")
+    if mode:  # wandb itself reads it only once in a process
+        return mode if mode in get_args(WandbMode) else None
     if os.environ.get("WANDB_API_KEY"):
         return "online"
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
