@@ -110,7 +110,7 @@ def test_broken_links_are_found(check_links: ModuleType, tmp_path: Path) -> None
         "# EXO Gym's `x`\n[1](#exo-gyms-x) [2](sub) [3](#nowhere) [4](none.md) ![5](none.png)\n```\n[6](no)\n```\n"
     )
     assert [line.split(": ")[1] for line in check_links.broken_in_markdown(page)] == ["#nowhere", "none.md", "none.png"]
-    command = [sys.executable, ROOT / ".ci" / "check_links.py", tmp_path, page]
+    command = [sys.executable, str(ROOT / ".ci" / "check_links.py"), str(tmp_path), str(page)]
     assert subprocess.run(command, capture_output=True).returncode == 1
 
 

@@ -15,7 +15,7 @@ README.md has the picture of the floors on which the packages stand, and the thr
 | a partition of data | `vecgym/data/partition.py` | `tests/test_partition.py` |
 | a logger | a `Logger` in `vecgym/records/loggers.py` | `tests/test_logger.py` |
 | a column of the history | `SCALARS` in `vecgym/records/history.py` | `tests/test_trainer.py` |
-| a plot | a function in `vecgym/plot/figures.py` that returns a figure | `tests/test_plot.py`; look at it |
+| a plot | a function in a file of `vecgym/plot/` that returns a figure | `tests/test_plot.py`; look at it |
 | a benchmark | `benchmarks/NAME.py` that prints a table, says how long it takes, and has `--quick` | `benchmarks/test_benchmarks.py` |
 | a command | `vecgym/cli/NAME.py` with `options(parser)` and `run(args)`, a row in `COMMANDS` | `tests/test_commands.py` |
 | a page of this guide | `vecgym/guide/NAME.py`, one docstring; a row in README's table and in `vecgym/guide/__init__.py` | `tests/test_readme.py`, `.ci/docs` |
