@@ -2,6 +2,17 @@
 
 README.md has the picture of the floors on which the packages stand, and the three files to read first.
 
+## Ideas behind the code
+
+- **The node dimension comes first**, and size 1 means "the same on every node". Hence AllReduce keeps one copy of
+  parameters and optimizer state for all nodes and computes one gradient, and DiLoCo keeps one outer copy.
+- **State is explicit.** What evolves is a tree of tensors that `init` returns and `step` takes and gives back. `step`
+  may overwrite the state that it is given, unless it runs with `differentiable=True`: then it is a pure function, and
+  gradients with respect to learning rates, momenta or anything else flow through whole runs.
+- **What was sent is a value, too.** A step returns its `Transfer`s, and the ledger of a run is made of them.
+- **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees and a `comm` object. That
+  is what lets one source run stacked, distributed, swept and differentiated.
+
 ## Where to add what
 
 | what | where | its tests |

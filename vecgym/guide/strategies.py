@@ -5,7 +5,7 @@ modules say what the nodes exchange of their gradients before it, and of their p
 
 The examples of this page use 8 nodes and a small classifier:
 
->>> import torch
+>>> import torch, vecgym
 >>> from vecgym import OptimSpec, Trainer
 >>> from vecgym.core import tree
 >>> from vecgym.models import Classifier
@@ -101,6 +101,9 @@ error to the next one:
 >>> averaged = trainer.fit(strategy, num_nodes=8, max_steps=10)
 >>> len(trainer.ledger)
 2
+>>> report = vecgym.verify(strategy, model, dataset, num_nodes=4, num_processes=2, steps=10, dtype=torch.float64)
+>>> report.passed  # the same numbers on two real processes
+True
 
 The ledger counts the tensors handed to a collective. Here that is 4 bytes per value, since the rounded values are still
 floats. `vecgym.guide.writing_a_strategy` says what such a module may do and what it may not.
