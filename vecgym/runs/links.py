@@ -48,9 +48,11 @@ class Link:
     ...     link.announce("nothing")  # what the error would say if it hung now
     ...     link.watch(inside=False)  # it gets on
     ...     link.send({"rank": link.rank})
+    ...     link.put("message", "the same, said in full")
     >>> from vecgym.runs.multiprocess import run
     >>> run(work, 1, start_method="fork", on_message=print)
     0 {'rank': 0}
+    0 the same, said in full
     [None]
     """
 

@@ -61,6 +61,8 @@ class Trainer(Generic[M]):
     >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, num_epochs=2, progress=False)
     >>> averaged.w.shape, trainer.nodes.params["w"].shape, trainer.history["step"]
     (torch.Size([]), torch.Size([2]), [1, 2, 3, 4])
+    >>> trainer.ledger, trainer.state.step
+    (Ledger(2 collectives, 8 bytes sent per node), 4)
     """
 
     def __init__(self, model: M, train_dataset: Any, val_dataset: Any = None) -> None:
