@@ -165,7 +165,7 @@ def test_an_error_in_the_users_code_names_its_line(
     error = capsys.readouterr().err
     assert "Traceback (most recent call last)" in error
     assert 'x["no such key"]' in error
-    assert "in loop" in error
+    assert "runs/run.py" in error
 
 
 def test_another_runs_results_are_not_replaced(
