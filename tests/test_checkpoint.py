@@ -32,7 +32,7 @@ from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.core.files import PARTIAL, write_atomically
 from vecgym.records import runfile
-from vecgym.records.history import MEASURED
+from vecgym.records.columns import MEASURED
 from vecgym.runs import multiprocess
 from vecgym.runs.checkpoint import FORM, checkpoints_in
 from vecgym.runs.fingerprint import described

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.data.partition import Partition
+from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.history import History
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.records.rows import Rows, averaged, check_over, groups, present_name, renewed
@@ -89,8 +90,8 @@ def plot_comparison(
         _draw_losses(by_bytes, history, "bytes_total", style, window)
         if not history.last("bytes_total"):
             _draw_silent(by_bytes, name, history, style["color"])
-    _finish(by_step, "loss against steps", "optimizer steps", loss_label)
-    _finish(by_bytes, "loss against communication", "bytes sent per node", "")
+    _finish(by_step, "loss against steps", column_label("step"), loss_label)
+    _finish(by_bytes, "loss against communication", column_label("bytes_total"), "")
     if any(history.last("bytes_total") for history in histories.values()):
         _scale_bytes(by_bytes)
     else:
@@ -143,18 +144,9 @@ def plot_history(
         low, high = _span(history.node_array("val_losses"))
         label = "validation, best to worst node"
         axes.vlines(steps, low, high, color=other, alpha=0.5, linewidth=4, label=label)
-    _finish(axes, title or "", "optimizer steps", loss_label)
+    _finish(axes, title or "", column_label("step"), loss_label)
     axes.legend(frameon=False)
     return _done(figure, None, path)
-
-
-# What a run can be drawn against: the column, and the label of the axis.
-X_AXES = {
-    "step": ("step", "optimizer steps"),
-    "examples": ("examples", "examples seen by all nodes"),
-    "bytes": ("bytes_total", "bytes sent per node"),
-    "seconds": ("seconds", "seconds of simulation"),
-}
 
 
 def plot_runs(
@@ -189,7 +181,7 @@ def plot_runs(
     """
     _check_shared(path=path, title=title, window=window)
     _check(histories)
-    column, x_label = X_AXES[check.choice("x", x, X_AXES)]
+    column = X_AXES[check.choice("x", x, X_AXES)]
     apart = {n: h for n, h in histories.items() if _recorded(h, "consensus_distance")}
     figure = NotebookFigure(figsize=(11 if apart else 7, 4.6), dpi=120, layout="constrained")
     panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
@@ -204,9 +196,9 @@ def plot_runs(
             _draw_silent(panels[0], name, history, style["color"])
         if name in apart:
             panels[1].plot(*_curve(history, "consensus_distance", column, 1), **style, markersize=5.5, label=name)
-    _finish(panels[0], f"loss against {x}s" if x == "step" else f"loss against {x}", x_label, loss_label)
+    _finish(panels[0], f"loss against {x}s" if x == "step" else f"loss against {x}", column_label(column), loss_label)
     if apart:
-        _finish(panels[1], "consensus distance", x_label, "RMS distance of a node to the average")
+        _finish(panels[1], "consensus distance", column_label(column), "RMS distance of a node to the average")
         panels[1].set_ylim(bottom=0)
     _scale_x(panels[0], x, histories)
     band = "10 % to 90 % of the nodes" if many else "lowest to highest node"
@@ -417,12 +409,12 @@ def plot_axis(
         axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **style)
         if low != high and not (best and over is None):
             axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    _finish(axes, "", x, _column(y))
+    _finish(axes, "", x, column_label(y))
     if hue is not None:
         _legend_of_values(axes, hue, values)
     what = f"{'the best' if best else 'mean'} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     spread = f", and the range of {over}s" if over is not None else "" if best else ", and their range"
-    return _done(figure, _with_left_out(title or f"{_column(y)}:\n{what}{spread}", rows, there), path)
+    return _done(figure, _with_left_out(title or f"{column_label(y)}:\n{what}{spread}", rows, there), path)
 
 
 def _summary(rows: Rows, y: str, over: str | None, best: bool) -> tuple[float, float, float] | None:
@@ -484,8 +476,8 @@ def plot_heatmap(
     axes.set_yticks(range(len(lines)), [_shown(v) for v in lines])
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    figure.colorbar(image, label=_column(value))
-    title = title or f"{_column(value)}, {'the best' if best else 'mean'} of each cell"
+    figure.colorbar(image, label=column_label(value))
+    title = title or f"{column_label(value)}, {'the best' if best else 'mean'} of each cell"
     return _done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -530,11 +522,11 @@ def plot_pareto(
             low, high = ([f(row[y] for row in whole[i]) for i in mine] for f in (min, max))
             axes.vlines(at, low, high, color=style["color"], alpha=0.6, linewidth=1.6, zorder=1)
     axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
-    _finish(axes, "", "bytes sent per node", _column(y))
+    _finish(axes, "", column_label("bytes_total"), column_label(y))
     _scale_sent(axes, [row["bytes_total"] for row in means])
     _legend_of_values(axes, hue, values)
     seeds = "" if over is None else f": mean and range of {len(whole[0])} {over}s"
-    return _done(figure, _with_left_out(title or f"{_column(y)} and what it costs{seeds}", rows, there), path)
+    return _done(figure, _with_left_out(title or f"{column_label(y)} and what it costs{seeds}", rows, there), path)
 
 
 def _scale_sent(axes: Axes, sent: list[float]) -> None:
@@ -636,13 +628,6 @@ def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
         axes.set_xticks(found, [_shown(v) for v in found])
         axes.xaxis.set_minor_locator(NullLocator())
     return {v: float(v) for v in found}
-
-
-def _column(name: str) -> str:
-    """A column of a sweep in words."""
-    words = {"train_loss": "training loss", "val_loss": "validation loss", "val_loss_local": "nodes' validation loss",
-             "consensus_distance": "consensus distance", "bytes_total": "bytes sent per node"}  # fmt: skip
-    return words.get(name, name)
 
 
 def _is_number(value: Any) -> bool:

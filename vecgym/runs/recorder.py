@@ -18,7 +18,8 @@ from vecgym.core import check
 from vecgym.core.errors import DivergenceError, VecgymWarning
 from vecgym.data import Batches
 from vecgym.engine.simulation import Metrics, State
-from vecgym.records.history import START, History, Row
+from vecgym.records.columns import START
+from vecgym.records.history import History, Row
 from vecgym.records.loggers import Logger
 from vecgym.runs.options import OnDivergence
 
