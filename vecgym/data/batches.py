@@ -30,7 +30,6 @@ import itertools
 import numbers
 import operator
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from vecgym.core import check, rng, tree
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory once it was read
 
@@ -798,7 +797,7 @@ def _split_loader_kwargs(
         if rest.get("timeout"):
             raise ValueError(f"timeout={rest['timeout']} needs workers. Fix: num_workers=1 or more, or no timeout")
         if rest.get("worker_init_fn") is not None:
-            warnings.warn("worker_init_fn has no effect with num_workers=0", VecgymWarning, stacklevel=4)
+            warn("worker_init_fn has no effect with num_workers=0")
     collate_fn = rest.pop("collate_fn", None)
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn is {check.kind_of(collate_fn)}; give a function: list of examples -> batch.")

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vecgym.core import tree
 from vecgym.core.errors import warn
 from vecgym.core.files import is_regular, remove_partial, write_atomically
+from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
@@ -115,7 +114,7 @@ class Run:
         """All of it, for a file; None in processes other than the first. All processes call it."""
         names = ("params", "buffers", "optimizer", "strategy")
         everyone = self.together.gathered({name: getattr(state, name) for name in names}, self.device)
-        random_states = self.together.each(_random_states(self.device))
+        random_states = self.together.each(GlobalStates.now().packed())
         if everyone is None:
             return None
         params = {**everyone.pop("params"), **{n: p[None] for n, p in self.simulation.engine.frozen.items()}}
@@ -173,7 +172,7 @@ class Run:
         # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
         _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
-        _check_random_states(self._random_states(held), self.device)
+        self._random_states(held)
         rows = runfile.unpacked_rows(held["rows"])
         self.recorder.ledger.load(held["ledger"])
         if isinstance(self.simulation.strategy, PerRankStrategy):
@@ -185,11 +184,11 @@ class Run:
         return State(held["step"], **placed)
 
     def set_random_states(self, held: Mapping[str, Any]) -> None:
-        _set_random_states(self._random_states(held), self.device)
+        self._random_states(held).restore()
 
-    def _random_states(self, held: Mapping[str, Any]) -> dict[str, Any]:
+    def _random_states(self, held: Mapping[str, Any]) -> GlobalStates:
         states, rank = held["random"], self.together.rank
-        return runfile.restored(states[rank] if len(states) == self.together.num_processes else states[0])
+        return GlobalStates.unpacked(states[rank] if len(states) == self.together.num_processes else states[0])
 
 
 class Checkpoints:
@@ -358,34 +357,3 @@ def _placed(values: Any, template: Any, device: torch.device) -> Any:
     if isinstance(values, (list, tuple)):
         return type(values)(_placed(x, None, device) for x in values)
     return values
-
-
-# ------------------------------------------------------------------------------------------- random generators
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    """Of the global generators, from which a user's logger, strategy or data may draw."""
-    own: Callable[[], Tensor] | None = getattr(getattr(torch, device.type, None), "get_rng_state", None)
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),  # noqa: NPY002
-        "python": random.getstate(),
-        device.type: own() if own is not None and device.type != "cpu" else None,
-    }
-
-
-def _check_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Raise an error for what no generator can be set to."""
-    torch.Generator().set_state(states["torch"])
-    np.random.RandomState().set_state(states["numpy"])
-    random.Random().setstate(states["python"])
-    if device.type != "cpu" and states.get(device.type) is not None:
-        torch.Generator(device=device).set_state(states[device.type])
-
-
-def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    random.setstate(states["python"])
-    if device.type != "cpu" and states.get(device.type) is not None:
-        getattr(torch, device.type).set_rng_state(states[device.type])

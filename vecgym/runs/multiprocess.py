@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vecgym.core import tree
-from vecgym.core.errors import Damaged, ProcessError, VecgymWarning
+from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
@@ -355,7 +355,7 @@ class _Watch:
             self.on_message(rank, value)
         elif kind == "warning":
             text, ours = value
-            warnings.warn(text, VecgymWarning if ours else UserWarning, stacklevel=5)
+            warn(text, VecgymWarning if ours else UserWarning)
         elif kind == "return":
             self.results[rank] = value
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from tqdm.auto import tqdm
 
 from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core import check
-from vecgym.core.errors import DivergenceError, VecgymWarning
+from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
 from vecgym.engine.simulation import Metrics, State
 from vecgym.records.columns import START
@@ -128,7 +127,7 @@ class Recorder:
         error = DivergenceError(step, bad, float(losses[bad[0]]))
         if self.on_divergence == "raise":
             raise error
-        warnings.warn(f"{error} Further losses are not checked.", VecgymWarning, stacklevel=4)
+        warn(f"{error} Further losses are not checked.")
         self.on_divergence = "ignore"
 
 
@@ -179,4 +178,4 @@ class Loggers:
                 getattr(one, method)(*args)
             except Exception as error:  # noqa: PERF203 - whatever a logger does, the training goes on
                 self._alive.remove(one)
-                warnings.warn(f"{type(one).__name__} failed and is left out: {error!r}", VecgymWarning, stacklevel=2)
+                warn(f"{type(one).__name__} failed and is left out: {error!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 from vecgym.engine.local import EngineName, check_settings
 from vecgym.runs import multiprocess
 from vecgym.runs.memory import available_bytes
@@ -161,7 +160,7 @@ def sweep(
             save()
     if not finished:
         on = "" if resume is not None else " With resume=path it would go on from here."
-        warnings.warn(f"interrupted: {result!r}.{on}", VecgymWarning, stacklevel=2)
+        warn(f"interrupted: {result!r}.{on}")
     return result
 
 
