@@ -25,7 +25,7 @@ from vecgym.plot import (
     plot_sensitivity,
     smooth,
 )
-from vecgym.plot.figures import COLOURS
+from vecgym.plot.style import COLOURS
 from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.optimized import OptimizedSchedule
 
