@@ -28,7 +28,7 @@ from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
-from vecgym.runs.fingerprint import checksum, described_data, digest
+from vecgym.runs.fingerprint import checksum, digest, fingerprint_of_data
 from vecgym.runs.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
@@ -105,7 +105,7 @@ class Run:
         digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(self.simulation.num_local)]
         data = {
             "first batch of the training data": digest(torch.tensor(self.together.joined(digests))),
-            "training data": checksum(described_data(self.train.dataset, "data")),
+            "training data": checksum(fingerprint_of_data(self.train.dataset, "data")),
         }
         self.identity = identity(self.strategy, self.model, self.simulation, self.train, self.options)
         self.arithmetic = arithmetic(self.simulation, self.options, self.device, self.together.num_processes, data)

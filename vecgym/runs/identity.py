@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vecgym.collectives import StackedCollectives
 from vecgym.data import Batches
 from vecgym.engine.simulation import Simulation
-from vecgym.runs.fingerprint import described, is_code
+from vecgym.runs.fingerprint import fingerprint_of, is_code
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import Context, Strategy
 
@@ -34,13 +34,13 @@ def identity(
         **noted(),
         "num_nodes": simulation.comm.num_nodes,
         **{name: getattr(options, name) for name in settings},
-        **dict(described(strategy, "strategy")),
+        **dict(fingerprint_of(strategy, "strategy")),
         **{f"parameter {name}": kind for name, kind in parameters.items()},
         **{f"buffer {name}": _form(b) for name, b in model.named_buffers()},
         "examples of each node": str(list(simulation.num_examples or ())),
         "steps per epoch": train.steps_per_epoch,
-        **described(model, "model", weights=False),  # a checkpoint has their values
-        **described((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+        **fingerprint_of(model, "model", weights=False),  # a checkpoint has their values
+        **fingerprint_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
 
 

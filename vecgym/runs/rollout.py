@@ -18,7 +18,7 @@ from torch.func import jvp, vjp
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import check, nodes, tree
-from vecgym.core.held import reachable, replaced
+from vecgym.core.objects import reachable, replaced
 from vecgym.core.transforms import Readable
 from vecgym.core.tree import Tree, differentiated
 from vecgym.engine.contract import check_differentiable
