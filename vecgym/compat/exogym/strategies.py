@@ -3,8 +3,8 @@
 Where nothing in a strategy is a user's own code, `vecgym.compat.exogym.vectorised` finds the strategy of vecgym that
 does the same for all nodes at once, and this code does not run.
 
-Every class has two ways. By default it does what its arguments say, with vecgym's timing: after every H steps. With
-`strict_timing` it does what EXO Gym does with them; what that ignores is in `ignored`.
+What a class does with its arguments is its `behaviour`: what they say (`AsAsked`), or what EXO Gym does with them
+(`vecgym.compat.exogym.strict`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from vecgym import optim as vecgym_optim
+from vecgym.compat.exogym.behaviour import AsAsked, Choice
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, broadcast, broadcast_object_list
 from vecgym.compat.exogym.options import OF_STRATEGIES, checked, warn_without_effect
 from vecgym.compat.exogym.utils import LogModule
@@ -31,6 +32,7 @@ from vecgym.optim.schedule import NAMES as SCHEDULES
 Spec = vecgym_optim.OptimSpec
 AnySpec = str | Spec | type[torch.optim.Optimizer] | None
 
+OUTER_NAMES = ("outer_optim", "outer_lr")  # besides `outer_optim_spec`
 OUTER_SGD: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 MODULE = __name__.rsplit(".", 1)[0]  # where the classes that are not a user's live
 
@@ -51,15 +53,42 @@ def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any
     return vecgym_optim.ensure_optim_spec(optim, **kwargs)
 
 
-def due(local_step: int, H: int, strict: bool) -> bool:
-    """Whether the nodes exchange after the step that `local_step` counts from 0.
+def inner_choice(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
+    """Return the inner optimizer that was asked for, under whichever of its names; take these out of `options`.
 
-    After every H steps; in EXO Gym, whose counter is tested before it is advanced, first after H + 1.
-
-    >>> [t for t in range(12) if due(t, 4, strict=False)], [t for t in range(12) if due(t, 4, strict=True)]
-    ([3, 7, 11], [4, 8])
+    EXO Gym reads `optim_spec` alone.
     """
-    return local_step > 0 and local_step % H == 0 if strict else (local_step + 1) % H == 0
+    others = _taken(options, "inner_optim", "inner_optim_spec")
+    rates = _taken(options, "lr", "inner_lr")
+    given = [x for x in (optim_spec, *others.values()) if x is not None]
+    if len(given) > 1 or len(rates) > 1:
+        raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
+    asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
+    asked = asked if lr is None else asked.replace(lr=lr)
+    return Choice(asked, ensure_optim_spec(optim_spec), _in_words({**others, **rates}))
+
+
+def outer_choice(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
+    """The same of the outer optimizer, of which EXO Gym reads `outer_optim_spec` alone."""
+    other, lr = (options.pop(name, None) for name in OUTER_NAMES)
+    if other is not None and outer_optim_spec is not None:
+        raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {other!r}.")
+    default = Spec(torch.optim.SGD, **OUTER_SGD)
+    given = other if outer_optim_spec is None else outer_optim_spec
+    by_name = isinstance(given, str) and given.lower() == "sgd"
+    asked = default if by_name else ensure_optim_spec(given, default)
+    unread = _in_words({"outer_optim": other, "outer_lr": lr})
+    if by_name and not unread:
+        unread = (f"{given!r} as the outer optimizer",)
+    return Choice(asked if lr is None else asked.replace(lr=lr), ensure_optim_spec(outer_optim_spec, default), unread)
+
+
+def _taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _in_words(options: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{name}={value!r}" for name, value in options.items() if value is not None)
 
 
 # --------------------------------------------------------------------------------------------------- strategies
@@ -76,7 +105,7 @@ class Strategy(ABC, LogModule):
             effect warns, an unknown one is a TypeError.
     """
 
-    strict_timing = False  # of the run; the trainer sets it
+    behaviour: AsAsked = AsAsked()  # of the run
 
     @checked
     def __init__(
@@ -104,8 +133,6 @@ class Strategy(ABC, LogModule):
         self.scheduler: Any = None
         self.lr_callbacks: list[Callable[[float], None]] = []
         self.max_steps: float = 1  # known when the run begins
-
-    ignored: tuple[str, ...] = ()  # what was asked for, and EXO Gym does not do
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         """Called once, with the node's own model."""
@@ -148,28 +175,37 @@ class Strategy(ABC, LogModule):
             return 1.0
         end = min(kwargs.get("max_steps", math.inf), self.max_steps)
         progress = (step - warmup) / max(1, end - warmup)
-        return 0.9 * (0.5 * (1 + math.cos(math.pi * (progress if self.strict_timing else min(1.0, progress))))) + 0.1
+        return 0.9 * (0.5 * (1 + math.cos(math.pi * (self.behaviour.annealed(progress))))) + 0.1
 
     def __config__(self, remove_keys: Sequence[str] | None = None) -> dict[str, Any]:
         hidden = ("iteration", "local_step", "lr_callbacks", "model", "optim", "scheduler", *(remove_keys or ()))
         return {**super().__config__(hidden), "strategy": type(self).__name__}
 
 
-class SimpleReduceStrategy(Strategy):
-    """AllReduce: the optimizer's step on the mean gradient."""
+class OptimizingStrategy(Strategy):
+    """A strategy with an inner optimizer, whose gradients may be clipped."""
 
     @checked
     def __init__(self, optim_spec: AnySpec = None, max_norm: float | None = None, **options: Any) -> None:
-        self.optim_spec = take_inner_spec(self, optim_spec, options)
-        self.max_norm = max_norm
+        self._choice = inner_choice(type(self).__name__, optim_spec, options)
+        self.optim_spec, self.max_norm = self._choice.asked, max_norm
         super().__init__(**options)
 
+    @property
+    def choice(self) -> Choice:
+        """The inner optimizer that the arguments name."""
+        return self._choice
+
     def _inner_spec(self) -> Spec:
-        return _strict_spec(self) if self.strict_timing else self.optim_spec
+        return self.behaviour.spec(self.optim_spec, self._choice)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
         self._setup_scheduler()
+
+
+class SimpleReduceStrategy(OptimizingStrategy):
+    """AllReduce: the optimizer's step on the mean gradient."""
 
     def step(self) -> None:
         for p in self.model.parameters():
@@ -199,11 +235,11 @@ class CommunicationModule(ABC):
         """Called once, with the node's own model."""
 
     @property
-    def strict_timing(self) -> bool:
-        return bool(getattr(self.strategy, "strict_timing", False))
+    def behaviour(self) -> AsAsked:
+        return AsAsked() if self.strategy is None else self.strategy.behaviour
 
 
-class CommunicateOptimizeStrategy(Strategy):
+class CommunicateOptimizeStrategy(OptimizingStrategy):
     """The optimizer's step, then each communication module in turn."""
 
     @checked
@@ -214,26 +250,20 @@ class CommunicateOptimizeStrategy(Strategy):
         max_norm: float | None = None,
         **options: Any,
     ) -> None:
-        self.optim_spec = take_inner_spec(self, optim_spec, options)
         self.communication_modules = [
             check.instance(
                 f"communication_modules[{i}]", module, CommunicationModule, "a communication module of exogym"
             )
             for i, module in enumerate(communication_modules)
         ]
-        self.max_norm = max_norm
-        super().__init__(**options)
+        super().__init__(optim_spec, max_norm, **options)
         for module in self.communication_modules:
             module.strategy = self
-
-    def _inner_spec(self) -> Spec:
-        return _strict_spec(self) if self.strict_timing else self.optim_spec
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
         for module in self.communication_modules:
             module._init_node(model, rank, num_nodes)
-        self._setup_scheduler()
 
     def step(self) -> None:
         if self.max_norm:
@@ -261,27 +291,26 @@ class DiLoCoCommunicator(CommunicationModule):
 
     @checked
     def __init__(self, H: int = 100, outer_optim_spec: AnySpec = None, **options: Any) -> None:
-        check.keywords(type(self).__name__, options, ())
         self.H = H
-        default = Spec(torch.optim.SGD, **OUTER_SGD)
-        by_name = isinstance(outer_optim_spec, str) and outer_optim_spec.lower() == "sgd"
-        self.outer_optim_spec = default if by_name else ensure_optim_spec(outer_optim_spec, default)
-        self._asked, self._exogym_spec = self.outer_optim_spec, ensure_optim_spec(outer_optim_spec, default)
-        self.ignored: tuple[str, ...] = (
-            (f"'sgd' as the outer optimizer is there {self._exogym_spec!r}",) if by_name else ()
-        )
+        self._choice = outer_choice(outer_optim_spec, options)
+        check.keywords(type(self).__name__, options, ())
+        self.outer_optim_spec = self._choice.asked
         self.master_model: nn.Module | None = None
         self.outer_optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The outer optimizer that the arguments name."""
+        return self._choice
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         if rank == 0:
             self.master_model = copy.deepcopy(model).cpu().requires_grad_(True)
-            as_asked = not self.strict_timing or self.outer_optim_spec is not self._asked
-            spec = self.outer_optim_spec if as_asked else self._exogym_spec
+            spec = self.behaviour.spec(self.outer_optim_spec, self._choice)
             self.outer_optimizer = spec.build(list(self.master_model.parameters()))
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
-        if not due(local_step, self.H, self.strict_timing) or (self.strict_timing and num_nodes == 1):
+        if not self.behaviour.is_due(local_step, self.H) or (num_nodes == 1 and not self.behaviour.steps_alone()):
             return
         for p in model.parameters():
             all_reduce(p.data)
@@ -310,9 +339,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: int = 100, **options: Any
     ) -> None:
         self.H = H
-        self.diloco_comm = _outer(H, outer_optim_spec, options)
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **_taken(options, *OUTER_NAMES))
         super().__init__([self.diloco_comm], optim_spec, **options)
-        self.ignored += self.diloco_comm.ignored
 
 
 # ------------------------------------------------------------------------------------------------------- FedAvg
@@ -377,7 +405,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         self.H = H
 
     def _communicate(self) -> None:
-        if due(self.local_step, self.H, self.strict_timing):
+        if self.behaviour.is_due(self.local_step, self.H):
             super()._communicate()
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
@@ -485,8 +513,6 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
         self.async_sparta_delay = async_sparta_delay
         self.index_selector = RandomIndexSelector(p_sparta)
         super().__init__([SparseCommunicator(self.index_selector)], optim_spec, **options)
-        if async_sparta_delay:
-            self.ignored += (f"async_sparta_delay={async_sparta_delay}",)
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -505,61 +531,13 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self.p_sparta, self.sparta_interval, self.H = p_sparta, sparta_interval, H
         self.index_selector = RandomIndexSelector(p_sparta)
         self.sparse_comm = SparseCommunicator(self.index_selector)
-        self.diloco_comm = _outer(H, outer_optim_spec, options)
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **_taken(options, *OUTER_NAMES))
         if inner_optim_spec is not None:
             options["optim_spec"] = inner_optim_spec
         super().__init__([self.sparse_comm, self.diloco_comm], **options)
-        self.ignored += self.diloco_comm.ignored
-        if sparta_interval != 1:
-            self.ignored += (f"sparta_interval={sparta_interval}: SPARTA acts at every step",)
 
     def _communicate(self) -> None:
         for module in self.communication_modules:
             sparse = module is self.sparse_comm
-            if not sparse or self.strict_timing or due(self.local_step, self.sparta_interval, strict=False):
+            if not sparse or self.behaviour.is_sparta_due(self.local_step, self.sparta_interval):
                 module.communicate(self.model, self.rank, self.num_nodes, self.local_step)
-
-
-# ------------------------------------------------------------------------------------------- names of optimizers
-
-_INNER_NAMES = ("inner_optim", "inner_optim_spec")
-_LR_NAMES = ("lr", "inner_lr")
-
-
-def take_inner_spec(strategy: Any, optim_spec: AnySpec, options: dict[str, Any]) -> Spec:
-    """The inner optimizer that was asked for, under whichever of its names; takes them out of `options`.
-
-    EXO Gym reads `optim_spec` alone: what it would train with is kept for `strict_timing`.
-    """
-    others = {name: options.pop(name) for name in _INNER_NAMES if name in options}
-    rates = {name: options.pop(name) for name in _LR_NAMES if name in options}
-    given = [x for x in (optim_spec, *others.values()) if x is not None]
-    if len(given) > 1 or len(rates) > 1:
-        raise TypeError(f"{type(strategy).__name__} got its inner optimizer or learning rate twice: {given}, {rates}.")
-    strategy._exogym_spec = ensure_optim_spec(optim_spec)
-    unread = [f"{name}={value!r}" for name, value in {**others, **rates}.items() if value is not None]
-    strategy.ignored = tuple(f"{text}: it trains with {strategy._exogym_spec!r}" for text in unread)
-    spec = ensure_optim_spec(given[0] if given else None)
-    lr = next(iter(rates.values()), None)
-    strategy._asked = spec if lr is None else spec.replace(lr=lr)
-    return strategy._asked
-
-
-def _strict_spec(strategy: Any) -> Spec:
-    """What EXO Gym trains with, unless somebody has set another `optim_spec` since."""
-    return strategy._exogym_spec if strategy.optim_spec is strategy._asked else strategy.optim_spec
-
-
-def _outer(H: int, outer_optim_spec: AnySpec, options: dict[str, Any]) -> DiLoCoCommunicator:
-    """DiLoCo with the outer optimizer that was asked for, under whichever of its names."""
-    other, lr = options.pop("outer_optim", None), options.pop("outer_lr", None)
-    if other is not None and outer_optim_spec is not None:
-        raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {other!r}.")
-    if other is None and lr is None:
-        return DiLoCoCommunicator(H, outer_optim_spec)
-    asked = DiLoCoCommunicator(H, other if outer_optim_spec is None else outer_optim_spec).outer_optim_spec
-    module = DiLoCoCommunicator(H, asked if lr is None else asked.replace(lr=lr))
-    unread = [f"{name}={value!r}" for name, value in (("outer_optim", other), ("outer_lr", lr)) if value is not None]
-    module._exogym_spec = DiLoCoCommunicator(H, outer_optim_spec)._exogym_spec
-    module.ignored = tuple(f"{text}: the outer optimizer is {module._exogym_spec!r}" for text in unread)
-    return module
