@@ -24,7 +24,13 @@ _CONSTANTS = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype,
     torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
-_SEQUENCES = {"list": list, "tuple": tuple, "deque": collections.deque, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "deque": collections.deque,
+    "set": set,
+    "frozenset": frozenset,
+}
 _MISSING: Any = object()
 
 
@@ -380,6 +386,6 @@ class _Writer:
 
 def _members(x: Any) -> list[Any] | None:
     """Return what is in a list, tuple, deque or set, in a fixed order; None for anything else."""
-    if not isinstance(x, tuple(_SEQUENCES.values())):
-        return None
-    return sorted(x, key=repr) if isinstance(x, (set, frozenset)) else list(x)
+    if isinstance(x, (set, frozenset)):
+        return sorted(x, key=repr)
+    return list(x) if isinstance(x, (list, tuple, collections.deque)) else None

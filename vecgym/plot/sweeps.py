@@ -88,9 +88,9 @@ def plot_axis(
 
 def _summary(rows: Rows, y: str, over: str | None, best: bool) -> tuple[float, float, float] | None:
     """Middle, lowest and highest of some rows; None: they have no finite number."""
-    finite = [row for row in rows if _is_finite(row[y])]
+    finite = [row for row in rows if check.is_finite(row[y])]
     if best:
-        whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
+        whole = [group for group in groups(rows, over) if all(check.is_finite(row[y]) for row in group)]
         if not whole:
             return None
         each = min(([row[y] for row in group] for group in whole), key=np.mean)
@@ -172,7 +172,7 @@ def plot_pareto(
     rows, y = renewed(rows), present_name(y)
     there = _finite_rows(rows, y, y=y, x="bytes_total", hue=hue)
     over = _averaged_over(rows, over, hue)
-    whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
+    whole = [group for group in groups(rows, over) if all(check.is_finite(row[y]) for row in group)]
     if not whole:
         raise ValueError(f"no configuration has a finite number as {y!r} for every {over}: give over=None.")
     means = [averaged(group, over)[0] for group in whole]
@@ -244,7 +244,7 @@ def _finite_rows(rows: Rows, value: str, /, **columns: str | None) -> list[Mappi
     for name, column in columns.items():
         if name != "hue" or column is not None:
             check.column(name, column, rows[0])
-    there = [row for row in rows if _is_finite(row[value])]
+    there = [row for row in rows if check.is_finite(row[value])]
     if not there:
         raise ValueError(f"no row has a finite number as {value!r}.")
     return there
@@ -255,13 +255,13 @@ def _values(rows: Rows, name: str | None) -> list[Any]:
     if name is None:
         return [None]
     found = list(dict.fromkeys(row[name] for row in rows))
-    return sorted(found) if all(map(_is_number, found)) else found
+    return sorted(found) if all(map(check.is_number, found)) else found
 
 
 def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
     """Where each value is drawn."""
     found = list(dict.fromkeys(values))
-    if not all(map(_is_number, found)):
+    if not all(map(check.is_number, found)):
         axes.set_xticks(range(len(found)), [_shown(v) for v in found])
         return {v: float(i) for i, v in enumerate(found)}
     found = sorted(found)
@@ -270,14 +270,6 @@ def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
         axes.set_xticks(found, [_shown(v) for v in found])
         axes.xaxis.set_minor_locator(NullLocator())
     return {v: float(v) for v in found}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and bool(np.isfinite(value))
 
 
 def _shown(value: Any) -> str:

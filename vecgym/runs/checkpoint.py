@@ -349,11 +349,8 @@ def _check_alike(held: Any, template: Any, num_nodes: int, *, more: bool = False
 
 def _placed(values: Any, template: Any, device: torch.device) -> Any:
     """Tensors from a file where the run has them; `template` is the state at its start, which may have less."""
-    if isinstance(values, Tensor):
-        return values.to(template.device if isinstance(template, Tensor) else device, copy=True)
-    if isinstance(values, dict):
-        known = template if isinstance(template, dict) else {}
-        return {key: _placed(x, known.get(key), device) for key, x in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)(_placed(x, None, device) for x in values)
-    return values
+
+    def place(x: Tensor, like: Any) -> Tensor:
+        return x.to(like.device if isinstance(like, Tensor) else device, copy=True)
+
+    return tree.map_leaves(place, values, template)

@@ -92,7 +92,7 @@ class Together:
         """
         if self.wire is None or self.num_processes == 1:
             return plain(values, "state")
-        here = dict(_flat(values))
+        here = dict(tree.flatten(values))
         forms = self.each({path: self._form(x) for path, x in here.items()})
         whole = {}
         for path in dict.fromkeys(path for form in forms for path in form):
@@ -100,7 +100,7 @@ class Together:
             found = self._whole(here.get(path), of_each, device)
             if self.rank == 0:
                 whole[path] = plain(found, "state")
-        return _nested(whole) if self.rank == 0 else None
+        return tree.unflatten(whole) if self.rank == 0 else None
 
     def own(self, values: Any) -> Any:
         """The rows of the nodes here in nested values of all nodes."""
@@ -134,33 +134,6 @@ class _Form(NamedTuple):
     rows: int
     shape: torch.Size
     dtype: torch.dtype
-
-
-Path = tuple[tuple[type, Any], ...]  # to a leaf of nested values: (dict, key), (list, index) ...
-
-
-def _flat(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of nested dicts, lists and tuples; empty ones are leaves themselves."""
-    if isinstance(values, dict) and values:
-        for key, x in values.items():
-            yield from _flat(x, (*path, (dict, key)))
-    elif isinstance(values, (list, tuple)) and values:
-        for i, x in enumerate(values):
-            yield from _flat(x, (*path, (type(values), i)))
-    else:
-        yield path, values
-
-
-def _nested(leaves: dict[Path, Any]) -> Any:
-    """The inverse of `_flat`."""
-    if () in leaves:
-        return leaves[()]
-    parts: dict[Any, dict[Path, Any]] = {}
-    for path, x in leaves.items():
-        parts.setdefault(path[0], {})[path[1:]] = x
-    (kind, _), *_ = parts
-    found = {key: _nested(part) for (_, key), part in parts.items()}
-    return found if kind is dict else kind(found.values())
 
 
 def _rows_equal(x: Tensor) -> bool:
