@@ -180,8 +180,6 @@ class _Fingerprint:
         words = not has_parts or isinstance(x, (types.ModuleType, PurePath, enum.Enum, types.BuiltinFunctionType))
         return self._words if words or _is_standard(type(x).__module__) else self._object
 
-    # plain values and containers
-
     def _array(self, x: Any) -> Parts:
         if isinstance(x, np.ndarray) and x.dtype.hasobject:
             return self._entries(x.tolist())
@@ -211,8 +209,6 @@ class _Fingerprint:
         inner.seen, inner.depth = dict(self.seen), self.depth
         inner.add_parts(parts, "")
         return [("", f"{head} with checksum {_hashed(repr(sorted(inner.values.items())).encode())}")]
-
-    # functions and classes
 
     def _function(self, f: types.FunctionType) -> Parts:
         own = not _is_library(f.__globals__.get("__name__") or f.__module__)
@@ -255,8 +251,6 @@ class _Fingerprint:
                 read = key not in _UNREAD if isinstance(value, types.FunctionType) else not key.startswith("__")
                 if read and key != "_abc_impl":
                     yield f"{where}.{key}", value
-
-    # objects
 
     def _head(self, x: Any, more: str = "") -> Parts:
         yield "", type(x).__name__ + more

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from vecgym.compat.exogym.base import OptimizingStrategy
 from vecgym.compat.exogym.communicate import all_gather
+from vecgym.compat.exogym.optimizers import AnySpec, Spec
 from vecgym.compat.exogym.options import checked
-from vecgym.compat.exogym.strategies import AnySpec, OptimizingStrategy, Spec
 from vecgym.compress import grid
 
 

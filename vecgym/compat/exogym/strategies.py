@@ -2,206 +2,43 @@
 
 Where nothing in a strategy is a user's own code, `vecgym.compat.exogym.vectorised` finds the strategy of vecgym that
 does the same for all nodes at once, and this code does not run.
-
-What a class does with its arguments is its `behaviour`: what they say (`AsAsked`), or what EXO Gym does with them
-(`vecgym.compat.exogym.strict`).
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
 
-from vecgym import optim as vecgym_optim
-from vecgym.compat.exogym.behaviour import AsAsked, Choice
+from vecgym.compat.exogym.base import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    OptimizingStrategy,
+    Strategy,
+)
+from vecgym.compat.exogym.behaviour import Choice
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, broadcast, broadcast_object_list
-from vecgym.compat.exogym.options import OF_STRATEGIES, checked, warn_without_effect
-from vecgym.compat.exogym.utils import LogModule
+from vecgym.compat.exogym.optimizers import OUTER_NAMES, AnySpec, OptimSpec, ensure_optim_spec, outer_choice, taken
+from vecgym.compat.exogym.options import checked
+from vecgym.compat.exogym.sparse import (
+    IndexSelector,
+    PartitionedIndexSelector,
+    RandomIndexSelector,
+    ShuffledSequentialIndexSelector,
+    SparseCommunicator,
+)
 from vecgym.core import check
-from vecgym.optim.schedule import NAMES as SCHEDULES
 
-Spec = vecgym_optim.OptimSpec
-AnySpec = str | Spec | type[torch.optim.Optimizer] | None
-
-OUTER_NAMES = ("outer_optim", "outer_lr")  # besides `outer_optim_spec`
-OUTER_SGD: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-MODULE = __name__.rsplit(".", 1)[0]  # where the classes that are not a user's live
-
-
-class OptimSpec(Spec):
-    """`vecgym.OptimSpec`, whose first argument has the name `cls`."""
-
-    def __init__(self, cls: str | type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any) -> None:
-        super().__init__(cls, **kwargs)
-
-
-def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any) -> Spec:
-    """An `OptimSpec` from a name, a spec, a class or None; `kwargs` win over what a spec has."""
-    if optim is None:
-        return Spec(torch.optim.AdamW, **kwargs) if default is None else default
-    if isinstance(optim, Spec):
-        return optim.replace(**kwargs) if kwargs else optim
-    return vecgym_optim.ensure_optim_spec(optim, **kwargs)
-
-
-def inner_choice(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
-    """Return the inner optimizer that was asked for, under whichever of its names; take these out of `options`.
-
-    EXO Gym reads `optim_spec` alone.
-    """
-    others = _taken(options, "inner_optim", "inner_optim_spec")
-    rates = _taken(options, "lr", "inner_lr")
-    given = [x for x in (optim_spec, *others.values()) if x is not None]
-    if len(given) > 1 or len(rates) > 1:
-        raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
-    asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
-    asked = asked if lr is None else asked.replace(lr=lr)
-    return Choice(asked, ensure_optim_spec(optim_spec), _in_words({**others, **rates}))
-
-
-def outer_choice(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
-    """The same of the outer optimizer, of which EXO Gym reads `outer_optim_spec` alone."""
-    other, lr = (options.pop(name, None) for name in OUTER_NAMES)
-    if other is not None and outer_optim_spec is not None:
-        raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {other!r}.")
-    default = Spec(torch.optim.SGD, **OUTER_SGD)
-    given = other if outer_optim_spec is None else outer_optim_spec
-    by_name = isinstance(given, str) and given.lower() == "sgd"
-    asked = default if by_name else ensure_optim_spec(given, default)
-    unread = _in_words({"outer_optim": other, "outer_lr": lr})
-    if by_name and not unread:
-        unread = (f"{given!r} as the outer optimizer",)
-    return Choice(asked if lr is None else asked.replace(lr=lr), ensure_optim_spec(outer_optim_spec, default), unread)
-
-
-def _taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: options.pop(name) for name in names if name in options}
-
-
-def _in_words(options: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{name}={value!r}" for name, value in options.items() if value is not None)
-
-
-# --------------------------------------------------------------------------------------------------- strategies
-
-
-class Strategy(ABC, LogModule):
-    """What one node does in a step. Subclasses override `step`, and end it with `super().step()`.
-
-    Args:
-        lr_scheduler: "lambda_cosine", "cosine" (the same with `cosine_anneal`), a class of
-            `torch.optim.lr_scheduler`, or None.
-        lr_scheduler_kwargs: `warmup_steps` (1), `cosine_anneal` (False), `max_steps`; of a class: its arguments.
-        options: a user's class may give any, and finds them as attributes; for EXO Gym's own classes, one without
-            effect warns, an unknown one is a TypeError.
-    """
-
-    behaviour: AsAsked = AsAsked()  # of the run
-
-    @checked
-    def __init__(
-        self,
-        lr_scheduler: str | Callable[..., Any] | None = None,
-        lr_scheduler_kwargs: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        kwargs = dict(lr_scheduler_kwargs or {})
-        for name in ("warmup_steps", "cosine_anneal"):  # the documents give them here
-            if isinstance(lr_scheduler, str) and name in options:
-                kwargs.setdefault(name, options.pop(name))
-        if isinstance(lr_scheduler, str):
-            check.choice("lr_scheduler", lr_scheduler, SCHEDULES, "a class of torch.optim.lr_scheduler, or None")
-            check.keywords("lr_scheduler_kwargs", kwargs, ("warmup_steps", "cosine_anneal", "max_steps"))
-        self.lr_scheduler = lr_scheduler
-        self.lr_scheduler_kwargs = kwargs
-        if type(self).__module__.startswith(MODULE):
-            whose = type(self).__name__
-            check.keywords(whose, options, OF_STRATEGIES)
-            warn_without_effect(whose, options, OF_STRATEGIES)
-        self.kwargs = options
-        for name, value in options.items():
-            setattr(self, name, value)
-        self.scheduler: Any = None
-        self.lr_callbacks: list[Callable[[float], None]] = []
-        self.max_steps: float = 1  # known when the run begins
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Called once, with the node's own model."""
-        self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
-        spec = self._inner_spec()
-        if spec is not None:
-            self.optim = spec.build(list(model.parameters()))
-
-    def _inner_spec(self) -> Spec | None:
-        return getattr(self, "optim_spec", None)
-
-    @abstractmethod
-    def step(self) -> None:
-        """The end of every step: the learning-rate schedule, and the count."""
-        self.nbytes = 0
-        if self.scheduler is not None:
-            self.scheduler.step()
-            if self.rank == 0:
-                for callback in self.lr_callbacks:
-                    callback(self.scheduler.get_last_lr()[0])
-        self.local_step += 1
-
-    def zero_grad(self) -> None:
-        """Before the gradients of a step."""
-        self.optim.zero_grad()
-
-    def _setup_scheduler(self) -> None:
-        if isinstance(self.lr_scheduler, str):
-            self.scheduler = LambdaLR(self.optim, self._lr_factor)
-        elif self.lr_scheduler is not None:
-            self.scheduler = self.lr_scheduler(self.optim, **self.lr_scheduler_kwargs)
-
-    def _lr_factor(self, step: int) -> float:
-        """A linear warm-up from 0, then 1, or a cosine down to 0.1."""
-        kwargs = self.lr_scheduler_kwargs
-        warmup = kwargs.get("warmup_steps", 1)
-        if step < warmup:
-            return step / warmup
-        if not (kwargs.get("cosine_anneal", False) or self.lr_scheduler == "cosine"):
-            return 1.0
-        end = min(kwargs.get("max_steps", math.inf), self.max_steps)
-        progress = (step - warmup) / max(1, end - warmup)
-        return 0.9 * (0.5 * (1 + math.cos(math.pi * (self.behaviour.annealed(progress))))) + 0.1
-
-    def __config__(self, remove_keys: Sequence[str] | None = None) -> dict[str, Any]:
-        hidden = ("iteration", "local_step", "lr_callbacks", "model", "optim", "scheduler", *(remove_keys or ()))
-        return {**super().__config__(hidden), "strategy": type(self).__name__}
-
-
-class OptimizingStrategy(Strategy):
-    """A strategy with an inner optimizer, whose gradients may be clipped."""
-
-    @checked
-    def __init__(self, optim_spec: AnySpec = None, max_norm: float | None = None, **options: Any) -> None:
-        self._choice = inner_choice(type(self).__name__, optim_spec, options)
-        self.optim_spec, self.max_norm = self._choice.asked, max_norm
-        super().__init__(**options)
-
-    @property
-    def choice(self) -> Choice:
-        """The inner optimizer that the arguments name."""
-        return self._choice
-
-    def _inner_spec(self) -> Spec:
-        return self.behaviour.spec(self.optim_spec, self._choice)
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        super()._init_node(model, rank, num_nodes)
-        self._setup_scheduler()
+__all__ = [
+    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DiLoCoCommunicator",
+    "DiLoCoStrategy", "FedAvgStrategy", "IndexSelector", "OptimSpec", "OptimizingStrategy", "PartitionedIndexSelector",
+    "RandomIndexSelector", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ShuffledSequentialIndexSelector",
+    "SimpleReduceStrategy", "SparseCommunicator", "Strategy", "ensure_optim_spec",
+]  # fmt: skip
 
 
 class SimpleReduceStrategy(OptimizingStrategy):
@@ -216,66 +53,6 @@ class SimpleReduceStrategy(OptimizingStrategy):
             clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optim.step()
         super().step()
-
-
-class CommunicationModule(ABC):
-    """One thing that a node exchanges, after the optimizer's step."""
-
-    strategy: Any = None  # the strategy that it belongs to
-
-    @abstractmethod
-    def __init__(self) -> None: ...
-
-    @abstractmethod
-    def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
-        """Exchange. `local_step`: optimizer steps before this one."""
-
-    @abstractmethod
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Called once, with the node's own model."""
-
-    @property
-    def behaviour(self) -> AsAsked:
-        return AsAsked() if self.strategy is None else self.strategy.behaviour
-
-
-class CommunicateOptimizeStrategy(OptimizingStrategy):
-    """The optimizer's step, then each communication module in turn."""
-
-    @checked
-    def __init__(
-        self,
-        communication_modules: Sequence[CommunicationModule],
-        optim_spec: AnySpec = None,
-        max_norm: float | None = None,
-        **options: Any,
-    ) -> None:
-        self.communication_modules = [
-            check.instance(
-                f"communication_modules[{i}]", module, CommunicationModule, "a communication module of exogym"
-            )
-            for i, module in enumerate(communication_modules)
-        ]
-        super().__init__(optim_spec, max_norm, **options)
-        for module in self.communication_modules:
-            module.strategy = self
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        super()._init_node(model, rank, num_nodes)
-        for module in self.communication_modules:
-            module._init_node(model, rank, num_nodes)
-
-    def step(self) -> None:
-        if self.max_norm:
-            clip_grad_norm_(self.model.parameters(), self.max_norm)
-        self.optim.step()
-        self._communicate()
-        super().step()
-
-    def _communicate(self) -> None:
-        """What is exchanged in this step; override it for another timing."""
-        for module in self.communication_modules:
-            module.communicate(self.model, self.rank, self.num_nodes, self.local_step)
 
 
 # ------------------------------------------------------------------------------------------------------- DiLoCo
@@ -339,7 +116,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: int = 100, **options: Any
     ) -> None:
         self.H = H
-        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **_taken(options, *OUTER_NAMES))
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, *OUTER_NAMES))
         super().__init__([self.diloco_comm], optim_spec, **options)
 
 
@@ -416,92 +193,6 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 # ------------------------------------------------------------------------------------------------------- SPARTA
 
 
-class IndexSelector:
-    """Which coordinates of a tensor are exchanged: here all. Node 0's answer counts."""
-
-    @checked
-    def __init__(self, p: float) -> None:
-        self.p = p
-        self.state: dict[Tensor, Any] = {}
-
-    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
-        """A mask of `param`'s shape."""
-        return torch.ones_like(param, dtype=torch.bool)
-
-    @property
-    def num_parts(self) -> int:
-        return max(1, math.ceil(1 / self.p))
-
-
-class RandomIndexSelector(IndexSelector):
-    """Each coordinate with probability p."""
-
-    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
-        return torch.bernoulli(torch.full(param.shape, self.p, device=param.device)).bool()
-
-
-class ShuffledSequentialIndexSelector(IndexSelector):
-    """One random order of each tensor, cut into ceil(1/p) chunks that are taken in turn."""
-
-    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
-        count = param.numel()
-        if param not in self.state and count:
-            self.state[param] = torch.randperm(count, device=param.device)
-        turn, (size, longer) = iteration % self.num_parts, divmod(count, self.num_parts)
-        start = turn * size + min(turn, longer)  # the first `longer` chunks have one more
-        mask = torch.zeros(count, dtype=torch.bool, device=param.device)
-        if count:
-            mask[self.state[param][start : start + size + (turn < longer)]] = True
-        return mask.view(param.shape)
-
-
-class PartitionedIndexSelector(IndexSelector):
-    """A random partition of each tensor into ceil(1/p) parts, taken in turn; then another partition."""
-
-    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
-        count = param.numel()
-        if not count:
-            return torch.zeros_like(param, dtype=torch.bool)
-        num_parts = min(self.num_parts, count)
-        part, turn = self.state.get(param, (None, num_parts))
-        if turn == num_parts:
-            part, turn = torch.rand(count, device=param.device).argsort() % num_parts, 0
-        self.state[param] = (part, turn + 1)
-        return (part == turn).view(param.shape)
-
-
-class SparseCommunicator(CommunicationModule):
-    """The mean of the coordinates that a selector draws on node 0, which sends the mask."""
-
-    @checked
-    def __init__(
-        self,
-        index_selector: IndexSelector | float | None = None,
-        sparsification_rate: float | None = None,
-        **options: Any,
-    ) -> None:
-        check.keywords(type(self).__name__, options, ())
-        if index_selector is None:
-            index_selector = 0.01 if sparsification_rate is None else sparsification_rate
-        number = isinstance(index_selector, (int, float))
-        self.index_selector: Any = RandomIndexSelector(index_selector) if number else index_selector  # type: ignore[arg-type]
-        self.iteration = 0
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        pass
-
-    def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
-        for p in model.parameters() if num_nodes > 1 else ():
-            if not p.requires_grad or p.grad is None:
-                continue
-            mask = self.index_selector.get_indices(p, self.iteration)
-            broadcast(mask, src=0)
-            chosen = p.data[mask]
-            all_reduce(chosen)
-            p.data.masked_scatter_(mask, chosen / num_nodes)
-        self.iteration += 1
-
-
 class SPARTAStrategy(CommunicateOptimizeStrategy):
     """After every step, the mean of a random part of the parameters."""
 
@@ -531,7 +222,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self.p_sparta, self.sparta_interval, self.H = p_sparta, sparta_interval, H
         self.index_selector = RandomIndexSelector(p_sparta)
         self.sparse_comm = SparseCommunicator(self.index_selector)
-        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **_taken(options, *OUTER_NAMES))
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, *OUTER_NAMES))
         if inner_optim_spec is not None:
             options["optim_spec"] = inner_optim_spec
         super().__init__([self.sparse_comm, self.diloco_comm], **options)
