@@ -134,7 +134,11 @@ def private(seed: int | None = None) -> Iterator[None]:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed the global generators of the CPU: torch's, numpy's and Python's."""
+    """Seed the global generators of the CPU: torch's, numpy's and Python's.
+
+    >>> with private():
+    ...     seed_cpu(3)
+    """
     torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which is slow: it seeds the accelerators too
     np.random.seed(seed % 2**32)  # noqa: NPY002
     random.seed(seed)

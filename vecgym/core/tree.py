@@ -61,7 +61,11 @@ def unflatten(leaves: Mapping[Path, Any]) -> Any:
 
 
 def path_name(path: Path) -> str:
-    """Return a path as it is written in Python: "['b'][0]"."""
+    """Return a path as it is written in Python.
+
+    >>> [path_name(path) for path, _ in flatten({"a": [1, 2]})]
+    ["['a'][0]", "['a'][1]"]
+    """
     return "".join(f"[{key!r}]" for _, key in path)
 
 

@@ -12,10 +12,9 @@ import numpy as np
 from vecgym.core import check
 from vecgym.core.files import write_atomically
 from vecgym.records import rows
-from vecgym.records.columns import COLUMNS, PER_NODE, RENAMED, SCALARS
+from vecgym.records.columns import COLUMNS, PER_NODE, RENAMED
+from vecgym.records.columns import SCALARS as SCALARS  # where it was before
 from vecgym.records.rows import counted, data_frame, present_name
-
-__all__ = ["SCALARS", "History", "Row"]
 
 
 class Row(rows.Row):
