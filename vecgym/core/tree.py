@@ -118,6 +118,16 @@ def _sequence(kind: Any, values: Iterable[Any]) -> Any:
     return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
+def form(x: Any) -> str:
+    """Return the type and shape of a tensor or array in words.
+
+    >>> import torch
+    >>> form(torch.ones(2, 3))
+    'float32 [2, 3]'
+    """
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
 def differentiated(x: object) -> bool:
     """Whether derivatives by `x` may be taken: it requires grad, or is inside a transform of `torch.func`.
 

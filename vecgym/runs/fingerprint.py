@@ -183,7 +183,7 @@ class _Fingerprint:
     def _array(self, x: Any) -> Parts:
         if isinstance(x, np.ndarray) and x.dtype.hasobject:
             return self._entries(x.tolist())
-        form = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        form = tree.form(x)
         if isinstance(x, Tensor) and (x.layout != torch.strided or x.device.type == "meta"):
             return [("", form)]
         one = math.prod(x.shape) == 1
