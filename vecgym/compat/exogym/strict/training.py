@@ -28,7 +28,7 @@ from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.core.rng import GlobalStates
 from vecgym.records.history import History
-from vecgym.runs.options import interrupts
+from vecgym.runs.interrupts import interrupts
 from vecgym.runs.recorder import Loggers
 from vecgym.strategy import per_rank
 
