@@ -26,7 +26,7 @@ from tests.fitting import STRATEGIES, Rows, dataset, fit, same, same_run
 from tests.models import make_data, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning
 from vecgym.core.errors import ProcessError
-from vecgym.records.history import MEASURED
+from vecgym.records.columns import MEASURED
 from vecgym.runs import links, multiprocess
 
 ROOT = Path(__file__).parent.parent

@@ -23,7 +23,7 @@ from tests.models import MLP, make_data
 from vecgym import CSVLogger, Logger, TensorBoardLogger, Trainer, VecgymWarning, WandbLogger
 from vecgym.models import GPT, Classifier
 from vecgym.optim import OptimSpec
-from vecgym.records.history import PER_NODE, SCALARS
+from vecgym.records.columns import PER_NODE, SCALARS
 from vecgym.records.loggers import _default_wandb_mode, read_csv
 from vecgym.strategy import (
     AllReduceStrategy,

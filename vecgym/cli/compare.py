@@ -163,12 +163,10 @@ def _data(args: argparse.Namespace) -> tuple[TokenWindows, TokenWindows, int]:
 
 
 def _model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
-    import torch
-
+    from vecgym.core import rng
     from vecgym.models import GPT
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(args.seed)
+    with rng.private(args.seed):
         return GPT(vocab_size, args.context, args.layers, args.heads, args.width)
 
 

@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vecgym.core import tree
 from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import is_regular, remove_partial, write_atomically
+from vecgym.core.rng import GlobalStates
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
-from vecgym.runs.fingerprint import checksum, described_data, digest
+from vecgym.runs.fingerprint import checksum, digest, fingerprint_of_data
 from vecgym.runs.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
@@ -68,7 +67,7 @@ class Snapshots:
         digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(simulation.num_local)]
         data = {
             "first batch of the training data": digest(torch.tensor(session.joined(digests))),
-            "training data": checksum(described_data(train.dataset, "data")),
+            "training data": checksum(fingerprint_of_data(train.dataset, "data")),
         }
         self.identity = identity(self.strategy, self.engine.model, simulation, train, options)
         self.arithmetic = arithmetic(simulation, options, self.device, session.num_processes, data)
@@ -77,7 +76,7 @@ class Snapshots:
         """Return all that evolves, for a file; None in processes other than the first. All processes call it."""
         names = ("params", "buffers", "optimizer", "strategy")
         everyone = self.session.gathered({name: vars(state)[name] for name in names}, self.device)
-        random_states = self.session.each(_random_states(self.device))
+        random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
         params = {**everyone.pop("params"), **self._frozen()}
@@ -135,7 +134,7 @@ class Snapshots:
         # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
         _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
-        _check_random_states(self._random_states(contents), self.device)
+        self._random_states(contents)
         rows = runfile.unpacked_rows(contents["rows"])
         self.recorder.ledger.load(contents["ledger"])
         if isinstance(self.simulation.strategy, PerRankStrategy):
@@ -147,14 +146,14 @@ class Snapshots:
 
     def set_random_states(self, contents: Mapping[str, Any]) -> None:
         """Set the global random generators, just before the first step."""
-        _set_random_states(self._random_states(contents), self.device)
+        self._random_states(contents).restore()
 
     def _frozen(self) -> dict[str, Tensor]:
         return {name: p[None] for name, p in self.engine.frozen.items()}
 
-    def _random_states(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+    def _random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
         states, rank = contents["random"], self.session.rank
-        return runfile.restored(states[rank] if len(states) == self.session.num_processes else states[0])
+        return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
@@ -327,42 +326,8 @@ def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = Fal
 
 def _placed(values: Any, template: Any, device: torch.device) -> Any:
     """Put tensors from a file where the run has them; `template` is the state at its start, which may have less."""
-    if isinstance(values, Tensor):
-        return values.to(template.device if isinstance(template, Tensor) else device, copy=True)
-    if isinstance(values, dict):
-        known = template if isinstance(template, dict) else {}
-        return {key: _placed(x, known.get(key), device) for key, x in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)(_placed(x, None, device) for x in values)
-    return values
 
+    def place(x: Tensor, like: Any) -> Tensor:
+        return x.to(like.device if isinstance(like, Tensor) else device, copy=True)
 
-# ------------------------------------------------------------------------------------------- random generators
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of the global generators, from which a user's logger, strategy or data may draw."""
-    own: Callable[[], Tensor] | None = getattr(getattr(torch, device.type, None), "get_rng_state", None)
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),  # noqa: NPY002
-        "python": random.getstate(),
-        device.type: own() if own is not None and device.type != "cpu" else None,
-    }
-
-
-def _check_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Raise an error for what no generator can be set to."""
-    torch.Generator().set_state(states["torch"])
-    np.random.RandomState().set_state(states["numpy"])
-    random.Random().setstate(states["python"])
-    if device.type != "cpu" and states.get(device.type) is not None:
-        torch.Generator(device=device).set_state(states[device.type])
-
-
-def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    random.setstate(states["python"])
-    if device.type != "cpu" and states.get(device.type) is not None:
-        getattr(torch, device.type).set_rng_state(states[device.type])
+    return tree.map_leaves(place, values, template)

@@ -144,14 +144,11 @@ def unpacked(value: Any) -> Any:
     >>> unpacked(packed({"a": torch.tensor([1.5, 2.0], dtype=torch.bfloat16), "b": (3, "text")}))
     {'a': tensor([1.5000, 2.0000], dtype=torch.bfloat16), 'b': (3, 'text')}
     """
-    if isinstance(value, _Packed):
-        if not value.data.size:  # no view of another type is taken of nothing
-            return torch.empty(value.shape, dtype=value.dtype)
+
+    def unpack(x: _Packed) -> Tensor:
+        if not x.data.size:  # no view of another type is taken of nothing
+            return torch.empty(x.shape, dtype=x.dtype)
         # A copy: what came through the pipe cannot be written to.
-        return torch.from_numpy(value.data.copy()).view(value.dtype).view(value.shape)
-    if isinstance(value, dict):
-        return {key: unpacked(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [unpacked(x) for x in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+        return torch.from_numpy(x.data.copy()).view(x.dtype).view(x.shape)
+
+    return tree.map_leaves(unpack, value, kind=_Packed)

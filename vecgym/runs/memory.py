@@ -230,15 +230,18 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
     return Kept(Part(P, nodes=num_nodes) if wide else Part(0, P), of_optimizer, strategy_part, mean and not wide)
 
 
-def _state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float], name: str = "") -> tuple[float, float]:
+def _state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float]) -> tuple[float, float]:
     """Return (shared, per node) bytes of modules' states on tiny parameters, at the size of the real ones."""
-    if isinstance(state, Tensor):
-        num_bytes = state.numel() * state.element_size() * ratios.get(name, 1.0)
-        wide = state.dim() > 0 and state.shape[0] == num_nodes > 1
-        return (0.0, num_bytes / num_nodes) if wide else (num_bytes, 0.0)
-    items = state.items() if isinstance(state, Mapping) else ((name, x) for x in state)
-    parts = [_state_bytes(x, num_nodes, ratios, key) for key, x in items]
-    return sum(shared for shared, _ in parts), sum(each for _, each in parts)
+    shared = each = 0.0
+    for path, x in tree.flatten(state):
+        if isinstance(x, Tensor):
+            name = next((key for kind, key in reversed(path) if kind is dict), "")
+            size = x.numel() * x.element_size() * ratios.get(name, 1.0)
+            if x.dim() > 0 and x.shape[0] == num_nodes > 1:
+                each += size / num_nodes
+            else:
+                shared += size
+    return shared, each
 
 
 def _widest(values: Any) -> int:

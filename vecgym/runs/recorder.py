@@ -16,7 +16,8 @@ from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
 from vecgym.engine.simulation import Metrics, State
-from vecgym.records.history import START, History, Row
+from vecgym.records.columns import START
+from vecgym.records.history import History, Row
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs.options import OnDivergence
 

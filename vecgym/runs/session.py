@@ -104,14 +104,14 @@ class Session:
         """
         if self.wire is None or self.num_processes == 1:
             return plain(values, "state")
-        here = dict(_flat(values))
+        here = dict(tree.flatten(values))
         forms = self.each({path: self._form(x) for path, x in here.items()})
         gathered = {}
         for path in dict.fromkeys(path for form in forms for path in form):
             value = self._gathered_leaf(here.get(path), [form.get(path) for form in forms], device)
             if self.rank == 0:
                 gathered[path] = plain(value, "state")
-        return _nested(gathered) if self.rank == 0 else None
+        return tree.unflatten(gathered) if self.rank == 0 else None
 
     def rows_here(self, values: Any) -> Any:
         """Return the rows of the nodes here in nested values of all nodes."""
@@ -145,33 +145,6 @@ class _Form(NamedTuple):
     rows: int
     shape: torch.Size
     dtype: torch.dtype
-
-
-Path = tuple[tuple[type, Any], ...]  # to a leaf of nested values: (dict, key), (list, index) ...
-
-
-def _flat(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of nested dicts, lists and tuples; empty ones are leaves themselves."""
-    if isinstance(values, dict) and values:
-        for key, x in values.items():
-            yield from _flat(x, (*path, (dict, key)))
-    elif isinstance(values, (list, tuple)) and values:
-        for i, x in enumerate(values):
-            yield from _flat(x, (*path, (type(values), i)))
-    else:
-        yield path, values
-
-
-def _nested(leaves: dict[Path, Any]) -> Any:
-    """Invert `_flat`."""
-    if () in leaves:
-        return leaves[()]
-    parts: dict[Any, dict[Path, Any]] = {}
-    for path, x in leaves.items():
-        parts.setdefault(path[0], {})[path[1:]] = x
-    (kind, _), *_ = parts
-    values = {key: _nested(part) for (_, key), part in parts.items()}
-    return values if kind is dict else kind(values.values())
 
 
 def _rows_equal(x: Tensor) -> bool:

@@ -6,13 +6,12 @@ import contextlib
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vecgym.core.errors import Damaged, ProcessError, VecgymWarning
+from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.links import Progress, unpacked
 
@@ -115,7 +114,7 @@ class Supervisor:
             self.on_message(rank, value)
         elif kind == "warning":
             text, ours = value
-            warnings.warn(text, VecgymWarning if ours else UserWarning, stacklevel=5)
+            warn(text, VecgymWarning if ours else UserWarning)
         elif kind == "return":
             self.results[rank] = value
         else:

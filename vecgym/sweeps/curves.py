@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.records.history import START, History
+from vecgym.records.columns import START
+from vecgym.records.history import History
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
 

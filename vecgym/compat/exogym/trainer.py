@@ -183,7 +183,7 @@ class Trainer:
             self.nodes = None if trainer.run is None else trainer.run.nodes
 
     def _fit_strict(self, config: strict.TrainConfig, loggers: Loggers, progress: bool) -> nn.Module:
-        for text in (*config.strategy.ignored, *self._ignored_modules(config.strategy)):
+        for text in strict.ignored(config.strategy):
             warn(f"EXO Gym ignores, and so does strict timing: {text}.")
         if self.val_dataset is not None and 0 < config.val_size < config.batch_size:
             raise ValueError(
@@ -196,13 +196,6 @@ class Trainer:
         strict.run(config, loggers, settings, progress, strict.StrictRun(self.history, self.ledger, self.nodes))
         average = {**nodes.mean(self.nodes.params), **nodes.mean(self.nodes.buffers)}
         return nodes.fill(self.model_orig, average)
-
-    def _ignored_modules(self, strategy: Strategy) -> list[str]:
-        """What is ignored of modules that the user has composed; a strategy knows what its own ignore."""
-        own = {
-            text for module in getattr(strategy, "communication_modules", ()) for text in getattr(module, "ignored", ())
-        }
-        return sorted(own - set(strategy.ignored))
 
     def _loggers(self, strategy: Strategy, name: str, options: Mapping[str, Any], **settings: Any) -> list[Logger]:
         """Where the run is logged."""

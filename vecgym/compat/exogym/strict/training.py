@@ -22,6 +22,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.strategies import Strategy
+from vecgym.compat.exogym.strict.behaviour import AsExoGym
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
@@ -249,7 +250,7 @@ def run(config: TrainConfig, loggers: Loggers, settings: dict[str, Any], progres
         def work(rank: int) -> None:
             model = copy.deepcopy(config.model).to(config.device)
             strategy = copy.deepcopy(config.strategy)
-            strategy.strict_timing = True
+            strategy.behaviour = AsExoGym()
             strategy._init_node(model, rank, num_nodes)
             own = copy.copy(config)
             own.rank, own.model, own.strategy = rank, model, strategy
