@@ -64,7 +64,8 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import TopKSparseCommunicator, compressed, quantised, with_compression
-from vecgym.strategy.sparta import RandomSelector, SparseCommunicator
+from vecgym.strategy.selectors import RandomSelector
+from vecgym.strategy.sparta import SparseCommunicator
 
 K = 5
 H = 5

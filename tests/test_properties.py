@@ -58,6 +58,7 @@ from vecgym.strategy import (
     GossipCommunicator,
     GossipStrategy,
     GradientAveraging,
+    Mean,
     PartitionedSelector,
     ProximalTerm,
     RandomSelector,
@@ -406,7 +407,7 @@ def for_one_node(strategy: Strategy) -> Strategy:
     """The same strategy with islands that one node can fill."""
     for module in strategy.communication_modules:
         if isinstance(module, AveragingCommunicator) and module.island_size is not None:
-            module.island_size = 1
+            module.average = Mean(1, module.weighting)
     return strategy
 
 
