@@ -14,7 +14,8 @@ from tests.helpers import Recording, assert_close, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import OptimSpec, verify
 from vecgym.collectives import StackedCollectives
-from vecgym.compress import PowerSGD, TopK
+from vecgym.compress import Chain, PowerSGD, Quantise, RandomK, TopK
+from vecgym.compress.codecs import Draw
 from vecgym.core.errors import VecgymWarning
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -269,6 +270,9 @@ PROCESSES: dict[str, Callable[[], CommunicationModule]] = {
     ),
     "streaming": lambda: OuterStep(Mean(), NESTEROV, H=4, fragments=2, delay=2, alpha=0.5),
     "streaming, sparse": lambda: OuterStep(Sparse(0.5, Mean(2)), NESTEROV, H=4, fragments=2, delay=3),
+    "top-k in two bits": lambda: OuterStep(
+        Compressed(Mean(), Chain(TopK(0.4), Quantise(2)), decay=0.95), NESTEROV, H=3
+    ),
     "a liar, mean": lambda: Gradients(Corrupted(Mean(), [1], lie)),
     "a liar, median": lambda: OuterStep(Corrupted(Robust("median"), [1], lie), NESTEROV, H=3),
     "codes to a server": lambda: Parameters(
@@ -372,3 +376,52 @@ def test_a_users_average() -> None:
     assert ours.state.strategy["0"]["count"].item() == 2
     assert ours.params["a"].shape[0] == K
     assert torch.equal(median(torch.tensor([[[3.0], [1.0], [2.0]]])), torch.tensor([[2.0]]))
+
+
+# ------------------------------------------------------------------------------------------------- codes of codes
+
+
+@pytest.mark.parametrize("k", [1, 3, 40])
+@pytest.mark.parametrize("first", ["topk", "randomk"])
+def test_a_few_values_in_two_bits(first: str, k: int) -> None:
+    """What is read is what the second codec makes of the values of the first, where these were."""
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one = TopK(k=k) if first == "topk" else RandomK(k / 40)
+    draw = Draw(lambda *ids: torch.Generator().manual_seed(sum(ids)), torch.arange(3))
+    codec = Chain(one, Quantise(2))
+    code = codec.encode(x, draw)
+    sent = one.decode(one.encode(x, draw), x)
+    largest = sent.flatten(1).abs().amax(1)[:, None, None]
+    expected = (sent / largest).round() * largest
+    assert_close({"x": codec.decode(code, x)}, {"x": expected}, 1e-6)
+    num_bytes = sum(y[0].nbytes for part, y in code.items() if part not in codec.shared)
+    assert num_bytes == -(-k // 4) + 4 + (4 * k if first == "topk" else 0)
+    gathered = {part: y[None] if part not in codec.shared else y[:, None] for part, y in code.items()}
+    for weights in (None, torch.tensor([[0.5, 0.2, 0.3]])):
+        shares = torch.full((3,), 1 / 3) if weights is None else weights[0]
+        mean = torch.tensordot(shares.double(), expected, 1)[None]
+        assert_close({"x": codec.average(gathered, x, weights)}, {"x": mean}, 1e-6)
+
+
+def test_a_chain_keeps_the_books() -> None:
+    """What was not sent is what is left, and a part of it comes back."""
+    codec = Chain(TopK(k=2), Quantise(2))
+    average, ctx = Compressed(Mean(), codec, decay=0.5), Context(StackedCollectives(2))
+    g = torch.Generator().manual_seed(3)
+    values = [{"w": torch.randn(2, 6, generator=g, dtype=torch.float64)} for _ in range(4)]
+    state = average.init(values[0], ctx)
+    e = torch.zeros(2, 6, dtype=torch.float64)
+    for x in values:
+        mean, state = average(x, state, ctx)
+        p = x["w"] + 0.5 * e
+        sent = codec.decode(codec.encode(p), p)
+        e = p - sent
+        assert_close({"w": mean["w"]}, {"w": sent.mean(0, keepdim=True)}, 1e-14)
+        assert_close(state["residual"], {"w": e}, 1e-14)
+
+
+def test_what_a_chain_refuses() -> None:
+    with pytest.raises(TypeError, match="sends no values that another codec"):
+        Chain(Quantise(8), TopK())
+    with pytest.raises(TypeError, match="give a codec"):
+        Chain(TopK(), "int8")  # type: ignore[arg-type]
