@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -516,7 +517,7 @@ def check_bits(name: str, value: Any) -> int:
     ...
     ValueError: quantization_bits=16 is not possible: values are sent in 8, 4 or 2 bits.
     """
-    if isinstance(value, bool) or value not in (2, 4, 8):
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value not in (2, 4, 8):
         raise ValueError(f"{name}={value!r} is not possible: values are sent in 8, 4 or 2 bits.")
     return int(value)
 
