@@ -241,6 +241,36 @@ def test_a_liar(rule: str) -> None:
     assert (far > 5) == (rule == "mean"), far
 
 
+@pytest.mark.parametrize(
+    "around", [lambda inner: Corrupted(inner, list(range(6)), lie), lambda inner: Private(inner, 1e-3, 1.0)]
+)
+def test_who_takes_no_part_keeps_what_it_has(around: Callable[[Average], Average]) -> None:
+    x, ctx = {"w": torch.arange(6.0)[:, None]}, Context(StackedCollectives(6))
+    how = around(Mean(participation=0.5))
+    active = how.active_nodes(ctx) or []
+    found, _ = how(x, {}, ctx)
+    assert [i for i in range(6) if torch.equal(found["w"][i], x["w"][i])] == [i for i in range(6) if i not in active]
+
+
+@pytest.mark.parametrize("how", [Mean(participation=0.6), Sparse(1.0, Mean(participation=0.6))])
+def test_late_averages_of_those_who_took_part(how: Average) -> None:
+    """What some agreed on is written by them, whoever takes part by then."""
+    H, delay, steps = 2, 3, 11
+    ours = run(Two(), of(Parameters(how, every=H, delay=delay)), batches(steps), seed=SEED)
+    nodes, under_way = [Node() for _ in range(K)], {}
+    for t, c in enumerate(batches(steps)):
+        ctx = Context(StackedCollectives(K), t, steps, SEED, exchange=t // H)
+        active = how.active_nodes(ctx) or []
+        for i in active:
+            nodes[i].train(c[i])
+        if (t + 1) % H == 0:
+            mean = {name: torch.stack([nodes[i].theta[name] for i in active]).mean(0) for name in ("a", "b")}
+            under_way[t + delay] = active, mean
+        for i in under_way.get(t, ([], {}))[0]:
+            nodes[i].theta = dict(under_way[t][1])
+    check(nodes, ours.params)
+
+
 def test_the_median_in_islands() -> None:
     comm, x = Recording(6), {"w": torch.arange(6.0)[:, None] ** 2}
     ctx = Context(comm, seed=3)

@@ -49,6 +49,7 @@ from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    Compressed,
     Context,
     DeMoCommunicator,
     DeMoStrategy,
@@ -58,16 +59,21 @@ from vecgym.strategy import (
     GossipCommunicator,
     GossipStrategy,
     GradientAveraging,
+    Gradients,
     Mean,
+    OuterStep,
+    Parameters,
     PartitionedSelector,
     ProximalTerm,
     RandomSelector,
+    Robust,
     ServerCommunicator,
     ServerOptimizer,
     SparseCommunicator,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    SyncWeight,
     TopKSparseCommunicator,
     compressed,
     delayed,
@@ -927,6 +933,23 @@ ARGUMENTS: dict[type, Changes] = {
     ),
     ProximalTerm: Changes(
         with_module(ProximalTerm, AveragingCommunicator(H=6)), {"mu": 0.5, "H": 2}, {"mu": 2.0, "H": 3}
+    ),
+    Gradients: Changes(with_module(Gradients), {"average": Mean()}, {"average": Robust("median")}),
+    Parameters: Changes(
+        with_module(Parameters), {"average": Mean()}, {"average": Mean(2), "every": SyncWeight(WEIGHTS), "delay": 2}
+    ),
+    OuterStep: Changes(
+        with_module(OuterStep),
+        {"average": Mean(), "H": 2},
+        {
+            "average": Compressed(Mean(), "topk"),
+            "outer_optim": OptimSpec(SGD, lr=0.7),
+            "H": 3,
+            "fragments": 2,
+            "offsets": [1],
+            "delay": 1,
+            "alpha": 0.5,
+        },
     ),
     DiLoCoCommunicator: Changes(
         with_module(DiLoCoCommunicator),

@@ -22,7 +22,7 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
-from vecgym.strategy.average import Average, check_average, per_row, shown
+from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
 from vecgym.strategy.when import Late, Rounds, SyncWeight, When, as_when, blended, nothing, warn_if_too_late
 
@@ -149,7 +149,10 @@ class Parameters(Exchange):
             with ctx.comm.ledger.lagging(self.delay):
                 new, average = self.average.agree(params, average, replace(self._counted(ctx), inplace=False))
         due, queue = self._late.turn(new, state["queue"], ctx.step)
-        return self.average.write(due, params, ctx), {"average": average, "queue": queue}
+        before = ctx.step - self.delay  # when what is due was agreed on
+        keeping = self.average.keeping(replace(ctx, exchange=self.when.count(before))) if before >= 0 else None
+        written = self.average.write(due, params, ctx if keeping is None else replace(ctx, inplace=False))
+        return kept(keeping, params, written), {"average": average, "queue": queue}
 
     def stack_key(self) -> Hashable:
         """The interval; None for any average but the mean of all nodes, late ones and `SyncWeight`s.
@@ -330,7 +333,7 @@ class OuterStep(Exchange):
         if keeping is None:
             return new, changed
         keep = lambda old, new: old if old is new else torch.where(per_row(keeping, new), old, new)  # noqa: E731
-        return tree.map(keep, params, new), blended(state, changed, keep)
+        return kept(keeping, params, new), blended(state, changed, keep)
 
 
 def outer_spec(

@@ -8,12 +8,14 @@ from torch import Tensor
 from vecgym.compress import Quantise, check_bits
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
-from vecgym.strategy.average import Average, Mean, Sparse
+from vecgym.strategy.average import Average, Mean
 from vecgym.strategy.base import CommunicationModule, Strategy, check_interval
-from vecgym.strategy.compression import Compressed, TopKSparseCommunicator
+from vecgym.strategy.codes import Compressed
+from vecgym.strategy.compression import TopKSparseCommunicator
 from vecgym.strategy.diloco import DiLoCoCommunicator
 from vecgym.strategy.modules import Parameters
 from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
+from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.when import Rounds
 
 METHODS = ("random", "topk")
