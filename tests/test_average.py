@@ -210,6 +210,29 @@ def test_streaming_diloco(delay: int, alpha: float, differentiable: bool) -> Non
     assert lags == {delay}
 
 
+@pytest.mark.parametrize("delay", [0, 3])
+def test_streaming_diloco_of_those_who_take_part(delay: int) -> None:
+    """Who trains when a fragment is sent takes part, and takes the step later; all others keep what they have."""
+    H, steps, mean = 4, 19, Mean(participation=0.6)
+    module = OuterStep(mean, SLOW, H=H, fragments=2, delay=delay, alpha=0.5)
+    ours = run(Two(), of(module), batches(steps), seed=SEED)
+    nodes, under_way = [Node() for _ in range(K)], {}
+    for t, c in enumerate(batches(steps)):
+        active = mean.active_nodes(Context(StackedCollectives(K), t, steps, SEED, exchange=t // H)) or []
+        assert len(active) == 3
+        for i in active:
+            nodes[i].train(c[i])
+        for name, offset in (("a", 4), ("b", 6)):
+            if t + 1 >= offset and (t + 1 - offset) % H == 0:
+                moved = [nodes[i].outer[name] - nodes[i].theta[name] for i in active]
+                under_way[name, t + delay] = active, torch.stack(moved).mean(0)
+            members, delta = under_way.get((name, t), ([], torch.zeros(())))
+            for i in members:
+                nodes[i].step_outer(name, delta)
+                nodes[i].theta[name] = 0.5 * nodes[i].theta[name] + 0.5 * nodes[i].outer[name]
+    check(nodes, ours.params)
+
+
 @pytest.mark.parametrize("offsets", [[1, 3], [4, 2]])
 def test_offsets(offsets: list[int]) -> None:
     module = OuterStep(Mean(), SLOW, H=4, fragments=2, offsets=offsets)

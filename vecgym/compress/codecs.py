@@ -95,7 +95,11 @@ class Codec(ABC):
         """What a code stands for: `[R, *shape]` for R rows of code; `like`, `[L, *shape]`, has shape and dtype."""
 
     def num_values(self, n: int) -> int:
-        """The entries of the part `values` of the code of n values, where that is a shorter tensor of the same kind."""
+        """The entries of the part `values` of the code of n values, where that is a shorter tensor of the same kind.
+
+        >>> TopK(0.1).num_values(50), RandomK(0.2).num_values(50)
+        (5, 10)
+        """
         raise TypeError(f"{self!r} sends no values that another codec could make shorter: TopK and RandomK do.")
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:

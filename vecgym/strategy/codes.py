@@ -61,6 +61,7 @@ class Compressed(Around):
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.compress import TopK
+    >>> from vecgym.strategy import Mean
     >>> average, ctx = Compressed(Mean(), TopK(k=1)), Context(StackedCollectives(2))
     >>> x = {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
     >>> average(x, average.init(x, ctx), ctx)
