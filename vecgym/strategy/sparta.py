@@ -227,7 +227,7 @@ def _selector(selector: Selector | None, name: str, rate: float | None, default:
             f"index_selector={selector!r} is a {type(selector).__name__}; give a Selector, such as "
             "PartitionedSelector(0.01)."
         )
-    if rate is not None and rate != getattr(selector, "p", None):
+    if rate is not None and rate != selector.p:
         raise ValueError(
             f"{name}={rate!r} and index_selector={selector!r} say different things about what is exchanged: "
             "give one of them."
