@@ -129,23 +129,7 @@ class SPARTAStrategy(Strategy):
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
-        module: CommunicationModule
-        if compression_method not in (None, *METHODS):
-            allowed = ", ".join(map(repr, METHODS))
-            raise ValueError(
-                f"compression_method={compression_method!r} is not known; allowed: {allowed}, or None. Any average can "
-                "be compressed: compressed(module, method)."
-            )
-        if compression_method == "topk":
-            if index_selector is not None or delay != 0:
-                raise ValueError(
-                    'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
-                    "index_selector and delay."
-                )
-            module = TopKSparseCommunicator(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits)
-        else:
-            selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
-            module = SparseCommunicator(selector, delay=delay, quantization_bits=quantization_bits)
+        module = _exchange(p_sparta, index_selector, delay, compression_method, quantization_bits)
         super().__init__(
             inner_optim,
             communication_modules=[module],
@@ -233,3 +217,28 @@ def _selector(selector: Selector | None, name: str, rate: float | None, default:
             "give one of them."
         )
     return selector
+
+
+def _exchange(
+    p_sparta: float | None,
+    index_selector: Selector | None,
+    delay: int,
+    compression_method: str | None,
+    quantization_bits: int | None,
+) -> CommunicationModule:
+    """What the nodes exchange after every step."""
+    if compression_method not in (None, *METHODS):
+        allowed = ", ".join(map(repr, METHODS))
+        raise ValueError(
+            f"compression_method={compression_method!r} is not known; allowed: {allowed}, or None. Any average can "
+            "be compressed: compressed(module, method)."
+        )
+    if compression_method == "topk":
+        if index_selector is not None or delay != 0:
+            raise ValueError(
+                'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
+                "index_selector and delay."
+            )
+        return TopKSparseCommunicator(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits)
+    selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
+    return SparseCommunicator(selector, delay=delay, quantization_bits=quantization_bits)
