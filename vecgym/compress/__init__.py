@@ -1,23 +1,22 @@
 """What is sent instead of a whole tensor, and its bytes.
 
-Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; PowerSGD, two averages; a Compressor is one of these
+Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; Chain, one after the other; PowerSGD, two averages; a
+            Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
 Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
 Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
 Strongest:  strongest, mean_of_senders, topk_bytes
 """
 
+from vecgym.compress.chain import Chain
 from vecgym.compress.codecs import (
     Codec,
-    Compressor,
-    PowerSGD,
     Quantise,
     RandomK,
     Sign,
     TopK,
     check_bits,
     check_fraction,
-    make_codec,
 )
 from vecgym.compress.dct import (
     Grid,
@@ -33,8 +32,11 @@ from vecgym.compress.dct import (
     to_chunks,
     topk_bytes,
 )
+from vecgym.compress.methods import Compressor, make_codec
+from vecgym.compress.powersgd import PowerSGD
 
 __all__ = [
+    "Chain",
     "Codec",
     "Compressor",
     "Grid",

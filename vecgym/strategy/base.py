@@ -37,6 +37,7 @@ class Context:
             operations and reductions of each node by itself never do; a matrix product over all nodes may.
         lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
             which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
+        exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
 
     >>> from dataclasses import replace
     >>> from vecgym.collectives import StackedCollectives
@@ -58,6 +59,7 @@ class Context:
     rows: Tensor | None = None
     exact: bool = False
     lr: float | Tensor | None = None
+    exchange: int = 0
 
     def own(self, value: Any) -> Any:
         """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
@@ -87,6 +89,8 @@ class CommunicationModule:
 
     # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
     mean_gradient = False
+    # False where `active_nodes` never leaves out a node.
+    lets_rest = True
     # True where every method only passes on to `self.module`, at other times or in another form.
     passes_on = False
 
@@ -187,8 +191,7 @@ class CommunicationModule:
         raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
 
     def __repr__(self) -> str:
-        unset = {name for name in ("sync_weight", "resting") if getattr(self, name, None) is None}
-        shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -501,5 +504,5 @@ def _innermost(module: Any) -> CommunicationModule:
 
 
 def _lets_rest(module: CommunicationModule) -> bool:
-    """Whether some nodes may sit out: it has `active_nodes`, and does not say participation=1."""
-    return overrides(module, "active_nodes") and getattr(_innermost(module), "participation", 0) != 1
+    """Whether some nodes may sit out."""
+    return overrides(module, "active_nodes") and _innermost(module).lets_rest
