@@ -32,9 +32,9 @@ EXAMPLES = (3, 1, 4, 2)  # what each node's shard is said to hold
 
 
 # Those that take a value of each node another way than the rest.
-PER_NODE = ["allreduce", "fedprox-participation", "diloco", "gossip-ring", "demo", "demo-momentum"]
+PER_NODE = ["allreduce", "fedprox-participation", "diloco", "gossip", "demo", "demo-momentum"]
 EMPTY = ", and parameters without elements"
-SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip-ring", "demo"]  # one for each collective
+SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip", "demo"]  # one for each collective
 CASES: dict[str, Callable[[], Strategy]] = {
     **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in STRATEGIES.items()},
     **{f"{name}, a value for each node": partial(make_per_node, name, K) for name in PER_NODE},

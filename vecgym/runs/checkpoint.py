@@ -35,7 +35,6 @@ from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
 from vecgym.runs.session import Together
 from vecgym.strategy import Strategy
-from vecgym.strategy.per_rank import PerRankStrategy
 
 NAME = "step-{:09d}.pt"
 FORM: dict[str, Any] = {
@@ -113,22 +112,21 @@ class Run:
 
     def held(self, state: State) -> dict[str, Any] | None:
         """All of it, for a file; None in processes other than the first. All processes call it."""
-        names = ("params", "buffers", "optimizer", "strategy")
-        everyone = self.together.gathered({name: getattr(state, name) for name in names}, self.device)
+        evolving = {name: x for name, x in vars(state).items() if name != "step"}
+        everyone = self.together.gathered(evolving, self.device)
         random_states = self.together.each(_random_states(self.device))
         if everyone is None:
             return None
         params = {**everyone.pop("params"), **{n: p[None] for n, p in self.simulation.engine.frozen.items()}}
-        history, strategy = self.recorder.history, self.simulation.strategy
+        history = self.recorder.history
         num_nodes, num_steps = self.simulation.comm.num_nodes, self.simulation.max_steps
-        ranks = strategy.state() if isinstance(strategy, PerRankStrategy) else None
         return {
             **runfile.record(self.model, num_nodes, state.step, params, everyone.pop("buffers"), history),
             "identity": self.identity,
             "arithmetic": self.arithmetic,
             "learning_rates": learning_rates(self.strategy, num_steps, num_nodes),
             "state": everyone,
-            "ranks": ranks,
+            "ranks": self.simulation.strategy.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
             "random": random_states,
@@ -169,6 +167,8 @@ class Run:
         _check_alike({kind: models[kind] for kind in given}, given, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         values = runfile.restored({"params": trained, "buffers": models["buffers"], **held["state"]})
+        # Files of earlier versions do not say it; one row where all nodes, of a process each, have done the same.
+        values["node_steps"] = values.get("node_steps", torch.tensor([held["step"]])).expand(comm.num_nodes).clone()
         placed = _placed(own(values), vars(template), self.device)
         # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
@@ -176,8 +176,8 @@ class Run:
         _check_random_states(self._random_states(held), self.device)
         rows = runfile.unpacked_rows(held["rows"])
         self.recorder.ledger.load(held["ledger"])
-        if isinstance(self.simulation.strategy, PerRankStrategy):
-            self.simulation.strategy.load(runfile.restored(held["ranks"]))
+        if held["ranks"] is not None:
+            self.simulation.strategy.load_hidden_state(runfile.restored(held["ranks"]))
         for name, p in frozen.items():
             p.copy_(models["params"][name][0])
         self.recorder.history.rows = rows

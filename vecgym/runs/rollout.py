@@ -27,7 +27,7 @@ from vecgym.engine.simulation import Simulation, State
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.strategy import Strategy
-from vecgym.strategy.per_rank import is_per_rank
+from vecgym.strategy.per_rank import as_strategy
 
 
 class Outcome(NamedTuple):
@@ -123,7 +123,7 @@ def rollout(
     num_nodes, seed = check.integer("num_nodes", num_nodes), check.seed("seed", seed)
     num_examples = _checked_examples(num_examples, num_nodes)
     steps = as_steps(batches, num_nodes)
-    _check(strategy, steps, eval_batch, num_nodes, segments)
+    _check(model, strategy, steps, eval_batch, num_nodes, segments)
     with Readable():
         strategy.check(num_nodes, len(steps))
     local = prepared(model, engine, steps[0])
@@ -348,7 +348,7 @@ def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None
 
 
 def _trees(state: State) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in ("params", "buffers", "optimizer", "strategy")}
+    return {name: x for name, x in vars(state).items() if name != "step"}
 
 
 class _Slot(int):
@@ -437,10 +437,10 @@ def as_steps(batches: Any, num_nodes: int) -> list[Any]:
     return steps
 
 
-def _check(strategy: Any, steps: list[Any], eval_batch: Any, num_nodes: int, segments: Any) -> None:
+def _check(model: nn.Module, strategy: Any, steps: list[Any], eval_batch: Any, num_nodes: int, segments: Any) -> None:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy is of type {type(strategy).__name__}; give a Strategy such as DiLoCoStrategy(H=10).")
-    if is_per_rank(strategy):
+    if not as_strategy(strategy, model).pure:
         raise ValueError(
             f"{type(strategy).__name__} is written for one rank and runs on threads, through which no derivatives can "
             "be taken: write it as a CommunicationModule."

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from vecgym.collectives.distributed import (
 )
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.topology import Groups, Mixing
-from vecgym.compress.codecs import TopK
 from vecgym.core import tree
 from vecgym.core.check import integer, kind_of
 from vecgym.core.rng import GlobalStates
@@ -36,17 +36,8 @@ from vecgym.records.rows import counted
 from vecgym.runs import multiprocess
 from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
 from vecgym.runs.options import check_strategy, checked
-from vecgym.strategy import (
-    AllReduceStrategy,
-    Context,
-    DeMoStrategy,
-    DiLoCoStrategy,
-    FedAvgStrategy,
-    GossipStrategy,
-    SPARTADiLoCoStrategy,
-    SPARTAStrategy,
-    Strategy,
-)
+from vecgym.strategy import AllReduceStrategy, Context, Strategy
+from vecgym.strategy.catalogue import CATALOGUE
 
 __all__ = ["STRATEGIES", "Check", "Difference", "Finding", "Report", "verify"]
 
@@ -57,20 +48,9 @@ ORDER_OF_SUMS = (
     "is rounded, ranked or compared can fall to the other side by that. float64 makes it rare."
 )
 
-# What `vecgym verify` knows by name: every way to communicate that the strategies have.
+# What `vecgym verify` knows by name.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "allreduce": lambda: AllReduceStrategy("adamw", lr=1e-2, max_norm=1.0),
-    "fedavg": lambda: FedAvgStrategy("adamw", H=3, lr=1e-2),
-    "fedavg-islands": lambda: FedAvgStrategy("adamw", H=3, island_size=2, lr=1e-2),
-    "fedavg-participation": lambda: FedAvgStrategy("sgd", H=3, participation=0.5, lr=0.1),
-    "fedavg-server": lambda: FedAvgStrategy("sgd", H=3, server_optim="adam", server_lr=0.01, lr=0.1),
-    "diloco": lambda: DiLoCoStrategy("adamw", H=3, lr=1e-2),
-    "diloco-topk": lambda: DiLoCoStrategy("adamw", H=3, lr=1e-2, compression=TopK(0.1)),
-    "demo": lambda: DeMoStrategy(compression_topk=8, compression_chunk=16, lr=1e-3),
-    "sparta": lambda: SPARTAStrategy(0.1, "adamw", lr=1e-2),
-    "sparta-diloco": lambda: SPARTADiLoCoStrategy(0.1, 2, 3, "adamw", lr=1e-2),
-    "gossip": lambda: GossipStrategy("ring", inner_optim="adamw", lr=1e-2),
-    "gossip-matching": lambda: GossipStrategy("random_matching", inner_optim="adamw", lr=1e-2),
+    name: partial(row.make, inner_optim="adamw", lr=1e-2, max_norm=1.0) for name, row in CATALOGUE.items()
 }
 
 
@@ -228,6 +208,7 @@ def verify(
     ...         self.w = nn.Parameter(torch.zeros(()))
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
+    >>> from vecgym.strategy import FedAvgStrategy
     >>> report = verify(FedAvgStrategy("sgd", H=2, lr=0.1), Line(), torch.arange(32.0), steps=4)
     >>> report.passed, [check.name for check in report.checks], report.checks[0].worst("params")
     (True, ['exact', 'native'], 0.0)
@@ -526,7 +507,7 @@ def compare_with_ddp(given: Run, wire: Wire) -> tuple[Difference, ...]:
     with torch.enable_grad():
         for step in range(given.steps):
             form.step(step)
-            lr = float(strategy.lr(Context(form.comm, step, given.steps, given.seed)))
+            lr = float(strategy.lr(Context(form.comm, step=step, max_steps=given.steps, seed=given.seed)))
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("given_lr", group["lr"]) * (lr / base_lr)
             optimizer.zero_grad()

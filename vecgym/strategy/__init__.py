@@ -2,11 +2,11 @@
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
-Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); Strategy with a `step` for one rank, which calls
-             all_reduce, broadcast, all_gather
+Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); RankStrategy, whose `step` is that of one rank
+             and calls all_reduce, broadcast, all_gather
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
-             GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator
+             GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments
 Around one:  every(n, module), delayed(module, d), compressed(module, method); SyncWeight: how much at each step
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
@@ -29,7 +29,8 @@ from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy
-from vecgym.strategy.per_rank import all_gather, all_reduce, broadcast
+from vecgym.strategy.moments import Moments
+from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.relaxed import SyncWeight
 from vecgym.strategy.sparta import (
     PartitionedSelector,
@@ -56,10 +57,12 @@ __all__ = [
     "GossipCommunicator",
     "GossipStrategy",
     "GradientAveraging",
+    "Moments",
     "OptimSpec",
     "PartitionedSelector",
     "ProximalTerm",
     "RandomSelector",
+    "RankStrategy",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
     "ScheduledSelector",

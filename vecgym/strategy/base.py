@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.core import check, nodes, rng
@@ -17,6 +17,7 @@ from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
 
 State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
+Slots = dict[str, Tree]  # slot -> parameter -> [1 or L, *]: what an inner optimizer keeps of each parameter
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,11 @@ class Context:
 
     Attributes:
         comm: the collectives, the only way to other nodes.
-        step: optimizer steps done before this one, so 0 in the first.
+        step: steps of the run done before this one, so 0 in the first.
+        node_steps: optimizer steps that each node here has done before this one, `[L]` integers: fewer than `step`
+            for a node that sat some out. When not given, `step` for all.
+        active: the ids of the nodes that train in this step, ascending; None: all, or not yet decided
+            (`active_nodes` decides).
         max_steps: the length of the run.
         seed: the run's seed; random numbers come from `generator`.
         num_examples: of each node's shard, [K]; None where not known.
@@ -46,10 +51,15 @@ class Context:
     True
     >>> replace(ctx, rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
     tensor([0.2000, 0.4000])
+    >>> ctx.node_steps
+    tensor([3, 3, 3, 3])
     """
 
     comm: Collectives
+    _: KW_ONLY
     step: int = 0
+    node_steps: Tensor = None  # type: ignore[assignment]  # a tensor after __post_init__
+    active: tuple[int, ...] | None = None
     max_steps: int = 1
     seed: int = 0
     inplace: bool = False
@@ -58,6 +68,21 @@ class Context:
     rows: Tensor | None = None
     exact: bool = False
     lr: float | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.node_steps is None:
+            object.__setattr__(self, "node_steps", torch.full((len(self.comm.node_ids),), self.step))
+
+    def of_rows(self, rows: Tensor) -> Context:
+        """The same for some of the nodes here, given by their places among these.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> ctx = Context(StackedCollectives(3), node_steps=torch.tensor([5, 0, 2])).of_rows(torch.tensor([0, 2]))
+        >>> ctx.rows, ctx.node_steps
+        (tensor([0, 2]), tensor([5, 2]))
+        """
+        ids = rows if self.rows is None else self.rows[rows]
+        return replace(self, rows=ids, node_steps=self.node_steps[rows])
 
     def own(self, value: Any) -> Any:
         """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
@@ -152,6 +177,20 @@ class CommunicationModule:
         """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
         return params, state
 
+    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        """After the optimizer, and before `exchange_parameters`: what it keeps, `{slot: {parameter: [1 or L, *]}}`.
+
+        The slots are torch's, such as AdamW's "exp_avg" and "exp_avg_sq"; there are none if the optimizer keeps
+        nothing. Only tensors of the shape of their parameter are shown.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import Moments
+        >>> moments, ctx = {"exp_avg": {"w": torch.tensor([1.0, 3.0])}}, Context(StackedCollectives(2))
+        >>> Moments().exchange_moments(moments, {}, ctx)[0]
+        {'exp_avg': {'w': tensor([2.])}}
+        """
+        return moments, state
+
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         """Of the module's own optimizer at this step, to be recorded; None: it has none.
 
@@ -168,7 +207,8 @@ class CommunicationModule:
     def stack_key(self) -> Hashable:
         """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
 
-        It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr`.
+        It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr` and
+        `ctx.active`.
 
         >>> from vecgym.strategy import AveragingCommunicator
         >>> AveragingCommunicator(H=5).stack_key(), AveragingCommunicator(H=5, island_size=2).stack_key()
@@ -196,7 +236,7 @@ class Strategy:
     """How the nodes are trained: communication modules around one inner optimizer.
 
     A step is: gradients; the modules' `exchange_gradients`, in order; clipping; the inner optimizer; the
-    modules' `exchange_parameters`, in order.
+    modules' `exchange_moments`, then their `exchange_parameters`, in order.
 
     Args:
         inner_optim: a name ("adamw", "sgd", ...), an `OptimSpec`, or a `torch.optim.Optimizer` class; AdamW
@@ -227,6 +267,9 @@ class Strategy:
     >>> params, strategy.exchange_parameters(params, modules, ctx)[0]
     ({'w': tensor([-0.0500, -0.1500])}, {'w': tensor([-0.1000])})
     """
+
+    # True where all that evolves is in the states that the methods take and give back.
+    pure = True
 
     def __init__(
         self,
@@ -331,6 +374,18 @@ class Strategy:
             state = {**state, str(i): changed}
         return params, state
 
+    def exchange_moments(self, optimizer: State, params: Tree, state: State, ctx: Context) -> tuple[State, State]:
+        """What is exchanged of the inner optimizer's state: each module in turn."""
+        exchanging = [(i, m) for i, m in enumerate(self.communication_modules) if overrides(m, "exchange_moments")]
+        if not exchanging:
+            return optimizer, state
+        ctx = self._told(ctx)
+        moments = moments_in(optimizer, params)
+        for i, module in exchanging:
+            moments, changed = contract.exchange_moments(module, moments, state[str(i)], ctx)
+            state = {**state, str(i): changed}
+        return with_moments(optimizer, moments), state
+
     def _told(self, ctx: Context) -> Context:
         """What the modules may know: the inner learning rate too."""
         return ctx if ctx.lr is not None or not self.communication_modules else replace(ctx, lr=self.lr(ctx))
@@ -347,42 +402,12 @@ class Strategy:
                 "step: give participation=1, or a module that exchanges parameters."
             )
 
-    # What a strategy written for one rank builds on; see `vecgym.strategy.per_rank`. Overriding `step` makes one.
+    def hidden_state(self) -> Any:
+        """What evolves outside of the states, for a file: None where the strategy is `pure`."""
+        return None
 
-    model: nn.Module
-    rank: int
-    num_nodes: int
-    max_steps: int
-    local_step: int
-    optim: torch.optim.Optimizer
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Per rank: called once, with the node's own model. Builds `self.optim`."""
-        self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
-        self.optim = self.inner_optim.build([p for p in model.parameters() if p.requires_grad])
-        self._set_lr()
-
-    def step(self) -> None:
-        """Per rank: what a node does with its gradients, `p.grad`; call it last, it advances the schedule.
-
-        >>> from vecgym.strategy import all_reduce
-        >>> class DDP(Strategy):
-        ...     def step(self):
-        ...         for p in self.model.parameters():
-        ...             all_reduce(p.grad, op="mean")
-        ...         self.optim.step()
-        ...         super().step()
-        >>> DDP("sgd", lr=0.1)
-        DDP(OptimSpec(SGD, lr=0.1))
-        """
-        self.local_step += 1
-        self._set_lr()
-
-    def _set_lr(self) -> None:
-        schedule = make_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.cosine_anneal)
-        for group in self.optim.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-            group["lr"] = group["initial_lr"] * schedule(self.local_step)
+    def load_hidden_state(self, state: Any) -> None:
+        """Take what `hidden_state` has given; `init` has been called."""
 
     def __repr__(self) -> str:
         parts = [repr(self.inner_optim), *map(repr, self.communication_modules)]
@@ -449,6 +474,32 @@ def optimizer_step(
     return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
 
+def moments_in(optimizer: State, params: Tree) -> Slots:
+    """What the state of an inner optimizer holds in the shape of the parameters.
+
+    >>> params = {"w": torch.zeros(1, 3)}
+    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
+    ['exp_avg', 'exp_avg_sq']
+    """
+    slots = {slot: values for slot, values in _slots(optimizer).items() if isinstance(values, dict)}
+    found = {
+        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
+        for slot, values in slots.items()
+    }
+    return {slot: values for slot, values in found.items() if values}
+
+
+def with_moments(optimizer: State, moments: Slots) -> State:
+    """The state of an inner optimizer with other `moments_in` it."""
+    held = _slots(optimizer)
+    changed = {**held, **{slot: {**held[slot], **values} for slot, values in moments.items()}}
+    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
+
+
+def _slots(optimizer: State) -> dict[str, Any]:
+    return optimizer.get("tensors", optimizer)  # a PerNodeRule keeps what is no tensor apart
+
+
 def check_interval(name: str, value: Any) -> int:
     """Return `value` if it is an integer >= 1, a number of optimizer steps.
 
@@ -479,6 +530,12 @@ def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[Communicat
             raise TypeError(
                 f"communication_modules has a {type(module).__name__}; each must be a CommunicationModule, "
                 "such as AveragingCommunicator(H=10)."
+            )
+        own = type(module).exchange_moments is not CommunicationModule.exchange_moments
+        if overrides(module, "exchange_moments") and not own:
+            raise ValueError(
+                f"{module!r} does not pass on the moments that the module in it exchanges: give that module by itself, "
+                "or in every(n, module)."
             )
     return tuple(modules)
 

@@ -12,7 +12,7 @@ from vecgym.core import check
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
-from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
+from vecgym.strategy.base import CommunicationModule, Context, Slots, State, check_interval
 
 
 def every(n: int, module: CommunicationModule) -> CommunicationModule:
@@ -75,7 +75,7 @@ def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
     >>> module, params, comm = delayed(Halve(), 2), {"w": torch.tensor([8.0])}, StackedCollectives(1)
     >>> state = module.init(params, Context(comm))
     >>> for step in range(3):
-    ...     params, state = module.exchange_parameters(params, state, Context(comm, step))
+    ...     params, state = module.exchange_parameters(params, state, Context(comm, step=step))
     ...     print(params["w"])
     tensor([8.])
     tensor([8.])
@@ -134,6 +134,12 @@ class _Every(CommunicationModule):
             return grads, state
         with ctx.comm.ledger.stretched(self.n):
             return self.module.exchange_gradients(grads, state, self._inner(ctx))
+
+    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        if (ctx.step + 1) % self.n != 0:
+            return moments, state
+        with ctx.comm.ledger.stretched(self.n):
+            return self.module.exchange_moments(moments, state, self._inner(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if (ctx.step + 1) % self.n != 0:
