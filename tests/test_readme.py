@@ -60,7 +60,7 @@ def test_figures_are_described_and_small() -> None:
 def test_the_floors_are_those_that_are_tested() -> None:
     rows = re.findall(r"^\| (\d) \| (.*) \|$", TEXT.split("\n## Architecture\n")[1].split("\n## ")[0], re.MULTILINE)
     named = [{name.rstrip("/") for name in re.findall(r"`(\w+/?)`", modules)} for _, modules in rows]
-    assert named == [set(names.split()) - {"__main__"} for names in FLOORS]
+    assert named == [set(names.split()) for names in FLOORS if names != "__main__"]
 
 
 CONTRIBUTING = TEXT.split("\n## Contributing\n")[1].split("\n## ")[0]

@@ -62,7 +62,7 @@ from vecgym.sweeps import LogUniform, SweepResult, Uniform, sweep
 
 moved.install(sys.modules[__name__])
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CSVLogger",

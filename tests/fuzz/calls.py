@@ -415,6 +415,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.runs.verification.Report": {
         "strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},
     "vecgym.sweep": {**_LR, "device": lambda: "cpu", "num_nodes": lambda: K},
+    "vecgym.compat.exogym.CommunicateOptimizeStrategy": {
+        "communication_modules": lambda: [exogym.AveragingCommunicator()]},
     "vecgym.compat.exogym.Trainer": {"val_dataset": lambda: None},
     "vecgym.compat.exogym.Trainer.fit": {
         "num_nodes": lambda: K, "strategy": lambda: exogym.SimpleReduceStrategy("sgd")},

@@ -36,7 +36,7 @@ from vecgym import cli
 from vecgym.data import text
 from vecgym.records.history import MEASURED, History
 from vecgym.records.loggers import CSVLogger, read_csv
-from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy, all_reduce
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, RankStrategy, Strategy, all_reduce
 
 NAME = "files"
 LIMIT_S = 5.0
@@ -64,7 +64,7 @@ class WithBuffer(nn.Module):
         return (self.w - x + self.shift).square().mean()
 
 
-class OneRank(Strategy):
+class OneRank(RankStrategy):
     """DDP, as one node sees it."""
 
     def step(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import json
 import netrc
 import os
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.core.files import is_regular
 from vecgym.records.history import PER_NODE, SCALARS, History
 
@@ -131,7 +133,7 @@ class CSVLogger(Logger):
 
 
 def read_csv(directory: str | os.PathLike[str]) -> History:
-    """The history that a `CSVLogger` wrote, with its settings.
+    """The history that a `CSVLogger` wrote, with its settings; a last line that was cut off is left out, and warns.
 
     Raises:
         ValueError: for a directory without the files of a run, or with such that cannot be read.
@@ -170,7 +172,10 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
     if not is_regular(path):
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        lines, newline, cut_off = file.read().rpartition("\n")
+    if cut_off:  # of a number cut off, the rest is another number
+        warn(f"{path} ends within a line, which is left out: its writer was killed, or the disk was full.")
+    return list(csv.DictReader(io.StringIO(lines + newline, newline="")))
 
 
 class WandbLogger(Logger):

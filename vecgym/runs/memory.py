@@ -217,7 +217,7 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
     small, slots, modules = tiny, *strategy.init(tiny, ctx)
     rows = 1 if mean else num_nodes
     for step in range(min(PROBE_STEPS, max_steps)):
-        now = replace(ctx, step=step, node_steps=None)
+        now = replace(ctx, step=step, node_steps=ctx.node_steps + step)
         grads = {name: torch.ones(rows, *p.shape[1:], dtype=p.dtype) for name, p in small.items()}
         grads, modules = strategy.exchange_gradients(grads, modules, now)
         small, slots = strategy.optimize(small, grads, slots, now)

@@ -21,7 +21,7 @@ from vecgym.core.errors import DivergenceError
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
-from vecgym.data.batches import check_dataset
+from vecgym.data.checks import check_dataset
 from vecgym.engine import hooks
 from vecgym.engine.contract import check_model
 from vecgym.engine.local import Engine, EngineName, check_settings
@@ -280,7 +280,10 @@ class Trainer(Generic[M]):
         )  # fmt: skip
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
-            hooks.check_pickled(self.model)
+            alone = (
+                'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model'
+            )
+            hooks.check_pickled(self.model, f"{alone} itself")
             with self._alone():
                 return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (

@@ -30,6 +30,7 @@ from vecgym.core import tree
 from vecgym.core.check import integer, kind_of
 from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
+from vecgym.engine import hooks
 from vecgym.engine.local import Engine, check_settings
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records.rows import counted
@@ -220,7 +221,9 @@ def verify(
     check_settings(engine, None, None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {kind_of(model)}; give an nn.Module whose forward(batch) returns a loss.")
-    if dtype not in BOUNDS:
+    hooks.check_hooks(model)
+    hooks.check_pickled(model, "verify the strategy with a model that has none")
+    if not isinstance(dtype, torch.dtype) or dtype not in BOUNDS:
         raise ValueError(f"dtype={dtype} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
     check_divides(num_processes, num_nodes)
     strategy.check(num_nodes, steps)
