@@ -144,6 +144,12 @@ def test_a_period_is_an_integer(H: Any) -> None:
         Moments(H=H)
 
 
+@pytest.mark.parametrize("slots", [3, [], [1], {"exp_avg": 1}])
+def test_slots_are_names(slots: Any) -> None:
+    with pytest.raises(TypeError, match=r"slots=.* must be a name"):
+        Moments(slots)
+
+
 def test_a_wrapper_that_does_not_pass_them_on_is_refused() -> None:
     class Both(AveragingCommunicator):
         def exchange_moments(self, moments: Any, state: Any, ctx: Any) -> Any:

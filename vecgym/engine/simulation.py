@@ -70,12 +70,7 @@ class Simulation:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> strategy = FedAvgStrategy("sgd", H=3, lr=0.1)
     >>> simulation = Simulation(Line(), strategy, StackedCollectives(4), max_steps=3)
     >>> state = simulation.init()

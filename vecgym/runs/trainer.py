@@ -72,12 +72,7 @@ class Trainer(Generic[M]):
             `backend="distributed"` that of this process's nodes, with `backend="processes"` None.
 
     >>> from vecgym.strategy import DiLoCoStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> trainer = Trainer(Line(), torch.arange(8.0))
     >>> strategy = DiLoCoStrategy("sgd", H=2, inner_lr=0.1, outer_lr=0.5)
     >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, num_epochs=2, progress=False)
@@ -119,12 +114,7 @@ class Trainer(Generic[M]):
         >>> from pathlib import Path
         >>> import vecgym
         >>> from vecgym.strategy import FedAvgStrategy
-        >>> class Line(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.w = nn.Parameter(torch.zeros(()))
-        ...     def forward(self, x):
-        ...         return (self.w - x).square().mean()
+        >>> from vecgym.models import Line
         >>> trainer = Trainer(Line(), torch.arange(8.0))
         >>> strategy = FedAvgStrategy("sgd", lr=0.1)
         >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
@@ -153,12 +143,7 @@ class Trainer(Generic[M]):
             title: above the figure.
 
         >>> from vecgym.strategy import FedAvgStrategy
-        >>> class Line(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.w = nn.Parameter(torch.zeros(()))
-        ...     def forward(self, x):
-        ...         return (self.w - x).square().mean()
+        >>> from vecgym.models import Line
         >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", lr=0.1)
         >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
         >>> [axes.get_xlabel() for axes in trainer.plot().axes if axes.get_xlabel()]
@@ -402,12 +387,7 @@ class Trainer(Generic[M]):
         Not with `backend="processes"`, where the steps are made elsewhere.
 
         >>> from vecgym.strategy import FedAvgStrategy
-        >>> class Line(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.w = nn.Parameter(torch.zeros(()))
-        ...     def forward(self, x):
-        ...         return (self.w - x).square().mean()
+        >>> from vecgym.models import Line
         >>> class Telling(Trainer):
         ...     def after_step(self, row):
         ...         print(row["step"], row.get("train_loss"))

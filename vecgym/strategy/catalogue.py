@@ -73,6 +73,7 @@ class Row:
 
     Attributes:
         build: how it is made.
+        twin: the file in `tests/reference` that does the same in plain loops.
         about: one line on what the nodes exchange.
         sends: the bytes that a node sends, on average, in a run.
         alone: what happens to a single node after every H steps: "nothing" (plain training), "nesterov" (an outer step
@@ -87,6 +88,7 @@ class Row:
     """
 
     build: Callable[[Knobs], Strategy]
+    twin: str
     about: str
     sends: Callable[[Sent], float]
     alone: str | None = "nothing"
@@ -160,11 +162,13 @@ def _pairs(sent: Sent) -> float:
 CATALOGUE: dict[str, Row] = {
     "independent": Row(
         lambda knobs: Strategy(**knobs.inner),
+        twin="fedavg",
         about="nothing: every node trains by itself",
         sends=lambda sent: 0.0,
     ),
     "allreduce": Row(
         lambda knobs: AllReduceStrategy(**knobs.inner),
+        twin="allreduce",
         about="the mean gradient, every step",
         sends=lambda sent: sent.steps * sent.ring() * sent.model_bytes,
         replicated=True,
@@ -172,17 +176,20 @@ CATALOGUE: dict[str, Row] = {
     ),
     "fedavg": Row(
         lambda knobs: FedAvgStrategy(H=knobs.H, **knobs.inner),
+        twin="fedavg",
         about="the mean of the parameters, every H steps",
         sends=_rounds,
         compared=True,
     ),
     "fedavg-islands": Row(
         lambda knobs: FedAvgStrategy(H=knobs.H, island_size=2, **knobs.inner),
+        twin="fedavg",
         about="the mean of the parameters over random pairs of nodes, every H steps",
         sends=_islands_of_two,
     ),
     "fedavg-participation": Row(
         lambda knobs: FedAvgStrategy(H=knobs.H, participation=0.6, **knobs.inner),
+        twin="fedavg",
         about="the mean of the parameters of a sample of the nodes, at a server, every H steps",
         sends=_participants,
         averages=False,
@@ -192,6 +199,7 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: FedAvgStrategy(
             H=knobs.H, server_optim="adam", server_lr=0.05, server_betas=(0.8, 0.9), server_tau=0.01, **knobs.inner
         ),
+        twin="fedavg",
         about="a step of a server's Adam on the mean movement, every H steps",
         sends=lambda sent: sent.rounds * sent.model_bytes,
         alone="server adam",
@@ -199,12 +207,14 @@ CATALOGUE: dict[str, Row] = {
     ),
     "local-adam": Row(
         _local_adam,
+        twin="local_adam",
         about="the mean of the parameters and of the optimizer's moments, every H steps",
         sends=lambda sent: 3 * _rounds(sent),  # Adam's
         needs_moments=True,
     ),
     "diloco": Row(
         lambda knobs: DiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
+        twin="diloco",
         about="a step of an outer optimizer on the mean movement, every H steps",
         sends=_rounds,
         alone="nesterov",
@@ -214,19 +224,22 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: DiLoCoStrategy(
             H=knobs.H, outer_optim=knobs.outer_optim, compression=TopK(knobs.p), **knobs.inner
         ),
-        about="the same, of the largest movements only, with error feedback",
+        twin="compression",
+        about="a step of an outer optimizer on the largest movements, with error feedback, every H steps",
         sends=_strongest,
         alone=None,
         per_node=("residual",),
     ),
     "sparta": Row(
         lambda knobs: SPARTAStrategy(knobs.p, **knobs.inner),
+        twin="sparta",
         about="the mean of a random fraction p of the parameters, every step",
         sends=_drawn,
         compared=True,
     ),
     "sparta-diloco": Row(
         lambda knobs: SPARTADiLoCoStrategy(knobs.p, 1, knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
+        twin="sparta_diloco",
         about="SPARTA at every step, and DiLoCo's outer step every H",
         sends=lambda sent: _drawn(sent) + _rounds(sent),
         alone="nesterov",
@@ -234,18 +247,21 @@ CATALOGUE: dict[str, Row] = {
     ),
     "gossip": Row(
         lambda knobs: GossipStrategy("ring", **knobs.inner),
+        twin="gossip",
         about="the mean with both neighbours in a ring, every step",
         sends=lambda sent: sent.steps * 2.0 * sent.model_bytes,
         compared=True,
     ),
     "gossip-matching": Row(
         lambda knobs: GossipStrategy("random_matching", **knobs.inner),
+        twin="gossip",
         about="the mean of random pairs of nodes, every step",
         sends=lambda sent: sent.steps * sent.model_bytes,
         even=True,
     ),
     "demo": Row(
         _demo,
+        twin="demo",
         about="the strongest cosine components of a local momentum; the sign of their mean is the update",
         sends=_pairs,
         alone=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vecgym.core import check
 from vecgym.strategy.base import CommunicationModule, Context, Slots, State, check_interval
@@ -36,7 +37,10 @@ participation=1.0, weighting='equal'), Moments(slots=('exp_avg',), H=24))
     """
 
     def __init__(self, slots: str | Sequence[str] | None = None, H: int = 1) -> None:
-        self.slots = (slots,) if isinstance(slots, str) else None if slots is None else tuple(slots)
+        names = [slots] if isinstance(slots, str) else slots
+        if names is not None and not (isinstance(names, (list, tuple)) and names and all(map(_is_text, names))):
+            raise TypeError(f'slots={slots!r} must be a name such as "exp_avg", a list of names, or None: all.')
+        self.slots = None if names is None else tuple(names)
         self.H = check_interval("H", H)
 
     def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
@@ -51,3 +55,7 @@ participation=1.0, weighting='equal'), Moments(slots=('exp_avg',), H=24))
         if (ctx.step + 1) % self.H != 0:
             return moments, state
         return {**moments, **{slot: ctx.comm.mean(moments[slot]) for slot in chosen}}, state
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

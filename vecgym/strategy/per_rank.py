@@ -167,12 +167,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.engine.simulation import Simulation
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> class DDP(RankStrategy):
     ...     def step(self):
     ...         for p in self.model.parameters():
@@ -206,12 +201,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.engine.simulation import Simulation
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> class OfNodeOne(RankStrategy):
     ...     def step(self):
     ...         self.optim.step()
@@ -234,12 +224,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.engine.simulation import Simulation
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> class Median(RankStrategy):
     ...     def step(self):
     ...         for p in self.model.parameters():

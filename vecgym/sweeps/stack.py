@@ -87,12 +87,7 @@ class Stack:
     Two configurations with different learning rates:
 
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> engine, batch = Engine(Line()), torch.ones(2 * 3, 1)
     >>> _ = engine.prepare(batch)
     >>> members = [Member(Line(), FedAvgStrategy("sgd", lr=lr), 0, StackedCollectives(3)) for lr in (0.1, 0.5)]
