@@ -272,7 +272,16 @@ class Simulation:
 def exchange_moments(
     strategy: Strategy, optimizer: dict[str, Any], params: Tree, modules: dict[str, Any], ctx: Context
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's and the modules' states after `strategy.exchange_moments`, moments in the storage they had."""
+    """The optimizer's and the modules' states after `strategy.exchange_moments`, moments in the storage they had.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
+    >>> strategy = CommunicateOptimizeStrategy([Moments()], "adamw")
+    >>> optimizer = {"step": torch.ones(1), "exp_avg": {"w": torch.tensor([1.0, 3.0])}}
+    >>> params, ctx = {"w": torch.zeros(2)}, Context(StackedCollectives(2))
+    >>> exchange_moments(strategy, optimizer, params, {"0": {}}, ctx)[0]["exp_avg"]
+    {'w': tensor([2.])}
+    """
     exchanged, changed = strategy.exchange_moments(optimizer, params, modules, ctx)
     if exchanged is optimizer or not ctx.inplace:
         return exchanged, changed

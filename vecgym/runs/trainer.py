@@ -121,7 +121,7 @@ class Trainer(Generic[M]):
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     trainer.save(Path(folder, "run.pt"))
         ...     saved = vecgym.load(Path(folder, "run.pt"))
-        >>> saved, torch.equal(runfile.average["w"], averaged.w)
+        >>> saved, torch.equal(saved.average["w"], averaged.w)
         (Saved(2 nodes after step 2, 2 rows), True)
         """
         nodes = self.nodes

@@ -2,8 +2,8 @@
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
-Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); RankStrategy, whose `step` is that of one rank
-             and calls all_reduce, broadcast, all_gather
+Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
+             `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
              GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments

@@ -8,15 +8,13 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.core.tree import Tree
-
-if TYPE_CHECKING:
-    from vecgym.strategy.base import CommunicationModule, Context, Slots, State
+from vecgym.strategy.module import CommunicationModule, Context, Slots, State
 
 A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or of such dicts"
 
