@@ -17,7 +17,7 @@ PACKAGE = ROOT / "vecgym"
 
 # Every module, or package, of vecgym and its floor; a new one has to be put here.
 FLOORS = [
-    "core",
+    "core guide",
     "data models collectives compress optim",
     "strategy",
     "engine",

@@ -210,7 +210,8 @@ def test_wandb_two_runs_with_one_logger(quiet_wandb: Any, tmp_path: Path) -> Non
     [
         ({}, None, "offline"),
         ({"WANDB_API_KEY": "0" * 40}, None, "online"),
-        ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "0" * 40}, None, None),
+        ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "0" * 40}, None, "disabled"),
+        ({"WANDB_MODE": "dryrun"}, None, None),  # a name that only wandb knows
         ({}, "machine api.wandb.ai login user password secret", "online"),
         ({"WANDB_BASE_URL": "https://wandb.here:8080"}, "machine api.wandb.ai login user password secret", "offline"),
         ({"WANDB_BASE_URL": "https://wandb.here:8080"}, "machine wandb.here login user password secret", "online"),

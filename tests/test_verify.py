@@ -257,9 +257,10 @@ def test_processes_that_do_not_call_the_same_are_named(instead: bool) -> None:
     assert "; process 1: " + calls[instead] in text
 
 
-def test_rules_are_those_of_the_readme() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    contract = readme.split("### The contract")[1].split("### ")[0]
+def test_rules_are_those_of_the_guide() -> None:
+    page = vecgym.guide.writing_a_strategy.__doc__
+    assert page is not None
+    contract = page.split("## The contract")[1]
     assert [rule for rule in RULES.values() if rule not in contract] == []
 
 

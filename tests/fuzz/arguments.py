@@ -76,7 +76,8 @@ UNDERNEATH = (
     "vecgym.records.history.", "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.engine.simulation", "vecgym.collectives.topology",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
-    "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.plot.pareto_front",
+    "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
+    "vecgym.plot.pareto_front",
     "vecgym.plot.smooth", "vecgym.Ledger",
 )  # fmt: skip
 # ... but for these, which users call and give to a strategy, ...

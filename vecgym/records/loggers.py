@@ -194,7 +194,7 @@ class WandbLogger(Logger):
         mode: "online"; "offline", which needs no network and no account (`wandb sync DIR` uploads the run later);
             "disabled", which writes nothing. None: what `WANDB_MODE` says; else "online" with an API key, in
             `WANDB_API_KEY` or from `wandb login`, and "offline" without.
-        directory: where the files go, in `wandb/` there; None: the current directory.
+        directory: where the files go, in `wandb/` there; None: `WANDB_DIR`, or else the current directory.
         per_node: log each node's number as well, `train_losses/node_3`.
 
     Attributes:
@@ -255,7 +255,7 @@ class WandbLogger(Logger):
             how.pop("resume", None)  # wandb would say that it has no effect there
         self.run = self._wandb.init(
             project=self.project, name=self.name, entity=self.entity, mode=mode, id=settings.get("run_id"),
-            dir=None if self.directory is None else str(self.directory),
+            dir=str(self.directory or os.environ.get("WANDB_DIR") or Path.cwd()),
             config=json.loads(json.dumps(settings, default=str)), reinit="create_new", **how,
         )  # fmt: skip
 
@@ -272,8 +272,9 @@ class WandbLogger(Logger):
 
 def _default_wandb_mode() -> str | None:
     """Never one that would ask, or wait, for an account."""
-    if os.environ.get("WANDB_MODE"):
-        return None  # wandb reads it
+    mode = os.environ.get("WANDB_MODE")
+    if mode:  # wandb itself reads it only once in a process
+        return mode if mode in get_args(WandbMode) else None
     if os.environ.get("WANDB_API_KEY"):
         return "online"
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

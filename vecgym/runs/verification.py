@@ -126,7 +126,8 @@ def verify(
 
     Returns:
         A `Report`; `report.passed`, and `print(report)`. A check that fails names the first step, tensor and node that
-        differ, and the rule of the contract (README) that is most probably broken: `check.finding`.
+        differ, and the rule of the contract that is most probably broken, see
+        `vecgym.guide.writing_a_strategy`: `check.finding`.
 
     Raises:
         ValueError, TypeError: for arguments that cannot work.

@@ -174,7 +174,7 @@ def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), strict_ti
     sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
     install(strict_timing)
     try:
-        runpy.run_path(path, run_name="__main__")
+        runpy.run_path(os.fspath(path), run_name="__main__")
     finally:
         uninstall()
         sys.argv, sys.path[:] = before
