@@ -14,7 +14,7 @@ from vecgym.core.tree import Tree, leaves
 from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
-from vecgym.strategy.module import CommunicationModule, Context, Slots, State, innermost, overrides
+from vecgym.strategy.communication import CommunicationModule, Context, Slots, State, innermost, overrides
 
 __all__ = [
     "CommunicateOptimizeStrategy",

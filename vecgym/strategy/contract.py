@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.core.tree import Tree
-from vecgym.strategy.module import CommunicationModule, Context, Slots, State
+from vecgym.strategy.communication import CommunicationModule, Context, Slots, State
 
 A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or of such dicts"
 

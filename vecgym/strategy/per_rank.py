@@ -28,8 +28,8 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import make_schedule
 from vecgym.strategy.base import Strategy
+from vecgym.strategy.communication import Context, State
 from vecgym.strategy.meeting import Meeting, here, is_rank, run_ranks
-from vecgym.strategy.module import Context, State
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:

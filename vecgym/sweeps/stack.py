@@ -24,7 +24,7 @@ from vecgym.engine.simulation import exchange_moments
 from vecgym.optim import clip_grad_norm
 from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
 from vecgym.strategy import CommunicationModule, Context, Strategy
-from vecgym.strategy.module import overrides
+from vecgym.strategy.communication import overrides
 from vecgym.strategy.per_rank import as_strategy
 
 # A merged exchange holds what would be one row for a configuration, such as outer parameters, once for each node. Of
