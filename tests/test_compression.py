@@ -64,7 +64,8 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import TopKSparseCommunicator, compressed, quantised, with_compression
-from vecgym.strategy.sparta import RandomSelector, SparseCommunicator
+from vecgym.strategy.selectors import RandomSelector
+from vecgym.strategy.sparta import SparseCommunicator
 
 K = 5
 H = 5
@@ -825,7 +826,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "sparse fraction": (lambda: TopKSparseCommunicator(2.0), ValueError, "fraction=2.0"),
     "bits": (lambda: Quantise(5), ValueError, "bits=5"),
     "sparse bits": (lambda: TopKSparseCommunicator(0.1, 16), ValueError, "quantization_bits=16"),
-    "quantised bits": (lambda: quantised({}, 2, context()), ValueError, "bits=2"),
+    "quantised bits": (lambda: quantised({}, 3, context()), ValueError, "bits=3"),
     "rank": (lambda: PowerSGD(0), ValueError, "rank=0"),
     "unknown method": (lambda: compressed(GradientAveraging(), "top-k"), ValueError, "did you mean 'topk'"),
     "method of a wrong type": (lambda: make_codec(8), TypeError, "method=8"),  # type: ignore[arg-type]

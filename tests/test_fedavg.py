@@ -17,8 +17,8 @@ from vecgym.collectives.topology import random_islands
 from vecgym.engine.local import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
+from vecgym.strategy.average import Weighting, participants
 from vecgym.strategy.base import Context
-from vecgym.strategy.fedavg import Weighting, participants
 
 STEPS, H = 24, 4
 SGD = OptimSpec(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -120,7 +120,7 @@ def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: We
     strategy = FedAvgStrategy(SGD, H=H, participation=0.4, server_optim="avgm", server_lr=0.5, weighting=weighting)
 
     def chosen(step: int) -> list[int]:
-        return participants(0.4, H, Context(StackedCollectives(5), step=step, max_steps=STEPS, seed=42))
+        return participants(0.4, Context(StackedCollectives(5), step=step, seed=42, exchange=step // H))
 
     state, comm = simulate(strategy, 5, num_examples=examples)
     weights = [1.0] * 5 if weighting == "equal" else [float(n) for n in examples]
@@ -135,7 +135,7 @@ def test_nodes_that_rest_hold_the_servers_parameters() -> None:
     """After an exchange all nodes do; within a round those that sit out still do, and FedProx pulls towards them."""
 
     def drawn(step: int) -> list[int]:
-        return participants(0.4, H, Context(StackedCollectives(5), step=step, max_steps=STEPS, seed=42))
+        return participants(0.4, Context(StackedCollectives(5), step=step, seed=42, exchange=step // H))
 
     plain = SERVERS["avg"][0]
     for mu in (0.0, 0.3):

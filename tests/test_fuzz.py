@@ -13,7 +13,7 @@ import pytest
 from tests.fuzz import Case, Failure, configurations, rollouts, sweeps
 from vecgym.collectives import StackedCollectives, base
 from vecgym.core import tree
-from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, fedavg, fedopt
+from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator, average, fedopt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of settings without effect: many are drawn
 
@@ -95,13 +95,13 @@ def wrong_sign(patch: pytest.MonkeyPatch) -> None:
 
 def one_step_late(patch: pytest.MonkeyPatch) -> None:
     def exchange(self: Any, params: Any, state: Any, ctx: Any) -> Any:
-        return self._average(params, state, ctx) if ctx.step and ctx.step % self.H == 0 else (params, state)
+        return self.average(params, state, ctx) if ctx.step and ctx.step % self.H == 0 else (params, state)
 
     patch.setattr(AveragingCommunicator, "exchange_parameters", exchange)
 
 
 def wrong_weight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fedavg, "node_weights", lambda weighting, ctx: None)
+    patch.setattr(average, "node_weights", lambda weighting, ctx: None)
 
 
 def wrong_bytes(patch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,14 @@ from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    Compressed,
     Context,
     FedAvgStrategy,
+    Mean,
     Moments,
+    Robust,
     Strategy,
+    SyncWeight,
     compressed,
     delayed,
     every,
@@ -48,14 +52,14 @@ def spread(values: dict[str, Tensor]) -> float:
 
 
 def test_only_the_slots_that_are_asked_for_are_averaged() -> None:
-    state = trained(Moments("exp_avg")).state
+    state = trained(Moments(slots="exp_avg")).state
     assert spread(state.optimizer["exp_avg"]) == 0
     assert spread(state.optimizer["exp_avg_sq"]) > 0
     assert spread(state.params) > 0
 
 
 def test_bytes_are_those_of_an_average_of_each_moment() -> None:
-    moments, both = trained(Moments(H=2)).comm.ledger, trained(AveragingCommunicator(H=2)).comm.ledger
+    moments, both = trained(Moments(every=2)).comm.ledger, trained(AveragingCommunicator(H=2)).comm.ledger
     assert moments.total_bytes > 0
     assert moments.total_bytes == pytest.approx(2 * both.total_bytes)
 
@@ -66,14 +70,14 @@ def test_an_optimizer_of_each_node_has_moments_too() -> None:
     class Own(torch.optim.Adam):
         pass
 
-    modules = AveragingCommunicator(H=3), Moments(H=2)
+    modules = AveragingCommunicator(H=3), Moments(every=2)
     mine, native = trained(*modules, inner=Own), trained(*modules, inner="adam")
     assert_close(mine.params, native.params, 1e-12)
     assert_close(mine.state.optimizer["tensors"]["exp_avg"], native.state.optimizer["exp_avg"], 1e-12)
 
 
 def test_a_run_that_is_differentiated_gives_the_same() -> None:
-    modules = AveragingCommunicator(H=3), Moments(H=2)
+    modules = AveragingCommunicator(H=3), Moments(every=2)
     assert_close(trained(*modules).state, trained(*modules, differentiable=True).state, 1e-12)
 
 
@@ -105,7 +109,7 @@ def test_all_that_is_together_alike_stays_stored_once() -> None:
 
 def test_sweeps_and_single_runs_agree() -> None:
     def make(H: int) -> Strategy:
-        return CommunicateOptimizeStrategy([AveragingCommunicator(H=2), Moments(H=H)], "adamw", lr=0.01)
+        return CommunicateOptimizeStrategy([AveragingCommunicator(H=2), Moments(every=H)], "adamw", lr=0.01)
 
     settings: dict[str, Any] = {"max_steps": 5, "batch_size": 4, "device": "cpu", "progress": False}
     data = dataset("MLP")
@@ -118,7 +122,9 @@ def test_sweeps_and_single_runs_agree() -> None:
 
 
 def test_processes_agree() -> None:
-    strategy = CommunicateOptimizeStrategy([AveragingCommunicator(H=2), Moments("exp_avg", H=3)], "adamw", lr=0.01)
+    strategy = CommunicateOptimizeStrategy(
+        [AveragingCommunicator(H=2), Moments(slots="exp_avg", every=3)], "adamw", lr=0.01
+    )
     model, data = make_model("MLP", dtype=torch.float64), dataset("MLP")
     report = verify(strategy, model, data, num_nodes=4, num_processes=2, steps=6)
     assert report.passed, report
@@ -128,8 +134,8 @@ def test_processes_agree() -> None:
     ("module", "inner", "message"),
     [
         (Moments(), "sgd", "it keeps nothing: give one with moments"),
-        (Moments("exp_avg"), OptimSpec("sgd", momentum=0.9), "slots='exp_avg'.*momentum_buffer"),
-        (Moments("exp_avgs", H=100), "adamw", "did you mean 'exp_avg'"),
+        (Moments(slots="exp_avg"), OptimSpec("sgd", momentum=0.9), "slots='exp_avg'.*momentum_buffer"),
+        (Moments(slots="exp_avgs", every=100), "adamw", "did you mean 'exp_avg'"),
     ],
     ids=["none", "another", "misspelt"],
 )
@@ -140,14 +146,32 @@ def test_moments_that_are_not_there(module: CommunicationModule, inner: Any, mes
 
 @pytest.mark.parametrize("H", [0, 1.5, True])
 def test_a_period_is_an_integer(H: Any) -> None:
-    with pytest.raises(ValueError, match="H="):
-        Moments(H=H)
+    with pytest.raises(ValueError, match="every="):
+        Moments(every=H)
 
 
 @pytest.mark.parametrize("slots", [3, [], [1], {"exp_avg": 1}])
 def test_slots_are_names(slots: Any) -> None:
     with pytest.raises(TypeError, match=r"slots=.* must be a name"):
-        Moments(slots)
+        Moments(slots=slots)
+
+
+def test_any_average_will_do() -> None:
+    """Islands, a median, codes with a residual for each slot; and in part, with a weight for each step."""
+    median = trained(Moments(Robust("median"))).state
+    assert spread(median.optimizer["exp_avg"]) == 0
+    coded = Moments(Compressed(Mean(), "int8"), slots=["exp_avg", "exp_avg_sq"], every=2)
+    state = trained(coded).state
+    assert set(state.strategy["0"]) == {"exp_avg", "exp_avg_sq"}
+    assert_close(state, trained(coded, differentiable=True).state, 1e-12)
+    half = trained(Moments(every=SyncWeight([0, 0, 0, 0, 0, 0.5]))).state.optimizer["exp_avg"]
+    none, whole = (trained(*m).state.optimizer["exp_avg"] for m in ([], [Moments(every=6)]))
+    assert_close(half, {n: (x + whole[n]) / 2 for n, x in none.items()}, 1e-12)
+
+
+def test_slots_must_be_named_where_an_average_keeps_something_for_each() -> None:
+    with pytest.raises(ValueError, match="keeps something for each slot: name them"):
+        trained(Moments(Compressed(Mean(), "int8")))
 
 
 def test_a_wrapper_that_does_not_pass_them_on_is_refused() -> None:

@@ -59,6 +59,7 @@ from vecgym.strategy import (
     GossipCommunicator,
     GossipStrategy,
     GradientAveraging,
+    Mean,
     Moments,
     PartitionedSelector,
     ProximalTerm,
@@ -408,7 +409,7 @@ def for_one_node(strategy: Strategy) -> Strategy:
     """The same strategy with islands that one node can fill."""
     for module in strategy.communication_modules:
         if isinstance(module, AveragingCommunicator) and module.island_size is not None:
-            module.island_size = 1
+            module.average = Mean(1, module.weighting)
     return strategy
 
 
@@ -929,7 +930,7 @@ ARGUMENTS: dict[type, Changes] = {
     Moments: Changes(
         lambda **kw: CommunicateOptimizeStrategy([AveragingCommunicator(H=2), Moments(**kw)], "adamw", lr=0.01),
         {},
-        {"slots": "exp_avg", "H": 3},
+        {"average": Mean(2), "slots": "exp_avg", "every": 3},
     ),
     ProximalTerm: Changes(
         with_module(ProximalTerm, AveragingCommunicator(H=6)), {"mu": 0.5, "H": 2}, {"mu": 2.0, "H": 3}

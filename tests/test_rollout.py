@@ -46,7 +46,8 @@ from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import TopKSparseCommunicator, compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
-from vecgym.strategy.sparta import PartitionedSelector, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.selectors import PartitionedSelector
+from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
 K, T, B = 3, 6, 4
 F64 = torch.float64

@@ -63,7 +63,7 @@ from vecgym.strategy import (
     delayed,
     every,
 )
-from vecgym.strategy.fedavg import Weighting
+from vecgym.strategy.average import Weighting
 from vecgym.sweeps.axes import points
 
 K = 4

@@ -128,7 +128,9 @@ CASES: dict[str, Case] = {
     ),
     "des-loc": Case(
         lambda: CommunicateOptimizeStrategy(
-            [Moments("exp_avg", H=3), Moments("exp_avg_sq", H=6), AveragingCommunicator(H=2)], "adam", lr=0.01
+            [Moments(slots="exp_avg", every=3), Moments(slots="exp_avg_sq", every=6), AveragingCommunicator(H=2)],
+            "adam",
+            lr=0.01,
         ),
         functools.partial(local_adam, H=2, moments={"exp_avg": 3, "exp_avg_sq": 6}, inner=(Adam, {"lr": 0.01})),
     ),

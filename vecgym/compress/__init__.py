@@ -1,6 +1,7 @@
 """What is sent instead of a whole tensor, and its bytes.
 
-Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; PowerSGD, two averages; a Compressor is one of these
+Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; Chain, one after the other; PowerSGD, two averages; a
+            Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
 Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
 Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
@@ -8,6 +9,7 @@ Strongest:  strongest, mean_of_senders, topk_bytes
 """
 
 from vecgym.compress.codecs import (
+    Chain,
     Codec,
     Compressor,
     PowerSGD,
@@ -35,6 +37,7 @@ from vecgym.compress.dct import (
 )
 
 __all__ = [
+    "Chain",
     "Codec",
     "Compressor",
     "Grid",

@@ -11,6 +11,7 @@ Bytes that a node sends for a tensor of n values of b bytes:
 | `randomk` | m values, on coordinates drawn from a seed  | m b                      |
 | `int8`    | n bytes, one scale                          | n + 4                    |
 | `int4`    | two values to a byte, one scale             | ceil(n / 2) + 4          |
+| `int2`    | four values to a byte, one scale            | ceil(n / 4) + 4          |
 | `sign`    | eight values to a byte, one scale           | ceil(n / 8) + 4          |
 | `powersgd`| two matrices of r columns                   | r (rows + columns) b     |
 
@@ -96,6 +97,10 @@ class Codec(ABC):
     def decode(self, code: Code, like: Tensor) -> Tensor:
         """What a code stands for: `[R, *shape]` for R rows of code; `like`, `[L, *shape]`, has shape and dtype."""
 
+    def num_values(self, n: int) -> int:
+        """The entries of the part `values` of the code of n values, where that is a shorter tensor of the same kind."""
+        raise TypeError(f"{self!r} sends no values that another codec could make shorter: TopK and RandomK do.")
+
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """The mean over the K senders, or sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
 
@@ -153,6 +158,8 @@ class TopK(Codec):
         """
         return min(n, self.k) if self.k is not None else part_of(n, self.fraction or DEFAULT_FRACTION)
 
+    num_values = count
+
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), _size(x))
         indices = strongest(flat, self.count(flat.shape[1]))
@@ -191,9 +198,12 @@ class RandomK(Codec):
         self.fraction = check_fraction("fraction", fraction)
         self.unbiased = check.flag("unbiased", unbiased)
 
+    def num_values(self, n: int) -> int:
+        return part_of(n, self.fraction)
+
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), _size(x))
-        n, m = flat.shape[1], part_of(flat.shape[1], self.fraction)
+        n, m = flat.shape[1], self.num_values(flat.shape[1])
         indices = _needed(draw, self).subset(n, m).to(x.device)
         values = flat.index_select(1, indices)
         return {"values": values * (n / max(1, m)) if self.unbiased else values, "indices": indices[None]}
@@ -211,12 +221,13 @@ class RandomK(Codec):
 
 
 class Quantise(Codec):
-    """Integers of 8 or 4 bits, and one scale for each tensor and node: x ~ scale q, scale = max |x| / (2^(bits-1) - 1).
+    """Integers of a few bits, and one scale for each tensor and node: x ~ scale q, scale = max |x| / (2^(bits-1) - 1).
 
-    The scale is sent in float32 whatever the tensor's type. Bytes: n + 4, or ceil(n / 2) + 4 with two values to a byte.
+    The scale is sent in float32 whatever the tensor's type. Bytes: ceil(n bits / 8) + 4, with two or four values to a
+    byte.
 
     Args:
-        bits: 8 or 4.
+        bits: 8, 4 or 2; 2 are -1, 0 and 1.
         stochastic: round up with the probability that makes the expectation exact, keyed by the node; else to the
             nearest integer, ties to the even one.
 
@@ -233,10 +244,10 @@ class Quantise(Codec):
 
     @property
     def limit(self) -> int:
-        """The largest integer: 127 or 7.
+        """The largest integer.
 
-        >>> Quantise(8).limit, Quantise(4).limit
-        (127, 7)
+        >>> Quantise(8).limit, Quantise(4).limit, Quantise(2).limit
+        (127, 7, 1)
         """
         return 2 ** (self.bits - 1) - 1
 
@@ -251,10 +262,13 @@ class Quantise(Codec):
         else:
             level.round_()
         whole = level.clamp_(-self.limit, self.limit).to(torch.int8)  # the scale was rounded: 127.00001 is 127
-        return {"values": whole if self.bits == 8 else pack((whole + 8).to(torch.uint8), 4), "scale": scale}
+        values = whole if self.bits == 8 else pack((whole + (self.limit + 1)).to(torch.uint8), self.bits)
+        return {"values": values, "scale": scale}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
-        values = code["values"] if self.bits == 8 else unpack(code["values"], 4, _size(like)).to(torch.int8) - 8
+        values = code["values"]
+        if self.bits < 8:
+            values = unpack(values, self.bits, _size(like)).to(torch.int8) - (self.limit + 1)
         flat = values.to(like.dtype) * code["scale"][:, None].to(like.dtype)
         return _shaped(flat, like)
 
@@ -279,6 +293,61 @@ class Sign(Codec):
     def decode(self, code: Code, like: Tensor) -> Tensor:
         sign = unpack(code["values"], 1, _size(like)).to(like.dtype).mul_(2).sub_(1)
         return _shaped(sign.mul_(code["scale"][:, None].to(like.dtype)), like)
+
+
+class Chain(Codec):
+    """A few values, and these in few bits: what the first codec sends of a tensor is coded once more by the second.
+
+    Bytes: those of the first without its values, and those of the second for its values.
+
+    Args:
+        first: TopK or RandomK.
+        second: any other codec.
+
+    Raises:
+        TypeError: for a first codec that sends no values of its own, and what is no codec.
+
+    >>> codec, x = Chain(TopK(k=2), Quantise(2)), torch.tensor([[1.0, -3.0, 2.0, 3.0]])
+    >>> code = codec.encode(x)
+    >>> sum(part.nbytes for part in code.values())  # two indices, two values in one byte, a scale
+    13
+    >>> codec.decode(code, like=x)
+    tensor([[ 0., -3.,  0.,  3.]])
+
+    Reference: top-k, then 2 bits: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv
+    2508.15706. Deviation: the k largest are those of a tensor, not of each of its chunks.
+    """
+
+    def __init__(self, first: Codec, second: Codec) -> None:
+        for name, codec in {"first": first, "second": second}.items():
+            check.instance(name, codec, Codec, "a codec such as TopK(0.01), Quantise(2)")
+        first.num_values(1)  # a TypeError where there are none
+        self.first, self.second = first, second
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.first.shared, *(f"values {part}" for part in self.second.shared))
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
+        code = self.first.encode(x, draw)
+        values = self.second.encode(code.pop("values"), draw)
+        return {**code, **{f"values {part}": y for part, y in values.items()}}
+
+    def decode(self, code: Code, like: Tensor) -> Tensor:
+        return self.first.decode(self._read(code, like), like)
+
+    def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
+        senders = next(y.shape[:2] for part, y in codes.items() if part not in self.shared)
+        rows = {part: y.expand(*senders, *y.shape[2:]).flatten(0, 1) for part, y in codes.items()}
+        values = self._read(rows, like)["values"].unflatten(0, senders)
+        kept = {part: y for part, y in codes.items() if not part.startswith("values ")}
+        return self.first.average({**kept, "values": values}, like, weights)
+
+    def _read(self, code: Code, like: Tensor) -> Code:
+        """The code of the first codec: parts `[R, ...]`."""
+        parts = {name.removeprefix("values "): y for name, y in code.items() if name.startswith("values ")}
+        rest = {name: y for name, y in code.items() if not name.startswith("values ")}
+        return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values(_size(like))))}
 
 
 class PowerSGD:
@@ -363,6 +432,7 @@ METHODS: dict[str, Callable[..., Compressor]] = {
     "randomk": RandomK,
     "int8": functools.partial(Quantise, 8),
     "int4": functools.partial(Quantise, 4),
+    "int2": functools.partial(Quantise, 2),
     "sign": Sign,
     "powersgd": PowerSGD,
 }
@@ -440,15 +510,15 @@ def check_fraction(name: str, value: Any) -> float:
 
 
 def check_bits(name: str, value: Any) -> int:
-    """Return `value` if it is 4 or 8.
+    """Return `value` if it is 2, 4 or 8.
 
     >>> check_bits("quantization_bits", 16)
     Traceback (most recent call last):
     ...
-    ValueError: quantization_bits=16 is not possible: values are sent in 8 or 4 bits.
+    ValueError: quantization_bits=16 is not possible: values are sent in 8, 4 or 2 bits.
     """
-    if not isinstance(value, numbers.Integral) or value not in (4, 8):
-        raise ValueError(f"{name}={value!r} is not possible: values are sent in 8 or 4 bits.")
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value not in (2, 4, 8):
+        raise ValueError(f"{name}={value!r} is not possible: values are sent in 8, 4 or 2 bits.")
     return int(value)
 
 

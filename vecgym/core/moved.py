@@ -29,6 +29,7 @@ MOVED = {
     "saved": "records.runfile",
     "schedule": "optim.schedule",
     "simulate": "engine.simulation",
+    "strategy.relaxed": "strategy.when",
     "sweep": "sweeps",
     "topology": "collectives.topology",
     "trainer": "runs.trainer",

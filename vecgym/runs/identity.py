@@ -17,7 +17,7 @@ from vecgym.runs.fingerprint import described, is_code
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import Context, Strategy
 
-VERSION = 2  # of what is noted of a run; what was noted before says too little
+VERSION = 3  # of what is noted of a run; what was noted before says too little
 NOTHING = "nothing"
 SHOWN = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared

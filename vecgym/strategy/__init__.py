@@ -4,16 +4,22 @@ Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStr
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
+Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
+             when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust; around one:
+             Sparse, Compressed, Corrupted, Private: how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
              GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments
-Around one:  every(n, module), delayed(module, d), compressed(module, method); SyncWeight: how much at each step
+Around one:  every(n, module), delayed(module, d), compressed(module, method)
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
 
 >>> DiLoCoStrategy("adamw", H=100, lr=1e-3, compression="int8").communication_modules[0]
 compressed(DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=100), \
 Quantise(bits=8, stochastic=False), error_feedback=True)
+>>> CommunicateOptimizeStrategy([OuterStep(Compressed(Mean(island_size=4, participation=0.5), "topk"), H=50)], "adamw")
+CommunicateOptimizeStrategy(OptimSpec(AdamW), OuterStep(Compressed(Mean(island_size=4, participation=0.5), \
+TopK(fraction=0.01, k=None)), outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50))
 >>> CommunicateOptimizeStrategy([every(10, AveragingCommunicator(island_size=4))], "adamw", lr=1e-3)
 CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.001), every(10, AveragingCommunicator(island_size=4, H=1, \
 participation=1.0, weighting='equal')))
@@ -21,34 +27,38 @@ participation=1.0, weighting='equal')))
 
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
+from vecgym.strategy.average import Average, Mean, ServerMean, Sparse
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
 from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import TopKSparseCommunicator, compressed
+from vecgym.strategy.compression import Compressed, TopKSparseCommunicator, compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
-from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy
+from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
+from vecgym.strategy.modules import Gradients, OuterStep, Parameters
 from vecgym.strategy.moments import Moments
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
-from vecgym.strategy.relaxed import SyncWeight
-from vecgym.strategy.sparta import (
+from vecgym.strategy.robust import Corrupted, Private, Robust
+from vecgym.strategy.selectors import (
     PartitionedSelector,
     RandomSelector,
     ScheduledSelector,
     Selector,
     ShuffledSequentialSelector,
-    SparseCommunicator,
-    SPARTADiLoCoStrategy,
-    SPARTAStrategy,
 )
+from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.when import Rounds, SyncWeight, When
 
 __all__ = [
     "AllReduceStrategy",
+    "Average",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
+    "Compressed",
     "Context",
+    "Corrupted",
     "DeMoCommunicator",
     "DeMoStrategy",
     "DiLoCoCommunicator",
@@ -57,24 +67,35 @@ __all__ = [
     "GossipCommunicator",
     "GossipStrategy",
     "GradientAveraging",
+    "Gradients",
+    "Mean",
+    "Mix",
     "Moments",
     "OptimSpec",
+    "OuterStep",
+    "Parameters",
     "PartitionedSelector",
+    "Private",
     "ProximalTerm",
     "RandomSelector",
     "RankStrategy",
+    "Robust",
+    "Rounds",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
     "ScheduledSelector",
     "Selector",
     "ServerCommunicator",
+    "ServerMean",
     "ServerOptimizer",
     "ShuffledSequentialSelector",
     "SimpleReduceStrategy",
+    "Sparse",
     "SparseCommunicator",
     "Strategy",
     "SyncWeight",
     "TopKSparseCommunicator",
+    "When",
     "all_gather",
     "all_reduce",
     "broadcast",

@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
+from vecgym.strategy.average import Mean
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.modules import Gradients
 
 
-class GradientAveraging(CommunicationModule):
+class GradientAveraging(Gradients):
     """Average the gradients over all nodes: g <- 1/K sum_i g_i, `[L, *] -> [1, *]`.
 
     Since parameters and optimizer state then stay the same on every node, they are stored once, and one
     gradient of the mean loss is computed instead of K.
 
     >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import Context
     >>> GradientAveraging().exchange_gradients({"w": torch.tensor([1.0, 3.0])}, {}, Context(StackedCollectives(2)))[0]
     {'w': tensor([2.])}
     """
 
-    mean_gradient = True
-
-    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return ctx.comm.mean(grads, inplace=ctx.inplace), state
+    def __init__(self) -> None:
+        super().__init__(Mean())
 
 
 class AllReduceStrategy(Strategy):

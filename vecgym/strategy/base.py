@@ -348,5 +348,5 @@ def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[Communicat
 
 
 def _lets_rest(module: CommunicationModule) -> bool:
-    """Whether some nodes may sit out: it has `active_nodes`, and does not say participation=1."""
-    return overrides(module, "active_nodes") and getattr(innermost(module), "participation", 0) != 1
+    """Whether some nodes may sit out."""
+    return overrides(module, "active_nodes") and innermost(module).lets_rest

@@ -22,7 +22,8 @@ from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.moments import Moments
-from vecgym.strategy.sparta import RandomSelector, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.selectors import RandomSelector
+from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
 
 class Knobs(NamedTuple):
@@ -120,7 +121,7 @@ def _demo(knobs: Knobs) -> Strategy:
 
 
 def _local_adam(knobs: Knobs) -> Strategy:
-    modules = [AveragingCommunicator(H=knobs.H), Moments(H=knobs.H)]
+    modules = [AveragingCommunicator(H=knobs.H), Moments(every=knobs.H)]
     return CommunicateOptimizeStrategy(modules, **knobs.inner)
 
 

@@ -39,6 +39,7 @@ class Context:
             operations and reductions of each node by itself never do; a matrix product over all nodes may.
         lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
             which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
+        exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
 
     >>> from dataclasses import replace
     >>> from vecgym.collectives import StackedCollectives
@@ -65,6 +66,7 @@ class Context:
     rows: Tensor | None = None
     exact: bool = False
     lr: float | Tensor | None = None
+    exchange: int = 0
 
     def __post_init__(self) -> None:
         if self.node_steps is None:
@@ -109,6 +111,8 @@ class CommunicationModule:
 
     # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
     mean_gradient = False
+    # False where `active_nodes` never leaves out a node.
+    lets_rest = True
     # True where every method only passes on to `self.module`, at other times or in another form.
     passes_on = False
 
@@ -224,8 +228,7 @@ class CommunicationModule:
         raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
 
     def __repr__(self) -> str:
-        unset = {name for name in ("sync_weight", "resting") if getattr(self, name, None) is None}
-        shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in unset}
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 

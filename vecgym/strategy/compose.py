@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
 from vecgym.strategy.base import CommunicationModule, Context, Slots, State, check_interval
+from vecgym.strategy.when import Late, Rounds, check_delay, nothing, warn_if_too_late
 
 
 def every(n: int, module: CommunicationModule) -> CommunicationModule:
@@ -54,8 +52,9 @@ def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
 
     The module's own state (outer parameters, momentum) is not late, nor is what it does to gradients.
 
-    State: `module`, the module's; `queue`, due step -> changes `[L, *]`: up to d copies of the parameters if the
-    module acts at every step. Bytes: the module's. `delayed(module, 0)` is the module itself.
+    State: `module`, the module's; `queue`, d slots of changes `[L, *]`: d copies of the parameters if the module acts
+    at every step; where it does not act a slot is empty. Bytes: the module's. `delayed(module, 0)` is the module
+    itself.
 
     Args:
         module: a communication module that exchanges parameters.
@@ -91,17 +90,6 @@ def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
     return module if d == 0 else _Delayed(module, d)
 
 
-def check_delay(name: str, value: Any) -> int:
-    """Return `value` if it is an integer >= 0, a number of optimizer steps.
-
-    >>> check_delay("delay", -1)
-    Traceback (most recent call last):
-    ...
-    ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
-    """
-    return check.integer(name, value, 0, "optimizer steps between an exchange and its effect; 0: at once")
-
-
 class _Every(CommunicationModule):
     """See `every`. `mean_gradient` stays False: between exchanges each node uses its own gradient."""
 
@@ -110,14 +98,10 @@ class _Every(CommunicationModule):
     def __init__(self, n: int, module: CommunicationModule) -> None:
         self.n = n
         self.module = module
+        self._when = Rounds(n, name="n")
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        if max_steps < self.n:
-            warnings.warn(
-                f"n={self.n} in {self!r} is larger than the run's {max_steps} steps: it never exchanges anything.",
-                VecgymWarning,
-                stacklevel=2,
-            )
+        self._when.check(max_steps, self)
         self.module.check(num_nodes, max(1, max_steps // self.n))
 
     def init(self, params: Tree, ctx: Context) -> State:
@@ -130,19 +114,19 @@ class _Every(CommunicationModule):
         return self.module.local_gradients(grads, params, state, self._inner(ctx))
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % self.n != 0:
+        if not self._when.due(ctx.step):
             return grads, state
         with ctx.comm.ledger.stretched(self.n):
             return self.module.exchange_gradients(grads, state, self._inner(ctx))
 
     def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
-        if (ctx.step + 1) % self.n != 0:
+        if not self._when.due(ctx.step):
             return moments, state
         with ctx.comm.ledger.stretched(self.n):
             return self.module.exchange_moments(moments, state, self._inner(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % self.n != 0:
+        if not self._when.due(ctx.step):
             return params, state
         with ctx.comm.ledger.stretched(self.n):
             return self.module.exchange_parameters(params, state, self._inner(ctx))
@@ -165,13 +149,14 @@ class _Delayed(CommunicationModule):
     def __init__(self, module: CommunicationModule, d: int) -> None:
         self.module = module
         self.d = d
+        self._late = Late(d)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         warn_if_too_late(self, "d", self.d, max_steps)
         self.module.check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
-        return {"module": self.module.init(params, ctx), "queue": {}}
+        return {"module": self.module.init(params, ctx), "queue": self._late.init(nothing(params))}
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return self.module.active_nodes(ctx)
@@ -188,10 +173,10 @@ class _Delayed(CommunicationModule):
         pure = replace(ctx, inplace=False)
         with ctx.comm.ledger.lagging(self.d):
             new, changed = contract.exchange_parameters(self.module, params, state["module"], pure)
-        change = {name: x - params[name] for name, x in new.items() if x is not params[name]}
-        queue = {**state["queue"], str(ctx.step + self.d): change} if change else dict(state["queue"])
-        due = queue.pop(str(ctx.step), {})
-        params = {name: p + due[name] if name in due else p for name, p in params.items()}
+        moved = {name: x for name, x in new.items() if x is not params[name]}
+        change = nothing(params) | {name: x - params[name] for name, x in moved.items()}
+        due, queue = self._late.turn(change, state["queue"], ctx.step)
+        params = {name: p + due[name] if due[name].numel() else p for name, p in params.items()}
         return params, {"module": changed, "queue": queue}
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
@@ -199,17 +184,6 @@ class _Delayed(CommunicationModule):
 
     def __repr__(self) -> str:
         return f"delayed({self.module!r}, {self.d})"
-
-
-def warn_if_too_late(module: CommunicationModule, name: str, delay: int, max_steps: int) -> None:
-    """Warn when nothing that `module` exchanges takes effect before the run ends."""
-    if delay >= max_steps:
-        warnings.warn(
-            f"{name}={delay} in {module!r} is not smaller than the run's {max_steps} steps: nothing that it exchanges "
-            "takes effect.",
-            VecgymWarning,
-            stacklevel=3,
-        )
 
 
 def _check_module(what: str, module: Any) -> None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from vecgym.collectives import Collectives, StackedCollectives
-from vecgym.collectives.base import T
+from vecgym.collectives import Collectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups
 from vecgym.compress.codecs import (
-    Codec,
     Compressor,
     Draw,
     PowerSGD,
@@ -35,7 +33,10 @@ from vecgym.compress.dct import mean_of_senders, strongest
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
+from vecgym.strategy.average import Around, Average, Mean, Rule, ServerMean, decode_all, flat, gathered_codes, per_row
 from vecgym.strategy.base import CommunicationModule, Context, State, overrides
+from vecgym.strategy.modules import Exchange
+from vecgym.strategy.when import SyncWeight
 
 PHASES = {"gradients": contract.exchange_gradients, "parameters": contract.exchange_parameters}
 
@@ -44,6 +45,140 @@ NO_ISLANDS = (
     "on all: average over all nodes (island_size=None, participation=1), or send the parameters as they are "
     "(reference=False), which only methods that keep every value do reasonably: int8, say."
 )
+
+
+class Compressed(Around):
+    """What a node sends to `inner` is a code of its values, and what the code leaves out is sent later.
+
+    With e_i the residual of node i, and r the reference:
+    p_i = x_i - r + decay e_i;  node i sends C(p_i);  e_i <- p_i - C(p_i);
+    the average is r + inner(C(p_1), ..., C(p_K)).
+
+    The residual is *error feedback*: what is not sent now is sent later. With `decay` < 1 it is forgotten in time.
+    Without `error_feedback` e = 0: what is not sent is lost.
+
+    The reference, if asked for, is the last average, and the initial values before the first. For parameters: their
+    code would mean little (top-k would set most of them to 0); that of their movement since the nodes were last the
+    same is what is wanted. Only what is the same on every node can be a reference.
+
+    Under differentiation (`not ctx.inplace`) the code passes derivatives straight through: the derivative of C(p) with
+    respect to p is taken as 1. The residual and the reference are constants.
+
+    State: `residual`, `[L, *]` (`[1, *]` before the first exchange); `reference`, `[1, *]`; the `codec`'s own, `[1,
+    *]`.
+    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`, through one all-gather, in which
+    every node takes part (with islands too: each then reads the codes of its own), or up to the server of a
+    `ServerMean`; with PowerSGD through two averages.
+
+    Args:
+        inner: `Mean`, `ServerMean` or `Robust`.
+        codec: a codec or its name, as in `compressed`.
+        error_feedback: whether each node keeps a residual.
+        decay: of the residual, in (0, 1].
+        reference: whether the difference to the last average is sent.
+
+    Raises:
+        ValueError, TypeError: for another `inner`, an unknown codec, a decay without error feedback,
+            RandomK(unbiased=True) with it, a reference or PowerSGD with an average that is not the same on all nodes.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.compress import TopK
+    >>> average, ctx = Compressed(Mean(), TopK(k=1)), Context(StackedCollectives(2))
+    >>> x = {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
+    >>> average(x, average.init(x, ctx), ctx)
+    ({'w': tensor([[4., 2.]])}, {'residual': {'w': tensor([[1., 0.],
+            [0., 2.]])}})
+
+    References: see `compressed`; a residual that decays: Sarfi et al., "Communication Efficient LLM Pre-training with
+    SparseLoCo", arXiv 2508.15706.
+    """
+
+    purpose = "compress"  # of the random numbers
+
+    def __init__(
+        self,
+        inner: Average,
+        codec: str | Compressor,
+        *,
+        error_feedback: bool = True,
+        decay: float = 1.0,
+        reference: bool = False,
+    ) -> None:
+        self.inner: Rule = check.instance("inner", inner, Rule, "Mean(), ServerMean() or Robust()")
+        self.codec = make_codec(codec)
+        self.error_feedback = check.flag("error_feedback", error_feedback)
+        self.decay = check.number("decay", decay, "(0, 1]", "what is kept of a residual from one exchange to the next")
+        self.reference = check.flag("reference", reference)
+        check_feedback(self.codec, error_feedback)
+        if decay != 1 and not error_feedback:
+            raise ValueError(f"decay={decay} without error_feedback has no effect: leave one of them out.")
+        if reference and not self.inner.shared:
+            raise ValueError(f"{self!r}: {NO_ISLANDS}")
+        if isinstance(self.codec, PowerSGD) and not (self.inner.shared and self.inner.linear):
+            raise ValueError(
+                f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share, and "
+                "which must be a mean: Mean() or ServerMean()."
+            )
+
+    def init(self, values: Tree, ctx: Context) -> State:
+        state: State = {}
+        if self.error_feedback:
+            state["residual"] = tree.map(lambda x: torch.zeros_like(x[:1]), values)
+        if self.reference:
+            state["reference"] = _same_on_all(values, ctx)
+        if isinstance(self.codec, PowerSGD):
+            state["codec"] = self.codec.init(values)
+        return state
+
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        r, e = (_constant(state[name]) if name in state else None for name in ("reference", "residual"))
+        with torch.no_grad():
+            x = _constant(values)
+            d = x if r is None else {name: y - r[name] for name, y in x.items()}
+            keeping = self.inner.keeping(ctx)
+            inplace = ctx.inplace and keeping is None
+            p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in d.items()}
+            average, sent, codec_state = self._average(p, state.get("codec", {}), ctx)
+            new = {**state, "codec": codec_state} if "codec" in state else dict(state)
+            if e is not None:  # p is then a tensor of its own, or the residual's
+                new["residual"] = {**e, **{name: _plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
+            if keeping is not None:
+                average = _kept(keeping, d, average)
+                new |= {"residual": _kept(keeping, e, new["residual"])} if e is not None else {}
+            if r is not None:
+                average = {name: _plus(r[name], y, ctx.inplace) for name, y in average.items()}
+                new["reference"] = {**r, **tree.map(torch.clone, average)}  # the parameters will be overwritten
+        if not ctx.inplace:
+            smooth, _ = self.inner(values, {}, replace(ctx, comm=_unrecorded(ctx.comm)))
+            average = _straight_through(average, smooth)
+        return average, new
+
+    def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
+        """x + decay * residual, in the storage of the residual where that is allowed."""
+        return _plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
+
+    def _average(self, p: Tree, state: State, ctx: Context) -> tuple[Tree, Tree, State]:
+        """The average of what the nodes send of p; what each sends, where there is a residual; the codec's state."""
+        draws = _draws(self.purpose, ctx)
+        if isinstance(self.codec, PowerSGD):
+            return self.codec.reduce(p, state, lambda y: self.inner(y, {}, replace(ctx, inplace=False))[0], draws)
+        codec = self.codec
+        codes = {name: codec.encode(x, draws(name)) for name, x in p.items()}
+        average = self.inner.of_codes(codes, codec, p, ctx)
+        own = {name: codec.decode(codes[name], x) for name, x in p.items()} if self.error_feedback else {}
+        return average, own, state
+
+
+def check_feedback(codec: Compressor, error_feedback: bool) -> None:
+    """Raise a ValueError for a codec that error feedback would make diverge.
+
+    >>> check_feedback(RandomK(0.5, unbiased=True), error_feedback=False)
+    """
+    if error_feedback and isinstance(codec, RandomK) and codec.unbiased:
+        raise ValueError(
+            "unbiased=True multiplies what is sent, and error feedback then sends the excess back, ever larger: give "
+            "error_feedback=False, or unbiased=False."
+        )
 
 
 def compressed(
@@ -112,11 +247,7 @@ TopK(fraction=0.05, k=None), error_feedback=True)
     check.flag("error_feedback", error_feedback)
     if reference is not None:
         check.flag("reference", reference)
-    if error_feedback and isinstance(codec, RandomK) and codec.unbiased:
-        raise ValueError(
-            "unbiased=True multiplies what is sent, and error feedback then sends the excess back, ever larger: give "
-            "error_feedback=False, or unbiased=False."
-        )
+    check_feedback(codec, error_feedback)
     return _Compressed(module, codec, error_feedback, reference)
 
 
@@ -142,9 +273,7 @@ def quantised(values: Tree, bits: int, ctx: Context, *, stochastic: bool = False
     ({'w': tensor([[127.0000,  30.5000]])}, 6.0)
     """
     codec = Quantise(check_bits("bits", bits), stochastic)
-    with torch.no_grad():
-        mean, _ = _gathered_mean(_constant(values), codec, ctx, _draws("quantised", ctx), None, own=False)
-    return mean if ctx.inplace else _straight_through(mean, _unrecorded(ctx.comm).mean(values))
+    return _OfPurpose("quantised", Mean(), codec, error_feedback=False)(values, {}, ctx)[0]
 
 
 class TopKSparseCommunicator(CommunicationModule):
@@ -189,7 +318,7 @@ class TopKSparseCommunicator(CommunicationModule):
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         last = state["last"]
         indices = {name: self._moved_most(p.detach(), last[name]) for name, p in params.items()}
-        values = {name: _flat(params[name]).expand(len(at), -1).gather(1, at) for name, at in indices.items()}
+        values = {name: flat(params[name]).expand(len(at), -1).gather(1, at) for name, at in indices.items()}
         received = self._gather(values, ctx)  # [1, K, k]
         sent = ctx.comm.all_gather({name: at.to(index_dtype(_size(params[name]))) for name, at in indices.items()})
         new, kept = {}, {}
@@ -204,7 +333,7 @@ class TopKSparseCommunicator(CommunicationModule):
 
     def _moved_most(self, p: Tensor, last: Tensor) -> Tensor:
         """The coordinates that a node sends: `[L, k]`."""
-        movement = _flat(p - last)
+        movement = flat(p - last)
         return strongest(movement, part_of(movement.shape[1], self.fraction))
 
     def _gather(self, values: Tree, ctx: Context) -> Tree:
@@ -214,12 +343,12 @@ class TopKSparseCommunicator(CommunicationModule):
         codec = Quantise(self.quantization_bits)
         with torch.no_grad():
             codes = {name: codec.encode(x) for name, x in _constant(values).items()}
-            received = _all_gather(codes, codec, ctx.comm)
-            read = {name: _decode_all(code, codec, values[name]) for name, code in received.items()}
+            received = gathered_codes(codes, codec, ctx.comm.all_gather)
+            read = {name: decode_all(code, codec, values[name]) for name, code in received.items()}
         return read if ctx.inplace else _straight_through(read, _unrecorded(ctx.comm).all_gather(values))
 
 
-# --------------------------------------------------------------------------------------------------- the wrapper
+# ------------------------------------------------------------------------------------------ around a whole module
 
 
 class _Compressed(CommunicationModule):
@@ -234,46 +363,35 @@ class _Compressed(CommunicationModule):
         self.codec = codec
         self.error_feedback = error_feedback
         self.reference = reference
-        weight = getattr(module, "sync_weight", None)
-        if weight is not None and not weight.binary:
+        if reference and "parameters" not in _phases(module):
+            raise ValueError(f"reference=True: {module!r} exchanges no parameters. Leave it out.")
+        if isinstance(module, Exchange):  # all others are found out at their first exchange
+            self._check_exchange(module)
+
+    def _check_exchange(self, module: Exchange) -> None:
+        if isinstance(module.when, SyncWeight) and not module.when.binary:
             raise ValueError(
                 f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
                 "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
             )
-        if getattr(module, "resting", None) == "server":
+        if isinstance(module.average, ServerMean) and not module.average.everyone:
             raise ValueError(
                 f"{module!r} averages at a server, and only an average among nodes can be compressed: give "
                 'participation=1, or resting="keep" together with reference=False.'
             )
-        if reference:
-            self._check_phases()
-        if reference is not False:
-            self._check_islands()
-
-    def _check_phases(self) -> None:
-        if "parameters" not in _phases(self.module):
-            raise ValueError(f"reference=True: {self.module!r} exchanges no parameters. Leave it out.")
-
-    def _check_islands(self) -> None:
-        """Early, for modules that say so; all others are found out at their first exchange."""
-        for name, everyone in {"island_size": None, "participation": 1}.items():
-            if getattr(self.module, name, everyone) != everyone:
-                raise ValueError(f"{self.module!r} has {name}={getattr(self.module, name)!r}. {NO_ISLANDS}")
+        if self.reference is not False and isinstance(module.average, Rule) and not module.average.shared:
+            raise ValueError(f"{module!r}: {NO_ISLANDS}")
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.module.check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
-        state: State = {"module": self.module.init({name: p.clone() for name, p in params.items()}, ctx)}
-        compares = any(True for _ in tree.leaves(state["module"]))
+        inner = self.module.init({name: p.clone() for name, p in params.items()}, ctx)
+        compares = any(True for _ in tree.leaves(inner))
+        state: State = {"module": inner}
         for phase in _phases(self.module):
-            state[phase] = {}
-            if self.error_feedback:
-                state[phase]["residual"] = tree.map(lambda p: torch.zeros_like(p[:1]), params)
-            if phase == "parameters" and (not compares if self.reference is None else self.reference):
-                state[phase]["reference"] = _same_on_all(params, ctx)
-            if isinstance(self.codec, PowerSGD):
-                state[phase]["codec"] = self.codec.init(params)
+            reference = phase == "parameters" and (not compares if self.reference is None else self.reference)
+            state[phase] = self._average(phase, Mean(), reference).init(params, ctx)
         return state
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
@@ -291,66 +409,37 @@ class _Compressed(CommunicationModule):
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         return self.module.outer_learning_rate(ctx)
 
+    def _average(self, phase: str, rule: Rule, reference: bool) -> Compressed:
+        return _OfPurpose(
+            f"compress {phase}", rule, self.codec, error_feedback=self.error_feedback, reference=reference
+        )
+
     def _exchange(self, phase: str, given: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The module's exchange, with collectives whose `mean` is `_mean`."""
+        """The module's exchange, with collectives of which nothing is left but one `mean`, a compressed one."""
         if phase not in state:
             return given, state
-        after = state[phase]
+        after: State | None = None
 
-        def mean(x: Tree, groups: Groups | None, weights: Sequence[float] | None) -> Tree:
+        def mean(
+            x: Tree, groups: Groups | None = None, weights: Sequence[float] | None = None, inplace: bool = False
+        ) -> Tree:
             nonlocal after
+            if after is not None:
+                raise ValueError(refusal("mean a second time in one exchange"))
             self._check(x, given, state[phase], phase, groups)
-            average, after = self._mean(x, after, phase, ctx, groups, weights)
-            return average
+            average = self._average(phase, _Asked(groups, weights), "reference" in state[phase])
+            result, after = average(x, state[phase], ctx)
+            return result
 
-        inner = replace(ctx, comm=_OnlyOneMean(ctx.comm, mean, repr(self)))
-        result, changed = PHASES[phase](self.module, given, state["module"], inner)
-        return result, {**state, "module": changed, phase: after}
+        def refusal(name: str) -> str:
+            return (
+                f"{self!r}: the module calls ctx.comm.{name}. Only an exchange that consists of one ctx.comm.mean can "
+                "be compressed: that of GradientAveraging, AveragingCommunicator or DiLoCoCommunicator, say."
+            )
 
-    def _mean(
-        self,
-        x: Tree,
-        state: State,
-        phase: str,
-        ctx: Context,
-        groups: Groups | None,
-        weights: Sequence[float] | None,
-    ) -> tuple[Tree, State]:
-        r, e = (_constant(state[name]) if name in state else None for name in ("reference", "residual"))
-        with torch.no_grad():
-            x_now = _constant(x)
-            d = x_now if r is None else {name: y - r[name] for name, y in x_now.items()}
-            p = d if e is None else {name: _plus(e[name], y, ctx.inplace) for name, y in d.items()}
-            average, sent, codec_state = self._average(p, state.get("codec", {}), phase, ctx, groups, weights)
-            if groups is not None:
-                takes_part = _takes_part(groups, ctx.comm)
-                average, sent = (_where(takes_part, new, d) for new in (average, sent))
-            new = {**state, "codec": codec_state} if "codec" in state else dict(state)
-            if e is not None:  # p is then a tensor of its own, or the residual's
-                new["residual"] = {**e, **{name: _plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
-            if r is not None:
-                average = {name: _plus(r[name], y, ctx.inplace) for name, y in average.items()}
-                new["reference"] = {**r, **tree.map(torch.clone, average)}  # the parameters will be overwritten
-        if not ctx.inplace:
-            average = _straight_through(average, _unrecorded(ctx.comm).mean(x, groups, weights))
-        return average, new
-
-    def _average(
-        self,
-        p: Tree,
-        state: State,
-        phase: str,
-        ctx: Context,
-        groups: Groups | None,
-        weights: Sequence[float] | None,
-    ) -> tuple[Tree, Tree, State]:
-        """The average of what the nodes send of p; what each sends, where there is a residual; the codec's state."""
-        draws = _draws(f"compress {phase}", ctx)
-        if isinstance(self.codec, PowerSGD):
-            return self.codec.reduce(p, state, lambda y: ctx.comm.mean(y, groups, weights), draws)
-        shares = _shares(groups, weights, ctx.comm)
-        average, sent = _gathered_mean(p, self.codec, ctx, draws, shares, own=self.error_feedback)
-        return average, sent, state
+        comm = cast(Collectives, contract.Restricted(ctx.comm, refusal, mean=mean))
+        result, changed = PHASES[phase](self.module, given, state["module"], replace(ctx, comm=comm))
+        return result, {**state, "module": changed, phase: state[phase] if after is None else after}
 
     def _check(self, x: Any, given: Tree, state: State, phase: str, groups: Groups | None) -> None:
         """Raise a ValueError for an average that has no compressed form."""
@@ -358,8 +447,6 @@ class _Compressed(CommunicationModule):
             raise ValueError(f"{self!r}: the module averages a tensor; compressed(...) takes trees, {{name: tensor}}.")
         if groups is not None and "reference" in state:
             raise ValueError(f"{self!r} averages within groups of nodes. {NO_ISLANDS}")
-        if groups is not None and isinstance(self.codec, PowerSGD):
-            raise ValueError(f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share.")
         for kind in ("residual", "reference"):
             other = [name for name, y in x.items() if kind in state and y.shape[1:] != _shape(state[kind].get(name))]
             if other:
@@ -380,96 +467,38 @@ class _Compressed(CommunicationModule):
         return f"compressed({self.module!r}, {self.codec!r}, error_feedback={self.error_feedback}{chosen})"
 
 
-class _OnlyOneMean(Collectives):
-    """Collectives of which nothing is left but `mean`, once."""
+class _OfPurpose(Compressed):
+    """With random numbers of its own."""
 
-    def __init__(
-        self, comm: Collectives, mean: Callable[[Any, Groups | None, Sequence[float] | None], Any], who: str
-    ) -> None:
-        self.num_nodes, self.node_ids, self.ledger = comm.num_nodes, comm.node_ids, comm.ledger
-        self._compressed, self._who, self._used = mean, who, False
-
-    def mean(
-        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
-    ) -> T:
-        if self._used:
-            self._refuse("ctx.comm.mean a second time in one exchange")
-        self._used = True
-        return self._compressed(x, groups, weights)
-
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        self._refuse("ctx.comm.server_mean" if average else "ctx.comm.sum")
-
-    def _all_gather(self, x: Tensor) -> Tensor:
-        self._refuse("ctx.comm.all_gather")
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        self._refuse("ctx.comm.broadcast")
-
-    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        self._refuse("ctx.comm.permute")
-
-    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        self._refuse("ctx.comm.mix")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ValueError(
-            f"{self._who}: the module calls {what}. Only an exchange that consists of one ctx.comm.mean can be "
-            "compressed: that of GradientAveraging, AveragingCommunicator or DiLoCoCommunicator, say."
-        )
+    def __init__(self, purpose: str, inner: Average, codec: Compressor, **options: bool) -> None:
+        self.purpose = purpose
+        super().__init__(inner, codec, **options)
 
 
-# ------------------------------------------------------------------------------------------- averages of codes
+class _Asked(Mean):
+    """The mean that a module asks for: over these groups, with these weights."""
+
+    def __init__(self, groups: Groups | None, weights: Sequence[float] | None) -> None:
+        super().__init__()
+        self._groups, self._weights = groups, weights
+
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        return self._groups is None
+
+    def groups(self, ctx: Context) -> Groups | None:
+        return self._groups
+
+    def weights(self, ctx: Context) -> Sequence[float] | None:
+        return self._weights
 
 
-def _gathered_mean(
-    values: Tree, codec: Codec, ctx: Context, draws: Callable[[str], Draw], shares: Tensor | None, own: bool
-) -> tuple[Tree, Tree]:
-    """The average of all nodes' codes, `[1 or L, *]`; and, if asked for, what each node's own stands for, `[L, *]`."""
-    codes = {name: codec.encode(x, draws(name)) for name, x in values.items()}
-    received = _all_gather(codes, codec, ctx.comm)
-    average = {name: codec.average(received[name], x, shares) for name, x in values.items()}
-    return average, {name: codec.decode(codes[name], x) for name, x in values.items()} if own else {}
+# ------------------------------------------------------------------------------------------------------ small parts
 
 
-def _all_gather(codes: dict[str, Tree], codec: Codec, comm: Collectives) -> dict[str, Tree]:
-    """Every node's codes on every node, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
-    sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
-    received = comm.all_gather(sent, inplace=True)
-    return {
-        name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
-        for name, code in codes.items()
-    }
-
-
-def _decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
-    """`[1, K, ...]` -> `[1, K, *]`."""
-    rows, num_senders = code["values"].shape[:2]
-    decoded = codec.decode({part: y.flatten(0, 1) for part, y in code.items()}, like)
-    return decoded.unflatten(0, (rows, num_senders))
-
-
-def _shares(groups: Groups | None, weights: Sequence[float] | None, comm: Collectives) -> Tensor | None:
-    """W `[1 or L, K]`: a node's average is sum_k W_ik x_k. None: the plain mean.
-
-    It is what the average makes of the unit vectors, on paper: no communication.
-    """
-    if groups is None and weights is None:
-        return None
-    W = StackedCollectives(comm.num_nodes).mean(torch.eye(comm.num_nodes, dtype=torch.float64), groups, weights)
-    return W[comm.node_ids] if len(W) > 1 else W
-
-
-def _takes_part(groups: Groups, comm: Collectives) -> Tensor:
-    """Which of the nodes held here are in a group, `[L]`."""
-    return torch.isin(comm.node_ids, torch.tensor([node for group in groups for node in group], dtype=torch.long))
-
-
-def _where(chosen: Tensor, new: Tree, old: Tree) -> Tree:
-    """The rows of `new` that are `chosen`, `[L]`; the other rows of `old`."""
-    return {
-        name: torch.where(chosen.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, old[name]) for name, x in new.items()
-    }
+def _kept(keeping: Tensor, old: Tree, new: Tree) -> Tree:
+    """The rows of `old` where a node keeps what it has, `[L]`; the other rows of `new`."""
+    return {name: torch.where(per_row(keeping, x), old[name], x) for name, x in new.items()}
 
 
 def _constant(values: Tree) -> Tree:
@@ -519,8 +548,3 @@ def _shape(x: Tensor | None) -> torch.Size | None:
 def _size(x: Tensor) -> int:
     """Values of one node."""
     return x[0].numel()
-
-
-def _flat(x: Tensor) -> Tensor:
-    """`[L, *shape] -> [L, numel]`."""
-    return x.reshape(len(x), _size(x))

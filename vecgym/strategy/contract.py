@@ -6,7 +6,7 @@ Cheap enough for every step: what a module leaves as it was is not looked at.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,6 +16,10 @@ from vecgym.collectives import Collectives
 from vecgym.core.tree import Tree
 from vecgym.strategy.communication import CommunicationModule, Context, Slots, State
 
+SILENT = (
+    "in a step in which some nodes sit out, so that not all would answer: communicate in exchange_parameters, or let "
+    "all nodes train (participation=1)."
+)
 A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or of such dicts"
 
 
@@ -45,7 +49,9 @@ def local_gradients(
 ) -> Tree:
     """`module.local_gradients`; `silent`: where some nodes sit out, so that nobody may communicate."""
     if silent:
-        ctx = replace(ctx, comm=cast(Collectives, _Silent(ctx.comm, _who(module, "local_gradients"))))
+        who = _who(module, "local_gradients")
+        comm = Restricted(ctx.comm, lambda name: f"{who} calls ctx.comm.{name} {SILENT}")
+        ctx = replace(ctx, comm=cast(Collectives, comm))
     found = module.local_gradients(grads, params, state, ctx)
     num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
     _check_tree(found, grads, module, "local_gradients", "gradients", num_rows)
@@ -78,19 +84,34 @@ def exchange_parameters(module: CommunicationModule, params: Tree, state: State,
     return _exchanged(module.exchange_parameters(params, state, ctx), module, "parameters", params, state, ctx)
 
 
-class _Silent:
-    """Stands for the collectives where nobody may communicate: it says who is there, and refuses every call."""
+class Restricted:
+    """Stands for the collectives where not every operation is allowed: it says who is there, and refuses the others.
 
-    def __init__(self, comm: Collectives, who: str) -> None:
-        self._comm, self._who = comm, who
+    Args:
+        comm: the collectives.
+        refusal: the name of an operation -> why it is refused.
+        allowed: operations, by name.
+
+    >>> import torch
+    >>> from vecgym.collectives import StackedCollectives
+    >>> comm = Restricted(StackedCollectives(2), "{} is not allowed".format, sum=lambda x: x)
+    >>> comm.num_nodes, comm.sum(3)
+    (2, 3)
+    >>> comm.mean(torch.ones(2))
+    Traceback (most recent call last):
+    ...
+    ValueError: mean is not allowed
+    """
+
+    def __init__(self, comm: Collectives, refusal: Callable[[str], str], **allowed: Callable[..., Any]) -> None:
+        self._comm, self._refusal, self._allowed = comm, refusal, allowed
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["_comm"], name)
+        if name in self._allowed:
+            return self._allowed[name]
+        value = getattr(self._comm, name)
         if callable(value):
-            raise ValueError(
-                f"{self._who} calls ctx.comm.{name} in a step in which some nodes sit out, so that not all would "
-                "answer: communicate in exchange_parameters, or let all nodes train (participation=1)."
-            )
+            raise ValueError(self._refusal(name))
         return value
 
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vecgym.compress import Compressor
-from vecgym.core import tree
-from vecgym.core.tree import Tree
-from vecgym.optim import OptimSpec, ensure_optim_spec
-from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
+from vecgym.strategy.average import Mean
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.compression import with_compression
-from vecgym.strategy.fedavg import warn_if_never
-from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
-
-OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # the paper's
-DEFAULT_H = 100
+from vecgym.strategy.modules import DEFAULT_H, OuterStep, outer_spec
+from vecgym.strategy.when import SyncWeight, make_sync_weight
 
 
-class DiLoCoCommunicator(CommunicationModule):
+class DiLoCoCommunicator(OuterStep):
     """Every H steps, the mean movement of the nodes is the gradient of an outer optimizer.
 
     Delta = mean_i(theta_outer - theta_i);  theta_outer <- outer(theta_outer, Delta);  theta_i <- theta_outer.
@@ -38,12 +32,15 @@ class DiLoCoCommunicator(CommunicationModule):
         sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
 
     >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import Context
     >>> module, ctx = DiLoCoCommunicator(H=2), Context(StackedCollectives(2), step=1)
     >>> state = module.init({"w": torch.zeros(1)}, ctx)
     >>> params, state = module.exchange_parameters({"w": torch.tensor([1.0, 3.0])}, state, ctx)
     >>> params["w"]  # 0.7 (2 + 0.9 * 2), on both nodes
     tensor([2.6600])
     """
+
+    shows_defaults = True
 
     def __init__(
         self,
@@ -52,46 +49,10 @@ class DiLoCoCommunicator(CommunicationModule):
         outer_lr: float | Tensor | None = None,
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
     ) -> None:
-        self.outer_optim = _outer_spec(outer_optim, outer_lr)
-        self.H = check_interval("H", H)
-        self.sync_weight = make_sync_weight(sync_weight, self.H, DEFAULT_H)
-        if self.sync_weight is not None:
-            self.H = 1
-        self._rule = self.outer_optim.rule()
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        self.outer_optim.check_steps(num_nodes, max_steps // self.H, "outer optimizer")
-        if self.sync_weight is not None:
-            self.sync_weight.check(max_steps)
-        warn_if_never(self.H, max_steps)
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        return {"params": params, "optimizer": self._rule.init(params)}
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if self.sync_weight is not None:
-            return self.sync_weight.exchange(self._outer_step, params, state, ctx)
-        return self._outer_step(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
-
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        if ctx.step // self.H >= ctx.max_steps // self.H:  # no outer step comes any more
-            return None
-        return self.outer_optim.at(ctx.step // self.H).hyper.get("lr")
-
-    def stack_key(self) -> Hashable:
-        key = merge_key(self.outer_optim)
-        return None if key is None or self.sync_weight is not None else (self.H, key)
-
-    def stacked(self, modules: Sequence[Any], num_nodes: int) -> DiLoCoCommunicator:
-        outer = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
-        return DiLoCoCommunicator(outer, self.H)
-
-    def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        delta = ctx.comm.mean(tree.map(torch.sub, state["params"], params), inplace=True)  # [1, *]
-        outer, optimizer = optimizer_step(
-            self.outer_optim, self._rule, ctx.step // self.H, state["params"], delta, state["optimizer"], ctx
-        )
-        return outer, {"params": outer, "optimizer": optimizer}
+        weight = make_sync_weight(sync_weight, H, DEFAULT_H)
+        super().__init__(Mean(), outer_spec(outer_optim, outer_lr), H if weight is None else weight)
+        self.H = self.when.H
+        self.sync_weight = weight
 
 
 class DiLoCoStrategy(Strategy):
@@ -153,13 +114,3 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
             warmup_steps=warmup_steps,
             cosine_anneal=cosine_anneal,
         )
-
-
-def _outer_spec(
-    optim: str | OptimSpec | type[torch.optim.Optimizer] | None, outer_lr: float | Tensor | None
-) -> OptimSpec:
-    by_name = optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd")
-    if by_name:
-        lr = OUTER_DEFAULTS["lr"] if outer_lr is None else outer_lr
-        return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
-    return ensure_optim_spec(optim, lr=outer_lr)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecgym.collectives.topology import random_islands, sample_nodes
 from vecgym.core import check, tree
-from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
+from vecgym.strategy.average import Mean, ServerMean, Weighting
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.fedopt import ServerOptimizer
-from vecgym.strategy.relaxed import SyncWeight, make_sync_weight
+from vecgym.strategy.modules import Exchange, Parameters
+from vecgym.strategy.when import Rounds, SyncWeight, make_sync_weight
 
-Weighting = Literal["equal", "examples"]  # of the nodes in a mean
 
-
-class AveragingCommunicator(CommunicationModule):
+class AveragingCommunicator(Parameters):
     """Every H steps: theta_i <- sum_k w_k theta_k / sum_k w_k over the nodes, or over the island, that i is in.
 
     With `participation` < 1 a server does the averaging, over the nodes S that took part in the round:
@@ -53,6 +50,8 @@ class AveragingCommunicator(CommunicationModule):
     tensor([2.5000])
     """
 
+    shows_defaults = True
+
     def __init__(
         self,
         island_size: int | None = None,
@@ -62,53 +61,18 @@ class AveragingCommunicator(CommunicationModule):
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
     ) -> None:
-        self.island_size = check.optional_integer("island_size", island_size, what="None is one island")
+        mean = Mean(island_size, weighting, participation)
         self.H = check_interval("H", H)
-        self.participation = check_participation(participation)
-        self.weighting = check_weighting(weighting)
         self.sync_weight = make_sync_weight(sync_weight, self.H, default=1)
         rounds_of_all = island_size is None and sync_weight is None
         resting = check_resting(resting, rounds_of_all or participation == 1)
+        self.island_size, self.participation, self.weighting = mean.island_size, mean.participation, mean.weighting
         self.resting = resting if participation < 1 else None
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        if self.sync_weight is not None:
-            self.sync_weight.check(max_steps)
-        count = num_participants(self.participation, num_nodes)
-        if self.island_size is not None and self.island_size > count:
-            raise ValueError(
-                f"island_size={self.island_size} is larger than the {count} nodes that take part in a round: "
-                f"give island_size <= {count}, or None for one island of all."
-            )
-        warn_if_never(self.H, max_steps)
-
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        return participants(self.participation, self.H, ctx) if self.participation < 1 else None
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if self.sync_weight is not None:
-            return self.sync_weight.exchange(self._average, params, state, ctx)
-        return self._average(params, state, ctx) if (ctx.step + 1) % self.H == 0 else (params, state)
-
-    def stack_key(self) -> Hashable:
-        usual = self.island_size is None and self.participation == 1 and self.weighting == "equal"
-        return self.H if usual and self.sync_weight is None else None
-
-    def stacked(self, modules: Sequence[Any], num_nodes: int) -> AveragingCommunicator:
-        return self
-
-    def _average(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        weights = node_weights(self.weighting, ctx)
-        if self.island_size is None and self.participation == 1:
-            return ctx.comm.mean(params, weights=weights), state
-        nodes = participants(self.participation, self.H, ctx)
-        if self.resting == "server":
-            return ctx.comm.server_mean(params, nodes, weights), state
-        islands = random_islands(nodes, self.island_size or len(nodes), ctx.generator("islands", ctx.step))
-        return ctx.comm.mean(params, groups=islands, weights=weights), state
+        average = ServerMean(weighting, participation) if self.resting == "server" else mean
+        super().__init__(average, Rounds(self.H) if self.sync_weight is None else self.sync_weight)
 
 
-class ServerCommunicator(CommunicationModule):
+class ServerCommunicator(Exchange):
     """Every H steps, a server moves theta by the mean movement of the nodes that took part.
 
     Delta = sum_{k in S} w_k (theta_k - theta) / sum_{k in S} w_k;  theta <- server(theta, Delta);  theta_i <- theta.
@@ -128,6 +92,8 @@ class ServerCommunicator(CommunicationModule):
     {'w': tensor([1.])}
     """
 
+    shows_defaults = True
+
     def __init__(
         self,
         server: ServerOptimizer,
@@ -136,31 +102,27 @@ class ServerCommunicator(CommunicationModule):
         weighting: Weighting = "equal",
     ) -> None:
         self.server = check.instance("server", server, ServerOptimizer, "a ServerOptimizer('adam', lr=0.1)")
-        self.H = check_interval("H", H)
-        self.participation = check_participation(participation)
-        self.weighting = check_weighting(weighting)
+        self.when = Rounds(H)
+        self.average = mean = ServerMean(weighting, participation)
+        self.H, self.participation, self.weighting = self.when.H, mean.participation, mean.weighting
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        warn_if_never(self.H, max_steps)
+        super().check(num_nodes, max_steps)
         self.server.check()
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"params": params, "slots": self.server.init(params)}
 
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        return participants(self.participation, self.H, ctx) if self.participation < 1 else None
-
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % self.H != 0:
-            return params, state
-        chosen = participants(self.participation, self.H, ctx)
-        movement = tree.map(torch.sub, params, state["params"])
-        delta = ctx.comm.server_mean(movement, chosen, node_weights(self.weighting, ctx))  # [1, *]
-        theta, slots = self.server.update(state["params"], delta, state["slots"])
-        return theta, {"params": theta, "slots": slots}
+        return self.when.exchange(self._server_step, params, state, self._counted(ctx))
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         return self.server.lr
+
+    def _server_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        delta, _ = self.average(tree.map(torch.sub, params, state["params"]), {}, ctx)  # [1, *]
+        theta, slots = self.server.update(state["params"], delta, state["slots"])
+        return theta, {"params": theta, "slots": slots}
 
 
 class ProximalTerm(CommunicationModule):
@@ -182,6 +144,7 @@ class ProximalTerm(CommunicationModule):
     def __init__(self, mu: float | Tensor, H: int = 1) -> None:
         self.mu = check.per_node("proximal_mu", mu, "[0, inf)", "0 is no proximal term")
         self.H = check_interval("H", H)
+        self._when = Rounds(H)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         check.per_node("proximal_mu", self.mu, "[0, inf)", num_nodes=num_nodes)
@@ -194,7 +157,7 @@ class ProximalTerm(CommunicationModule):
         return tree.map(lambda g, p, start: g + tree.per_node(mu, p) * (p - start), grads, params, state["start"])
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % self.H != 0:
+        if not self._when.due(ctx.step):
             return params, state
         return params, {"start": tree.map(torch.clone, params)}  # the next step overwrites params
 
@@ -288,34 +251,6 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         )
 
 
-def num_participants(participation: float, num_nodes: int) -> int:
-    """Nodes that train in a round: at least one."""
-    return max(1, round(participation * num_nodes))
-
-
-def participants(participation: float, H: int, ctx: Context) -> list[int]:
-    """The nodes of the present round of H steps, ascending: all, or a sample drawn for the round."""
-    count = num_participants(participation, ctx.comm.num_nodes)
-    if participation == 1:
-        return list(range(count))
-    return sample_nodes(ctx.comm.num_nodes, count, ctx.generator("participants", ctx.step // H))
-
-
-def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
-    """The weight of each node in an average; None: all alike."""
-    if weighting == "equal":
-        return None
-    if ctx.num_examples is None:
-        raise ValueError(
-            'weighting="examples" needs the number of examples of each node: Simulation(num_examples=...).'
-        )
-    return tuple(float(n) for n in ctx.num_examples)
-
-
-def check_participation(participation: float) -> float:
-    return check.number("participation", participation, "(0, 1]", "the fraction of nodes that trains in a round")
-
-
 def check_resting(resting: str | None, rounds_of_all: bool) -> str:
     """ "server" or "keep", as asked for; None: "server" where rounds of all nodes have one."""
     if resting is not None:
@@ -326,17 +261,3 @@ def check_resting(resting: str | None, rounds_of_all: bool) -> str:
             'resting="keep".'
         )
     return resting or ("server" if rounds_of_all else "keep")
-
-
-def check_weighting(weighting: Weighting) -> str:
-    return check.choice("weighting", weighting, get_args(Weighting))
-
-
-def warn_if_never(H: int, max_steps: int) -> None:
-    """Warn when a run is too short for a single exchange."""
-    if max_steps < H:
-        warnings.warn(
-            f"H={H} is larger than the run's {max_steps} steps: the nodes never exchange anything.",
-            VecgymWarning,
-            stacklevel=2,
-        )

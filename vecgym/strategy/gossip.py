@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +12,13 @@ from torch import Tensor
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Mixing
 from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
+from vecgym.strategy.average import Average
+from vecgym.strategy.base import Context, State, Strategy
+from vecgym.strategy.modules import Parameters
 
 FIXED: dict[str, Callable[[int], Tensor]] = {
     "ring": graphs.ring,
@@ -30,8 +31,8 @@ NAMES = (*FIXED, "one_peer_exponential", "random_matching")
 Topology = str | Tensor | Sequence[Sequence[float]] | Callable[[int], Tensor]
 
 
-class GossipCommunicator(CommunicationModule):
-    """Every `every` steps: theta_i <- sum_j W_ij theta_j.
+class Mix(Average):
+    """Each node averages with its neighbours in a graph: x_i <- sum_j W_ij x_j.
 
     Args:
         topology: W, the weights of the nodes' exchange; doubly stochastic.
@@ -41,34 +42,28 @@ class GossipCommunicator(CommunicationModule):
             - a matrix `[K, K]`, or matrices `[T, K, K]` taken in turn, one per exchange. A tensor with
               `requires_grad` gets derivatives in a differentiable run;
             - a function that takes the step, counted from 0, after which the nodes exchange, and returns `[K, K]`.
-        every: optimizer steps between two exchanges.
+
+    Bytes sent per node: degree times those of the values.
 
     Raises:
-        ValueError: for an unknown name, a matrix that is not doubly stochastic, `every` < 1; at `fit` for a matrix
+        ValueError: for an unknown name, a matrix that is not doubly stochastic; at `fit` for a matrix
             of another size than the number of nodes, and a number of nodes that the topology cannot connect.
 
-    >>> GossipCommunicator("ring", every=2)
-    GossipCommunicator(topology='ring', every=2)
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(4))
+    >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, {}, ctx)[0]
+    {'w': tensor([1., 1., 0., 1.])}
     """
 
-    def __init__(self, topology: Topology = "ring", every: int = 1) -> None:
+    def __init__(self, topology: Topology = "ring") -> None:
         self.topology = _checked_topology(topology)
-        self.every = check_interval("every", every)
         # A constant is looked at once. One that takes derivatives is looked at anew: it may have been trained since.
         self._constant: list[Mixing] | None = None
         if isinstance(self.topology, Tensor) and not self.topology.requires_grad:
             self._constant = [Mixing.of(weights) for weights in _cycle(self.topology)]
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        num_exchanges = max_steps // self.every
-        if num_exchanges == 0:
-            _warn(f"every={self.every} is larger than the run's {max_steps} steps: the nodes never exchange anything.")
-        elif isinstance(self.topology, Tensor) and len(_cycle(self.topology)) > num_exchanges:
-            _warn(
-                f"topology has {len(self.topology)} matrices and the run {num_exchanges} exchanges: those from "
-                f"{num_exchanges} on are never used."
-            )
-        size = len(self._mixing(num_nodes, self.every - 1, lambda exchange: torch.Generator()).weights)
+        size = len(self._mixing(num_nodes, 0, 0, lambda exchange: torch.Generator()).weights)
         if size != num_nodes:
             raise ValueError(
                 f"topology mixes {size} nodes, and the run has num_nodes={num_nodes}: give num_nodes={size}, a matrix "
@@ -76,21 +71,19 @@ class GossipCommunicator(CommunicationModule):
             )
 
     def mixing(self, ctx: Context) -> Mixing:
-        """The matrix of the exchange after this step.
+        """The matrix of this exchange.
 
         >>> from vecgym.collectives import StackedCollectives
-        >>> GossipCommunicator("ring").mixing(Context(StackedCollectives(5))).weights[0]
+        >>> Mix("ring").mixing(Context(StackedCollectives(5))).weights[0]
         tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
         """
-        return self._mixing(ctx.comm.num_nodes, ctx.step, lambda exchange: ctx.generator("matching", exchange))
+        drawn = lambda exchange: ctx.generator("matching", exchange)  # noqa: E731
+        return self._mixing(ctx.comm.num_nodes, ctx.step, ctx.exchange, drawn)
 
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if (ctx.step + 1) % self.every != 0:
-            return params, state
-        return ctx.comm.mix(params, self.mixing(ctx), inplace=ctx.inplace), state
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return ctx.comm.mix(values, self.mixing(ctx), inplace=ctx.inplace), state
 
-    def _mixing(self, num_nodes: int, step: int, generator: Callable[[int], torch.Generator]) -> Mixing:
-        exchange = step // self.every
+    def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
         if self._constant is not None:
             return self._constant[exchange % len(self._constant)]
         if isinstance(self.topology, Tensor):
@@ -105,6 +98,46 @@ class GossipCommunicator(CommunicationModule):
         if self.topology == "one_peer_exponential":
             return _one_peer_exponential(num_nodes, exchange % max(1, graphs.ceil_log2(num_nodes)))
         return _fixed(self.topology, num_nodes)
+
+
+class GossipCommunicator(Parameters):
+    """Every `every` steps: theta_i <- sum_j W_ij theta_j.
+
+    Args:
+        topology: W, the weights of the nodes' exchange; see `Mix`.
+        every: optimizer steps between two exchanges.
+
+    Raises:
+        ValueError: see `Mix`; for `every` < 1.
+
+    >>> GossipCommunicator("ring", every=2)
+    GossipCommunicator(topology='ring', every=2)
+    """
+
+    shows_defaults = True
+
+    def __init__(self, topology: Topology = "ring", every: int = 1) -> None:
+        self._mix = Mix(topology)
+        super().__init__(self._mix, every)
+        self.topology = self._mix.topology
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        num_exchanges = self.when.count(max_steps)
+        if num_exchanges and isinstance(self.topology, Tensor) and len(_cycle(self.topology)) > num_exchanges:
+            warn(
+                f"topology has {len(self.topology)} matrices and the run {num_exchanges} exchanges: those from "
+                f"{num_exchanges} on are never used."
+            )
+        super().check(num_nodes, max_steps)
+
+    def mixing(self, ctx: Context) -> Mixing:
+        """The matrix of the exchange after this step.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> GossipCommunicator("ring").mixing(Context(StackedCollectives(5))).weights[0]
+        tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
+        """
+        return self._mix.mixing(self._counted(ctx))
 
 
 class GossipStrategy(Strategy):
@@ -211,7 +244,3 @@ def _as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K]
         return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}={weights!r}: {allowed}") from error
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, VecgymWarning, stacklevel=3)

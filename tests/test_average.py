@@ -1,0 +1,427 @@
+"""Averages, and the modules that hold them: today's strategies out of bricks, and what only bricks can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tests.helpers import Recording, assert_close, run, stacked
+from tests.models import make_batches, make_model
+from vecgym import OptimSpec, verify
+from vecgym.collectives import StackedCollectives
+from vecgym.compress import Chain, PowerSGD, Quantise, RandomK, TopK
+from vecgym.compress.codecs import Draw
+from vecgym.core.errors import VecgymWarning
+from vecgym.strategy import (
+    AllReduceStrategy,
+    Average,
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Compressed,
+    Context,
+    Corrupted,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GossipStrategy,
+    Gradients,
+    Mean,
+    Mix,
+    OuterStep,
+    Parameters,
+    PartitionedSelector,
+    Private,
+    RandomSelector,
+    Robust,
+    Rounds,
+    ServerMean,
+    Sparse,
+    SPARTAStrategy,
+    Strategy,
+    SyncWeight,
+)
+from vecgym.strategy.robust import median
+
+K, LR, SEED = 5, 0.1, 42
+NESTEROV = OptimSpec("sgd", lr=0.7, momentum=0.9, nesterov=True)
+SLOW = OptimSpec("sgd", lr=0.5, momentum=0.6)
+
+
+def lie(x: Tensor) -> Tensor:
+    return -20 * x
+
+
+def of(*modules: CommunicationModule) -> Strategy:
+    return CommunicateOptimizeStrategy(list(modules), "sgd", lr=LR)
+
+
+# ----------------------------------------------------------------------------------------- today's strategies
+
+PAIRS: dict[str, tuple[Callable[[], CommunicationModule], Callable[[], Strategy]]] = {
+    "AllReduce": (lambda: Gradients(Mean()), lambda: AllReduceStrategy("sgd", lr=LR)),
+    "FedAvg": (lambda: Parameters(Mean(), every=4), lambda: FedAvgStrategy("sgd", H=4, lr=LR)),
+    "FedAvg in islands": (
+        lambda: Parameters(Mean(2), every=4),
+        lambda: FedAvgStrategy("sgd", H=4, island_size=2, lr=LR),
+    ),
+    "FedAvg at a server": (
+        lambda: Parameters(ServerMean(participation=0.4), every=4),
+        lambda: FedAvgStrategy("sgd", H=4, participation=0.4, lr=LR),
+    ),
+    "FedAvg in part": (
+        lambda: Parameters(Mean(), SyncWeight([0.5] * 12)),
+        lambda: FedAvgStrategy("sgd", sync_weight=[0.5] * 12, lr=LR),
+    ),
+    "SPARTA": (lambda: Parameters(Sparse(0.2, Mean())), lambda: SPARTAStrategy(0.2, "sgd", lr=LR)),
+    "SPARTA, late": (
+        lambda: Parameters(Sparse(RandomSelector(0.2), Mean()), delay=2),
+        lambda: SPARTAStrategy(0.2, "sgd", delay=2, lr=LR),
+    ),
+    "gossip": (lambda: Parameters(Mix("ring"), every=2), lambda: GossipStrategy("ring", 2, "sgd", lr=LR)),
+    "DiLoCo": (lambda: OuterStep(Mean(), NESTEROV, H=4), lambda: DiLoCoStrategy("sgd", NESTEROV, H=4, lr=LR)),
+    "DiLoCo, top-k": (
+        lambda: OuterStep(Compressed(Mean(), TopK(0.2)), NESTEROV, H=4),
+        lambda: DiLoCoStrategy("sgd", NESTEROV, H=4, lr=LR, compression=TopK(0.2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_todays_strategies_are_bricks(name: str) -> None:
+    brick, today = PAIRS[name]
+    model, batches = make_model("MLP", dtype=torch.float64), stacked(make_batches("MLP", 12, K, 3, dtype=torch.float64))
+    ours, theirs = run(model, of(brick()), batches), run(model, today(), batches)
+    assert_close(ours.params, theirs.params, 1e-15)
+    assert ours.comm.ledger.total_bytes == theirs.comm.ledger.total_bytes > 0
+
+
+# ----------------------------------------------------------------------------------------- against naive twins
+
+
+class Two(nn.Module):
+    """1/2 |a - c[:4]|^2 + 1/2 |b - c[4:]|^2: the gradient of a node is its parameters minus the mean of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.arange(4.0, dtype=torch.float64))
+        self.b = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, batch: Tensor | tuple[Tensor]) -> Tensor:
+        c = batch if isinstance(batch, Tensor) else batch[0]
+        return ((self.a - c[:, :4]).square().sum(-1) + (self.b - c[:, 4:]).square().sum(-1)).mean() / 2
+
+
+def batches(steps: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(K, 2, 7, generator=g, dtype=torch.float64) for _ in range(steps)]
+
+
+class Node:
+    """One node of the twins: named tensors, and a plain SGD step."""
+
+    def __init__(self) -> None:
+        self.theta = {name: p.detach().clone() for name, p in Two().named_parameters()}
+        self.outer = {name: p.clone() for name, p in self.theta.items()}
+        self.m = {name: torch.zeros_like(p) for name, p in self.theta.items()}
+        self.e = {name: torch.zeros_like(p) for name, p in self.theta.items()}
+
+    def train(self, c: Tensor) -> None:
+        target = {"a": c[:, :4].mean(0), "b": c[:, 4:].mean(0)}
+        self.theta = {name: p - LR * (p - target[name]) for name, p in self.theta.items()}
+
+    def step_outer(self, name: str, delta: Tensor) -> None:
+        """SLOW, a torch SGD with momentum."""
+        self.m[name] = 0.6 * self.m[name] + delta
+        self.outer[name] = self.outer[name] - 0.5 * self.m[name]
+
+
+def check(nodes: Sequence[Node], found: dict[str, Tensor]) -> None:
+    for name in ("a", "b"):
+        expected = torch.stack([node.theta[name] for node in nodes])
+        assert_close({name: found[name].expand(K, -1)}, {name: expected}, 1e-12)
+
+
+def strongest(x: Tensor, k: int) -> Tensor:
+    kept = torch.zeros_like(x)
+    chosen = x.abs().argsort(descending=True)[:k]
+    kept[chosen] = x[chosen]
+    return kept
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_topk_diloco_in_islands_of_those_who_take_part(decay: float, differentiable: bool) -> None:
+    """One expression. Who takes part, and with whom, is asked of the library; all else is the twin's."""
+    H, steps = 3, 14
+    mean = Mean(island_size=2, participation=0.8)
+    module = OuterStep(Compressed(mean, TopK(k=2), decay=decay), SLOW, H=H)
+    ours = run(Two(), of(module), batches(steps), differentiable=differentiable, seed=SEED)
+    nodes, sizes = [Node() for _ in range(K)], set()
+    for t, c in enumerate(batches(steps)):
+        ctx = Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)
+        active = mean.active_nodes(ctx)
+        assert len(active or ()) == 4
+        for i in active or ():
+            nodes[i].train(c[i])
+        if (t + 1) % H:
+            continue
+        for island in mean.groups(ctx) or ():
+            sizes.add(len(island))
+            for name in ("a", "b"):
+                sent = []
+                for i in island:
+                    p = nodes[i].outer[name] - nodes[i].theta[name] + decay * nodes[i].e[name]
+                    sent.append(strongest(p, 2))
+                    nodes[i].e[name] = p - sent[-1]
+                for i in island:
+                    nodes[i].step_outer(name, torch.stack(sent).mean(0))
+                    nodes[i].theta[name] = nodes[i].outer[name].clone()
+    assert sizes == {2}
+    check(nodes, ours.params)
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize(("delay", "alpha"), [(0, 0.0), (2, 0.5), (4, 0.25), (6, 0.5)])
+def test_streaming_diloco(delay: int, alpha: float, differentiable: bool) -> None:
+    """Two fragments, a and b; a delay may be longer than a round."""
+    H, steps = 4, 19
+    module = OuterStep(Mean(), SLOW, H=H, fragments=2, delay=delay, alpha=alpha)
+    ours = run(Two(), of(module), batches(steps), differentiable=differentiable)
+    nodes = [Node() for _ in range(K)]
+    under_way: dict[tuple[str, int], Tensor] = {}
+    for t, c in enumerate(batches(steps)):
+        for i, node in enumerate(nodes):
+            node.train(c[i])
+        for name, offset in (("a", 4), ("b", 6)):
+            if t + 1 >= offset and (t + 1 - offset) % H == 0:
+                moved = [node.outer[name] - node.theta[name] for node in nodes]
+                under_way[name, t + delay] = torch.stack(moved).mean(0)
+            if (name, t) in under_way:
+                delta = under_way.pop((name, t))
+                for node in nodes:
+                    node.step_outer(name, delta)
+                    node.theta[name] = alpha * node.theta[name] + (1 - alpha) * node.outer[name]
+    check(nodes, ours.params)
+    lags = {entry.transfer.lag for entry in ours.comm.ledger}
+    assert lags == {delay}
+
+
+@pytest.mark.parametrize("offsets", [[1, 3], [4, 2]])
+def test_offsets(offsets: list[int]) -> None:
+    module = OuterStep(Mean(), SLOW, H=4, fragments=2, offsets=offsets)
+    ours = run(Two(), of(module), batches(9))
+    sent: dict[int, list[int]] = {}
+    for entry in ours.comm.ledger:
+        sent.setdefault(entry.payload_bytes // 8, []).append(entry.step + 1)
+    assert sent == {size: [t for t in range(1, 10) if t >= o and (t - o) % 4 == 0] for size, o in zip((4, 3), offsets)}
+
+
+@pytest.mark.parametrize("rule", ["mean", "median", "trimmed"])
+def test_a_liar(rule: str) -> None:
+    """The mean follows it; the median and the trimmed mean are those of a naive loop, near the honest ones."""
+    how = {"mean": Mean(), "median": Robust("median"), "trimmed": Robust("trimmed_mean", trim=1)}[rule]
+    steps = 8
+    ours = run(Two(), of(Gradients(Corrupted(how, [1], lie))), batches(steps))
+    node = Node()
+    for c in batches(steps):
+        target = torch.cat([node.theta["a"], node.theta["b"]]) - c.mean(1)  # [K, 7], the gradients
+        g = torch.stack([lie(x) if i == 1 else x for i, x in enumerate(target)]).sort(0).values
+        if rule == "mean":
+            g = g.mean(0)
+        else:
+            g = g[2] if rule == "median" else g[1:-1].mean(0)
+        node.theta = {"a": node.theta["a"] - LR * g[:4], "b": node.theta["b"] - LR * g[4:]}
+    check([node] * K, ours.params)
+    honest = run(Two(), of(Gradients(Mean())), batches(steps))
+    far = max(float((ours.params[name] - honest.params[name]).abs().max()) for name in ("a", "b"))
+    assert (far > 5) == (rule == "mean"), far
+
+
+def test_the_median_in_islands() -> None:
+    comm, x = Recording(6), {"w": torch.arange(6.0)[:, None] ** 2}
+    ctx = Context(comm, seed=3)
+    how = Robust("median", island_size=3)
+    found, _ = how(x, {}, ctx)
+    for island in how.groups(ctx) or ():
+        expected = x["w"][list(island)].median(0).values
+        assert all(torch.equal(found["w"][i], expected) for i in island)
+
+
+def test_what_is_private_is_clipped_and_blurred_as_much_as_it_says() -> None:
+    comm, x = StackedCollectives(4), {"a": torch.full((4, 30_000), 3.0), "b": torch.full((4, 10_000), 3.0)}
+    found, _ = Private(Mean(), clip=2.0, noise=0.5)(x, {}, Context(comm))
+    clipped, _ = Private(Mean(), clip=2.0, noise=0.0)(x, {}, Context(comm))
+    norm = torch.cat([clipped["a"], clipped["b"]], 1).norm().item()
+    assert norm == pytest.approx(2.0, rel=1e-4)
+    noise = torch.cat([found["a"] - clipped["a"], found["b"] - clipped["b"]], 1)
+    assert noise.std().item() == pytest.approx(0.5 * 2.0 / 4**0.5, rel=0.02)
+    assert abs(noise.mean().item()) < 0.02
+
+
+# ------------------------------------------------------------------------------------ the same on real processes
+
+PROCESSES: dict[str, Callable[[], CommunicationModule]] = {
+    "top-k, islands, participation": lambda: OuterStep(
+        Compressed(Mean(island_size=2, participation=0.75), TopK(0.3), decay=0.9), NESTEROV, H=3
+    ),
+    "streaming": lambda: OuterStep(Mean(), NESTEROV, H=4, fragments=2, delay=2, alpha=0.5),
+    "streaming, sparse": lambda: OuterStep(Sparse(0.5, Mean(2)), NESTEROV, H=4, fragments=2, delay=3),
+    "top-k in two bits": lambda: OuterStep(
+        Compressed(Mean(), Chain(TopK(0.4), Quantise(2)), decay=0.95), NESTEROV, H=3
+    ),
+    "a liar, mean": lambda: Gradients(Corrupted(Mean(), [1], lie)),
+    "a liar, median": lambda: OuterStep(Corrupted(Robust("median"), [1], lie), NESTEROV, H=3),
+    "codes to a server": lambda: Parameters(
+        Compressed(ServerMean(participation=0.5), TopK(0.3), reference=True), every=2
+    ),
+    "codes, median, private": lambda: OuterStep(
+        Private(Compressed(Robust("median", island_size=3), "int8"), clip=1.0, noise=0.1), NESTEROV, H=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_real_processes_compute_the_same(name: str) -> None:
+    x = torch.randn(64, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    report = verify(of(PROCESSES[name]()), Two(), TensorDataset(x), num_nodes=4, num_processes=2, steps=9)
+    assert report.passed, report
+
+
+def test_derivatives_through_an_average_in_islands() -> None:
+    def loss(lr: Tensor) -> Tensor:
+        module = OuterStep(Mean(2, participation=0.8), OptimSpec("sgd", lr=lr, momentum=0.6), H=2, delay=1, alpha=0.3)
+        return run(Two(), of(module), batches(8), differentiable=True, seed=SEED).losses[-1].nansum()
+
+    lr = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss(lr), lr)
+    by_differences = (loss(lr.detach() + 1e-5) - loss(lr.detach() - 1e-5)) / 2e-5
+    assert slope.item() == pytest.approx(by_differences.item(), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "gradients of some": (lambda: Gradients(Mean(participation=0.5)), ValueError, "lets some nodes sit out"),
+    "no average": (lambda: Parameters(Mean), TypeError, r"give an Average, such as Mean\(\)"),  # type: ignore[arg-type]
+    "a late SyncWeight": (lambda: Parameters(Mean(), SyncWeight([1]), delay=1), ValueError, "cannot be late"),
+    "offsets": (lambda: OuterStep(Mean(), offsets=[1, 2]), ValueError, "one number for each fragment"),
+    "alpha": (lambda: OuterStep(Mean(), alpha=1.0), ValueError, r"alpha=1.0 must be a number in \[0, 1\)"),
+    "fragments of a SyncWeight": (
+        lambda: OuterStep(Mean(), H=SyncWeight([1]), fragments=2),
+        ValueError,
+        "leave out fragments",
+    ),
+    "codes for Mix": (lambda: Compressed(Mix("ring"), "int8"), TypeError, "give Mean"),
+    "a reference of islands": (
+        lambda: Compressed(Mean(2), "int8", reference=True),
+        ValueError,
+        "only an average of all",
+    ),
+    "PowerSGD of islands": (lambda: Compressed(Mean(2), PowerSGD(1)), ValueError, "do not share"),
+    "PowerSGD of a median": (lambda: Compressed(Robust(), PowerSGD(1)), ValueError, "must be a mean"),
+    "decay of nothing": (
+        lambda: Compressed(Mean(), "int8", error_feedback=False, decay=0.9),
+        ValueError,
+        "has no effect",
+    ),
+    "a residual for other coordinates": (
+        lambda: Sparse(PartitionedSelector(0.5), Compressed(Mean(), "int8")).init(
+            {"w": torch.zeros(1, 4)}, Context(StackedCollectives(2))
+        ),
+        ValueError,
+        "error_feedback=False",
+    ),
+    "trim": (lambda: Robust("trimmed_mean"), ValueError, "trim=1"),
+    "too much trimmed": (lambda: Robust("trimmed_mean", 2).check(4, 10), ValueError, "leaves nothing of 4 nodes"),
+    "a liar who is not there": (lambda: Corrupted(Mean(), [4]).check(4, 10), IndexError, "node 4 of 4"),
+    "twice the same liar": (lambda: Corrupted(Mean(), [1, 1]), ValueError, "different node ids"),
+    "no attack": (lambda: Corrupted(Mean(), [1], 3), TypeError, "a function of a tensor"),  # type: ignore[arg-type]
+    "islands too large": (lambda: Parameters(Mean(4)).check(3, 10), ValueError, "island_size=4 is larger than the 3"),
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_cannot_work_is_refused(setting: str) -> None:
+    call, error, message = REFUSED[setting]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_what_never_happens_warns() -> None:
+    with pytest.warns(VecgymWarning, match="every=11 is larger than the run's 10 steps"):
+        Parameters(Mean(), every=11).check(4, 10)
+    with pytest.warns(VecgymWarning, match="delay=10 .* takes effect"):
+        OuterStep(Mean(), H=2, delay=10).check(4, 10)
+
+
+def test_times() -> None:
+    for rounds in (Rounds(3), Rounds(3, offset=1), Rounds(2, offset=5), Rounds(1)):
+        due = [t for t in range(12) if rounds.due(t)]
+        assert [rounds.count(t) for t in range(12)] == [sum(d < t for d in due) for t in range(12)]
+
+
+def test_a_users_average() -> None:
+    class Largest(Average):
+        def __call__(self, values: Any, state: Any, ctx: Context) -> Any:
+            return {name: x.amax(1) for name, x in ctx.comm.all_gather(values).items()}, {"count": state["count"] + 1}
+
+        def init(self, values: Any, ctx: Context) -> Any:
+            return {"count": torch.zeros(1)}
+
+    ours = run(Two(), of(Parameters(Largest(), every=2)), batches(5))
+    assert ours.state.strategy["0"]["count"].item() == 2
+    assert ours.params["a"].shape[0] == K
+    assert torch.equal(median(torch.tensor([[[3.0], [1.0], [2.0]]])), torch.tensor([[2.0]]))
+
+
+# ------------------------------------------------------------------------------------------------- codes of codes
+
+
+@pytest.mark.parametrize("k", [1, 3, 40])
+@pytest.mark.parametrize("first", ["topk", "randomk"])
+def test_a_few_values_in_two_bits(first: str, k: int) -> None:
+    """What is read is what the second codec makes of the values of the first, where these were."""
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one = TopK(k=k) if first == "topk" else RandomK(k / 40)
+    draw = Draw(lambda *ids: torch.Generator().manual_seed(sum(ids)), torch.arange(3))
+    codec = Chain(one, Quantise(2))
+    code = codec.encode(x, draw)
+    sent = one.decode(one.encode(x, draw), x)
+    largest = sent.flatten(1).abs().amax(1)[:, None, None]
+    expected = (sent / largest).round() * largest
+    assert_close({"x": codec.decode(code, x)}, {"x": expected}, 1e-6)
+    num_bytes = sum(y[0].nbytes for part, y in code.items() if part not in codec.shared)
+    assert num_bytes == -(-k // 4) + 4 + (4 * k if first == "topk" else 0)
+    gathered = {part: y[None] if part not in codec.shared else y[:, None] for part, y in code.items()}
+    for weights in (None, torch.tensor([[0.5, 0.2, 0.3]])):
+        shares = torch.full((3,), 1 / 3) if weights is None else weights[0]
+        mean = torch.tensordot(shares.double(), expected, 1)[None]
+        assert_close({"x": codec.average(gathered, x, weights)}, {"x": mean}, 1e-6)
+
+
+def test_a_chain_keeps_the_books() -> None:
+    """What was not sent is what is left, and a part of it comes back."""
+    codec = Chain(TopK(k=2), Quantise(2))
+    average, ctx = Compressed(Mean(), codec, decay=0.5), Context(StackedCollectives(2))
+    g = torch.Generator().manual_seed(3)
+    values = [{"w": torch.randn(2, 6, generator=g, dtype=torch.float64)} for _ in range(4)]
+    state = average.init(values[0], ctx)
+    e = torch.zeros(2, 6, dtype=torch.float64)
+    for x in values:
+        mean, state = average(x, state, ctx)
+        p = x["w"] + 0.5 * e
+        sent = codec.decode(codec.encode(p), p)
+        e = p - sent
+        assert_close({"w": mean["w"]}, {"w": sent.mean(0, keepdim=True)}, 1e-14)
+        assert_close(state["residual"], {"w": e}, 1e-14)
+
+
+def test_what_a_chain_refuses() -> None:
+    with pytest.raises(TypeError, match="sends no values that another codec"):
+        Chain(Quantise(8), TopK())
+    with pytest.raises(TypeError, match="give a codec"):
+        Chain(TopK(), "int8")  # type: ignore[arg-type]

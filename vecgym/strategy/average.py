@@ -1,0 +1,455 @@
+"""How nodes agree on a value: a mean, a server's mean, of all of it or of some coordinates.
+
+An `Average` takes what each node has, `[L, *]`, and gives what the nodes agree on, `[1, *]` where that is the same on
+all. It does not know what the values are, gradients, parameters or movements, nor when it is asked: that is the
+module's (`vecgym.strategy.modules`) that holds it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.topology import Groups, random_islands, sample_nodes
+from vecgym.compress.codecs import Codec
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
+from vecgym.strategy.base import Context, State
+from vecgym.strategy.selectors import RandomSelector, Selector, Shapes
+from vecgym.strategy.when import nothing
+
+Weighting = Literal["equal", "examples"]  # of the nodes in a mean
+Codes = dict[str, Tree]  # the codes of each tensor, in parts
+OPTIONAL = ("sync_weight", "resting")  # not shown where they are None
+
+
+class Average(ABC):
+    """How nodes agree on a value. Override `__call__`, and `init` where something evolves.
+
+    An average holds settings only; it is given to a module, `Parameters(Mean(), every=10)` say. Several modules may
+    share one.
+
+    Example: the value of another node at each exchange.
+
+    >>> class Relay(Average):
+    ...     def __call__(self, values, state, ctx):
+    ...         return ctx.comm.broadcast(values, src=ctx.exchange % ctx.comm.num_nodes), state
+    >>> relay, ctx, values = Relay(), Context(StackedCollectives(2), exchange=3), {"w": torch.tensor([1.0, 3.0])}
+    >>> relay.check(num_nodes=2, max_steps=10)
+    >>> relay(values, relay.init(values, ctx), ctx)[0]
+    {'w': tensor([3.])}
+    >>> relay.active_nodes(ctx), relay.everyone, relay.keeping(ctx)  # all take part
+    (None, True, None)
+
+    A module that writes late keeps what `agree` gives, or `empty`, and hands it to `write`:
+
+    >>> agreed, _ = relay.agree(values, {}, ctx)
+    >>> relay.write(agreed, values, ctx), relay.write(relay.empty(values), values, ctx)
+    ({'w': tensor([3.])}, {'w': tensor([1., 3.])})
+    """
+
+    # True where it is `ctx.comm.mean` over all nodes and nothing else.
+    plain = False
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if it cannot work for this run."""
+        return
+
+    def init(self, values: Tree, ctx: Context) -> State:
+        """The state before the first exchange, nested dicts of tensors. `values` have the shapes, `[1 or L, *]`."""
+        return {}
+
+    @abstractmethod
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """What the nodes agree on: `[L, *]` -> `[1 or L, *]`, with the names and shapes of `values`.
+
+        Args:
+            values: of each node, `[1 or L, *]`.
+            state: from `init` or the exchange before.
+            ctx: `ctx.exchange` counts the exchanges before this one. With `ctx.inplace` the values may be overwritten.
+        """
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        """The nodes that take part in the exchange `ctx.exchange`, ascending; None: all."""
+        return None
+
+    @property
+    def everyone(self) -> bool:
+        """Whether all nodes take part in every exchange."""
+        return True
+
+    def keeping(self, ctx: Context) -> Tensor | None:
+        """Which of the nodes held here keep what they have in this exchange, bool `[L]`; None: none."""
+        return None
+
+    # For values that are used later, when the nodes hold others.
+
+    def agree(self, values: Tree, state: State, ctx: Context) -> tuple[State, State]:
+        """What the nodes agree on, in the form in which it waits to be written by `write`."""
+        return self(values, state, ctx)
+
+    def write(self, agreed: State, values: Tree, ctx: Context) -> Tree:
+        """The values once the nodes hold what was agreed on; those of which nothing was stay."""
+        return {name: agreed[name] if agreed[name].numel() else x for name, x in values.items()}
+
+    def empty(self, values: Tree) -> State:
+        """What waits where nothing was agreed on."""
+        return nothing(values)
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+
+def shown(x: object, every: bool = False) -> str:
+    """`Class(argument, ...)`: of the arguments kept as attributes those that are not their defaults, or every one.
+
+    >>> shown(Mean(2)), shown(Mean(), every=True)
+    ('Mean(island_size=2)', "Mean(island_size=None, weighting='equal', participation=1.0)")
+    """
+    values = vars(x)
+    parts = []
+    for name, parameter in inspect.signature(type(x)).parameters.items():
+        if name not in values or (name in OPTIONAL and values[name] is None):
+            continue
+        if parameter.default is parameter.empty and not every:
+            parts.append(repr(values[name]))
+        elif every or repr(values[name]) != repr(parameter.default):
+            parts.append(f"{name}={values[name]!r}")
+    return f"{type(x).__name__}({', '.join(parts)})"
+
+
+# ---------------------------------------------------------------------------------------- rules of all nodes' values
+
+
+class Rule(Average):
+    """An average of some or all nodes, which can also be taken of codes that nodes send in place of their values."""
+
+    # Whether the result is linear in what the nodes send, so that two matrices may be averaged in place of one.
+    linear = False
+    # Whether the result is the same on every node.
+    shared = True
+
+    def __init__(self, weighting: Weighting, participation: float) -> None:
+        self.weighting = check_weighting(weighting)
+        self.participation = check_participation(participation)
+
+    @property
+    def everyone(self) -> bool:
+        return self.participation == 1
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        return None if self.everyone else participants(self.participation, ctx)
+
+    def weights(self, ctx: Context) -> Sequence[float] | None:
+        """The weight of each node; None: all alike."""
+        return node_weights(self.weighting, ctx)
+
+    @abstractmethod
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
+        """The average of what the codes of each node stand for, `[1 or L, *]`; `like` are the values, `[L, *]`."""
+
+
+class Mean(Rule):
+    """The mean over all nodes, over islands of nodes, or over those that take part.
+
+    x_i <- sum_k w_k x_k / sum_k w_k over the nodes k of i's island. A node that takes no part keeps its own.
+
+    Bytes sent per node: 2 (n - 1) / n times those of the values, in islands of n nodes.
+
+    Args:
+        island_size: nodes per island; None: one island of all. The nodes are shuffled (seeded) at each exchange; when
+            `island_size` does not divide their number, the last island is smaller.
+        weighting: "equal", or "examples": w_k is the number of examples of node k.
+        participation: the fraction of the nodes, drawn anew for each exchange (at least one), that trains before it and
+            takes part in it. What the others have, they keep.
+
+    Raises:
+        ValueError: for island_size < 1, a participation outside (0, 1], another weighting; at `fit` for an island
+            larger than the number of nodes that take part.
+
+    >>> ctx, values = Context(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
+    >>> Mean()(values, {}, ctx)[0]["w"], Mean(island_size=2)(values, {}, ctx)[0]["w"]
+    (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]))
+    >>> half = Mean(participation=0.5)
+    >>> half(values, {}, ctx)[0]["w"], half.groups(ctx), half.weights(ctx)
+    (tensor([1.0000, 2.0000, 4.5000, 4.5000]), [[2, 3]], None)
+    """
+
+    linear = True
+
+    def __init__(
+        self, island_size: int | None = None, weighting: Weighting = "equal", participation: float = 1.0
+    ) -> None:
+        super().__init__(weighting, participation)
+        self.island_size = check.optional_integer("island_size", island_size, what="None is one island")
+
+    @property
+    def plain(self) -> bool:  # type: ignore[override]
+        return self.shared and self.weighting == "equal"
+
+    @property
+    def shared(self) -> bool:  # type: ignore[override]
+        return self.island_size is None and self.everyone
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        count = num_participants(self.participation, num_nodes)
+        if self.island_size is not None and self.island_size > count:
+            raise ValueError(
+                f"island_size={self.island_size} is larger than the {count} nodes that take part in a round: "
+                f"give island_size <= {count}, or None for one island of all."
+            )
+
+    def keeping(self, ctx: Context) -> Tensor | None:
+        return outside(self.groups(ctx), ctx.comm)
+
+    def groups(self, ctx: Context) -> Groups | None:
+        """The islands of this exchange; None: one of all."""
+        if self.shared:
+            return None
+        nodes = participants(self.participation, ctx)
+        return random_islands(nodes, self.island_size or len(nodes), ctx.generator("islands", ctx.step))
+
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        groups, weights = self.groups(ctx), self.weights(ctx)
+        return ctx.comm.mean(values, groups=groups, weights=weights, inplace=ctx.inplace), state
+
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
+        shares = shares_of(self.groups(ctx), self.weights(ctx), ctx.comm)
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
+        return {name: codec.average(received[name], x, shares) for name, x in like.items()}
+
+
+class ServerMean(Rule):
+    """The mean of what the nodes that take part send to a server, which sends it to all: `[L, *]` -> `[1, *]`.
+
+    Bytes sent per participant: those of the values up, and as many down from the server.
+
+    Args:
+        weighting, participation: see `Mean`.
+
+    >>> ctx, values = Context(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
+    >>> ServerMean(participation=0.5)(values, {}, ctx)[0]  # of nodes 2 and 3
+    {'w': tensor([4.5000])}
+    """
+
+    linear = True
+
+    def __init__(self, weighting: Weighting = "equal", participation: float = 1.0) -> None:
+        super().__init__(weighting, participation)
+
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return ctx.comm.server_mean(values, participants(self.participation, ctx), self.weights(ctx)), state
+
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
+        senders = participants(self.participation, ctx)
+        weights = self.weights(ctx)
+        shares = None
+        if weights is not None:
+            given = torch.tensor([[weights[node] for node in senders]], dtype=torch.float64)
+            shares = given / given.sum()
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.server_gather(x, senders))
+        average = {name: codec.average(received[name], x, shares) for name, x in like.items()}
+        return ctx.comm.server_send(average, senders)
+
+
+# ------------------------------------------------------------------------------------------------ around another one
+
+
+class Around(Average):
+    """Hands something else than the values themselves to another average, `inner`."""
+
+    def __init__(self, inner: Average) -> None:
+        self.inner = check_average("inner", inner)
+
+    @property
+    def everyone(self) -> bool:
+        return self.inner.everyone
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        self.inner.check(num_nodes, max_steps)
+
+    def init(self, values: Tree, ctx: Context) -> State:
+        return self.inner.init(values, ctx)
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        return self.inner.active_nodes(ctx)
+
+    def keeping(self, ctx: Context) -> Tensor | None:
+        return self.inner.keeping(ctx)
+
+
+class Sparse(Around):
+    """`inner` on the coordinates that a selector draws; all others stay each node's own.
+
+    x_i[M] <- inner(x_j[M]). M is the same on every node and comes from the seed, so it costs no bytes.
+
+    State: `selector`, the selector's.
+
+    Args:
+        selector: a `Selector`, such as `PartitionedSelector(0.01)`; a number is the p of a `RandomSelector`.
+        inner: how the nodes agree on these coordinates. It must not keep a state for each of them, since they are
+            others each time: `Compressed(Mean(), codec, error_feedback=False)`.
+
+    >>> ctx, values = Context(StackedCollectives(2)), {"w": torch.tensor([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]])}
+    >>> sparse = Sparse(0.5, Mean())
+    >>> sparse(values, sparse.init(values, ctx), ctx)[0]["w"]
+    tensor([[1., 3., 3.],
+            [3., 3., 5.]])
+    """
+
+    def __init__(self, selector: Selector | float, inner: Average) -> None:
+        super().__init__(inner)
+        selector = RandomSelector(selector) if isinstance(selector, (int, float)) else selector
+        self.selector = check.instance("selector", selector, Selector, "a Selector, such as PartitionedSelector(0.01)")
+
+    def init(self, values: Tree, ctx: Context) -> State:
+        if any(True for _ in tree.leaves(self.inner.init(values, ctx))):
+            raise ValueError(
+                f"{self!r} averages other coordinates each time, and {self.inner!r} keeps a state for each: "
+                "give error_feedback=False, or an average without a state."
+            )
+        return {"selector": self.selector.init(_shapes(values), ctx)}
+
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        agreed, state = self.agree(values, state, ctx)
+        return self.write(agreed, values, ctx), state
+
+    def agree(self, values: Tree, state: State, ctx: Context) -> tuple[State, State]:
+        index, selector = self.selector.select(_shapes(values), state["selector"], ctx.exchange, ctx)
+        index = {name: where.to(values[name].device) for name, where in index.items()}
+        chosen = {name: flat(values[name]).index_select(1, where) for name, where in index.items()}
+        mean, _ = self.inner(chosen, {}, ctx)
+        # `[1, m]`: as all state, with the node dimension first. Of a tensor left out: none.
+        absent = {name: x for name, x in values.items() if name not in index}
+        at = {name: where[None] for name, where in index.items()}
+        return {"index": at | _no_index(absent), "mean": mean | nothing(absent)}, {**state, "selector": selector}
+
+    def write(self, agreed: State, values: Tree, ctx: Context) -> Tree:
+        at, mean = agreed["index"], agreed["mean"]
+        return {
+            name: _written(x, at[name][0], mean[name], ctx.inplace) if at[name].numel() else x
+            for name, x in values.items()
+        }
+
+    def empty(self, values: Tree) -> State:
+        return {"index": _no_index(values), "mean": nothing(values)}
+
+
+# ------------------------------------------------------------------------------------------------------ small parts
+
+
+def check_average(name: str, value: Any) -> Average:
+    """Return `value` if it is an `Average`.
+
+    >>> check_average("average", Mean)
+    Traceback (most recent call last):
+    ...
+    TypeError: average is the class Mean; give an Average, such as Mean().
+    """
+    found: Average = check.instance(name, value, Average, "an Average, such as Mean()")
+    return found
+
+
+def num_participants(participation: float, num_nodes: int) -> int:
+    """Nodes that train in a round: at least one."""
+    return max(1, round(participation * num_nodes))
+
+
+def participants(participation: float, ctx: Context) -> list[int]:
+    """The nodes of the present round, ascending: all, or a sample drawn for the exchange that ends it."""
+    count = num_participants(participation, ctx.comm.num_nodes)
+    if participation == 1:
+        return list(range(count))
+    return sample_nodes(ctx.comm.num_nodes, count, ctx.generator("participants", ctx.exchange))
+
+
+def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
+    """The weight of each node in an average; None: all alike."""
+    if weighting == "equal":
+        return None
+    if ctx.num_examples is None:
+        raise ValueError(
+            'weighting="examples" needs the number of examples of each node: Simulation(num_examples=...).'
+        )
+    return tuple(float(n) for n in ctx.num_examples)
+
+
+def check_participation(participation: float) -> float:
+    return check.number("participation", participation, "(0, 1]", "the fraction of nodes that trains in a round")
+
+
+def check_weighting(weighting: Weighting) -> Weighting:
+    check.choice("weighting", weighting, get_args(Weighting))
+    return weighting
+
+
+def outside(groups: Groups | None, comm: Collectives) -> Tensor | None:
+    """Which of the nodes held here are in no group, `[L]`; None: all are in one."""
+    inside = None if groups is None else [node for group in groups for node in group]
+    if inside is None or len(inside) == comm.num_nodes:
+        return None
+    return ~torch.isin(comm.node_ids, torch.tensor(inside, dtype=torch.long))
+
+
+def shares_of(groups: Groups | None, weights: Sequence[float] | None, comm: Collectives) -> Tensor | None:
+    """W `[1 or L, K]`: a node's average is sum_k W_ik x_k. None: the plain mean.
+
+    It is what the average makes of the unit vectors, on paper: no communication.
+    """
+    if groups is None and weights is None:
+        return None
+    W = StackedCollectives(comm.num_nodes).mean(torch.eye(comm.num_nodes, dtype=torch.float64), groups, weights)
+    return W[comm.node_ids] if len(W) > 1 else W
+
+
+def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:
+    """Every node's codes, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
+    sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
+    received = gather(sent)
+    return {
+        name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
+        for name, code in codes.items()
+    }
+
+
+def decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
+    """`[R, K, ...]` -> `[R, K, *]`."""
+    sent = next(y for part, y in code.items() if part not in codec.shared)
+    wide = {part: y.expand(sent.shape[0], sent.shape[1], *y.shape[2:]) for part, y in code.items()}
+    return codec.decode({part: wide[part].flatten(0, 1) for part in wide}, like).unflatten(0, sent.shape[:2])
+
+
+def per_row(values: Tensor, like: Tensor) -> Tensor:
+    """One value for each node, `[L]`, shaped to meet `like`, `[1 or L, *]`."""
+    return values.to(like.device).view(-1, *[1] * (like.dim() - 1))
+
+
+def flat(x: Tensor) -> Tensor:
+    """`[L, *shape] -> [L, numel]`, a view where `x` is contiguous."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))
+
+
+def _written(param: Tensor, index: Tensor, values: Tensor, inplace: bool) -> Tensor:
+    """`param`, `[1 or L, *]`, with `values`, `[1 or L, m]`, at the flat coordinates `index`, `[m]`."""
+    num_rows = max(len(param), len(values))
+    values = values.expand(num_rows, -1)
+    if inplace and len(param) == num_rows and param.is_contiguous():
+        flat(param).index_copy_(1, index, values)
+        return param
+    wide = param.expand(num_rows, *param.shape[1:])
+    return flat(wide).index_copy(1, index, values).view(wide.shape)
+
+
+def _shapes(values: Tree) -> Shapes:
+    return {name: x.shape[1:] for name, x in values.items()}
+
+
+def _no_index(values: Tree) -> Tree:
+    return {name: torch.empty(1, 0, dtype=torch.int64, device=x.device) for name, x in values.items()}

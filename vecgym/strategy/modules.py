@@ -1,0 +1,348 @@
+"""What nodes agree on, and when: an `Average` of gradients, of parameters, or of movements for an outer optimizer.
+
+HOW (`vecgym.strategy.average`), WHEN (`vecgym.strategy.when`) and WHAT are chosen independently of one another:
+
+>>> from vecgym.compress import TopK
+>>> from vecgym.strategy import Compressed, Mean
+>>> OuterStep(Compressed(Mean(island_size=4, participation=0.5), TopK(0.05)), OptimSpec("sgd", lr=0.7), H=50)
+OuterStep(Compressed(Mean(island_size=4, participation=0.5), TopK(fraction=0.05, k=None)), \
+outer_optim=OptimSpec(SGD, lr=0.7), H=50)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
+from vecgym.optim import OptimSpec, ensure_optim_spec
+from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.strategy.average import Average, check_average, per_row, shown
+from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
+from vecgym.strategy.when import Late, Rounds, SyncWeight, When, as_when, blended, nothing, warn_if_too_late
+
+OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
+DEFAULT_H = 100
+
+
+class Exchange(CommunicationModule):
+    """A module that holds how the nodes agree, and when."""
+
+    average: Average
+    when: When
+    shows_defaults = False  # in its representation
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        self.when.check(max_steps, self)
+        self.average.check(num_nodes, max_steps)
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        return self.average.active_nodes(self._counted(ctx))
+
+    @property
+    def lets_rest(self) -> bool:  # type: ignore[override]
+        return not self.average.everyone
+
+    def _counted(self, ctx: Context) -> Context:
+        """The context for the average, with the exchanges counted."""
+        return replace(ctx, exchange=self.when.count(ctx.step))
+
+    def __repr__(self) -> str:
+        return shown(self, self.shows_defaults)
+
+
+class Gradients(Exchange):
+    """Every step: the optimizer takes the average of the nodes' gradients.
+
+    g_i <- average(g_1, ..., g_K). With `Mean()` over all nodes, parameters and optimizer state are stored once.
+
+    State: the average's. Bytes: the average's.
+
+    Args:
+        average: how the nodes agree; not one in which some of them take no part.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import Robust
+    >>> grads, ctx = {"w": torch.tensor([1.0, 2.0, -60.0])}, Context(StackedCollectives(3))
+    >>> Gradients(Robust("median")).exchange_gradients(grads, {}, ctx)[0]
+    {'w': tensor([1.])}
+    """
+
+    when = Rounds(1)
+    active_nodes = CommunicationModule.active_nodes  # all: a node that sits out has no gradient
+
+    def __init__(self, average: Average) -> None:
+        self.average = check_average("average", average)
+        if not average.everyone:
+            raise ValueError(
+                f"{average!r} lets some nodes sit out, and gradients are exchanged by all at every step: give "
+                "participation=1, or Parameters(average)."
+            )
+
+    @property
+    def mean_gradient(self) -> bool:  # type: ignore[override]
+        return self.average.plain
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return self.average.init(params, ctx)
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return self.average(grads, state, self._counted(ctx))
+
+
+class Parameters(Exchange):
+    """Every so many steps: each node goes on from the average of the nodes' parameters.
+
+    theta_i <- average(theta_1, ..., theta_K).
+
+    With `delay` = d what was agreed on at step t is written at step t + d, over
+    whatever the nodes hold by then; within a step the new average is taken first, then the late one is written. What is
+    still under way when the run ends is lost.
+
+    State: the average's; with a delay `average`, the average's, and `queue`, d slots for what is under way. Bytes: the
+    average's, per exchange.
+
+    Args:
+        average: how the nodes agree.
+        every: optimizer steps between two exchanges, or a `SyncWeight`: how far after each step.
+        delay: optimizer steps until what was agreed on is written.
+
+    Raises:
+        ValueError, TypeError: for every < 1, delay < 0, a delay together with a `SyncWeight`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import Mean
+    >>> module, params = Parameters(Mean(), every=2), {"w": torch.tensor([1.0, 3.0])}
+    >>> for step in range(2):
+    ...     print(module.exchange_parameters(params, {}, Context(StackedCollectives(2), step=step))[0]["w"])
+    tensor([1., 3.])
+    tensor([2.])
+    """
+
+    def __init__(self, average: Average, every: int | When = 1, delay: int = 0) -> None:
+        self.average = check_average("average", average)
+        self.when = as_when(every, "every")
+        self.every = every
+        self._late = Late(delay)
+        self.delay = self._late.delay
+        if self.delay and isinstance(self.when, SyncWeight):
+            raise ValueError(f"delay={delay} and {self.when!r}: what is exchanged in part cannot be late as well.")
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        super().check(num_nodes, max_steps)
+        warn_if_too_late(self, "delay", self.delay, max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        state = self.average.init(params, ctx)
+        return {"average": state, "queue": self._late.init(self.average.empty(params))} if self.delay else state
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if self.delay == 0:
+            return self.when.exchange(self.average, params, state, self._counted(ctx))
+        new, average = self.average.empty(params), state["average"]
+        if self.when.due(ctx.step):
+            with ctx.comm.ledger.lagging(self.delay):
+                new, average = self.average.agree(params, average, replace(self._counted(ctx), inplace=False))
+        due, queue = self._late.turn(new, state["queue"], ctx.step)
+        return self.average.write(due, params, ctx), {"average": average, "queue": queue}
+
+    def stack_key(self) -> Hashable:
+        """The interval; None for any average but the mean of all nodes, late ones and `SyncWeight`s.
+
+        >>> from vecgym.strategy import Mean
+        >>> Parameters(Mean(), every=5).stack_key(), Parameters(Mean(2)).stack_key()
+        (5, None)
+        """
+        together = self.average.plain and self.delay == 0 and isinstance(self.when, Rounds) and self.when.usual
+        return self.when.H if together else None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        return self
+
+
+class OuterStep(Exchange):
+    """DiLoCo and Streaming DiLoCo: every H steps the average movement of the nodes is an outer optimizer's gradient.
+
+    Delta = average_i(outer - theta_i);  outer <- optimizer(outer, Delta);
+    theta_i <- alpha theta_i + (1 - alpha) outer.
+
+    With P `fragments` the tensors are dealt out in turn, and each fragment has its own steps: fragment p exchanges
+    first after `offsets[p]` steps, and then every H. With `delay` = d the last two of the three come d steps after the
+    first. Where the average is not the same on all nodes (islands), outer parameters and optimizer state are each
+    node's own; a node that takes no part in an exchange keeps all it has.
+
+    State, of each fragment: `params`, the outer parameters, and `optimizer`, `[1 or L, *]`; `average`, the average's;
+    `queue`, the movements under way. With several fragments these are under `"0"`, `"1"`, ...
+
+    Args:
+        average: how the nodes agree on the movement.
+        outer_optim: "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`
+            is taken as it is, so is any other optimizer.
+        H: inner steps between two outer steps, or a `SyncWeight`: how far the outer step is taken after each.
+        fragments: P, the parts into which the parameters are cut.
+        offsets: for each fragment the steps before its first exchange; H + p H / P when not given.
+        delay: optimizer steps from the exchange to its effect.
+        alpha: what a node keeps of its own parameters, in [0, 1).
+
+    Raises:
+        ValueError, TypeError: for H, fragments or offsets < 1, other numbers of offsets than fragments, delay < 0,
+            alpha outside [0, 1), and for a `SyncWeight` with fragments or a delay.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import Mean
+    >>> module, ctx = OuterStep(Mean(), H=2), Context(StackedCollectives(2), step=1)
+    >>> state = module.init({"w": torch.zeros(1)}, ctx)
+    >>> params, state = module.exchange_parameters({"w": torch.tensor([1.0, 3.0])}, state, ctx)
+    >>> params["w"]  # 0.7 (2 + 0.9 * 2), on both nodes
+    tensor([2.6600])
+    >>> OuterStep(Mean(), OptimSpec("sgd", lr=1.0), fragments=4, delay=5, alpha=0.5)
+    OuterStep(Mean(), outer_optim=OptimSpec(SGD, lr=1.0), fragments=4, delay=5, alpha=0.5)
+
+    References: Douillard et al., "DiLoCo", arXiv 2311.08105, and "Streaming DiLoCo with overlapping communication",
+    arXiv 2501.18512. Deviation: a fragment is every P-th tensor, in the order of the model, not a group of layers.
+    """
+
+    def __init__(
+        self,
+        average: Average,
+        outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        H: int | When = DEFAULT_H,
+        *,
+        fragments: int = 1,
+        offsets: Sequence[int] | None = None,
+        delay: int = 0,
+        alpha: float = 0.0,
+    ) -> None:
+        self.average = check_average("average", average)
+        self.outer_optim = outer_spec(outer_optim)
+        self.when = as_when(H, "H")
+        self.H = H
+        self.fragments = check.integer("fragments", fragments, what="the parts into which the parameters are cut")
+        self._late = Late(delay)
+        self.delay = self._late.delay
+        self.alpha = check.number("alpha", alpha, "[0, 1)", "what a node keeps of its own parameters")
+        self.offsets = None if offsets is None else list(offsets)
+        if offsets is not None and len(self.offsets or ()) != fragments:
+            raise ValueError(f"offsets={offsets!r} and fragments={fragments}: give one number for each fragment.")
+        if isinstance(self.when, SyncWeight) and (fragments > 1 or delay or offsets is not None):
+            raise ValueError(f"{self.when!r} says when all exchange: leave out fragments, offsets and delay.")
+        self._times = self._all_times()
+        self._rule = self.outer_optim.rule()
+
+    def _all_times(self) -> list[When]:
+        if not isinstance(self.when, Rounds) or (self.fragments == 1 and self.offsets is None):
+            return [self.when]
+        H, first = self.when.H, self.when.offset
+        even = [first + p * H // self.fragments for p in range(self.fragments)]
+        return [Rounds(H, offset) for offset in self.offsets or even]
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        num_steps = max(when.count(max_steps) for when in self._times)
+        self.outer_optim.check_steps(num_nodes, num_steps, "outer optimizer")
+        super().check(num_nodes, max_steps)
+        warn_if_too_late(self, "delay", self.delay, max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        states = [self._init(part, ctx) for part in self._parts(params)]
+        return states[0] if self.fragments == 1 else {str(p): state for p, state in enumerate(states)}
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if self.fragments == 1:
+            return self._exchange(self._times[0], params, state, ctx)
+        for p, (when, part) in enumerate(zip(self._times, self._parts(params))):
+            new, changed = self._exchange(when, part, state[str(p)], ctx)
+            params, state = {**params, **new}, {**state, str(p): changed}
+        return params, state
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        exchange = self.when.count(ctx.step)
+        if exchange >= self.when.count(ctx.max_steps):  # no outer step comes any more
+            return None
+        return self.outer_optim.at(exchange).hyper.get("lr")
+
+    def stack_key(self) -> Hashable:
+        """What configurations must share to take their outer steps together; None: they cannot.
+
+        >>> from vecgym.strategy import Mean
+        >>> OuterStep(Mean(), H=5).stack_key() == OuterStep(Mean(), H=10).stack_key(), OuterStep(Mean(2)).stack_key()
+        (False, None)
+        """
+        key = merge_key(self.outer_optim)
+        usual = self.average.plain and self.fragments == 1 and self.offsets is None and self.delay == self.alpha == 0
+        return (self.when.H, key) if key is not None and usual and isinstance(self.when, Rounds) else None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        outer = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
+        return OuterStep(self.average, outer, self.when)
+
+    def _parts(self, params: Tree) -> list[Tree]:
+        """The parameters of each fragment."""
+        names = list(params)
+        return [{name: params[name] for name in names[p :: self.fragments]} for p in range(self.fragments)]
+
+    def _init(self, params: Tree, ctx: Context) -> State:
+        state = {"params": params, "optimizer": self._rule.init(params)}
+        if average := self.average.init(params, ctx):
+            state["average"] = average
+        if self.delay:
+            state["queue"] = self._late.init(nothing(params))
+        return state
+
+    def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """The step of one fragment."""
+        if self.delay == 0:
+            return when.exchange(self._outer_step, params, state, replace(ctx, exchange=when.count(ctx.step)))
+        delta = nothing(params)
+        if when.due(ctx.step):
+            with ctx.comm.ledger.lagging(self.delay):
+                delta, state = self._movement(params, state, replace(ctx, exchange=when.count(ctx.step)))
+        due, queue = self._late.turn(delta, state["queue"], ctx.step)
+        state = {**state, "queue": queue}
+        before = ctx.step - self.delay  # when what is due was sent
+        if before < 0 or not when.due(before):
+            return params, state
+        return self._moved(params, due, state, replace(ctx, exchange=when.count(before)))
+
+    def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        delta, state = self._movement(params, state, ctx)
+        return self._moved(params, delta, state, ctx)
+
+    def _movement(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """The average of the nodes' movements, `[1 or L, *]`."""
+        moved = tree.map(torch.sub, state["params"], params)
+        delta, average = self.average(moved, state.get("average", {}), ctx)
+        return delta, {**state, "average": average} if average else state
+
+    def _moved(self, params: Tree, delta: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """The parameters and the state after an outer step."""
+        keeping = self.average.keeping(ctx)
+        pure = ctx if keeping is None else replace(ctx, inplace=False)
+        outer, optimizer = optimizer_step(
+            self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], pure
+        )
+        new = outer if self.alpha == 0 else tree.map(lambda x, o: o + self.alpha * (x - o), params, outer)
+        changed = {**state, "params": outer, "optimizer": optimizer}
+        if keeping is None:
+            return new, changed
+        keep = lambda old, new: old if old is new else torch.where(per_row(keeping, new), old, new)  # noqa: E731
+        return tree.map(keep, params, new), blended(state, changed, keep)
+
+
+def outer_spec(
+    optim: str | OptimSpec | type[torch.optim.Optimizer] | None, outer_lr: float | Tensor | None = None
+) -> OptimSpec:
+    """The outer optimizer that is meant: DiLoCo's for None, "sgd" and `torch.optim.SGD`.
+
+    >>> outer_spec("sgd", outer_lr=0.5), outer_spec(OptimSpec("sgd", lr=0.1))
+    (OptimSpec(SGD, lr=0.5, momentum=0.9, nesterov=True), OptimSpec(SGD, lr=0.1))
+    """
+    by_name = optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd")
+    if by_name:
+        lr = OUTER_DEFAULTS["lr"] if outer_lr is None else outer_lr
+        return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
+    return ensure_optim_spec(optim, lr=outer_lr)

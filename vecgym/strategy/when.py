@@ -1,0 +1,316 @@
+"""When nodes exchange: every H steps, or as much as a schedule of weights says, which can be differentiated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check
+from vecgym.core.errors import warn
+from vecgym.core.tree import Tree, differentiated
+from vecgym.strategy.base import Context, State, check_interval
+
+Exchange = Callable[[Tree, State, Context], tuple[Tree, State]]
+
+
+class When(ABC):
+    """The steps at which nodes exchange.
+
+    Attributes:
+        H: optimizer steps from one exchange to the next.
+
+    Example: more and more rarely.
+
+    >>> class PowersOfTwo(When):
+    ...     def due(self, step):
+    ...         return (step + 1).bit_count() == 1
+    ...     def count(self, step):
+    ...         return step.bit_length()
+    ...     def exchange(self, exchange, params, state, ctx):
+    ...         return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
+    >>> when = PowersOfTwo()
+    >>> when.check(max_steps=100)
+    >>> [step for step in range(20) if when.due(step)], when.count(7)
+    ([0, 1, 3, 7, 15], 3)
+    """
+
+    H = 1
+
+    @abstractmethod
+    def due(self, step: int) -> bool:
+        """Whether anything is exchanged after this step, counted from 0."""
+
+    @abstractmethod
+    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Make the exchange if this step has one."""
+
+    def count(self, step: int) -> int:
+        """The exchanges made before the one that follows `step`, or that comes next."""
+        return step
+
+    def check(self, max_steps: int, who: object = "the module") -> None:
+        """Raise a ValueError, or warn, if this cannot be meant for a run of that many steps."""
+        return
+
+
+class Rounds(When):
+    """Every H steps.
+
+    Args:
+        H: optimizer steps between two exchanges.
+        offset: the steps before the first exchange; H when not given.
+        name: the argument that H was given as, for messages.
+
+    Raises:
+        ValueError: for H or offset < 1.
+
+    >>> [step for step in range(10) if Rounds(4).due(step)]
+    [3, 7]
+    >>> [step for step in range(10) if Rounds(4, offset=2).due(step)]
+    [1, 5, 9]
+    """
+
+    def __init__(self, H: int, offset: int | None = None, name: str = "H") -> None:
+        self.H = check_interval(name, H)
+        self.offset = self.H if offset is None else check.integer("offset", offset, what="steps to the first exchange")
+        self._name = name
+
+    def due(self, step: int) -> bool:
+        since = step + 1 - self.offset
+        return since % self.H == 0 and (since >= 0 or self.usual)  # usually also before the first step, at step -1
+
+    def count(self, step: int) -> int:
+        return step // self.H if self.usual else max(0, (step + self.H - self.offset) // self.H)
+
+    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
+
+    @property
+    def usual(self) -> bool:
+        """Whether the first exchange comes after H steps.
+
+        >>> Rounds(4).usual, Rounds(4, offset=2).usual
+        (True, False)
+        """
+        return self.offset == self.H
+
+    def check(self, max_steps: int, who: object = "the module") -> None:
+        if max_steps < self.offset:
+            named = f"{self._name}={self.H}" if self.usual else f"offset={self.offset}"
+            warn(f"{named} is larger than the run's {max_steps} steps: {who!r} never exchanges anything.")
+
+    def __repr__(self) -> str:
+        return str(self.H) if self.usual else f"Rounds({self.H}, offset={self.offset})"
+
+
+def as_when(value: int | When, name: str) -> When:
+    """`Rounds` of so many steps, or the times given.
+
+    >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every")
+    (5, SyncWeight([0, 1]))
+    """
+    return value if isinstance(value, When) else Rounds(value, name=name)
+
+
+class Late:
+    """Values that are used `delay` steps after they were made: a queue of one slot for each step.
+
+    State: `"0"` to `str(delay - 1)`, so that its structure never changes. Step t takes what is in slot t mod delay, and
+    leaves there what is new. An empty slot holds tensors `[1, 0]`.
+
+    Args:
+        delay: optimizer steps, >= 0; 0: what is new is used at once, and there is no state.
+
+    >>> late, x = Late(2), [{"w": torch.tensor([[float(step)]])} for step in range(3)]
+    >>> state = late.init(nothing(x[0]))
+    >>> for step in range(3):
+    ...     due, state = late.turn(x[step], state, step)
+    ...     print(due["w"])
+    tensor([], size=(1, 0))
+    tensor([], size=(1, 0))
+    tensor([[0.]])
+    """
+
+    def __init__(self, delay: int) -> None:
+        self.delay = check_delay("delay", delay)
+
+    def init(self, empty: State) -> State:
+        """A queue of empty slots."""
+        return {str(slot): empty for slot in range(self.delay)}
+
+    def turn(self, new: State, state: State, step: int) -> tuple[State, State]:
+        """What is due at this step, and the queue that holds what is new."""
+        if self.delay == 0:
+            return new, state
+        slot = str(step % self.delay)
+        return state[slot], {**state, slot: new}
+
+
+def nothing(values: Tree) -> Tree:
+    """What an empty slot of a queue holds for these values.
+
+    >>> nothing({"w": torch.ones(4, 2, 3)})["w"].shape
+    torch.Size([1, 0])
+    """
+    return {name: x.new_empty(1, 0) for name, x in values.items()}
+
+
+def check_delay(name: str, value: Any) -> int:
+    """Return `value` if it is an integer >= 0, a number of optimizer steps.
+
+    >>> check_delay("delay", -1)
+    Traceback (most recent call last):
+    ...
+    ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
+    """
+    return check.integer(name, value, 0, "optimizer steps between an exchange and its effect; 0: at once")
+
+
+def warn_if_too_late(who: object, name: str, delay: int, max_steps: int) -> None:
+    """Warn when nothing that is exchanged takes effect before the run ends."""
+    if delay >= max_steps:
+        warn(
+            f"{name}={delay} in {who!r} is not smaller than the run's {max_steps} steps: nothing that it exchanges "
+            "takes effect."
+        )
+
+
+class SyncWeight(When):
+    """How much the nodes exchange after each step: a_t in [0, 1], t = 0, 1, ... T - 1.
+
+    (params, state) <- (1 - a_t) (params, state) + a_t exchange(params, state),
+
+    with everything that evolves, so that 0 is no exchange at all, and 1 the exchange. Weights that are all 0 or 1 and
+    are not differentiated are a schedule like any other: where a_t = 0 nothing is sent. Between 0 and 1, and where
+    derivatives are taken, the exchange is made at every step, and a step counter in the state counts a_t.
+
+    Bytes: those of the exchange where a_t > 0; under differentiation a_t times these.
+
+    Args:
+        weights: `[T]`, one for each step of the run.
+
+    Raises:
+        TypeError, ValueError: for what is not a list of numbers in [0, 1]; at `check` unless there are T of them.
+
+    >>> SyncWeight([0, 0, 1, 0, 0, 1])
+    SyncWeight([0, 0, 1, 0, 0, 1])
+    """
+
+    def __init__(self, weights: Tensor | Sequence[float]) -> None:
+        self.weights = _checked(weights)
+        self.differentiated = differentiated(self.weights)
+        self.binary = not self.differentiated and bool(((self.weights == 0) | (self.weights == 1)).all())
+
+    def check(self, max_steps: int, who: object = "the module") -> None:
+        """Raise a ValueError unless there is a weight for each step.
+
+        >>> SyncWeight([0, 1]).check(max_steps=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: sync_weight has 2 weights and the run 3 steps: give one for each, or max_steps=2.
+        """
+        if len(self.weights) != max_steps:
+            raise ValueError(
+                f"sync_weight has {len(self.weights)} weights and the run {max_steps} steps: give one for each, "
+                f"or max_steps={len(self.weights)}."
+            )
+
+    def due(self, step: int) -> bool:
+        return self.differentiated or bool(self.weights[step] != 0)
+
+    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """The exchange of this step, made as far as the weight says.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> def average(params, state, ctx):
+        ...     return ctx.comm.mean(params), state
+        >>> params, ctx = {"w": torch.tensor([0.0, 4.0])}, Context(StackedCollectives(2))
+        >>> SyncWeight([0.5]).exchange(average, params, {}, ctx)[0]  # half of the way to the mean, 2
+        {'w': tensor([1., 3.])}
+        """
+        if not self.due(ctx.step):
+            return params, state
+        if self.binary:
+            return exchange(params, state, ctx)
+        weight = self.weights[ctx.step]
+        # A run that is not differentiated sends all of what it then uses in part.
+        weight = weight if ctx.differentiable else weight.detach()
+        with ctx.comm.ledger.weighted(weight if ctx.differentiable else 1.0):
+            new, changed = exchange(params, state, replace(ctx, inplace=False))
+        return _between(params, new, weight), _between(state, changed, weight)
+
+    def __repr__(self) -> str:
+        values = [round(float(w), 4) for w in self.weights.detach()]
+        whole = [int(v) if v in (0.0, 1.0) else v for v in values]
+        shown = ", ".join(map(str, whole if len(whole) <= 20 else whole[:20]))
+        return f"SyncWeight([{shown}{'' if len(whole) <= 20 else f', ... {len(whole)} in all'}])"
+
+
+def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: int, default: int) -> SyncWeight | None:
+    """The `SyncWeight` of a module's arguments; H must then be left at its default.
+
+    >>> make_sync_weight([0, 1], H=5, default=1)
+    Traceback (most recent call last):
+    ...
+    ValueError: H=5 and sync_weight both say when the nodes exchange: leave H out.
+    """
+    if weights is None:
+        return None
+    if default != H:
+        raise ValueError(f"H={H} and sync_weight both say when the nodes exchange: leave H out.")
+    return weights if isinstance(weights, SyncWeight) else SyncWeight(weights)
+
+
+def _checked(weights: Any) -> Tensor:
+    allowed = "sync_weight takes [T] numbers in [0, 1], one for each step, such as [0, 0, 0, 1] * 25"
+    try:
+        found = weights if isinstance(weights, Tensor) else torch.tensor(list(weights), dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{allowed}; not {weights!r}.") from None
+    if found.dim() != 1 or len(found) == 0:
+        raise ValueError(f"sync_weight has shape {list(found.shape)}; {allowed}.")
+    if not found.is_floating_point():
+        found = found.double()
+    if found.device.type == "meta":
+        raise ValueError(f"sync_weight is on the device meta, where tensors have no values; {allowed}.")
+    bad = (~((found.detach() >= 0) & (found.detach() <= 1))).nonzero()  # nan too
+    if len(bad):
+        first = int(bad[0])
+        raise ValueError(
+            f"sync_weight[{first}] = {float(found[first].detach()):.6g}; {allowed}. "
+            "Where a gradient step left the range, take sync_weight.clamp(0, 1), or sigmoid of what is optimised."
+        )
+    return found
+
+
+def blended(old: Any, new: Any, blend: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """`blend(old, new)` of every tensor of nested dicts of the same structure.
+
+    >>> blended({"a": {"w": torch.zeros(1)}}, {"a": {"w": torch.ones(1)}}, lambda old, new: old + 0.5 * new)
+    {'a': {'w': tensor([0.5000])}}
+    """
+    if not isinstance(new, dict):
+        return blend(old, new)
+    if not isinstance(old, dict) or old.keys() != new.keys():
+        raise ValueError(
+            "an exchange that adds to its state cannot be made in part, which sync_weight asks for: give weights "
+            "that are 0 or 1 and do not require grad."
+        )
+    return {key: blended(old[key], new[key], blend) for key in new}
+
+
+def _between(old: Any, new: Any, weight: Tensor) -> Any:
+    """(1 - a) old + a new, in every tensor of nested dicts; exactly old at 0 and new at 1."""
+
+    def between(old: Tensor, new: Tensor) -> Tensor:
+        if old is new:
+            return old
+        share = weight.to(new.device, new.dtype if new.is_floating_point() else torch.float64)
+        return (1 - share) * old + share * new
+
+    return blended(old, new, between)
