@@ -210,6 +210,31 @@ def test_streaming_diloco(delay: int, alpha: float, differentiable: bool) -> Non
     assert lags == {delay}
 
 
+@pytest.mark.parametrize("delay", [0, 3])
+def test_streaming_diloco_of_those_who_take_part(delay: int) -> None:
+    """Who trains when a fragment is sent takes part, and takes the step later; all others keep what they have."""
+    H, steps, mean = 4, 19, Mean(participation=0.6)
+    module = OuterStep(mean, SLOW, H=H, fragments=2, delay=delay, alpha=0.5)
+    ours = run(Two(), of(module), batches(steps), seed=SEED)
+    nodes, under_way = [Node() for _ in range(K)], {}
+    for t, c in enumerate(batches(steps)):
+        active = (
+            mean.active_nodes(Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)) or []
+        )
+        assert len(active) == 3
+        for i in active:
+            nodes[i].train(c[i])
+        for name, offset in (("a", 4), ("b", 6)):
+            if t + 1 >= offset and (t + 1 - offset) % H == 0:
+                moved = [nodes[i].outer[name] - nodes[i].theta[name] for i in active]
+                under_way[name, t + delay] = active, torch.stack(moved).mean(0)
+            members, delta = under_way.get((name, t), ([], torch.zeros(())))
+            for i in members:
+                nodes[i].step_outer(name, delta)
+                nodes[i].theta[name] = 0.5 * nodes[i].theta[name] + 0.5 * nodes[i].outer[name]
+    check(nodes, ours.params)
+
+
 @pytest.mark.parametrize("offsets", [[1, 3], [4, 2]])
 def test_offsets(offsets: list[int]) -> None:
     module = OuterStep(Mean(), SLOW, H=4, fragments=2, offsets=offsets)
@@ -239,6 +264,36 @@ def test_a_liar(rule: str) -> None:
     honest = run(Two(), of(Gradients(Mean())), batches(steps))
     far = max(float((ours.params[name] - honest.params[name]).abs().max()) for name in ("a", "b"))
     assert (far > 5) == (rule == "mean"), far
+
+
+@pytest.mark.parametrize(
+    "around", [lambda inner: Corrupted(inner, list(range(6)), lie), lambda inner: Private(inner, 1e-3, 1.0)]
+)
+def test_who_takes_no_part_keeps_what_it_has(around: Callable[[Average], Average]) -> None:
+    x, ctx = {"w": torch.arange(6.0)[:, None]}, Context(StackedCollectives(6))
+    how = around(Mean(participation=0.5))
+    active = how.active_nodes(ctx) or []
+    found, _ = how(x, {}, ctx)
+    assert [i for i in range(6) if torch.equal(found["w"][i], x["w"][i])] == [i for i in range(6) if i not in active]
+
+
+@pytest.mark.parametrize("how", [Mean(participation=0.6), Sparse(1.0, Mean(participation=0.6))])
+def test_late_averages_of_those_who_took_part(how: Average) -> None:
+    """What some agreed on is written by them, whoever takes part by then."""
+    H, delay, steps = 2, 3, 11
+    ours = run(Two(), of(Parameters(how, every=H, delay=delay)), batches(steps), seed=SEED)
+    nodes, under_way = [Node() for _ in range(K)], {}
+    for t, c in enumerate(batches(steps)):
+        ctx = Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)
+        active = how.active_nodes(ctx) or []
+        for i in active:
+            nodes[i].train(c[i])
+        if (t + 1) % H == 0:
+            mean = {name: torch.stack([nodes[i].theta[name] for i in active]).mean(0) for name in ("a", "b")}
+            under_way[t + delay] = active, mean
+        for i in under_way.get(t, ([], {}))[0]:
+            nodes[i].theta = dict(under_way[t][1])
+    check(nodes, ours.params)
 
 
 def test_the_median_in_islands() -> None:

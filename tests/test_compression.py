@@ -30,21 +30,8 @@ from tests.reference import common
 from tests.reference import compression as reference
 from tests.reference.common import Result
 from vecgym.collectives import StackedCollectives
-from vecgym.compress.codecs import (
-    Codec,
-    Compressor,
-    Draw,
-    PowerSGD,
-    Quantise,
-    RandomK,
-    Sign,
-    TopK,
-    index_dtype,
-    make_codec,
-    pack,
-    part_of,
-    unpack,
-)
+from vecgym.compress import Codec, Compressor, PowerSGD, Quantise, RandomK, Sign, TopK, make_codec
+from vecgym.compress.codecs import Draw, index_dtype, pack, part_of, unpack
 from vecgym.core import rng, tree
 from vecgym.core.tree import Tree
 from vecgym.strategy import (

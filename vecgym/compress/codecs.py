@@ -21,20 +21,17 @@ all-reduces), that of the others through an all-gather.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vecgym.compress.dct import strongest
 from vecgym.core import check
-from vecgym.core.tree import Tree
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
 
@@ -98,7 +95,11 @@ class Codec(ABC):
         """What a code stands for: `[R, *shape]` for R rows of code; `like`, `[L, *shape]`, has shape and dtype."""
 
     def num_values(self, n: int) -> int:
-        """The entries of the part `values` of the code of n values, where that is a shorter tensor of the same kind."""
+        """The entries of the part `values` of the code of n values, where that is a shorter tensor of the same kind.
+
+        >>> TopK(0.1).num_values(50), RandomK(0.2).num_values(50)
+        (5, 10)
+        """
         raise TypeError(f"{self!r} sends no values that another codec could make shorter: TopK and RandomK do.")
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -124,7 +125,7 @@ class Codec(ABC):
         return total
 
     def __repr__(self) -> str:
-        return _shown(self)
+        return shown(self)
 
 
 class TopK(Codec):
@@ -161,19 +162,19 @@ class TopK(Codec):
     num_values = count
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
-        flat = x.reshape(len(x), _size(x))
+        flat = x.reshape(len(x), size_of(x))
         indices = strongest(flat, self.count(flat.shape[1]))
         return {"values": flat.gather(1, indices), "indices": indices.to(index_dtype(flat.shape[1]))}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         values, indices = code["values"], code["indices"].long()
-        return _shaped(values.new_zeros(len(values), _size(like)).scatter(1, indices, values), like)
+        return _shaped(values.new_zeros(len(values), size_of(like)).scatter(1, indices, values), like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Adds up the few values that were sent, and nothing else."""
         values, indices = codes["values"], codes["indices"].long()  # [R, K, k]
         values = values / values.shape[1] if weights is None else values * weights.to(values)[..., None]
-        total = values.new_zeros(len(values), _size(like))
+        total = values.new_zeros(len(values), size_of(like))
         total.scatter_add_(1, indices.expand_as(values).flatten(1), values.flatten(1))
         return _shaped(total, like)
 
@@ -202,7 +203,7 @@ class RandomK(Codec):
         return part_of(n, self.fraction)
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
-        flat = x.reshape(len(x), _size(x))
+        flat = x.reshape(len(x), size_of(x))
         n, m = flat.shape[1], self.num_values(flat.shape[1])
         indices = _needed(draw, self).subset(n, m).to(x.device)
         values = flat.index_select(1, indices)
@@ -210,7 +211,7 @@ class RandomK(Codec):
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         values = code["values"]
-        flat = values.new_zeros(len(values), _size(like)).index_copy_(1, code["indices"][0], values)
+        flat = values.new_zeros(len(values), size_of(like)).index_copy_(1, code["indices"][0], values)
         return _shaped(flat, like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -252,7 +253,7 @@ class Quantise(Codec):
         return 2 ** (self.bits - 1) - 1
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
-        flat = x.reshape(len(x), _size(x))
+        flat = x.reshape(len(x), size_of(x))
         largest = torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
         # Never 0, so that a tensor of zeros has a code; nan stays nan, and what is decoded is nan.
         scale = (largest / self.limit).float().clamp(min=torch.finfo(torch.float32).tiny)
@@ -268,7 +269,7 @@ class Quantise(Codec):
     def decode(self, code: Code, like: Tensor) -> Tensor:
         values = code["values"]
         if self.bits < 8:
-            values = unpack(values, self.bits, _size(like)).to(torch.int8) - (self.limit + 1)
+            values = unpack(values, self.bits, size_of(like)).to(torch.int8) - (self.limit + 1)
         flat = values.to(like.dtype) * code["scale"][:, None].to(like.dtype)
         return _shaped(flat, like)
 
@@ -286,174 +287,13 @@ class Sign(Codec):
     """
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
-        flat = x.reshape(len(x), _size(x))
+        flat = x.reshape(len(x), size_of(x))
         scale = flat.abs().mean(1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
         return {"values": pack((flat >= 0).to(torch.uint8), 1), "scale": scale.float()}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
-        sign = unpack(code["values"], 1, _size(like)).to(like.dtype).mul_(2).sub_(1)
+        sign = unpack(code["values"], 1, size_of(like)).to(like.dtype).mul_(2).sub_(1)
         return _shaped(sign.mul_(code["scale"][:, None].to(like.dtype)), like)
-
-
-class Chain(Codec):
-    """A few values, and these in few bits: what the first codec sends of a tensor is coded once more by the second.
-
-    Bytes: those of the first without its values, and those of the second for its values.
-
-    Args:
-        first: TopK or RandomK.
-        second: any other codec.
-
-    Raises:
-        TypeError: for a first codec that sends no values of its own, and what is no codec.
-
-    >>> codec, x = Chain(TopK(k=2), Quantise(2)), torch.tensor([[1.0, -3.0, 2.0, 3.0]])
-    >>> code = codec.encode(x)
-    >>> sum(part.nbytes for part in code.values())  # two indices, two values in one byte, a scale
-    13
-    >>> codec.decode(code, like=x)
-    tensor([[ 0., -3.,  0.,  3.]])
-
-    Reference: top-k, then 2 bits: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv
-    2508.15706. Deviation: the k largest are those of a tensor, not of each of its chunks.
-    """
-
-    def __init__(self, first: Codec, second: Codec) -> None:
-        for name, codec in {"first": first, "second": second}.items():
-            check.instance(name, codec, Codec, "a codec such as TopK(0.01), Quantise(2)")
-        first.num_values(1)  # a TypeError where there are none
-        self.first, self.second = first, second
-
-    @property
-    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*self.first.shared, *(f"values {part}" for part in self.second.shared))
-
-    def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
-        code = self.first.encode(x, draw)
-        values = self.second.encode(code.pop("values"), draw)
-        return {**code, **{f"values {part}": y for part, y in values.items()}}
-
-    def decode(self, code: Code, like: Tensor) -> Tensor:
-        return self.first.decode(self._read(code, like), like)
-
-    def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        senders = next(y.shape[:2] for part, y in codes.items() if part not in self.shared)
-        rows = {part: y.expand(*senders, *y.shape[2:]).flatten(0, 1) for part, y in codes.items()}
-        values = self._read(rows, like)["values"].unflatten(0, senders)
-        kept = {part: y for part, y in codes.items() if not part.startswith("values ")}
-        return self.first.average({**kept, "values": values}, like, weights)
-
-    def _read(self, code: Code, like: Tensor) -> Code:
-        """The code of the first codec: parts `[R, ...]`."""
-        parts = {name.removeprefix("values "): y for name, y in code.items() if name.startswith("values ")}
-        rest = {name: y for name, y in code.items() if not name.startswith("values ")}
-        return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values(_size(like))))}
-
-
-class PowerSGD:
-    """Two matrices of r columns in place of one: M ~ P Q^T, by one power iteration from the Q of the exchange before.
-
-    P <- orthonormalise(mean_i M_i Q);  Q_i <- M_i^T P;  Q <- mean_i Q_i;  the mean of the M_i is read as P Q^T, and
-    node i's own part of it as P Q_i^T.
-
-    A tensor of more than two dimensions is folded into `[shape[0], rest]`. One of less than two, and one for which
-    r (rows + columns) is not less than rows * columns, is averaged as it is, exactly: that includes r >= rows or
-    columns. Payload: r (rows + columns) b, of the others n b; in two averages.
-
-    Two averages for any number of tensors: P and what is averaged as it is, then Q. A column of Q that died out,
-    because the matrix once had a lower rank than r, is drawn anew; so is Q at the beginning.
-
-    Args:
-        rank: r.
-
-    >>> M = torch.outer(torch.tensor([1.0, 2.0, 2.0, 0.0]), torch.tensor([3.0, 0.0, 4.0]))[None]
-    >>> codec, draw = PowerSGD(rank=1), Draw(lambda: torch.Generator().manual_seed(0), torch.arange(1))
-    >>> average, own, state = codec.reduce({"w": M}, codec.init({"w": M}), mean=lambda x: x, draw=lambda name: draw)
-    >>> torch.allclose(average["w"], M, atol=1e-5)  # M has rank 1
-    True
-
-    Reference: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization", arXiv 1905.13727. Deviations: the residual of a node is taken to its own P Q_i^T, as algorithm 2
-    has it (the authors' code and torch's hook take it to the mean; the averages are the same, and only so does the
-    residual not grow with the differences between the nodes); Householder QR in place of Gram-Schmidt, for the same
-    span; columns that died out are drawn anew.
-    """
-
-    def __init__(self, rank: int = 4) -> None:
-        self.rank = check.integer("rank", rank, what="the number of columns of the two matrices sent in place of one")
-
-    def init(self, values: Tree) -> Tree:
-        """Q of every matrix, `[1, columns, r]`: zeros, that is to be drawn."""
-        shapes = {name: _matrix_shape(x) for name, x in values.items() if self.compresses(x)}
-        return {name: values[name].new_zeros(1, columns, self.rank) for name, (_, columns) in shapes.items()}
-
-    def compresses(self, x: Tensor) -> bool:
-        """Whether two matrices are smaller than the tensor of one node, `x[0]`.
-
-        >>> PowerSGD(rank=2).compresses(torch.zeros(1, 10, 10)), PowerSGD(rank=2).compresses(torch.zeros(1, 10))
-        (True, False)
-        """
-        rows, columns = _matrix_shape(x)
-        return x.dim() > 2 and self.rank * (rows + columns) < rows * columns
-
-    def reduce(
-        self, values: Tree, state: Tree, mean: Callable[[Tree], Tree], draw: Callable[[str], Draw]
-    ) -> tuple[Tree, Tree, Tree]:
-        """The average `[1, *]`, each node's own part of it `[L, *]`, and the state after it."""
-        M = {name: x.reshape(-1, *_matrix_shape(x)) for name, x in values.items() if self.compresses(x)}
-        whole = {name: x for name, x in values.items() if name not in M}
-        first = mean({**whole, **{name: _products(m, self._alive(state[name], draw(name))) for name, m in M.items()}})
-        # A copy where the mean of equal values is the tensor itself: the caller may overwrite that.
-        average = {name: first[name].clone() if first[name] is x else first[name] for name, x in whole.items()}
-        own = dict(whole)
-        if M:
-            P = {name: _orthonormalise(first[name]) for name in M}
-            Q_own = {name: _products(m.mT, P[name]) for name, m in M.items()}
-            Q = mean(Q_own)
-            average |= {name: (P[name] @ Q[name].mT).view(-1, *values[name].shape[1:]) for name in M}
-            own |= {name: _products(P[name], Q_own[name].mT).view_as(values[name]) for name in M}
-            state = {**state, **Q}
-        return {name: average[name] for name in values}, {name: own[name] for name in values}, state
-
-    def _alive(self, Q: Tensor, draw: Draw) -> Tensor:
-        """Q with its columns of nothing but rounding errors drawn anew."""
-        size = torch.linalg.vector_norm(Q, dim=-2, keepdim=True)  # [1, 1, r]
-        dead = size <= torch.finfo(Q.dtype).eps ** 0.75 * size.amax(-1, keepdim=True)
-        return torch.where(dead, draw.normal(Q.shape[1:], Q.dtype).to(Q.device), Q) if dead.any() else Q
-
-    def __repr__(self) -> str:
-        return _shown(self)
-
-
-Compressor: TypeAlias = Codec | PowerSGD
-
-METHODS: dict[str, Callable[..., Compressor]] = {
-    "topk": TopK,
-    "randomk": RandomK,
-    "int8": functools.partial(Quantise, 8),
-    "int4": functools.partial(Quantise, 4),
-    "int2": functools.partial(Quantise, 2),
-    "sign": Sign,
-    "powersgd": PowerSGD,
-}
-
-
-def make_codec(method: str | Compressor, **options: Any) -> Compressor:
-    """A codec by its name and options, or the one given.
-
-    >>> make_codec("topk", fraction=0.1), make_codec("int4")
-    (TopK(fraction=0.1, k=None), Quantise(bits=4, stochastic=False))
-    """
-    if isinstance(method, (Codec, PowerSGD)):
-        if options:
-            raise TypeError(f"{method!r} has its options already; {', '.join(options)} go with a name: 'topk', say.")
-        return method
-    if not isinstance(method, str):
-        raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
-    check.choice("method", method, METHODS)
-    allowed = list(inspect.signature(METHODS[method]).parameters) if method != "sign" else []
-    check.keywords(repr(method), options, allowed)
-    return METHODS[method](**options)
 
 
 # ------------------------------------------------------------------------------------------------ bits in bytes
@@ -522,7 +362,7 @@ def check_bits(name: str, value: Any) -> int:
     return int(value)
 
 
-def _size(x: Tensor) -> int:
+def size_of(x: Tensor) -> int:
     """Values of one node."""
     return math.prod(x.shape[1:])
 
@@ -530,26 +370,6 @@ def _size(x: Tensor) -> int:
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     """`[R, n]` -> `[R, *shape]` of `like`, which may have no elements."""
     return flat.view(len(flat), *like.shape[1:])
-
-
-def _matrix_shape(x: Tensor) -> tuple[int, int]:
-    """One node's tensor as a matrix: `[L, rows, *rest]` -> (rows, columns)."""
-    return (x.shape[1], math.prod(x.shape[2:])) if x.dim() > 2 else (1, _size(x))
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """A matrix product for each node, `[1 or L, n, m]` and `[1 or L, m, r]`, whose bits do not depend on L.
-
-    A batch of one takes another kernel, which rounds in another way, than a batch of several.
-    """
-    num_nodes = max(len(a), len(b))
-    size = max(2, num_nodes)
-    return torch.bmm(a.expand(size, -1, -1), b.expand(size, -1, -1))[:num_nodes]
-
-
-def _orthonormalise(P: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, `[..., rows, r]`; half precision goes through float32."""
-    return torch.linalg.qr(P.to(torch.promote_types(P.dtype, torch.float32))).Q.to(P.dtype)
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:
@@ -562,5 +382,5 @@ def _needed(draw: Draw | None, codec: Codec) -> Draw:
     return draw
 
 
-def _shown(codec: object) -> str:
+def shown(codec: object) -> str:
     return f"{type(codec).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(codec).items())})"

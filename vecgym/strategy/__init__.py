@@ -27,10 +27,11 @@ participation=1.0, weighting='equal')))
 
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
-from vecgym.strategy.average import Average, Mean, ServerMean, Sparse
+from vecgym.strategy.average import Average, Mean, ServerMean
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
+from vecgym.strategy.codes import Compressed
 from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import Compressed, TopKSparseCommunicator, compressed
+from vecgym.strategy.compression import TopKSparseCommunicator, compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
@@ -47,6 +48,7 @@ from vecgym.strategy.selectors import (
     Selector,
     ShuffledSequentialSelector,
 )
+from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.when import Rounds, SyncWeight, When
 

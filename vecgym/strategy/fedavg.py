@@ -215,29 +215,18 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
-        modules: list[CommunicationModule]
-        given = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
         has_mu = not isinstance(proximal_mu, (int, float)) or proximal_mu != 0
         if sync_weight is not None and (server_optim is not None or has_mu):
             other = "proximal_mu" if has_mu else "server_optim"
             raise ValueError(f"{other} works in rounds of H steps, and sync_weight has none: give H, or no {other}.")
-        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if server_optim is None:
-            if options:
-                names = ", ".join(f"server_{name}" for name in options)
-                raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
+        options = {"lr": server_lr, "betas": server_betas, "tau": server_tau}
+        server = _server(server_optim, {name: value for name, value in options.items() if value is not None})
+        modules: list[CommunicationModule]
+        if server is None:
             modules = [AveragingCommunicator(island_size, H, participation, weighting, sync_weight, resting)]
         else:
-            if island_size is not None:
-                raise ValueError(
-                    f"island_size={island_size} and server_optim={server_optim!r}: a server has no islands."
-                )
-            if check_resting(resting, rounds_of_all=True) == "keep":
-                raise ValueError(
-                    f'resting="keep" and server_optim={server_optim!r}: all nodes begin a round from the server\'s '
-                    "parameters. Leave one of them out."
-                )
-            modules = [ServerCommunicator(ServerOptimizer(server_optim, **options), H, participation, weighting)]
+            _check_server(server, island_size, resting)
+            modules = [ServerCommunicator(server, H, participation, weighting)]
         if has_mu:
             modules.append(ProximalTerm(proximal_mu, H))
         super().__init__(
@@ -261,3 +250,24 @@ def check_resting(resting: str | None, rounds_of_all: bool) -> str:
             'resting="keep".'
         )
     return resting or ("server" if rounds_of_all else "keep")
+
+
+def _server(name: str | None, options: dict[str, Any]) -> ServerOptimizer | None:
+    """The server's optimizer; None: there is none."""
+    if name is not None:
+        return ServerOptimizer(name, **options)
+    if options:
+        names = ", ".join(f"server_{option}" for option in options)
+        raise ValueError(f'{names} without server_optim has no effect: give server_optim="avgm", say.')
+    return None
+
+
+def _check_server(server: ServerOptimizer, island_size: int | None, resting: str | None) -> None:
+    """Raise a ValueError for what a server cannot have."""
+    if island_size is not None:
+        raise ValueError(f"island_size={island_size} and server_optim={server.name!r}: a server has no islands.")
+    if check_resting(resting, rounds_of_all=True) == "keep":
+        raise ValueError(
+            f'resting="keep" and server_optim={server.name!r}: all nodes begin a round from the server\'s parameters. '
+            "Leave one of them out."
+        )

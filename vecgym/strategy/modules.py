@@ -22,7 +22,7 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
-from vecgym.strategy.average import Average, check_average, per_row, shown
+from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
 from vecgym.strategy.when import Late, Rounds, SyncWeight, When, as_when, blended, nothing, warn_if_too_late
 
@@ -49,7 +49,7 @@ class Exchange(CommunicationModule):
         return not self.average.everyone
 
     def _counted(self, ctx: Context) -> Context:
-        """The context for the average, with the exchanges counted."""
+        """The context for the average, with the exchanges counted: those who train now take part in the next."""
         return replace(ctx, exchange=self.when.count(ctx.step))
 
     def __repr__(self) -> str:
@@ -149,7 +149,10 @@ class Parameters(Exchange):
             with ctx.comm.ledger.lagging(self.delay):
                 new, average = self.average.agree(params, average, replace(self._counted(ctx), inplace=False))
         due, queue = self._late.turn(new, state["queue"], ctx.step)
-        return self.average.write(due, params, ctx), {"average": average, "queue": queue}
+        before = ctx.step - self.delay  # when what is due was agreed on
+        keeping = self.average.keeping(replace(ctx, exchange=self.when.count(before))) if before >= 0 else None
+        written = self.average.write(due, params, ctx if keeping is None else replace(ctx, inplace=False))
+        return kept(keeping, params, written), {"average": average, "queue": queue}
 
     def stack_key(self) -> Hashable:
         """The interval; None for any average but the mean of all nodes, late ones and `SyncWeight`s.
@@ -242,7 +245,8 @@ class OuterStep(Exchange):
         return [Rounds(H, offset) for offset in self.offsets or even]
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        num_steps = max(when.count(max_steps) for when in self._times)
+        usual = self._times == [self.when]  # else fragments that begin early are a step ahead
+        num_steps = self.when.count(max_steps) if usual else self.when.count(max_steps - 1) + 1
         self.outer_optim.check_steps(num_nodes, num_steps, "outer optimizer")
         super().check(num_nodes, max_steps)
         warn_if_too_late(self, "delay", self.delay, max_steps)
@@ -296,17 +300,17 @@ class OuterStep(Exchange):
     def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """The step of one fragment."""
         if self.delay == 0:
-            return when.exchange(self._outer_step, params, state, replace(ctx, exchange=when.count(ctx.step)))
+            return when.exchange(self._outer_step, params, state, self._counted(ctx))
         delta = nothing(params)
         if when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
-                delta, state = self._movement(params, state, replace(ctx, exchange=when.count(ctx.step)))
+                delta, state = self._movement(params, state, self._counted(ctx))
         due, queue = self._late.turn(delta, state["queue"], ctx.step)
         state = {**state, "queue": queue}
         before = ctx.step - self.delay  # when what is due was sent
         if before < 0 or not when.due(before):
             return params, state
-        return self._moved(params, due, state, replace(ctx, exchange=when.count(before)))
+        return self._moved(params, due, state, replace(ctx, exchange=self.when.count(before)))
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         delta, state = self._movement(params, state, ctx)
@@ -330,7 +334,7 @@ class OuterStep(Exchange):
         if keeping is None:
             return new, changed
         keep = lambda old, new: old if old is new else torch.where(per_row(keeping, new), old, new)  # noqa: E731
-        return tree.map(keep, params, new), blended(state, changed, keep)
+        return kept(keeping, params, new), blended(state, changed, keep)
 
 
 def outer_spec(

@@ -41,7 +41,7 @@ class Moments(Exchange):
     >>> modules = [Parameters(Mean(), every=8), Moments(slots="exp_avg", every=24)]
     >>> CommunicateOptimizeStrategy(modules, "adamw", lr=1e-3)
     CommunicateOptimizeStrategy(OptimSpec(AdamW, lr=0.001), Parameters(Mean(), every=8), \
-Moments(Mean(), slots=('exp_avg',), every=24))
+Moments(average=Mean(), slots=('exp_avg',), every=24))
     """
 
     def __init__(

@@ -147,7 +147,8 @@ class Corrupted(Around):
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         liars = torch.isin(ctx.comm.node_ids, torch.tensor(self.nodes, dtype=torch.long))
-        return self.inner(tree.map(lambda x: torch.where(per_row(liars, x), self.attack(x), x), values), state, ctx)
+        told = tree.map(lambda x: torch.where(per_row(liars, x), self.attack(x), x), values)
+        return self._told(told, values, state, ctx)
 
 
 class Private(Around):
@@ -180,7 +181,8 @@ class Private(Around):
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         clipped, _ = clip_grad_norm(values, self.clip, inplace=False)
-        return self.inner({name: self._blurred(x, name, ctx) for name, x in clipped.items()}, state, ctx)
+        told = {name: self._blurred(x, name, ctx) for name, x in clipped.items()}
+        return self._told(told, values, state, ctx)
 
     def _blurred(self, x: Tensor, name: str, ctx: Context) -> Tensor:
         if self.noise == 0:

@@ -30,6 +30,8 @@ class Selector(ABC):
     SparseCommunicator(Embeddings(), delay=0, interval=1)
     """
 
+    p: float | None = None  # the fraction of the coordinates, where it is one number
+
     def init(self, shapes: Shapes, ctx: Context) -> State:
         """What `select` needs to keep from one exchange to the next: nested dicts of tensors.
 
@@ -70,7 +72,7 @@ class RandomSelector(Selector):
     """
 
     def __init__(self, p: float) -> None:
-        self.p = check_rate("p", p)
+        self.p: float = check_rate("p", p)
 
     def select(self, shapes: Shapes, state: State, exchange: int, ctx: Context) -> tuple[Indices, State]:
         return _bernoulli(shapes, self.p, exchange, ctx), state
@@ -96,7 +98,7 @@ class ScheduledSelector(Selector):
     """
 
     def __init__(self, p: float, H: int) -> None:
-        self.p = check_rate("p", p, high=0.5)
+        self.p: float = check_rate("p", p, high=0.5)
         self.H = check_interval("H", H)
         if H == 1:
             raise ValueError("H=1: the rate starts each ramp of H steps at 0 and would stay there; give H >= 2.")
@@ -134,7 +136,7 @@ class ShuffledSequentialSelector(Selector):
     """
 
     def __init__(self, p: float) -> None:
-        self.p = check_rate("p", p)
+        self.p: float = check_rate("p", p)
         if p == 0:
             raise ValueError(f"p=0 would take infinitely many turns: {type(self).__name__} takes p in (0, 1].")
 

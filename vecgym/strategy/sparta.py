@@ -8,12 +8,14 @@ from torch import Tensor
 from vecgym.compress import Quantise, check_bits
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
-from vecgym.strategy.average import Average, Mean, Sparse
+from vecgym.strategy.average import Average, Mean
 from vecgym.strategy.base import CommunicationModule, Strategy, check_interval
-from vecgym.strategy.compression import Compressed, TopKSparseCommunicator
+from vecgym.strategy.codes import Compressed
+from vecgym.strategy.compression import TopKSparseCommunicator
 from vecgym.strategy.diloco import DiLoCoCommunicator
 from vecgym.strategy.modules import Parameters
 from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
+from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.when import Rounds
 
 METHODS = ("random", "topk")
@@ -127,23 +129,7 @@ class SPARTAStrategy(Strategy):
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
-        module: CommunicationModule
-        if compression_method not in (None, *METHODS):
-            allowed = ", ".join(map(repr, METHODS))
-            raise ValueError(
-                f"compression_method={compression_method!r} is not known; allowed: {allowed}, or None. Any average can "
-                "be compressed: compressed(module, method)."
-            )
-        if compression_method == "topk":
-            if index_selector is not None or delay != 0:
-                raise ValueError(
-                    'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
-                    "index_selector and delay."
-                )
-            module = TopKSparseCommunicator(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits)
-        else:
-            selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
-            module = SparseCommunicator(selector, delay=delay, quantization_bits=quantization_bits)
+        module = _exchange(p_sparta, index_selector, delay, compression_method, quantization_bits)
         super().__init__(
             inner_optim,
             communication_modules=[module],
@@ -225,9 +211,34 @@ def _selector(selector: Selector | None, name: str, rate: float | None, default:
             f"index_selector={selector!r} is a {type(selector).__name__}; give a Selector, such as "
             "PartitionedSelector(0.01)."
         )
-    if rate is not None and rate != getattr(selector, "p", None):
+    if rate is not None and rate != selector.p:
         raise ValueError(
             f"{name}={rate!r} and index_selector={selector!r} say different things about what is exchanged: "
             "give one of them."
         )
     return selector
+
+
+def _exchange(
+    p_sparta: float | None,
+    index_selector: Selector | None,
+    delay: int,
+    compression_method: str | None,
+    quantization_bits: int | None,
+) -> CommunicationModule:
+    """What the nodes exchange after every step."""
+    if compression_method not in (None, *METHODS):
+        allowed = ", ".join(map(repr, METHODS))
+        raise ValueError(
+            f"compression_method={compression_method!r} is not known; allowed: {allowed}, or None. Any average can "
+            "be compressed: compressed(module, method)."
+        )
+    if compression_method == "topk":
+        if index_selector is not None or delay != 0:
+            raise ValueError(
+                'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
+                "index_selector and delay."
+            )
+        return TopKSparseCommunicator(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits)
+    selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
+    return SparseCommunicator(selector, delay=delay, quantization_bits=quantization_bits)

@@ -1,0 +1,42 @@
+"""Codecs by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from vecgym.compress.codecs import Codec, Quantise, RandomK, Sign, TopK
+from vecgym.compress.powersgd import PowerSGD
+from vecgym.core import check
+
+Compressor: TypeAlias = Codec | PowerSGD
+
+METHODS: dict[str, Callable[..., Compressor]] = {
+    "topk": TopK,
+    "randomk": RandomK,
+    "int8": functools.partial(Quantise, 8),
+    "int4": functools.partial(Quantise, 4),
+    "int2": functools.partial(Quantise, 2),
+    "sign": Sign,
+    "powersgd": PowerSGD,
+}
+
+
+def make_codec(method: str | Compressor, **options: Any) -> Compressor:
+    """A codec by its name and options, or the one given.
+
+    >>> make_codec("topk", fraction=0.1), make_codec("int4")
+    (TopK(fraction=0.1, k=None), Quantise(bits=4, stochastic=False))
+    """
+    if isinstance(method, (Codec, PowerSGD)):
+        if options:
+            raise TypeError(f"{method!r} has its options already; {', '.join(options)} go with a name: 'topk', say.")
+        return method
+    if not isinstance(method, str):
+        raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
+    check.choice("method", method, METHODS)
+    allowed = list(inspect.signature(METHODS[method]).parameters) if method != "sign" else []
+    check.keywords(repr(method), options, allowed)
+    return METHODS[method](**options)

@@ -1,0 +1,202 @@
+"""What nodes send is a code: an average of codes, with the error fed back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import Collectives
+from vecgym.collectives.ledger import Ledger
+from vecgym.compress import Compressor, PowerSGD, RandomK, make_codec
+from vecgym.compress.codecs import Draw
+from vecgym.core import check, tree
+from vecgym.core.tree import Tree
+from vecgym.strategy.average import Around, Average, Rule, kept
+from vecgym.strategy.base import Context, State
+
+NO_ISLANDS = (
+    "What is sent of parameters is their difference to the last average, and only an average of all nodes is the same "
+    "on all: average over all nodes (island_size=None, participation=1), or send the parameters as they are "
+    "(reference=False), which only methods that keep every value do reasonably: int8, say."
+)
+
+
+class Compressed(Around):
+    """What a node sends to `inner` is a code of its values, and what the code leaves out is sent later.
+
+    With e_i the residual of node i, and r the reference:
+    p_i = x_i - r + decay e_i;  node i sends C(p_i);  e_i <- p_i - C(p_i);
+    the average is r + inner(C(p_1), ..., C(p_K)).
+
+    The residual is *error feedback*: what is not sent now is sent later. With `decay` < 1 it is forgotten in time.
+    Without `error_feedback` e = 0: what is not sent is lost.
+
+    The reference, if asked for, is the last average, and the initial values before the first. For parameters: their
+    code would mean little (top-k would set most of them to 0); that of their movement since the nodes were last the
+    same is what is wanted. Only what is the same on every node can be a reference.
+
+    Under differentiation (`not ctx.inplace`) the code passes derivatives straight through: the derivative of C(p) with
+    respect to p is taken as 1. The residual and the reference are constants.
+
+    State: `residual`, `[L, *]` (`[1, *]` before the first exchange); `reference`, `[1, *]`; the `codec`'s own, `[1,
+    *]`.
+    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`, through one all-gather, in which
+    every node takes part (with islands too: each then reads the codes of its own), or up to the server of a
+    `ServerMean`; with PowerSGD through two averages.
+
+    Args:
+        inner: `Mean`, `ServerMean` or `Robust`.
+        codec: a codec or its name, as in `compressed`.
+        error_feedback: whether each node keeps a residual.
+        decay: of the residual, in (0, 1].
+        reference: whether the difference to the last average is sent.
+
+    Raises:
+        ValueError, TypeError: for another `inner`, an unknown codec, a decay without error feedback,
+            RandomK(unbiased=True) with it, a reference or PowerSGD with an average that is not the same on all nodes.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.compress import TopK
+    >>> from vecgym.strategy import Mean
+    >>> average, ctx = Compressed(Mean(), TopK(k=1)), Context(StackedCollectives(2))
+    >>> x = {"w": torch.tensor([[1.0, 4.0], [8.0, 2.0]])}
+    >>> average(x, average.init(x, ctx), ctx)
+    ({'w': tensor([[4., 2.]])}, {'residual': {'w': tensor([[1., 0.],
+            [0., 2.]])}})
+
+    References: see `compressed`; a residual that decays: Sarfi et al., "Communication Efficient LLM Pre-training with
+    SparseLoCo", arXiv 2508.15706.
+    """
+
+    purpose = "compress"  # of the random numbers
+
+    def __init__(
+        self,
+        inner: Average,
+        codec: str | Compressor,
+        *,
+        error_feedback: bool = True,
+        decay: float = 1.0,
+        reference: bool = False,
+    ) -> None:
+        self.inner: Rule = check.instance("inner", inner, Rule, "Mean(), ServerMean() or Robust()")
+        self.codec = make_codec(codec)
+        self.error_feedback = check.flag("error_feedback", error_feedback)
+        self.decay = check.number("decay", decay, "(0, 1]", "what is kept of a residual from one exchange to the next")
+        self.reference = check.flag("reference", reference)
+        check_feedback(self.codec, error_feedback)
+        if decay != 1 and not error_feedback:
+            raise ValueError(f"decay={decay} without error_feedback has no effect: leave one of them out.")
+        if reference and not self.inner.shared:
+            raise ValueError(f"{self!r}: {NO_ISLANDS}")
+        if isinstance(self.codec, PowerSGD) and not (self.inner.shared and self.inner.linear):
+            raise ValueError(
+                f"{self!r}: PowerSGD starts from the average before, which groups of nodes do not share, and "
+                "which must be a mean: Mean() or ServerMean()."
+            )
+
+    def init(self, values: Tree, ctx: Context) -> State:
+        state: State = {}
+        if self.error_feedback:
+            state["residual"] = tree.map(lambda x: torch.zeros_like(x[:1]), values)
+        if self.reference:
+            state["reference"] = _same_on_all(values, ctx)
+        if isinstance(self.codec, PowerSGD):
+            state["codec"] = self.codec.init(values)
+        return state
+
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        r, e = (constant(state[name]) if name in state else None for name in ("reference", "residual"))
+        with torch.no_grad():
+            x = constant(values)
+            d = x if r is None else {name: y - r[name] for name, y in x.items()}
+            keeping = self.inner.keeping(ctx)
+            inplace = ctx.inplace and keeping is None
+            p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in d.items()}
+            average, sent, codec_state = self._average(p, state.get("codec", {}), ctx)
+            new = {**state, "codec": codec_state} if "codec" in state else dict(state)
+            if e is not None:  # p is then a tensor of its own, or the residual's
+                new["residual"] = {**e, **{name: _plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
+                new["residual"] = kept(keeping, e, new["residual"])
+            average = kept(keeping, d, average)
+            if r is not None:
+                average = {name: _plus(r[name], y, ctx.inplace) for name, y in average.items()}
+                new["reference"] = {**r, **tree.map(torch.clone, average)}  # the parameters will be overwritten
+        if not ctx.inplace:
+            smooth, _ = self.inner(values, {}, replace(ctx, comm=unrecorded(ctx.comm)))
+            average = straight_through(average, smooth)
+        return average, new
+
+    def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
+        """x + decay * residual, in the storage of the residual where that is allowed."""
+        return _plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
+
+    def _average(self, p: Tree, state: State, ctx: Context) -> tuple[Tree, Tree, State]:
+        """The average of what the nodes send of p; what each sends, where there is a residual; the codec's state."""
+        draws = _draws(self.purpose, ctx)
+        if isinstance(self.codec, PowerSGD):
+            return self.codec.reduce(p, state, lambda y: self.inner(y, {}, replace(ctx, inplace=False))[0], draws)
+        codec = self.codec
+        codes = {name: codec.encode(x, draws(name)) for name, x in p.items()}
+        average = self.inner.of_codes(codes, codec, p, ctx)
+        own = {name: codec.decode(codes[name], x) for name, x in p.items()} if self.error_feedback else {}
+        return average, own, state
+
+
+def check_feedback(codec: Compressor, error_feedback: bool) -> None:
+    """Raise a ValueError for a codec that error feedback would make diverge.
+
+    >>> check_feedback(RandomK(0.5, unbiased=True), error_feedback=False)
+    """
+    if error_feedback and isinstance(codec, RandomK) and codec.unbiased:
+        raise ValueError(
+            "unbiased=True multiplies what is sent, and error feedback then sends the excess back, ever larger: give "
+            "error_feedback=False, or unbiased=False."
+        )
+
+
+class OfPurpose(Compressed):
+    """With random numbers of its own."""
+
+    def __init__(self, purpose: str, inner: Average, codec: Compressor, **options: bool) -> None:
+        self.purpose = purpose
+        super().__init__(inner, codec, **options)
+
+
+def constant(values: Tree) -> Tree:
+    """The values without derivatives: `no_grad` alone stops those of reverse mode only."""
+    return tree.map(Tensor.detach, values)
+
+
+def straight_through(values: Tree, smooth: Tree) -> Tree:
+    """`values`, with the derivatives of `smooth`."""
+    return {name: x + (smooth[name] - smooth[name].detach()) for name, x in values.items()}
+
+
+def unrecorded(comm: Collectives) -> Collectives:
+    """The same collectives with another ledger: for derivatives, which nobody sends."""
+    twin = copy.copy(comm)
+    twin.ledger = Ledger()
+    return twin
+
+
+def _draws(purpose: str, ctx: Context) -> Callable[[str], Draw]:
+    """The random numbers of each tensor, by its name, in this step."""
+    return lambda name: Draw(lambda *ids: ctx.generator(f"{purpose} {name}", ctx.step, *ids), ctx.comm.node_ids)
+
+
+def _same_on_all(params: Tree, ctx: Context) -> Tree:
+    """The parameters, `[1, *]`, or those of node 0 where the nodes begin differently."""
+    if any(len(p) > 1 for p in params.values()):
+        params = ctx.comm.broadcast(params, src=0)
+    return tree.map(lambda p: p.detach().clone(), params)
+
+
+def _plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:
+    """a + alpha b, in the storage of a where that is allowed and possible."""
+    fits = inplace and a.shape == torch.broadcast_shapes(a.shape, b.shape)
+    return a.add_(b, alpha=alpha) if fits else torch.add(a, b, alpha=alpha)
