@@ -288,4 +288,4 @@ def test_a_context_is_built_by_keywords() -> None:
     comm = StackedCollectives(K)
     assert Context(comm, step=2).node_steps.tolist() == [2] * K
     with pytest.raises(TypeError):
-        Context(comm, step=2)  # type: ignore[call-arg]
+        Context(comm, 2)  # type: ignore[call-arg]
