@@ -608,7 +608,7 @@ def test_hyperparameters_of_anything() -> None:
 def test_progress_bar_shows_loss_bytes_and_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vecgym.runs.trainer.tqdm.monitor_interval", 0, raising=False)
+    monkeypatch.setattr("vecgym.runs.run.tqdm.monitor_interval", 0, raising=False)
     trainer = Trainer(MLP(), dataset("MLP"))
     trainer.fit(alone(), 3, max_steps=40, batch_size=4, device="cpu", progress=True)
     shown = capsys.readouterr().err

@@ -60,6 +60,24 @@ class Logger:
         """The run has ended, however it ended."""
 
 
+def as_loggers(logger: Any) -> list[Logger]:
+    """Return one logger, several, or None as a list.
+
+    Raises:
+        TypeError: for what is no logger.
+
+    >>> as_loggers(None), len(as_loggers([Logger(), Logger()]))
+    ([], 2)
+    """
+    loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    for one in loggers:
+        if not isinstance(one, Logger):
+            raise TypeError(
+                f"logger is {check.kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+            )
+    return loggers
+
+
 class CSVLogger(Logger):
     """Write `history.csv`, `train_losses.csv`, `val_losses.csv` (a column per node) and `config.json`.
 

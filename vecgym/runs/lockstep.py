@@ -82,7 +82,7 @@ class Check:
         return max(getattr(row, column) for row in self.rows)
 
 
-class Trial(NamedTuple):
+class Case(NamedTuple):
     """What is trained in both forms."""
 
     strategy: Strategy
@@ -125,7 +125,7 @@ class Trial(NamedTuple):
         return tuple(Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed).shard_sizes)
 
 
-def compare(given: Trial, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     """Step the stacked form and, in the processes of each wire, the distributed form; a `Check` for each wire.
 
     Every process of every wire calls it; this process must belong to all wires that it gives.
@@ -161,7 +161,7 @@ def compare(given: Trial, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
 class Form:
     """One of the two forms, as far as it has got."""
 
-    def __init__(self, given: Trial, comm: Any, exact: bool) -> None:
+    def __init__(self, given: Case, comm: Any, exact: bool) -> None:
         self.given = given
         self.comm = comm
         self.simulation, self.batches = given.simulation(comm, exact)
@@ -223,7 +223,7 @@ def _calls(entries: Sequence[Entry]) -> str:
     return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "none"
 
 
-def _draws(given: Trial, exact: bool, last_step: int) -> bool:
+def _draws(given: Case, exact: bool, last_step: int) -> bool:
     """Whether stacked runs differ when the global generators do."""
     before = GlobalStates.now()
     forms = []
@@ -249,7 +249,7 @@ def _over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Diff
 # ----------------------------------------------------------------------------- against DistributedDataParallel
 
 
-def compare_with_ddp(given: Trial, wire: Wire) -> tuple[Difference, ...]:
+def compare_with_ddp(given: Case, wire: Wire) -> tuple[Difference, ...]:
     """AllReduce's parameters against those of torch's DistributedDataParallel: same model, data and optimizer.
 
     A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm, that is the same.

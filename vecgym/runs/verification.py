@@ -20,9 +20,9 @@ from vecgym.core.check import integer, kind_of
 from vecgym.engine import hooks
 from vecgym.engine.local import check_settings
 from vecgym.records.rows import counted
-from vecgym.runs import multiprocess
+from vecgym.runs import links, multiprocess
 from vecgym.runs.diagnosis import KINDS, Finding
-from vecgym.runs.lockstep import BOUNDS, Check, Difference, Trial, compare, compare_with_ddp
+from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_with_ddp
 from vecgym.runs.options import check_strategy, checked
 from vecgym.strategy import AllReduceStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
@@ -157,16 +157,16 @@ def verify(
     [checks, *_] = multiprocess.run(
         _verify_in_process,
         num_processes,
-        (Trial(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine), dtype),
+        (Case(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine), dtype),
         labels=lambda rank: f"nodes {rank * per_process}-{(rank + 1) * per_process - 1}",
         timeout_s=timeout_s,
     )
     return Report(repr(strategy), num_nodes, num_processes, dtype, tuple(checks))
 
 
-def _verify_in_process(link: multiprocess.Link, given: Trial, dtype: torch.dtype) -> list[Check]:
+def _verify_in_process(link: multiprocess.Link, given: Case, dtype: torch.dtype) -> list[Check]:
     torch.set_num_threads(1)
-    wire = Wire(watch=multiprocess.watch, announce=multiprocess.announce)
+    wire = Wire(watch=links.watch, announce=links.announce)
     given = given._replace(model=copy.deepcopy(given.model).to("cpu", dtype))
     [exact], [native] = (compare(given, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:

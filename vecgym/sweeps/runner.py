@@ -20,8 +20,8 @@ from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import hooks
 from vecgym.engine.local import Engine
 from vecgym.records.rows import counted
+from vecgym.runs.interrupts import interrupts
 from vecgym.runs.memory import activations
-from vecgym.runs.options import interrupts
 from vecgym.strategy import Context
 from vecgym.sweeps.configurations import Configuration, alike
 from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve, Record, selected
