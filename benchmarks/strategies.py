@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +29,20 @@ from vecgym.compress import Grid, basis, grid
 from vecgym.core import tree
 from vecgym.engine.local import Engine
 from vecgym.engine.simulation import Simulation, State
-from vecgym.strategy import (
-    AllReduceStrategy,
-    DeMoStrategy,
-    DiLoCoStrategy,
-    FedAvgStrategy,
-    GossipStrategy,
-    SPARTADiLoCoStrategy,
-    SPARTAStrategy,
-    Strategy,
-)
+from vecgym.strategy import DiLoCoStrategy, GossipStrategy, SPARTAStrategy, Strategy
+from vecgym.strategy.catalogue import CATALOGUE
 
 LR = 1e-3
 H = 20
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "independent": lambda: Strategy("adamw", lr=LR),
-    "allreduce": lambda: AllReduceStrategy("adamw", lr=LR),
-    "fedavg": lambda: FedAvgStrategy("adamw", H=H, lr=LR),
-    "diloco": lambda: DiLoCoStrategy("adamw", H=H, lr=LR),
+    **{name: partial(row.make, H, 0.005, inner_optim="adamw", lr=LR) for name, row in CATALOGUE.items()},
     "diloco int8": lambda: DiLoCoStrategy("adamw", H=H, lr=LR, compression="int8"),
-    "sparta": lambda: SPARTAStrategy(0.005, "adamw", lr=LR),
     "sparta topk int8": lambda: SPARTAStrategy(0.005, "adamw", lr=LR, compression_method="topk", quantization_bits=8),
-    "sparta + diloco": lambda: SPARTADiLoCoStrategy(0.005, 1, H, "adamw", lr=LR),
-    "gossip ring": lambda: GossipStrategy("ring", inner_optim="adamw", lr=LR),
     "gossip one peer": lambda: GossipStrategy("one_peer_exponential", inner_optim="adamw", lr=LR),
     "gossip complete": lambda: GossipStrategy("complete", inner_optim="adamw", lr=LR),
-    "demo": lambda: DeMoStrategy(lr=LR),
 }
 # Largest shares of the step, measured with 2 threads.
-TARGETS = {"fedavg": 0.05, "diloco": 0.05, "sparta": 0.25, "gossip ring": 0.5}
+TARGETS = {"fedavg": 0.05, "diloco": 0.05, "sparta": 0.25, "gossip": 0.5}
 DEMO_TO_GRADIENT = {"gpt": 1.0}
 DEMO_TO_LOOP = {"mlp": 0.5}
 

@@ -162,7 +162,7 @@ def test_topk_diloco_in_islands_of_those_who_take_part(decay: float, differentia
     ours = run(Two(), of(module), batches(steps), differentiable=differentiable, seed=SEED)
     nodes, sizes = [Node() for _ in range(K)], set()
     for t, c in enumerate(batches(steps)):
-        ctx = Context(StackedCollectives(K), t, steps, SEED, exchange=t // H)
+        ctx = Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)
         active = mean.active_nodes(ctx)
         assert len(active or ()) == 4
         for i in active or ():
@@ -218,7 +218,9 @@ def test_streaming_diloco_of_those_who_take_part(delay: int) -> None:
     ours = run(Two(), of(module), batches(steps), seed=SEED)
     nodes, under_way = [Node() for _ in range(K)], {}
     for t, c in enumerate(batches(steps)):
-        active = mean.active_nodes(Context(StackedCollectives(K), t, steps, SEED, exchange=t // H)) or []
+        active = (
+            mean.active_nodes(Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)) or []
+        )
         assert len(active) == 3
         for i in active:
             nodes[i].train(c[i])
@@ -282,7 +284,7 @@ def test_late_averages_of_those_who_took_part(how: Average) -> None:
     ours = run(Two(), of(Parameters(how, every=H, delay=delay)), batches(steps), seed=SEED)
     nodes, under_way = [Node() for _ in range(K)], {}
     for t, c in enumerate(batches(steps)):
-        ctx = Context(StackedCollectives(K), t, steps, SEED, exchange=t // H)
+        ctx = Context(StackedCollectives(K), step=t, max_steps=steps, seed=SEED, exchange=t // H)
         active = how.active_nodes(ctx) or []
         for i in active:
             nodes[i].train(c[i])

@@ -42,7 +42,7 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipStrategy,
-    Strategy,
+    RankStrategy,
     all_reduce,
 )
 
@@ -292,7 +292,7 @@ def test_curves_of_tensorboard_go_on(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- written for one rank
 
 
-class OnOneRank(Strategy):
+class OnOneRank(RankStrategy):
     """DiLoCo with whatever such a strategy may keep: outer parameters, a second optimizer, shared and new tensors."""
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:

@@ -192,7 +192,7 @@ def test_defaults_and_quick_fill_in_what_is_not_given(monkeypatch):
 
 
 def test_more_strategies_can_be_compared(text_file: Path, tmp_path: Path) -> None:
-    more = [name for name in compare.MORE_STRATEGIES if name not in compare.STRATEGIES]
+    more = [name for name in compare.offered() if name not in compare.STRATEGIES]
     assert main(tiny(text_file, tmp_path, "--strategies", *more)) == 0
     sent = {name: float(read_history(tmp_path, name)[-1]["bytes_total"]) for name in more}
     assert sent["sparta"] < sent["sparta-diloco"] < sent["gossip"]

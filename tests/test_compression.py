@@ -427,7 +427,7 @@ def test_topk_sparse_averaging_equals_its_twin(num_nodes: int, bits: int | None)
 
 
 def context(step: int = 0, inplace: bool = True, num_nodes: int = 4) -> Context:
-    return Context(StackedCollectives(num_nodes), step, 100, SEED, inplace)
+    return Context(StackedCollectives(num_nodes), step=step, max_steps=100, seed=SEED, inplace=inplace)
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -643,7 +643,7 @@ def test_groups_and_weights(method: str, num_configs: int, groups: Any, weights:
     x = {"w": values(5 * num_configs, 4, 5)}
     state = module.init({"w": torch.zeros(1, 4, 5, dtype=DOUBLE)}, Context(comm))
     for step in range(2):
-        ctx = Context(comm, step, 9, SEED, inplace=True)
+        ctx = Context(comm, step=step, max_steps=9, seed=SEED, inplace=True)
         before = state["gradients"]["residual"]["w"].clone().expand(5 * num_configs, 4, 5)
         average, state = module.exchange_gradients(x, state, ctx)
         codec = codec_of(method)

@@ -289,7 +289,7 @@ def test_a_module_is_told_the_inner_learning_rate_of_each_step() -> None:
     module, rare = Recorder(), Recorder()
     trained(module, every(2, rare), warmup_steps=2, cosine_anneal=True, steps=6)
     made = strategy(warmup_steps=2, cosine_anneal=True)
-    expected = [made.lr(Context(StackedCollectives(K), step, 6)) for step in range(6)]
+    expected = [made.lr(Context(StackedCollectives(K), step=step, max_steps=6)) for step in range(6)]
     assert len(set(expected)) == 6
     phases = ["local_gradients", "exchange_gradients", "exchange_parameters"]
     assert module._seen == {"init": expected[:1], **dict.fromkeys(phases, expected)}

@@ -120,7 +120,7 @@ def test_a_server_averages_the_participants_and_hands_theta_to_all(weighting: We
     strategy = FedAvgStrategy(SGD, H=H, participation=0.4, server_optim="avgm", server_lr=0.5, weighting=weighting)
 
     def chosen(step: int) -> list[int]:
-        return participants(0.4, Context(StackedCollectives(5), step, STEPS, seed=42, exchange=step // H))
+        return participants(0.4, Context(StackedCollectives(5), step=step, seed=42, exchange=step // H))
 
     state, comm = simulate(strategy, 5, num_examples=examples)
     weights = [1.0] * 5 if weighting == "equal" else [float(n) for n in examples]
@@ -135,7 +135,7 @@ def test_nodes_that_rest_hold_the_servers_parameters() -> None:
     """After an exchange all nodes do; within a round those that sit out still do, and FedProx pulls towards them."""
 
     def drawn(step: int) -> list[int]:
-        return participants(0.4, Context(StackedCollectives(5), step, STEPS, seed=42, exchange=step // H))
+        return participants(0.4, Context(StackedCollectives(5), step=step, seed=42, exchange=step // H))
 
     plain = SERVERS["avg"][0]
     for mu in (0.0, 0.3):
@@ -182,7 +182,9 @@ def test_fedprox_adds_the_gradient_of_the_proximal_term(num_nodes: int) -> None:
 
 def test_weights_by_examples_within_islands() -> None:
     examples = (1, 2, 3, 4, 5)
-    islands = random_islands(range(5), 2, Context(StackedCollectives(5), 0, 1, seed=42).generator("islands", 0))
+    islands = random_islands(
+        range(5), 2, Context(StackedCollectives(5), step=0, max_steps=1, seed=42).generator("islands", 0)
+    )
     model, batches = make_model("MLP", dtype=torch.float64), make_batches("MLP", 1, 5, dtype=torch.float64)
     states = {}
     for size, weighting in ((None, "none"), (2, "examples")):

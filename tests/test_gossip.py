@@ -281,7 +281,7 @@ def exchanged(params: Tree, given: Any, num_exchanges: int, inplace: bool = True
     comm = StackedCollectives(len(next(iter(params.values()))))
     found = [params]
     for step in range(num_exchanges):
-        ctx = Context(comm, step, num_exchanges, seed, inplace)
+        ctx = Context(comm, step=step, max_steps=num_exchanges, seed=seed, inplace=inplace)
         given_up = {name: x.clone() for name, x in found[-1].items()}
         found.append(module.exchange_parameters(given_up, {}, ctx)[0])
     return found

@@ -22,8 +22,8 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipStrategy,
+    RankStrategy,
     SPARTAStrategy,
-    Strategy,
 )
 
 STRATEGIES: dict[str, Any] = {
@@ -98,7 +98,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_a_strategy_for_one_rank_has_a_copy_of_all_for_each() -> None:
-    class Mine(Strategy):
+    class Mine(RankStrategy):
         def step(self) -> None:
             self.optim.step()
             super().step()

@@ -17,13 +17,13 @@ from vecgym import OptimSpec, Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.engine.local import Engine
 from vecgym.engine.simulation import Simulation
-from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
-from vecgym.strategy.per_rank import all_gather, all_reduce, broadcast
+from vecgym.strategy import AllReduceStrategy, Context, DiLoCoStrategy, RankStrategy, Strategy
+from vecgym.strategy.per_rank import all_gather, all_reduce, as_strategy, broadcast
 
 STEPS = 12
 
 
-class MyDDP(Strategy):
+class MyDDP(RankStrategy):
     """The form of EXO Gym's SimpleReduceStrategy."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class MyDDP(Strategy):
         self.seen_rank = rank
 
 
-class MyDiLoCo(Strategy):
+class MyDiLoCo(RankStrategy):
     """DiLoCo with a master model on each rank."""
 
     def __init__(self, H: int, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ def test_the_learning_rate_shown_is_the_one_used() -> None:
 def test_broadcast_and_all_gather() -> None:
     seen: dict[int, tuple[float, list[float]]] = {}
 
-    class Talk(Strategy):
+    class Talk(RankStrategy):
         def step(self) -> None:
             own = torch.tensor([float(self.rank)])
             gathered = all_gather(own)
@@ -135,7 +135,7 @@ def test_trainer_runs_it_and_leaves_the_users_object_alone() -> None:
     assert trainer.history["lr"] == pytest.approx([0.1] * 5)
 
 
-class Noisy(Strategy):
+class Noisy(RankStrategy):
     """Draws from every global generator, between collectives too."""
 
     def step(self) -> None:
@@ -183,7 +183,7 @@ def test_what_nodes_draw_goes_on_after_a_resume(tmp_path: Path) -> None:
 def test_reductions(op: str, expected: float) -> None:
     seen: list[float] = []
 
-    class Reduce(Strategy):
+    class Reduce(RankStrategy):
         def step(self) -> None:
             own = torch.tensor([self.rank + 1.0 if op == "product" else float(self.rank)])
             seen.append(float(all_reduce(own, op)))
@@ -192,7 +192,7 @@ def test_reductions(op: str, expected: float) -> None:
     assert set(seen) == {expected}
 
 
-class Uneven(Strategy):
+class Uneven(RankStrategy):
     """Node 0 leaves the others alone in a collective."""
 
     def step(self) -> None:
@@ -200,12 +200,12 @@ class Uneven(Strategy):
             all_reduce(torch.zeros(1))
 
 
-class Mixed(Strategy):
+class Mixed(RankStrategy):
     def step(self) -> None:
         all_reduce(torch.zeros(1 + self.rank))
 
 
-class Failing(Strategy):
+class Failing(RankStrategy):
     def step(self) -> None:
         if self.rank == 2:
             raise KeyError("oops")
@@ -229,6 +229,48 @@ def test_a_mistake_is_an_error_and_never_a_hang(strategy: Strategy, message: str
 def test_collectives_of_a_rank_need_a_step() -> None:
     with pytest.raises(RuntimeError, match=r"inside Strategy\.step"):
         all_reduce(torch.zeros(1))
+
+
+class Documented(Strategy):
+    """As EXO Gym's documents have it: `step` and `_init_node` of a subclass of Strategy."""
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)  # type: ignore[misc]
+        self.is_first = rank == 0
+
+    def step(self) -> None:
+        for p in self.model.parameters():  # type: ignore[attr-defined]
+            all_reduce(p.grad, op="mean")
+        self.optim.step()  # type: ignore[attr-defined]
+        super().step()  # type: ignore[misc]
+
+
+class Derived(Documented):
+    """A class of a class, which says the same once more."""
+
+    def step(self) -> None:
+        super().step()
+
+
+@pytest.mark.parametrize("cls", [Documented, Derived])
+def test_a_strategy_with_a_step_is_one_for_a_rank(cls: type[Documented]) -> None:
+    schedule: dict[str, Any] = {"lr": 0.01, "lr_scheduler": "cosine", "warmup_steps": 3}
+    mine, other = run(cls("adamw", **schedule), 3), run(MyDDP(inner_optim="adamw", **schedule), 3)
+    assert all(torch.equal(p, other[0][n]) for n, p in mine[0].items())
+    assert mine[2] == other[2]
+    strategy = cls("adamw", **schedule)
+    ranks = as_strategy(strategy, make_model("MLP"))
+    ranks.init({}, Context(StackedCollectives(2)))
+    assert not ranks.pure
+    assert type(strategy) is cls
+    assert [rank["held"] is not None for rank in ranks.hidden_state()] == [True, True]
+
+
+def test_a_strategy_without_a_step_stays_as_it_is() -> None:
+    strategy = AllReduceStrategy("sgd", lr=0.1)
+    assert as_strategy(strategy, make_model("MLP")) is strategy
+    assert strategy.pure
+    assert not hasattr(strategy, "step")
 
 
 def test_it_cannot_be_differentiated() -> None:

@@ -86,7 +86,7 @@ DILOCO_CASES = {  # sparta_interval, H, delay
 
 
 def ctx_at(step: int, seed: int = 0, num_nodes: int = 1) -> Context:
-    return Context(StackedCollectives(num_nodes), step, 10**6, seed)
+    return Context(StackedCollectives(num_nodes), step=step, max_steps=10**6, seed=seed)
 
 
 def draws(selector: Selector, steps: int, shapes: dict[str, torch.Size] = SHAPES, seed: int = 0) -> list[dict]:
@@ -336,7 +336,9 @@ def exchange(
     state = module.init({n: p.clone() for n, p in params.items()}, Context(comm))
     for step in range(steps):
         comm.ledger.begin_step(step)
-        params, state = module.exchange_parameters(params, state, Context(comm, step, steps, 0, inplace))
+        params, state = module.exchange_parameters(
+            params, state, Context(comm, step=step, max_steps=steps, seed=0, inplace=inplace)
+        )
     return params, comm.ledger
 
 
@@ -384,8 +386,8 @@ def test_late_values_that_differ_between_nodes_reach_parameters_that_did_not(inp
     module = SparseCommunicator(sparsification_rate=1.0, delay=1)
     wide, same = torch.tensor([1.0, 3.0, 10.0, 20.0]), torch.tensor([7.0])
     state = module.init({"w": wide}, Context(comm))
-    _, state = module.exchange_parameters({"w": wide}, state, Context(comm, 0, 2, 0, inplace))
-    after, _ = module.exchange_parameters({"w": same}, state, Context(comm, 1, 2, 0, inplace))
+    _, state = module.exchange_parameters({"w": wide}, state, Context(comm, max_steps=2, inplace=inplace))
+    after, _ = module.exchange_parameters({"w": same}, state, Context(comm, step=1, max_steps=2, inplace=inplace))
     assert after["w"].tolist() == [2.0, 2.0, 15.0, 15.0]
 
 
@@ -600,7 +602,7 @@ def test_what_is_under_way_does_not_keep_whole_orders() -> None:
     params, comm = {"w": torch.randn(2, 100_000)}, StackedCollectives(2)
     state = module.init(params, Context(comm))
     for step in range(2):
-        _, state = module.exchange_parameters(params, state, Context(comm, step))
+        _, state = module.exchange_parameters(params, state, Context(comm, step=step))
     file = io.BytesIO()
     torch.save(state["queue"], file)
     assert file.tell() < 10_000

@@ -50,6 +50,7 @@ from vecgym.strategy import (
     GossipStrategy,
     GradientAveraging,
     PartitionedSelector,
+    RankStrategy,
     ScheduledSelector,
     ShuffledSequentialSelector,
     SparseCommunicator,
@@ -360,7 +361,7 @@ class Signed(torch.optim.SGD):
             p.data -= self.param_groups[0]["lr"] * p.grad.sign()
 
 
-class PerRank(Strategy):
+class PerRank(RankStrategy):
     """DDP as written for one rank."""
 
     def step(self) -> None:

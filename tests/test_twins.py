@@ -24,7 +24,18 @@ from tests.reference.allreduce import allreduce
 from tests.reference.common import Result
 from tests.reference.diloco import diloco
 from tests.reference.fedavg import fedavg
-from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec, Strategy
+from tests.reference.local_adam import local_adam
+from vecgym.strategy import (
+    AllReduceStrategy,
+    AveragingCommunicator,
+    CommunicateOptimizeStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    Moments,
+    OptimSpec,
+    Strategy,
+    every,
+)
 
 TOLERANCE = 1e-10
 STEPS = 50
@@ -101,6 +112,27 @@ CASES: dict[str, Case] = {
     "diloco-rmsprop-outer-sgd": Case(
         lambda: DiLoCoStrategy("rmsprop", OptimSpec(SGD, lr=0.8), H=7, lr=0.003),
         functools.partial(diloco, H=7, inner=(RMSprop, {"lr": 0.003}), outer=(SGD, {"lr": 0.8})),
+    ),
+    "local-adam-clipped-warm": Case(
+        lambda: CommunicateOptimizeStrategy(
+            [AveragingCommunicator(H=4), every(4, Moments())], "adamw", lr=0.01, max_norm=0.3, warmup_steps=WARMUP
+        ),
+        functools.partial(
+            local_adam,
+            H=4,
+            moments={"exp_avg": 4, "exp_avg_sq": 4},
+            inner=(AdamW, {"lr": 0.01}),
+            max_norm=0.3,
+            schedule=warm,
+        ),
+    ),
+    "des-loc": Case(
+        lambda: CommunicateOptimizeStrategy(
+            [Moments(slots="exp_avg", every=3), Moments(slots="exp_avg_sq", every=6), AveragingCommunicator(H=2)],
+            "adam",
+            lr=0.01,
+        ),
+        functools.partial(local_adam, H=2, moments={"exp_avg": 3, "exp_avg_sq": 6}, inner=(Adam, {"lr": 0.01})),
     ),
 }
 ONE_OF_EACH = [

@@ -21,7 +21,8 @@ from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.runs import multiprocess
 from vecgym.runs.diagnosis import RULES, Evidence, diagnose, gaps
-from vecgym.runs.verification import BOUNDS, Case, Report, compare, compare_with_ddp, verify
+from vecgym.runs.lockstep import BOUNDS, Case, compare, compare_with_ddp
+from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
 
 K = 4

@@ -5,12 +5,7 @@ A model is a module that returns the mean loss of a batch; a strategy says what 
 >>> import torch
 >>> from vecgym import Trainer
 >>> from vecgym.strategy import DiLoCoStrategy
->>> class Line(torch.nn.Module):
-...     def __init__(self):
-...         super().__init__()
-...         self.w = torch.nn.Parameter(torch.zeros(()))
-...     def forward(self, x):
-...         return (self.w - x).square().mean()
+>>> from vecgym.models import Line
 >>> trainer = Trainer(Line(), torch.ones(64))
 >>> averaged = trainer.fit(
 ...     DiLoCoStrategy("sgd", H=2, lr=0.1), num_nodes=4, max_steps=8, batch_size=2, device="cpu", progress=False

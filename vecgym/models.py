@@ -1,4 +1,4 @@
-"""A small GPT, the model of `vecgym compare`, and what makes a classifier of a network."""
+"""A small GPT, the model of `vecgym compare`; what makes a classifier of a network; a model of one parameter."""
 
 from __future__ import annotations
 
@@ -213,3 +213,23 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -math.inf)
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+class Line(nn.Module):
+    """One parameter w, from 0: the loss is the mean of (w - x)^2, smallest where w is the mean of x.
+
+    A model whose training can be followed by hand, as the examples of this library do.
+
+    >>> line = Line()
+    >>> loss = line(torch.tensor([1.0, 3.0]))
+    >>> loss.backward()
+    >>> loss.item(), line.w.grad.item()
+    (5.0, -4.0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w - x).square().mean()

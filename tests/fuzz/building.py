@@ -77,7 +77,7 @@ class Run:
 
     def context(self, step: int) -> Context:
         comm = StackedCollectives(self.num_nodes)
-        return Context(comm, step, self.max_steps, self.seed, num_examples=self.num_examples)
+        return Context(comm, step=step, max_steps=self.max_steps, seed=self.seed, num_examples=self.num_examples)
 
 
 def scale(key: str, num_nodes: int) -> Tensor:
@@ -367,7 +367,7 @@ def _twin_average(s: Settings, module: Any, run: Run) -> naive.Average:
 
     def islands(t: int) -> naive.Groups:
         comm = Recording(run.num_nodes)
-        context = Context(comm, t, run.max_steps, run.seed, num_examples=run.num_examples)
+        context = Context(comm, step=t, max_steps=run.max_steps, seed=run.seed, num_examples=run.num_examples)
         module.exchange_parameters({"x": torch.zeros(run.num_nodes)}, {}, context)
         found = comm.drawn[-1]
         members = sorted(node for island in found for node in island)

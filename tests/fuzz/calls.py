@@ -112,7 +112,7 @@ def tree_of_nodes() -> dict[str, Tensor]:
 
 
 def context() -> Context:
-    return Context(StackedCollectives(K), 0, STEPS)
+    return Context(StackedCollectives(K), step=0, max_steps=STEPS)
 
 
 def steps() -> list[Tensor]:

@@ -37,7 +37,7 @@ from vecgym.data import text
 from vecgym.records.columns import MEASURED
 from vecgym.records.history import History
 from vecgym.records.loggers import CSVLogger, read_csv
-from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, Strategy, all_reduce
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, RankStrategy, Strategy, all_reduce
 
 NAME = "files"
 LIMIT_S = 5.0
@@ -65,7 +65,7 @@ class WithBuffer(nn.Module):
         return (self.w - x + self.shift).square().mean()
 
 
-class OneRank(Strategy):
+class OneRank(RankStrategy):
     """DDP, as one node sees it."""
 
     def step(self) -> None:

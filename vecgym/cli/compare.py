@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from vecgym.records.history import History
     from vecgym.strategy import Strategy
 
-STRATEGIES = ("allreduce", "fedavg", "diloco")  # what `vecgym compare` compares
-MORE_STRATEGIES = (*STRATEGIES, "sparta", "sparta-diloco", "gossip", "demo")  # what it can
+STRATEGIES = ("allreduce", "fedavg", "diloco")  # unless others are asked for
 
 # What `vecgym compare` takes for the options that are not given, and what it takes with --quick.
 DEFAULTS: dict[str, Any] = {
@@ -47,8 +46,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (Python's standard library)")
     parser.add_argument(
-        "--strategies", nargs="+", choices=MORE_STRATEGIES, default=STRATEGIES, metavar="NAME",
-        help=f"what to compare: any of {', '.join(MORE_STRATEGIES)} (the first {len(STRATEGIES)})",
+        "--strategies", nargs="+", type=strategy_name, default=STRATEGIES, metavar="NAME",
+        help=f"what to compare ({' '.join(STRATEGIES)}); vecgym info shows all",
     )  # fmt: skip
     parser.add_argument("--num-nodes", type=count, default=8, metavar="N", help="K (8)")
     add("--steps", count, "optimizer steps of every node")
@@ -113,42 +112,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
-    """One of `MORE_STRATEGIES`, all with the same inner optimizer: AdamW, a warm-up, then a cosine down to a tenth.
+def offered() -> list[str]:
+    """The names of the strategies that can be compared."""
+    from vecgym.strategy.catalogue import CATALOGUE
 
-    Only DeMo has none: its steps are signs, and a sixth of AdamW's learning rate suits them.
-    """
+    return [name for name, row in CATALOGUE.items() if row.compared]
+
+
+def strategy_name(text: str) -> str:
+    """One of those that are `offered`."""
+    if text not in (names := offered()):
+        raise argparse.ArgumentTypeError(f"{text!r} (choose from {', '.join(map(repr, names))})")
+    return text
+
+
+def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
+    """One of those that are `offered`, all with the same inner optimizer: AdamW, a warm-up, a cosine to a tenth."""
     import torch
 
-    from vecgym.strategy import (
-        AllReduceStrategy,
-        DeMoStrategy,
-        DiLoCoStrategy,
-        FedAvgStrategy,
-        GossipStrategy,
-        OptimSpec,
-        SPARTADiLoCoStrategy,
-        SPARTAStrategy,
-    )
+    from vecgym.strategy import OptimSpec
+    from vecgym.strategy.catalogue import CATALOGUE
 
-    adamw = OptimSpec(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.99))  # a short memory for a short run
-    inner: dict[str, Any] = {"warmup_steps": args.steps // 20, "cosine_anneal": True, "max_norm": 1.0}
-    if name == "allreduce":
-        return AllReduceStrategy(adamw, **inner)
-    if name == "fedavg":
-        return FedAvgStrategy(adamw, H=args.H, **inner)
-    outer = OptimSpec(torch.optim.SGD, lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True)
-    if name == "diloco":
-        return DiLoCoStrategy(adamw, outer, H=args.H, **inner)
-    if name == "sparta":
-        return SPARTAStrategy(0.005, adamw, **inner)
-    if name == "sparta-diloco":
-        return SPARTADiLoCoStrategy(0.005, 1, args.H, adamw, outer, **inner)
-    if name == "gossip":
-        return GossipStrategy("ring", 1, adamw, **inner)
-    if name == "demo":
-        return DeMoStrategy(lr=args.lr / 6, **inner)
-    raise ValueError(f"strategy {name!r} is not known; allowed: {', '.join(MORE_STRATEGIES)}.")
+    if name not in (names := offered()):
+        raise ValueError(f"strategy {name!r} is not known; allowed: {', '.join(names)}.")
+    return CATALOGUE[name].make(
+        H=args.H,
+        p=0.005,
+        outer_optim=OptimSpec(torch.optim.SGD, lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True),
+        inner_optim=OptimSpec(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.99)),  # a short memory for a short run
+        warmup_steps=args.steps // 20,
+        cosine_anneal=True,
+        max_norm=1.0,
+    )
 
 
 def _data(args: argparse.Namespace) -> tuple[TokenWindows, TokenWindows, int]:

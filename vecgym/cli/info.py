@@ -8,7 +8,7 @@ import os
 import platform
 
 from vecgym import __version__
-from vecgym.cli.compare import MORE_STRATEGIES
+from vecgym.cli.compare import offered
 from vecgym.cli.values import ENGINES
 
 OPTIONAL = ("wandb", "tensorboard", "torchvision", "scikit-learn")
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         "threads": f"{torch.get_num_threads()} of torch on the CPU",
         "engines": ", ".join(ENGINES),
         "extras": ", ".join(extras()) or "none",
-        "strategies": ", ".join(MORE_STRATEGIES),
+        "strategies": ", ".join(offered()),
     }
     print("\n".join(f"{name:<12}{value}" for name, value in facts.items()))
     return 0

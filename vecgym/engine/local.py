@@ -187,12 +187,7 @@ class Engine:
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
 
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
     >>> engine.prepare(batch).engine, engine.device
     ('vmap', device(type='cpu'))

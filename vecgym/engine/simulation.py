@@ -15,7 +15,8 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine.local import Engine, Local
 from vecgym.strategy import Context, Strategy
-from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
+from vecgym.strategy.base import moments_in, with_moments
+from vecgym.strategy.per_rank import as_strategy
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class State:
         buffers: `[1 or L, *]`.
         optimizer: the inner optimizer's state.
         strategy: the communication modules' states.
+        node_steps: optimizer steps that each node has done, `[L]`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import DiLoCoStrategy
@@ -41,6 +43,7 @@ class State:
     buffers: Tree
     optimizer: dict[str, Any]
     strategy: dict[str, Any]
+    node_steps: Tensor
 
 
 class Metrics(NamedTuple):
@@ -67,12 +70,7 @@ class Simulation:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> strategy = FedAvgStrategy("sgd", H=3, lr=0.1)
     >>> simulation = Simulation(Line(), strategy, StackedCollectives(4), max_steps=3)
     >>> state = simulation.init()
@@ -104,7 +102,7 @@ class Simulation:
         node by node too: `Engine(engine="loop")` or `chunk_size=1`.
         """
         self.engine = Engine(model) if engine is None else engine
-        self.strategy = PerRankStrategy(strategy, model) if is_per_rank(strategy) else strategy
+        self.strategy = as_strategy(strategy, model)
         self.comm = comm
         self.max_steps = max_steps
         self.seed = seed
@@ -124,8 +122,9 @@ class Simulation:
         if params is None:
             params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
         buffers = {name: b[None].clone() for name, b in self.engine.buffers.items()}
-        optimizer, strategy = self.strategy.init(params, self._context(0, inplace=False))
-        return State(0, params, buffers, optimizer, strategy)
+        node_steps = torch.zeros(self.num_local, dtype=torch.long)
+        optimizer, strategy = self.strategy.init(params, self._context(0, node_steps, inplace=False))
+        return State(0, params, buffers, optimizer, strategy, node_steps)
 
     def step(
         self,
@@ -145,7 +144,7 @@ class Simulation:
             observe: is called with the parameters, `[1 or L, *]`, as the optimizer leaves them and before they are
                 exchanged. It must not change them.
         """
-        ctx = self._context(state.step, inplace=not differentiable)
+        ctx = self._context(state.step, state.node_steps, inplace=not differentiable)
         self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
             state, metrics = self._step(state, batch, ctx, observe or (lambda params: None))
@@ -154,7 +153,7 @@ class Simulation:
     def _step(self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None]) -> tuple[State, Metrics]:
         active = self.strategy.active_nodes(ctx)
         if active is not None:
-            return self._partial_step(state, batch, active, ctx, observe)
+            return self._partial_step(state, batch, active, replace(ctx, active=tuple(active)), observe)
 
         # 1. Gradients: each node by itself.
         local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
@@ -165,17 +164,22 @@ class Simulation:
         # 3. The inner optimizer: each node by itself.
         params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
         observe(params)
-        # 4. What is exchanged of the parameters.
-        shared, exchanged = self.strategy.exchange_parameters(params, exchanged, ctx)
+        # 4. What is exchanged of the optimizer's moments and of the parameters.
+        trained = State(state.step, params, local.buffers, optimizer, exchanged, state.node_steps + 1)
+        return self._exchanged(trained, state.strategy, ctx), self._metrics(local.losses, ctx)
 
+    def _exchanged(self, state: State, before: dict[str, Any], ctx: Context) -> State:
+        """Exchange what the optimizer has left in `state`; `before`: the modules' states at the start of the step."""
+        optimizer, modules = exchange_moments(self.strategy, state.optimizer, state.params, state.strategy, ctx)
+        params, modules = self.strategy.exchange_parameters(state.params, modules, ctx)
         if ctx.inplace:
-            exchanged = nodes.unshared(exchanged, state.strategy, (params,))
-            params = _own_storage(shared, params)
-        else:
-            params = shared
-        return State(state.step + 1, params, local.buffers, optimizer, exchanged), Metrics(
-            local.losses, self.strategy.lr(ctx), None, self.strategy.outer_learning_rate(ctx)
-        )
+            modules = nodes.unshared(modules, before, (state.params,))
+            params = _own_storage(params, state.params)
+        return State(state.step + 1, params, state.buffers, optimizer, modules, state.node_steps)
+
+    def _metrics(self, losses: Tensor, ctx: Context) -> Metrics:
+        active = None if ctx.active is None else list(ctx.active)
+        return Metrics(losses, self.strategy.lr(ctx), active, self.strategy.outer_learning_rate(ctx))
 
     def _partial_step(
         self, state: State, batch: Any, active: list[int], ctx: Context, observe: Callable[[Tree], None]
@@ -190,15 +194,9 @@ class Simulation:
         # Per node in every process, also where none has trained: they meet in the exchange.
         params = tree.map(lambda p: _widened(p, self.num_local), params)
         observe(params)
-        shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
-        if ctx.inplace:
-            exchanged = nodes.unshared(exchanged, state.strategy, (params,))
-            params = _own_storage(shared, params)
-        else:
-            params = shared
-        return State(state.step + 1, params, buffers, optimizer, exchanged), Metrics(
-            losses, self.strategy.lr(ctx), active, self.strategy.outer_learning_rate(ctx)
-        )
+        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
+        trained = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
+        return self._exchanged(trained, state.strategy, ctx), self._metrics(losses, ctx)
 
     def _train_rows(
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
@@ -208,7 +206,7 @@ class Simulation:
         params, buffers, optimizer = (nodes.take_rows(x, rows) for x in everyone)
         modules = nodes.take_rows(state.strategy, rows)
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
-        part = replace(ctx, rows=rows if ctx.rows is None else ctx.rows[rows])
+        part = ctx.of_rows(rows)
         local = self._gradients(params, buffers, batch, [self._node_ids[i] for i in rows.tolist()], modules, part)
         params, optimizer = self._optimize(params, local.grads, optimizer, part)
         params, buffers, optimizer = (
@@ -221,16 +219,15 @@ class Simulation:
     def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
         """The inner optimizer's step of all nodes, or with `exact` of one after the other."""
         num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
-        if not self.exact or num_rows == 1 or isinstance(self.strategy, PerRankStrategy):
+        if not self.exact or num_rows == 1 or not self.strategy.pure:
             return self.strategy.optimize(params, grads, state, ctx)
         # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
         # which values these are must not depend on the other nodes.
-        rows = torch.arange(num_rows) if ctx.rows is None else ctx.rows
         found = []
         for i in range(num_rows):
             row = torch.tensor([i])
             p, g, s = (nodes.take_rows(x, row) for x in (params, grads, state))
-            found.append(self.strategy.optimize(p, g, s, replace(ctx, rows=rows[i : i + 1])))
+            found.append(self.strategy.optimize(p, g, s, ctx.of_rows(row)))
         return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
     def _gradients(
@@ -257,13 +254,40 @@ class Simulation:
         )
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
-    def _context(self, step: int, inplace: bool) -> Context:
-        everyone = self.num_local >= self.comm.num_nodes
-        rows = None if everyone else self.comm.node_ids
+    def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
         return Context(
-            self.comm, step, self.max_steps, self.seed, inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=rows, exact=self.exact,
-        )  # fmt: skip
+            self.comm,
+            step=step,
+            node_steps=node_steps,
+            max_steps=self.max_steps,
+            seed=self.seed,
+            inplace=inplace,
+            differentiable=not inplace,
+            num_examples=self.num_examples,
+            rows=None if self.num_local >= self.comm.num_nodes else self.comm.node_ids,
+            exact=self.exact,
+        )
+
+
+def exchange_moments(
+    strategy: Strategy, optimizer: dict[str, Any], params: Tree, modules: dict[str, Any], ctx: Context
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizer's and the modules' states after `strategy.exchange_moments`, moments in the storage they had.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
+    >>> strategy = CommunicateOptimizeStrategy([Moments()], "adamw")
+    >>> optimizer = {"step": torch.ones(1), "exp_avg": {"w": torch.tensor([1.0, 3.0])}}
+    >>> params, ctx = {"w": torch.zeros(2)}, Context(StackedCollectives(2))
+    >>> exchange_moments(strategy, optimizer, params, {"0": {}}, ctx)[0]["exp_avg"]
+    {'w': tensor([2.])}
+    """
+    exchanged, changed = strategy.exchange_moments(optimizer, params, modules, ctx)
+    if exchanged is optimizer or not ctx.inplace:
+        return exchanged, changed
+    given, new = moments_in(optimizer, params), moments_in(exchanged, params)
+    changed = nodes.unshared(changed, modules, tuple(given.values()))
+    return with_moments(exchanged, {slot: _own_storage(new[slot], own) for slot, own in given.items()}), changed
 
 
 def _widened(x: Tensor, num_nodes: int) -> Tensor:

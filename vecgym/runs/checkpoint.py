@@ -31,7 +31,6 @@ from vecgym.runs.identity import arithmetic, check_learning_rates, check_noted, 
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
 from vecgym.runs.session import Session
-from vecgym.strategy.per_rank import PerRankStrategy
 
 NAME = "step-{:09d}.pt"
 FORM: dict[str, Any] = {
@@ -74,13 +73,12 @@ class Snapshots:
 
     def take(self, state: State) -> dict[str, Any] | None:
         """Return all that evolves, for a file; None in processes other than the first. All processes call it."""
-        names = ("params", "buffers", "optimizer", "strategy")
-        everyone = self.session.gathered({name: vars(state)[name] for name in names}, self.device)
+        evolving = {name: x for name, x in vars(state).items() if name != "step"}
+        everyone = self.session.gathered(evolving, self.device)
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
         params = {**everyone.pop("params"), **self._frozen()}
-        strategy = self.simulation.strategy
         num_nodes, num_steps = self.simulation.comm.num_nodes, self.simulation.max_steps
         return {
             **runfile.record(
@@ -90,7 +88,7 @@ class Snapshots:
             "arithmetic": self.arithmetic,
             "learning_rates": learning_rates(self.strategy, num_steps, num_nodes),
             "state": everyone,
-            "ranks": strategy.state() if isinstance(strategy, PerRankStrategy) else None,
+            "ranks": self.simulation.strategy.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
             "random": random_states,
@@ -130,6 +128,8 @@ class Snapshots:
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
+        # One row where all nodes, of a process each, have done the same.
+        values["node_steps"] = values["node_steps"].expand(comm.num_nodes).clone()
         placed = _placed(self.session.rows_here(values), vars(template), self.device)
         # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
@@ -137,8 +137,8 @@ class Snapshots:
         self._random_states(contents)
         rows = runfile.unpacked_rows(contents["rows"])
         self.recorder.ledger.load(contents["ledger"])
-        if isinstance(self.simulation.strategy, PerRankStrategy):
-            self.simulation.strategy.load(runfile.restored(contents["ranks"]))
+        if contents["ranks"] is not None:
+            self.simulation.strategy.load_hidden_state(runfile.restored(contents["ranks"]))
         for name, p in frozen.items():
             p.copy_(models["params"][name][0])
         self.recorder.load(contents["recorder"], rows)

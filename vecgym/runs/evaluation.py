@@ -51,13 +51,8 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
     `{"perplexity": torch.exp}`.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> class Line(torch.nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = torch.nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
-    >>> state = State(0, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {})
+    >>> from vecgym.models import Line
+    >>> state = State(0, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {}, node_steps=torch.zeros(2))
     >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
     >>> evaluate(Engine(Line()), state, batches, StackedCollectives(2))
     Evaluation(average=0.0, nodes=tensor([1., 1.], dtype=torch.float64), more={})

@@ -15,6 +15,7 @@ from vecgym.core import tree
 from vecgym.engine.local import Engine, Plan
 from vecgym.runs.memory import Activations, Kept, MemoryEstimate, activations, kept_by, memory_limit, parts_of
 from vecgym.strategy import Strategy
+from vecgym.strategy.per_rank import as_strategy
 
 MARGIN = 2.0  # whole steps of convolutions take up to 1.8 times their estimate: `benchmarks/memory.py`
 
@@ -82,7 +83,7 @@ def _search(
 ) -> Sizes:
     assert engine.facts is not None
     num_local, batch_size = next((x.shape[0], x.shape[1] if x.dim() > 1 else 1) for x in tree.leaves(batch))
-    kept = kept_by(strategy, engine.params, num_nodes, max_steps)
+    kept = kept_by(as_strategy(strategy, engine.model), engine.params, num_nodes, max_steps)
     # Other nodes are in other processes.
     params, optimizer, modules = (replace(part, nodes=min(part.nodes, num_local)) for part in kept[:3])
     kept = Kept(params, optimizer, modules, kept.mean)

@@ -128,7 +128,7 @@ def check_learning_rates(saved: Mapping[int, list[float]], strategy: Strategy, m
 
 def _lr(strategy: Strategy, step: int, max_steps: int, num_nodes: int) -> list[float]:
     try:
-        lr = strategy.lr(Context(StackedCollectives(num_nodes), step, max_steps))
+        lr = strategy.lr(Context(StackedCollectives(num_nodes), step=step, max_steps=max_steps))
     except AttributeError:  # an optimizer without one
         return []
     return torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()

@@ -25,7 +25,7 @@ from vecgym.engine.contract import check_model
 from vecgym.engine.local import Engine, EngineName, Plan, choose_plan
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import Context, Strategy
-from vecgym.strategy.per_rank import is_per_rank
+from vecgym.strategy.per_rank import as_strategy
 
 __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 
@@ -155,7 +155,7 @@ def estimate_memory(
     if options.chunk_size is not None:
         plan = replace(plan, chunk_size=options.chunk_size)
     batch_bytes = 0 if batch is None else tree.num_bytes(batch)
-    kept = kept_by(strategy, one.params, num_nodes, max_steps)
+    kept = kept_by(as_strategy(strategy, one.model), one.params, num_nodes, max_steps)
     parts = parts_of(kept, tree.num_bytes(one.buffers), batch_bytes, passing, plan, num_nodes)
     if batch is None:
         del parts["batch"], parts["activations"]
@@ -206,17 +206,17 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
     P = tree.num_bytes(params)
     mean = strategy.mean_gradient
     one = {name: p.detach()[None] for name, p in params.items()}
-    if is_per_rank(strategy):  # a copy of everything for each node
+    if not strategy.pure:  # a copy of everything for each node
         state = strategy.inner_optim.rule().init(one)
         return Kept(Part(P, nodes=num_nodes), Part(tree.num_bytes(state), nodes=num_nodes), Part(), False)
     tiny = {name: torch.ones(1, *[min(n, TINY) for n in p.shape[1:]], dtype=p.dtype) for name, p in one.items()}
     # Weights of examples, if it asks for them, change no size.
-    ctx = Context(StackedCollectives(num_nodes), 0, max_steps, 0, inplace=False, num_examples=(1,) * num_nodes)
+    ctx = Context(StackedCollectives(num_nodes), max_steps=max_steps, num_examples=(1,) * num_nodes)
     optimizer, _ = strategy.init(one, ctx)
     small, slots, modules = tiny, *strategy.init(tiny, ctx)
     rows = 1 if mean else num_nodes
     for step in range(min(PROBE_STEPS, max_steps)):
-        now = replace(ctx, step=step)
+        now = replace(ctx, step=step, node_steps=ctx.node_steps + step)
         grads = {name: torch.ones(rows, *p.shape[1:], dtype=p.dtype) for name, p in small.items()}
         grads, modules = strategy.exchange_gradients(grads, modules, now)
         small, slots = strategy.optimize(small, grads, slots, now)

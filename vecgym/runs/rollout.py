@@ -26,7 +26,7 @@ from vecgym.engine.simulation import Simulation
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.segments import differentiable_tensors, run, run_in_segments
 from vecgym.strategy import Strategy
-from vecgym.strategy.per_rank import is_per_rank
+from vecgym.strategy.per_rank import as_strategy
 
 
 class Outcome(NamedTuple):
@@ -42,12 +42,7 @@ class Outcome(NamedTuple):
         params: after the last step, `[1 or K, *]`.
 
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> batches = torch.tensor([[[1.0], [3.0]]]).expand(4, 2, 1)  # T = 4 steps, K = 2 nodes, B = 1
     >>> strategy = FedAvgStrategy("sgd", H=2, lr=0.5)
     >>> outcome = rollout(Line(), strategy, batches, num_nodes=2, eval_batch=torch.tensor([2.0]))
@@ -106,12 +101,7 @@ def rollout(
         RuntimeError: where the model fails on a batch; it says with which.
 
     >>> from vecgym.strategy import DiLoCoStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> outer_lr = torch.tensor(0.5, requires_grad=True)
     >>> strategy = DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=outer_lr)
     >>> batches = torch.ones(4, 2, 1)  # T = 4 steps, K = 2 nodes, B = 1
@@ -122,7 +112,7 @@ def rollout(
     num_nodes, seed = check.integer("num_nodes", num_nodes), check.seed("seed", seed)
     num_examples = _checked_examples(num_examples, num_nodes)
     steps = as_steps(batches, num_nodes)
-    _check(strategy, steps, eval_batch, num_nodes, segments)
+    _check(model, strategy, steps, eval_batch, num_nodes, segments)
     with Readable():
         strategy.check(num_nodes, len(steps))
     local = prepared(model, engine, steps[0])
@@ -180,12 +170,7 @@ def rollout_jvp(
         ValueError, TypeError, RuntimeError: as `rollout`; and for primals and tangents that do not belong together.
 
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> def strategy(lr):
     ...     return FedAvgStrategy("sgd", lr=lr)
     >>> outcome, slope = rollout_jvp(Line(), strategy, torch.ones(1, 2, 1), [torch.tensor(0.1)], [torch.tensor(1.0)],
@@ -225,12 +210,7 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
 def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engine:
     """An engine that has looked at the model.
 
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> prepared(Line(), "auto", torch.ones(2, 1)).plan.engine
     'vmap'
     """
@@ -273,10 +253,10 @@ def as_steps(batches: Any, num_nodes: int) -> list[Any]:
     return steps
 
 
-def _check(strategy: Any, steps: list[Any], eval_batch: Any, num_nodes: int, segments: Any) -> None:
+def _check(model: nn.Module, strategy: Any, steps: list[Any], eval_batch: Any, num_nodes: int, segments: Any) -> None:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy is of type {type(strategy).__name__}; give a Strategy such as DiLoCoStrategy(H=10).")
-    if is_per_rank(strategy):
+    if not as_strategy(strategy, model).pure:
         raise ValueError(
             f"{type(strategy).__name__} is written for one rank and runs on threads, through which no derivatives can "
             "be taken: write it as a CommunicationModule."

@@ -149,7 +149,7 @@ def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None
 
 
 def _trees(state: State) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in ("params", "buffers", "optimizer", "strategy")}
+    return {name: x for name, x in vars(state).items() if name != "step"}
 
 
 class _Slot(int):

@@ -50,12 +50,7 @@ class Trainer(Generic[M]):
 
     >>> import torch
     >>> from vecgym.strategy import DiLoCoStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> trainer = Trainer(Line(), torch.arange(8.0))
     >>> strategy = DiLoCoStrategy("sgd", H=2, inner_lr=0.1, outer_lr=0.5)
     >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, num_epochs=2, progress=False)
@@ -111,12 +106,7 @@ class Trainer(Generic[M]):
         >>> from pathlib import Path
         >>> import vecgym
         >>> from vecgym.strategy import FedAvgStrategy
-        >>> class Line(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.w = nn.Parameter(torch.zeros(()))
-        ...     def forward(self, x):
-        ...         return (self.w - x).square().mean()
+        >>> from vecgym.models import Line
         >>> trainer = Trainer(Line(), torch.arange(8.0))
         >>> strategy = FedAvgStrategy("sgd", lr=0.1)
         >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
@@ -146,12 +136,7 @@ class Trainer(Generic[M]):
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
-        >>> class Line(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.w = nn.Parameter(torch.zeros(()))
-        ...     def forward(self, x):
-        ...         return (self.w - x).square().mean()
+        >>> from vecgym.models import Line
         >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", lr=0.1)
         >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
         >>> [axes.get_xlabel() for axes in trainer.plot().axes if axes.get_xlabel()]
@@ -214,12 +199,7 @@ class Trainer(Generic[M]):
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
-        >>> class Line(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.w = nn.Parameter(torch.zeros(()))
-        ...     def forward(self, x):
-        ...         return (self.w - x).square().mean()
+        >>> from vecgym.models import Line
         >>> class Telling(Trainer):
         ...     def after_step(self, row):
         ...         print(row["step"], row.get("train_loss"))

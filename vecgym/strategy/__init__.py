@@ -2,14 +2,14 @@
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
-Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); Strategy with a `step` for one rank, which calls
-             all_reduce, broadcast, all_gather
+Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
+             `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
              when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust; around one:
              Sparse, Compressed, Corrupted, Private: how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
-             GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator
+             GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments
 Around one:  every(n, module), delayed(module, d), compressed(module, method)
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
@@ -38,7 +38,8 @@ from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, Proxim
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
 from vecgym.strategy.modules import Gradients, OuterStep, Parameters
-from vecgym.strategy.per_rank import all_gather, all_reduce, broadcast
+from vecgym.strategy.moments import Moments
+from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.robust import Corrupted, Private, Robust
 from vecgym.strategy.selectors import (
     PartitionedSelector,
@@ -71,6 +72,7 @@ __all__ = [
     "Gradients",
     "Mean",
     "Mix",
+    "Moments",
     "OptimSpec",
     "OuterStep",
     "Parameters",
@@ -78,6 +80,7 @@ __all__ = [
     "Private",
     "ProximalTerm",
     "RandomSelector",
+    "RankStrategy",
     "Robust",
     "Rounds",
     "SPARTADiLoCoStrategy",

@@ -2,204 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vecgym.collectives import Collectives
-from vecgym.core import check, nodes, rng
+from vecgym.core import check, nodes
 from vecgym.core.tree import Tree, leaves
 from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
+from vecgym.strategy.communication import CommunicationModule, Context, Slots, State, innermost, overrides
 
-State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a strategy may know at a step.
-
-    Attributes:
-        comm: the collectives, the only way to other nodes.
-        step: optimizer steps done before this one, so 0 in the first.
-        max_steps: the length of the run.
-        seed: the run's seed; random numbers come from `generator`.
-        num_examples: of each node's shard, [K]; None where not known.
-        differentiable: derivatives are taken through the run.
-        inplace: the tensors given may be overwritten. False under differentiation, where every operation must
-            be pure.
-        rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
-        exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
-            operations and reductions of each node by itself never do; a matrix product over all nodes may.
-        lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
-            which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
-        exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
-
-    >>> from dataclasses import replace
-    >>> from vecgym.collectives import StackedCollectives
-    >>> ctx = Context(StackedCollectives(4), step=3, seed=7)
-    >>> a, b = (torch.rand(3, generator=ctx.generator("mask", ctx.step)) for _ in range(2))
-    >>> torch.equal(a, b)  # the same (seed, purpose, ids), the same numbers
-    True
-    >>> replace(ctx, rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
-    tensor([0.2000, 0.4000])
-    """
-
-    comm: Collectives
-    step: int = 0
-    max_steps: int = 1
-    seed: int = 0
-    inplace: bool = False
-    differentiable: bool = False
-    num_examples: tuple[int, ...] | None = None
-    rows: Tensor | None = None
-    exact: bool = False
-    lr: float | Tensor | None = None
-    exchange: int = 0
-
-    def own(self, value: Any) -> Any:
-        """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
-        per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
-        return value[self.rows.to(value.device)] if per_node and self.rows is not None else value
-
-    def generator(self, purpose: str, *ids: int) -> torch.Generator:
-        """A generator keyed by (seed, purpose, ids): the same on every node and in every process."""
-        return rng.generator(self.seed, purpose, *ids)
-
-
-class CommunicationModule:
-    """One thing that nodes exchange. Override what you need; everything is `[L, *]` trees.
-
-    A module holds hyperparameters only. What evolves is its state, nested dicts of tensors `[1, *]` or `[L, *]`, which
-    `init` makes and the exchanges take and give back. What a method returns is checked: names and shapes are those that
-    it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
-    its state, also one that it was given or that a collective returned.
-
-    Example: every step, the nodes average a version of their parameters rounded to 8 bits.
-
-    >>> from vecgym.core import tree
-    >>> class RoundedAverage(CommunicationModule):
-    ...     def exchange_parameters(self, params, state, ctx):
-    ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
-    """
-
-    # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
-    mean_gradient = False
-    # False where `active_nodes` never leaves out a node.
-    lets_rest = True
-    # True where every method only passes on to `self.module`, at other times or in another form.
-    passes_on = False
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the module cannot work for this run.
-
-        >>> from vecgym.strategy import AveragingCommunicator
-        >>> try:
-        ...     AveragingCommunicator(island_size=8).check(num_nodes=4, max_steps=100)
-        ... except ValueError as error:
-        ...     print(str(error).split(":")[0])
-        island_size=8 is larger than the 4 nodes that take part in a round
-        """
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        """The state before the first step. `params` are a copy that the module may keep.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import DiLoCoCommunicator
-        >>> sorted(DiLoCoCommunicator().init({"w": torch.zeros(1)}, Context(StackedCollectives(2))))
-        ['optimizer', 'params']
-        """
-        return {}
-
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        """The nodes that train in this step, a list of their ids, which may be empty; None: all.
-
-        The others keep parameters, buffers and optimizer state, and their losses are nan. Gradients are then
-        not exchanged: such a module cannot be combined with one that has `exchange_gradients`.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import AveragingCommunicator
-        >>> len(AveragingCommunicator(participation=0.5).active_nodes(Context(StackedCollectives(8))))
-        4
-        """
-        return None
-
-    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        """What the module adds to each node's own gradient, before anything is exchanged: `[1 or L, *]` trees.
-
-        Where only some nodes train, L counts these, in the order of `ctx.rows`, and nobody may communicate.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import ProximalTerm
-        >>> grads, params, start = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0])}
-        >>> ProximalTerm(mu=0.5).local_gradients(grads, params, {"start": start}, Context(StackedCollectives(2)))
-        {'w': tensor([0., 1.])}
-        """
-        return grads
-
-    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Before the optimizer: `[L, *]` gradients -> those that the optimizer takes.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import GradientAveraging
-        >>> grads, ctx = {"w": torch.tensor([1.0, 3.0])}, Context(StackedCollectives(2))
-        >>> GradientAveraging().exchange_gradients(grads, {}, ctx)[0]
-        {'w': tensor([2.])}
-        """
-        return grads, state
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
-        return params, state
-
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """Of the module's own optimizer at this step, to be recorded; None: it has none.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
-        >>> ctx = Context(StackedCollectives(2), max_steps=1000)
-        >>> DiLoCoCommunicator(outer_lr=0.5).outer_learning_rate(ctx), AveragingCommunicator().outer_learning_rate(ctx)
-        (0.5, None)
-        """
-        return None
-
-    # Many small configurations in one stack are slow for what Python does for each; these two make them one.
-
-    def stack_key(self) -> Hashable:
-        """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
-
-        It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr`.
-
-        >>> from vecgym.strategy import AveragingCommunicator
-        >>> AveragingCommunicator(H=5).stack_key(), AveragingCommunicator(H=5, island_size=2).stack_key()
-        (5, None)
-        """
-        return None
-
-    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
-        """One module for the nodes of all configurations, `[C * K, *]`, in which each does what its own would.
-
-        >>> from vecgym.strategy import DiLoCoCommunicator
-        >>> slow, fast = DiLoCoCommunicator(outer_lr=0.5), DiLoCoCommunicator(outer_lr=1.0)
-        >>> slow.stacked([slow, fast], num_nodes=2).outer_optim.lr
-        tensor([0.5000, 0.5000, 1.0000, 1.0000], dtype=torch.float64)
-        """
-        raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
-
-    def __repr__(self) -> str:
-        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+__all__ = [
+    "CommunicateOptimizeStrategy",
+    "CommunicationModule",
+    "Context",
+    "Slots",
+    "State",
+    "Strategy",
+    "check_interval",
+    "moments_in",
+    "optimizer_step",
+    "overrides",
+    "with_moments",
+]
 
 
 class Strategy:
     """How the nodes are trained: communication modules around one inner optimizer.
 
     A step is: gradients; the modules' `exchange_gradients`, in order; clipping; the inner optimizer; the
-    modules' `exchange_parameters`, in order.
+    modules' `exchange_moments`, then their `exchange_parameters`, in order.
 
     Args:
         inner_optim: a name ("adamw", "sgd", ...), an `OptimSpec`, or a `torch.optim.Optimizer` class; AdamW
@@ -227,9 +63,13 @@ class Strategy:
     >>> grads = strategy.local_gradients(grads, params, modules, ctx)
     >>> grads, modules = strategy.exchange_gradients(grads, modules, ctx)
     >>> params, optimizer = strategy.optimize(params, grads, optimizer, ctx)
+    >>> optimizer, modules = strategy.exchange_moments(optimizer, params, modules, ctx)
     >>> params, strategy.exchange_parameters(params, modules, ctx)[0]
     ({'w': tensor([-0.0500, -0.1500])}, {'w': tensor([-0.1000])})
     """
+
+    # True where all that evolves is in the states that the methods take and give back.
+    pure = True
 
     def __init__(
         self,
@@ -334,6 +174,18 @@ class Strategy:
             state = {**state, str(i): changed}
         return params, state
 
+    def exchange_moments(self, optimizer: State, params: Tree, state: State, ctx: Context) -> tuple[State, State]:
+        """What is exchanged of the inner optimizer's state: each module in turn."""
+        exchanging = [(i, m) for i, m in enumerate(self.communication_modules) if overrides(m, "exchange_moments")]
+        if not exchanging:
+            return optimizer, state
+        ctx = self._told(ctx)
+        moments = moments_in(optimizer, params)
+        for i, module in exchanging:
+            moments, changed = contract.exchange_moments(module, moments, state[str(i)], ctx)
+            state = {**state, str(i): changed}
+        return with_moments(optimizer, moments), state
+
     def _told(self, ctx: Context) -> Context:
         """What the modules may know: the inner learning rate too."""
         return ctx if ctx.lr is not None or not self.communication_modules else replace(ctx, lr=self.lr(ctx))
@@ -350,42 +202,19 @@ class Strategy:
                 "step: give participation=1, or a module that exchanges parameters."
             )
 
-    # What a strategy written for one rank builds on; see `vecgym.strategy.per_rank`. Overriding `step` makes one.
+    def hidden_state(self) -> Any:
+        """What evolves outside of the states, for a file: None where the strategy is `pure`.
 
-    model: nn.Module
-    rank: int
-    num_nodes: int
-    max_steps: int
-    local_step: int
-    optim: torch.optim.Optimizer
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Per rank: called once, with the node's own model. Builds `self.optim`."""
-        self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
-        self.optim = self.inner_optim.build([p for p in model.parameters() if p.requires_grad])
-        self._set_lr()
-
-    def step(self) -> None:
-        """Per rank: what a node does with its gradients, `p.grad`; call it last, it advances the schedule.
-
-        >>> from vecgym.strategy import all_reduce
-        >>> class DDP(Strategy):
-        ...     def step(self):
-        ...         for p in self.model.parameters():
-        ...             all_reduce(p.grad, op="mean")
-        ...         self.optim.step()
-        ...         super().step()
-        >>> DDP("sgd", lr=0.1)
-        DDP(OptimSpec(SGD, lr=0.1))
+        >>> Strategy("sgd", lr=0.1).hidden_state() is None
+        True
         """
-        self.local_step += 1
-        self._set_lr()
+        return None
 
-    def _set_lr(self) -> None:
-        schedule = make_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.cosine_anneal)
-        for group in self.optim.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-            group["lr"] = group["initial_lr"] * schedule(self.local_step)
+    def load_hidden_state(self, state: Any) -> None:
+        """Take what `hidden_state` has given, after `init`.
+
+        >>> Strategy("sgd", lr=0.1).load_hidden_state(None)
+        """
 
     def __repr__(self) -> str:
         parts = [repr(self.inner_optim), *map(repr, self.communication_modules)]
@@ -452,6 +281,32 @@ def optimizer_step(
     return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
 
+def moments_in(optimizer: State, params: Tree) -> Slots:
+    """What the state of an inner optimizer holds in the shape of the parameters.
+
+    >>> params = {"w": torch.zeros(1, 3)}
+    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
+    ['exp_avg', 'exp_avg_sq']
+    """
+    slots = {slot: values for slot, values in _slots(optimizer).items() if isinstance(values, dict)}
+    found = {
+        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
+        for slot, values in slots.items()
+    }
+    return {slot: values for slot, values in found.items() if values}
+
+
+def with_moments(optimizer: State, moments: Slots) -> State:
+    """The state of an inner optimizer with other `moments_in` it."""
+    held = _slots(optimizer)
+    changed = {**held, **{slot: {**held[slot], **values} for slot, values in moments.items()}}
+    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
+
+
+def _slots(optimizer: State) -> dict[str, Any]:
+    return optimizer.get("tensors", optimizer)  # a PerNodeRule keeps what is no tensor apart
+
+
 def check_interval(name: str, value: Any) -> int:
     """Return `value` if it is an integer >= 1, a number of optimizer steps.
 
@@ -483,26 +338,15 @@ def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[Communicat
                 f"communication_modules has a {type(module).__name__}; each must be a CommunicationModule, "
                 "such as AveragingCommunicator(H=10)."
             )
+        own = type(module).exchange_moments is not CommunicationModule.exchange_moments
+        if overrides(module, "exchange_moments") and not own:
+            raise ValueError(
+                f"{module!r} does not pass on the moments that the module in it exchanges: give that module by itself, "
+                "or in every(n, module)."
+            )
     return tuple(modules)
-
-
-def overrides(module: CommunicationModule, method: str) -> bool:
-    """Whether a module has its own `method`, or that which `every(n, module)` and the like pass it on to.
-
-    >>> from vecgym.strategy import GradientAveraging, every
-    >>> overrides(every(2, GradientAveraging()), "exchange_gradients"), overrides(GradientAveraging(), "active_nodes")
-    (True, False)
-    """
-    return getattr(type(_innermost(module)), method) is not getattr(CommunicationModule, method)
-
-
-def _innermost(module: Any) -> CommunicationModule:
-    """What `every(n, module)` and the like are around."""
-    while module.passes_on:
-        module = module.module
-    return module
 
 
 def _lets_rest(module: CommunicationModule) -> bool:
     """Whether some nodes may sit out."""
-    return overrides(module, "active_nodes") and _innermost(module).lets_rest
+    return overrides(module, "active_nodes") and innermost(module).lets_rest

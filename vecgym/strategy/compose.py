@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
-from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
+from vecgym.strategy.base import CommunicationModule, Context, Slots, State, check_interval
 from vecgym.strategy.when import Late, Rounds, check_delay, nothing, warn_if_too_late
 
 
@@ -74,7 +74,7 @@ def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
     >>> module, params, comm = delayed(Halve(), 2), {"w": torch.tensor([8.0])}, StackedCollectives(1)
     >>> state = module.init(params, Context(comm))
     >>> for step in range(3):
-    ...     params, state = module.exchange_parameters(params, state, Context(comm, step))
+    ...     params, state = module.exchange_parameters(params, state, Context(comm, step=step))
     ...     print(params["w"])
     tensor([8.])
     tensor([8.])
@@ -118,6 +118,12 @@ class _Every(CommunicationModule):
             return grads, state
         with ctx.comm.ledger.stretched(self.n):
             return self.module.exchange_gradients(grads, state, self._inner(ctx))
+
+    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        if not self._when.due(ctx.step):
+            return moments, state
+        with ctx.comm.ledger.stretched(self.n):
+            return self.module.exchange_moments(moments, state, self._inner(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if not self._when.due(ctx.step):

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
-
-if TYPE_CHECKING:
-    from vecgym.strategy.base import CommunicationModule, Context, State
+from vecgym.strategy.communication import CommunicationModule, Context, Slots, State
 
 SILENT = (
     "in a step in which some nodes sit out, so that not all would answer: communicate in exchange_parameters, or let "
@@ -65,6 +63,22 @@ def exchange_gradients(module: CommunicationModule, grads: Tree, state: State, c
     return _exchanged(module.exchange_gradients(grads, state, ctx), module, "gradients", grads, state, ctx)
 
 
+def exchange_moments(module: CommunicationModule, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+    """`module.exchange_moments`."""
+    found = module.exchange_moments(moments, state, ctx)
+    new, changed = _pair(found, module, "moments")
+    if not isinstance(new, dict) or new.keys() != moments.keys():
+        raise ValueError(
+            f"{_who(module, 'exchange_moments')} returned {list(new) if isinstance(new, dict) else _kind(new)} as "
+            f"moments; expected a dict of the slots that it was given: {', '.join(moments) or 'none'}."
+        )
+    for slot, values in new.items():
+        _check_tree(values, moments[slot], module, "exchange_moments", slot, len(ctx.comm.node_ids))
+    if changed is not state:
+        _check_state(changed, module, "exchange_moments", ctx)
+    return new, changed
+
+
 def exchange_parameters(module: CommunicationModule, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
     """`module.exchange_parameters`."""
     return _exchanged(module.exchange_parameters(params, state, ctx), module, "parameters", params, state, ctx)
@@ -105,13 +119,18 @@ def _exchanged(
     found: Any, module: CommunicationModule, what: str, given: Tree, state: State, ctx: Context
 ) -> tuple[Tree, State]:
     method = f"exchange_{what}"
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise TypeError(f"{_who(module, method)} returned {_kind(found)}; expected a tuple of two: ({what}, state).")
-    new, changed = found
+    new, changed = _pair(found, module, what)
     _check_tree(new, given, module, method, what, len(ctx.comm.node_ids))
     if changed is not state:
         _check_state(changed, module, method, ctx)
     return new, changed
+
+
+def _pair(found: Any, module: CommunicationModule, what: str) -> tuple[Any, Any]:
+    if not isinstance(found, tuple) or len(found) != 2:
+        who = _who(module, f"exchange_{what}")
+        raise TypeError(f"{who} returned {_kind(found)}; expected a tuple of two: ({what}, state).")
+    return found
 
 
 def _check_tree(new: Any, given: Tree, module: CommunicationModule, method: str, what: str, num_rows: int) -> None:

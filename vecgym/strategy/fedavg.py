@@ -45,7 +45,7 @@ class AveragingCommunicator(Parameters):
     >>> from vecgym.collectives import StackedCollectives
     >>> module, params = AveragingCommunicator(H=2), {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
     >>> for step in range(2):
-    ...     print(module.exchange_parameters(params, {}, Context(StackedCollectives(4), step))[0]["w"])
+    ...     print(module.exchange_parameters(params, {}, Context(StackedCollectives(4), step=step))[0]["w"])
     tensor([1., 2., 3., 4.])
     tensor([2.5000])
     """

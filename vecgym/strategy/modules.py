@@ -119,7 +119,7 @@ class Parameters(Exchange):
     >>> from vecgym.strategy import Mean
     >>> module, params = Parameters(Mean(), every=2), {"w": torch.tensor([1.0, 3.0])}
     >>> for step in range(2):
-    ...     print(module.exchange_parameters(params, {}, Context(StackedCollectives(2), step))[0]["w"])
+    ...     print(module.exchange_parameters(params, {}, Context(StackedCollectives(2), step=step))[0]["w"])
     tensor([1., 3.])
     tensor([2.])
     """

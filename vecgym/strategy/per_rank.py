@@ -1,8 +1,8 @@
 """Strategies written for one rank, as EXO Gym's are: `step()` sees one node's model, and talks to the others.
 
-A subclass of `Strategy` that overrides `step` is such a strategy. Each node gets a copy of it, whose `model` has
-the node's slice of the stacked state as its parameters (`p.grad` is set). Each copy has a thread, and they take
-turns: one runs up to a collective of this module (`all_reduce`, `broadcast`, `all_gather`), then the next. The
+A `RankStrategy`, or a subclass of `Strategy` with a `step`, is such a strategy. Each node gets a copy of it, whose
+`model` has the node's slice of the stacked state as its parameters (`p.grad` is set). Each copy has a thread, and they
+take turns: one runs up to a collective of this module (`all_reduce`, `broadcast`, `all_gather`), then the next. The
 collectives are those of `vecgym.collectives` underneath: same results, same ledger. Exact, slower than `[K, *]`
 tensor code, and not differentiable.
 
@@ -13,10 +13,9 @@ processes that are seeded alike do, and no node's draws depend on another's.
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,136 +26,10 @@ from vecgym.core.objects import restore, state_of
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.strategy.base import Context, State, Strategy
-
-_here = threading.local()  # .node and .meeting of the thread
-
-
-class Meeting:
-    """Where the nodes' threads meet. One runs at a time, node 0 first; at a meeting the last to come computes for all.
-
-    Args:
-        comm: what carries out the collectives.
-        states: of the global random generators, one for each node; replaced by what the nodes leave behind.
-    """
-
-    def __init__(self, comm: Collectives, states: list[GlobalStates]) -> None:
-        self.comm = comm
-        self.num_nodes = comm.num_nodes
-        self.states = states
-        self._turns = [threading.Semaphore(0) for _ in range(self.num_nodes)]
-        self._failed = False
-        self._given: list[Any] = [None] * self.num_nodes
-        self._result: Any = None
-
-    def exchange(self, node: int, operation: str, value: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Stack what the nodes give, `[K, *]`, and return what `compute` makes of it."""
-        what = f"{operation} of shape {list(value.shape)}"
-        return self._meet(node, what, value.detach(), lambda given: compute(torch.stack(list(given))))
-
-    def share(self, node: int, operation: str, value: Any) -> list[Any]:
-        """What every node gives, whatever it is: in node order. Nothing in the ledger."""
-        return self._meet(node, operation, value, list)
-
-    def finish(self, node: int) -> None:
-        """The end of a node's work, where all must meet: none may still wait in a collective."""
-        self.share(node, "the end of its work", None)
-
-    def enter(self, node: int) -> None:
-        """Wait for the first turn."""
-        if node == 0:
-            self._turns[0].release()
-        self._wait(node)
-
-    def leave(self, node: int) -> None:
-        """Give up the last turn."""
-        self.states[node] = GlobalStates.now()
-        if node + 1 < self.num_nodes:
-            self._turns[node + 1].release()
-
-    def abort(self) -> None:
-        """Let no thread wait for one that has failed."""
-        self._failed = True
-        for turn in self._turns:
-            turn.release()
-
-    def _meet(self, node: int, operation: str, value: Any, compute: Callable[[Sequence[Any]], Any]) -> Any:
-        self._given[node] = (operation, value)
-        if node == self.num_nodes - 1:
-            self._result = self._computed(compute)
-        self.states[node] = GlobalStates.now()
-        self._turns[(node + 1) % self.num_nodes].release()
-        self._wait(node)
-        if isinstance(self._result, Exception):
-            raise self._result
-        return self._result
-
-    def _wait(self, node: int) -> None:
-        self._turns[node].acquire()
-        if self._failed:
-            raise _AnotherFailed
-        self.states[node].restore()
-
-    def _computed(self, compute: Callable[[Sequence[Any]], Any]) -> Any:
-        places: dict[str, int] = {}
-        for node, (operation, _) in enumerate(self._given):
-            places.setdefault(operation, node)
-        if len(places) > 1:
-            which = ", ".join(f"node {node} in {operation}" for operation, node in places.items())
-            return RuntimeError(
-                f"the nodes are not at the same place: {which}. Every node must call the same collectives in the "
-                "same order."
-            )
-        try:
-            return compute([x for _, x in self._given])
-        except Exception as error:  # raised in every thread
-            return error
-
-
-class _AnotherFailed(Exception):
-    """Ends a thread that has nothing to wait for any more."""
-
-
-def run_ranks(work: Callable[[int], None], meeting: Meeting, threads: Executor) -> None:
-    """Run `work(node)` for all nodes, a thread each, taking turns; the first error of a node is raised here.
-
-    The global random states are afterwards what they were.
-    """
-
-    def run(node: int) -> BaseException | None:
-        _here.meeting, _here.node = meeting, node
-        try:
-            meeting.enter(node)
-            work(node)
-            meeting.finish(node)
-            meeting.leave(node)
-        except BaseException as error:
-            meeting.abort()
-            return error
-        finally:
-            del _here.meeting, _here.node
-        return None
-
-    before = GlobalStates.now()
-    try:
-        errors = list(threads.map(run, range(meeting.num_nodes)))
-    finally:
-        before.restore()
-    for node, error in enumerate(errors):
-        if error is not None and not isinstance(error, _AnotherFailed):
-            raise RuntimeError(f"node {node}: {type(error).__name__}: {error}") from error
-
-
-def here() -> tuple[Meeting, int]:
-    """The meeting and the node of the thread that asks."""
-    if not is_rank():
-        raise RuntimeError("all_reduce, broadcast and all_gather of a rank work inside Strategy.step() only.")
-    return _here.meeting, _here.node
-
-
-def is_rank() -> bool:
-    """Whether this thread is a node's."""
-    return hasattr(_here, "meeting")
+from vecgym.optim.schedule import make_schedule
+from vecgym.strategy.base import Strategy
+from vecgym.strategy.communication import Context, State
+from vecgym.strategy.meeting import Meeting, here, is_rank, run_ranks
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
@@ -166,13 +39,8 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.engine.simulation import Simulation
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
-    >>> class DDP(Strategy):
+    >>> from vecgym.models import Line
+    >>> class DDP(RankStrategy):
     ...     def step(self):
     ...         for p in self.model.parameters():
     ...             all_reduce(p.grad, op="mean")
@@ -205,13 +73,8 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.engine.simulation import Simulation
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
-    >>> class OfNodeOne(Strategy):
+    >>> from vecgym.models import Line
+    >>> class OfNodeOne(RankStrategy):
     ...     def step(self):
     ...         self.optim.step()
     ...         for p in self.model.parameters():
@@ -233,13 +96,8 @@ def all_gather(tensor: Tensor) -> Tensor:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.engine.simulation import Simulation
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
-    >>> class Median(Strategy):
+    >>> from vecgym.models import Line
+    >>> class Median(RankStrategy):
     ...     def step(self):
     ...         for p in self.model.parameters():
     ...             p.grad = all_gather(p.grad).median(0).values  # [K, *] -> [*]
@@ -260,17 +118,94 @@ def barrier() -> None:
     meeting.share(node, "a barrier", None)
 
 
-class PerRankStrategy(Strategy):
+class RankStrategy(Strategy):
+    """A strategy written for one rank: `step` sees one node's model and its gradients, and talks to the others.
+
+    A subclass overrides `step`. It runs on every node, in a copy of its own, which has
+
+    * `model`: the node's, with its gradients in `p.grad`;
+    * `rank`, `num_nodes`, `max_steps`: which node it is, of how many, and the length of the run;
+    * `local_step`: the steps that it has done;
+    * `optim`: the inner optimizer, built by `_init_node`.
+
+    As in EXO Gym, a class that derives from `Strategy` and overrides `step` is one, too.
+
+    >>> from vecgym.strategy import all_reduce
+    >>> class DDP(RankStrategy):
+    ...     def step(self):
+    ...         for p in self.model.parameters():
+    ...             all_reduce(p.grad, op="mean")
+    ...         self.optim.step()
+    ...         super().step()
+    >>> DDP("sgd", lr=0.1)
+    DDP(OptimSpec(SGD, lr=0.1))
+    """
+
+    model: nn.Module
+    rank: int
+    num_nodes: int
+    max_steps: int
+    local_step: int
+    optim: torch.optim.Optimizer
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        """Begin: called once, with the node's own model. Builds `self.optim`."""
+        self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
+        self.optim = self.inner_optim.build([p for p in model.parameters() if p.requires_grad])
+        self._set_lr()
+
+    def step(self) -> None:
+        """What a node does with its gradients, `p.grad`; call it last, it advances the schedule."""
+        self.local_step += 1
+        self._set_lr()
+
+    def _set_lr(self) -> None:
+        schedule = make_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.cosine_anneal)
+        for group in self.optim.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * schedule(self.local_step)
+
+
+@runtime_checkable
+class _WithStep(Protocol):
+    def step(self) -> None: ...
+
+
+def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
+    """The strategy for all nodes at once: `strategy`, or what runs its `step` on each of them.
+
+    >>> from vecgym.strategy import AllReduceStrategy
+    >>> class Alone(Strategy):
+    ...     def step(self):
+    ...         self.optim.step()
+    >>> [as_strategy(strategy, nn.Linear(1, 1)).pure for strategy in (AllReduceStrategy(), Alone())]
+    [True, False]
+    """
+    return _Ranks(strategy, model) if isinstance(strategy, _WithStep) else strategy
+
+
+def _copy_for_rank(strategy: Strategy) -> Any:
+    """A copy of a strategy with a `step`, which has the members of a `RankStrategy`."""
+    rank = copy.deepcopy(strategy)
+    if not isinstance(rank, RankStrategy):  # as in EXO Gym: what it calls by super() comes after its own classes
+        cls = type(rank)
+        rank.__class__ = type(cls.__name__, (cls, RankStrategy), {"__module__": cls.__module__})
+    return rank
+
+
+class _Ranks(Strategy):
     """Runs a strategy written for one rank on every node.
 
     Its state lives in the copies of the user's object and in their optimizers, not in the simulation's state.
     """
 
+    pure = False
+
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
         super().__init__(strategy.inner_optim)
         self.strategy = strategy
         self._model = model
-        self._ranks: list[Strategy] = []
+        self._ranks: list[Any] = []
         self._threads: ThreadPoolExecutor | None = None
         self._states: list[GlobalStates] = []
         self._lr: float | Tensor = strategy.inner_optim.lr
@@ -285,7 +220,7 @@ class PerRankStrategy(Strategy):
                 f"{type(self.strategy).__name__} overrides step() and so is written for one rank: all "
                 f"{num_nodes} nodes must be in one process and one configuration."
             )
-        self._ranks = [copy.deepcopy(self.strategy) for _ in range(num_nodes)]
+        self._ranks = [_copy_for_rank(self.strategy) for _ in range(num_nodes)]
         self._threads = ThreadPoolExecutor(num_nodes, "vecgym-rank")
         self._states = [GlobalStates.seeded(rng.key(ctx.seed, "per rank"))] * num_nodes
 
@@ -327,7 +262,7 @@ class PerRankStrategy(Strategy):
                     p[node].copy_(own[name].detach())
         return stacked, {}
 
-    def state(self) -> list[dict[str, Any]]:
+    def hidden_state(self) -> list[dict[str, Any]]:
         """What the copies hold, and their random states, a tree each, for a file; parameters are the simulation's.
 
         Raises:
@@ -338,13 +273,12 @@ class PerRankStrategy(Strategy):
             for node, (rank, states) in enumerate(zip(self._ranks, self._states))
         ]
 
-    def load(self, state: list[dict[str, Any]]) -> None:
-        """Go on from there; `init` has made the copies."""
+    def load_hidden_state(self, state: list[dict[str, Any]]) -> None:
         for node, (rank, saved) in enumerate(zip(self._ranks, state)):
             restore(rank, saved["held"], self._kept_elsewhere(rank), self._name(node))
             self._states[node] = GlobalStates.unpacked(saved["random"])
 
-    def _kept_elsewhere(self, rank: Strategy) -> dict[str, Tensor]:
+    def _kept_elsewhere(self, rank: Any) -> dict[str, Tensor]:
         return dict(rank.model.named_parameters())
 
     def _name(self, node: int) -> str:
@@ -354,21 +288,16 @@ class PerRankStrategy(Strategy):
         return self._lr  # of the step just made: its end has already set the next one
 
 
-def is_per_rank(strategy: Strategy) -> bool:
-    """Whether a strategy is written for one rank: it overrides `step`."""
-    return type(strategy).step is not Strategy.step
-
-
 __all__ = [
     "Meeting",
     "OptimSpec",
-    "PerRankStrategy",
+    "RankStrategy",
     "all_gather",
     "all_reduce",
+    "as_strategy",
     "barrier",
     "broadcast",
     "here",
-    "is_per_rank",
     "is_rank",
     "run_ranks",
 ]

@@ -90,7 +90,7 @@ class ScheduledSelector(Selector):
 
     >>> from vecgym.collectives import StackedCollectives
     >>> selector, shapes = ScheduledSelector(0.5, H=4), {"w": torch.Size([100, 100])}
-    >>> [len(selector.select(shapes, {}, t, Context(StackedCollectives(2), t))[0].get("w", [])) for t in range(4)]
+    >>> [len(selector.select(shapes, {}, t, Context(StackedCollectives(2), step=t))[0].get("w", [])) for t in range(4)]
     [0, 2536, 5032, 7499]
 
     Reference: diloco-sim. Deviation: there every tensor advances the ramp, so that it rises as many times faster as

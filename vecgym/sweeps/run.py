@@ -103,12 +103,7 @@ def sweep(options: SweepOptions) -> SweepResult:
 
     >>> import torch
     >>> from vecgym.strategy import DiLoCoStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> result = sweep(
     ...     Line(), torch.arange(8.0), torch.arange(8.0), strategy=lambda H, lr: DiLoCoStrategy("sgd", H=H, lr=lr),
     ...     grid={"H": [1, 2], "lr": [0.01, 0.1]}, num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False,

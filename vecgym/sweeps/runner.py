@@ -435,7 +435,7 @@ def _costs(config: Configuration, batch: Any, engine: str) -> tuple[int, int]:
     needed = activations(one, tree.map_leaves(lambda x: x[None].to(one.device), batch))
     assert one.facts is not None
     params = {name: p.detach()[None].clone() for name, p in one.params.items()}
-    ctx = Context(StackedCollectives(config.num_nodes), 0, config.num_steps, config.settings["seed"])
+    ctx = Context(StackedCollectives(config.num_nodes), max_steps=config.num_steps, seed=config.settings["seed"])
     optimizer, modules = config.strategy.init(params, ctx)
     of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + needed.saved_bytes + tree.num_bytes(batch)
     recorded = 8 * config.num_steps * (config.num_nodes + 5)

@@ -20,10 +20,12 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
 from vecgym.engine.local import Engine, Local
+from vecgym.engine.simulation import exchange_moments
 from vecgym.optim import clip_grad_norm
 from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
 from vecgym.strategy import CommunicationModule, Context, Strategy
-from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
+from vecgym.strategy.communication import overrides
+from vecgym.strategy.per_rank import as_strategy
 
 # A merged exchange holds what would be one row for a configuration, such as outer parameters, once for each node. Of
 # small models, whose exchange is Python above all, that is the lesser cost.
@@ -67,8 +69,7 @@ class Member:
     limits: tuple[int, ...] | None = None  # of each node, the most examples of a batch that are its own; None: all are
 
     def __post_init__(self) -> None:
-        if is_per_rank(self.strategy):
-            self.strategy = PerRankStrategy(self.strategy, self.model)
+        self.strategy = as_strategy(self.strategy, self.model)
 
 
 class Stack:
@@ -86,12 +87,7 @@ class Stack:
     Two configurations with different learning rates:
 
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> engine, batch = Engine(Line()), torch.ones(2 * 3, 1)
     >>> _ = engine.prepare(batch)
     >>> members = [Member(Line(), FedAvgStrategy("sgd", lr=lr), 0, StackedCollectives(3)) for lr in (0.1, 0.5)]
@@ -111,6 +107,7 @@ class Stack:
         self.minibatch_size = minibatch_size
         self.num_nodes = self.members[0].comm.num_nodes  # K
         self.done = 0  # steps
+        self.node_steps = torch.zeros(self.num_configs * self.num_nodes, dtype=torch.long)
         self.rows = 1
         values = [{**dict(m.model.named_parameters()), **dict(m.model.named_buffers())} for m in self.members]
         self._set_params({n: torch.stack([v[n].detach() for v in values]) for n in engine.params})
@@ -120,7 +117,9 @@ class Stack:
         self.groups = self._formed_groups()
         self.exchanges = self._formed_exchanges()
         for exchange in self.exchanges:
-            optimizer, exchange.state = exchange.init(self._part(exchange), self._context(exchange, inplace=False))
+            optimizer, exchange.state = exchange.init(
+                self._part(exchange), self._context(exchange, exchange.start, inplace=False)
+            )
             group = next(group for group in self.groups if group.start <= exchange.start < group.stop)
             if group.is_own:
                 group.state = optimizer
@@ -150,8 +149,11 @@ class Stack:
             batch: leaves `[C * K, B, ...]`, the configurations one after the other.
             measure_distance: how far the nodes are apart before they exchange their parameters.
         """
-        contexts = [self._context(member) for member in self.members]
+        contexts = [self._context(member, c) for c, member in enumerate(self.members)]
         active = [m.strategy.active_nodes(ctx) for m, ctx in zip(self.members, contexts)]
+        contexts = [
+            ctx if chosen is None else replace(ctx, active=tuple(chosen)) for ctx, chosen in zip(contexts, active)
+        ]
         take = self._full_step if all(chosen is None for chosen in active) else self._partial_step
         with ExitStack() as recordings:
             transfers = [recordings.enter_context(each.comm.ledger.recording()) for each in self.exchanges]
@@ -159,6 +161,9 @@ class Stack:
             distances = self.consensus_distance() if measure_distance else None
             self._exchange_parameters(contexts)
         self.done += 1
+        self.node_steps = self.node_steps + torch.tensor(
+            [chosen is None or node in chosen for chosen in active for node in range(self.num_nodes)]
+        )
         sent_bytes = [
             float(sum(transfer.sent_bytes for transfer in own))
             for own, exchange in zip(transfers, self.exchanges)
@@ -205,7 +210,7 @@ class Stack:
         params, buffers = (nodes.take_rows(x, rows) for x in everything)
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
         local = self._gradients(params, buffers, batch, rows.tolist())
-        parts = [ctx if chosen is None else replace(ctx, rows=x) for ctx, chosen, x in zip(contexts, active, own)]
+        parts = [ctx if chosen is None else ctx.of_rows(x) for ctx, chosen, x in zip(contexts, active, own)]
         ends = torch.tensor([0, *counts]).cumsum(0).tolist()
         each = []
         for exchange in self.exchanges:
@@ -265,8 +270,13 @@ class Stack:
         for exchange in self.exchanges:
             if exchange.size > 1:
                 self._widen()
-            ctx = contexts[exchange.start] if exchange.size == 1 else self._context(exchange)
+            ctx = contexts[exchange.start] if exchange.size == 1 else self._context(exchange, exchange.start)
             params = self._part(exchange)
+            for group in self.groups:
+                if group.is_own and group.start == exchange.start:
+                    group.state, exchange.state = exchange_moments(
+                        exchange.strategy, group.state, params, exchange.state, ctx
+                    )
             shared, changed = exchange.strategy.exchange_parameters(params, exchange.state, ctx)
             exchange.state = nodes.unshared(changed, exchange.state, (params,))
             if any(x.shape[0] > self.rows * exchange.size for x in shared.values()):
@@ -346,6 +356,7 @@ class Stack:
         mine = torch.tensor(list(chosen), dtype=torch.long)
         params = {n: self._own(p, mine) for n, p in self.params.items()}
         self.buffers = {n: self._own(b, mine) if self._changes(n) else b for n, b in self.buffers.items()}
+        self.node_steps = self.node_steps.unflatten(0, (self.num_configs, -1))[mine].flatten()
         self.members = [self.members[c] for c in chosen]
         self._set_params(params)
         self.groups = _left(self.groups, chosen, self.members)
@@ -355,6 +366,7 @@ class Stack:
         """All that evolves: nested dicts and lists of tensors and numbers."""
         return {
             "done": self.done,
+            "node_steps": self.node_steps,
             "params": self.params,
             "buffers": self.buffers,
             "optimizer": [group.state for group in self.groups],
@@ -364,6 +376,8 @@ class Stack:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.done = state["done"]
+        # Files of earlier versions do not say it.
+        self.node_steps = state.get("node_steps", torch.full_like(self.node_steps, self.done))
         self.rows = next(iter(state["params"].values())).shape[0] // self.num_configs
         self._set_params(state["params"])
         self.buffers = state["buffers"]
@@ -375,12 +389,21 @@ class Stack:
     @property
     def can_be_saved(self) -> bool:
         """Whether `state` is all: strategies written for one rank keep theirs to themselves."""
-        return not any(isinstance(member.strategy, PerRankStrategy) for member in self.members)
+        return all(member.strategy.pure for member in self.members)
 
     # --------------------------------------------------------------------------------------------- helpers
 
-    def _context(self, member: Member | _Exchange, inplace: bool = True) -> Context:
-        return Context(member.comm, self.done, self.max_steps, member.seed, inplace, num_examples=member.num_examples)
+    def _context(self, member: Member | _Exchange, start: int, inplace: bool = True) -> Context:
+        K, size = self.num_nodes, len(member.comm.node_ids)
+        return Context(
+            member.comm,
+            step=self.done,
+            node_steps=self.node_steps[start * K : start * K + size],
+            max_steps=self.max_steps,
+            seed=member.seed,
+            inplace=inplace,
+            num_examples=member.num_examples,
+        )
 
     def _set_params(self, params: Tree) -> None:
         self.params = params
@@ -615,7 +638,9 @@ def optimizer_key(strategy: Strategy) -> Key | None:
     >>> optimizer_key(FedAvgStrategy("adam")) == optimizer_key(FedAvgStrategy("adam", max_norm=1.0))
     False
     """
-    usual = type(strategy).optimize is Strategy.optimize and type(strategy).init is Strategy.init
+    names = ("optimize", "init", "exchange_moments")
+    usual = all(getattr(type(strategy), name) is getattr(Strategy, name) for name in names)
+    usual = usual and not any(overrides(module, "exchange_moments") for module in strategy.communication_modules)
     key = merge_key(strategy.inner_optim)
     if not usual or key is None or (isinstance(strategy.max_norm, Tensor) and strategy.max_norm.dim() > 0):
         return None

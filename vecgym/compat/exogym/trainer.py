@@ -61,12 +61,7 @@ class Trainer:
     Attributes, after `fit`: `history`, `ledger`, `nodes`, as of `vecgym.Trainer`.
 
     >>> from vecgym.compat.exogym import OptimSpec, SimpleReduceStrategy
-    >>> class Line(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
-    ...     def forward(self, x):
-    ...         return (self.w - x).square().mean()
+    >>> from vecgym.models import Line
     >>> trainer = Trainer(Line(), torch.arange(8.0), None)
     >>> strategy = SimpleReduceStrategy(OptimSpec(torch.optim.SGD, lr=0.1))
     >>> model = trainer.fit(1, strategy, num_nodes=2, batch_size=4, disable_logging=True)

@@ -36,7 +36,7 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
     return PerRank(strategy) if made is None else made
 
 
-class PerRank(vecgym_strategy.Strategy):
+class PerRank(vecgym_strategy.RankStrategy):
     """Runs a strategy written for EXO Gym on every rank; see `vecgym.strategy.per_rank`."""
 
     def __init__(self, strategy: theirs.Strategy) -> None:

@@ -1,0 +1,286 @@
+"""One strategy trained in two forms, in step: all nodes in one process, and a part of them in each of several."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives.distributed import Disagreement, DistributedCollectives, Wire
+from vecgym.collectives.ledger import Entry
+from vecgym.core import tree
+from vecgym.core.rng import GlobalStates
+from vecgym.data import Batches
+from vecgym.engine.local import Engine
+from vecgym.engine.simulation import Simulation, State
+from vecgym.runs.accounting import AccountedCollectives
+from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
+from vecgym.strategy import Context, Strategy
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, where torch.distributed adds up
+
+
+class Difference(NamedTuple):
+    """After one step, the largest differences between the two forms; inf where their shapes or names differ.
+
+    Each relative to the largest value of its tensor; what a strategy keeps, to that of the parameter it belongs to
+    where this is larger (`vecgym.runs.diagnosis.gaps`).
+
+    >>> Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0, handed_bytes=0).largest
+    2e-16
+    """
+
+    step: int
+    params: float
+    buffers: float
+    losses: float
+    optimizer: float
+    strategy: float
+    ledger_bytes: float  # between the two ledgers
+    handed_bytes: int  # between what the ledger's payload says and what torch.distributed was handed, all processes
+
+    @property
+    def largest(self) -> float:
+        """Of the numbers, without the bytes."""
+        return max(self.params, self.buffers, self.losses, self.optimizer, self.strategy)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: `name`, its `bound`, a `Difference` for each step, and a `finding` where it fails.
+
+    >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0, handed_bytes=0)
+    >>> check = Check("native", bound=1e-12, rows=(equal, equal._replace(step=1, params=1e-3)))
+    >>> check.passed, check.first_failure.step, check.worst("params"), check.worst("losses")
+    (False, 1, 0.001, 0)
+    """
+
+    name: str
+    bound: float
+    rows: tuple[Difference, ...]
+    finding: Finding | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every step is within the bound, and no byte is counted otherwise."""
+        return all(row.largest <= self.bound and row.ledger_bytes == row.handed_bytes == 0 for row in self.rows)
+
+    @property
+    def first_failure(self) -> Difference | None:
+        """The first step that is not within the bound."""
+        bad = (r for r in self.rows if not r.largest <= self.bound or r.ledger_bytes != 0 or r.handed_bytes != 0)
+        return next(bad, None)
+
+    def worst(self, column: str) -> float:
+        """The largest difference of one column over all steps."""
+        return max(getattr(row, column) for row in self.rows)
+
+
+class Case(NamedTuple):
+    """What is trained in both forms."""
+
+    strategy: Strategy
+    model: nn.Module
+    dataset: Any
+    num_nodes: int
+    steps: int
+    batch_size: int = 4
+    seed: int = 42
+    engine: str = "loop"
+    num_examples: tuple[int, ...] | None = None
+
+    def simulation(self, comm: Collectives, exact: bool) -> tuple[Simulation, Batches]:
+        """The training of the nodes of `comm`, and their batches."""
+        batches = Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=comm.node_ids)
+        chunk_size = 1 if exact and self.engine == "vmap" else None
+        engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
+        # Every process looks at the same batch of node 0, and so comes to the same view of the model.
+        probe = Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=[0])
+        with torch.enable_grad():
+            engine.prepare(self.converted(probe.batch(0)))
+        simulation = Simulation(
+            self.model,
+            self.strategy,
+            comm,
+            engine=engine,
+            max_steps=self.steps,
+            seed=self.seed,
+            num_examples=self.num_examples or self._num_examples(),
+            exact=exact,
+        )
+        return simulation, batches
+
+    def converted(self, batch: Any) -> Any:
+        """A batch in the model's precision."""
+        dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+    def _num_examples(self) -> tuple[int, ...]:
+        return tuple(Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed).shard_sizes)
+
+
+def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+    """Step the stacked form and, in the processes of each wire, the distributed form; a `Check` for each wire.
+
+    Every process of every wire calls it; this process must belong to all wires that it gives.
+    """
+    before = attributes(given.strategy)
+    stacked = Form(given, StackedCollectives(given.num_nodes), exact)
+    forms = [Form(given, AccountedCollectives(given.num_nodes, wire, exact=exact), exact) for wire in wires]
+    rounding = BOUNDS[next(iter(given.model.parameters())).dtype]
+    comparisons = [_Comparison(form, 0.0 if exact else rounding) for form in forms]
+    with torch.enable_grad():
+        for step in range(given.steps):
+            stacked.step(step)
+            for form, comparison in zip(forms, comparisons):
+                form.step_as_part(step)
+                comparison.add(step, stacked)
+    checks = []
+    for comparison, wire in zip(comparisons, wires):
+        seen = comparison.evidence
+        if seen is not None:
+            after = attributes(given.strategy)
+            changed = tuple(name for name in after if before.get(name) != after[name])
+            seen = seen._replace(changed=changed, random=_draws(given, exact, seen.step))
+        wire.agree(f"nothing more, after {given.steps} steps")
+        everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], seen))
+        finding = diagnose([seen for _, seen in everyone], exact, rounding)
+        name, rows = "exact" if exact else "native", _over_processes([rows for rows, _ in everyone])
+        checks.append(Check(name, comparison.bound, rows, finding))
+    for form in (stacked, *forms):
+        form.simulation.engine.close()
+    return checks
+
+
+class Form:
+    """One of the two forms, as far as it has got."""
+
+    def __init__(self, given: Case, comm: Any, exact: bool) -> None:
+        self.given = given
+        self.comm = comm
+        self.simulation, self.batches = given.simulation(comm, exact)
+        self.state: State = self.simulation.init()
+        self.losses = torch.empty(0)
+
+    def step(self, step: int) -> None:
+        batch = self.given.converted(self.batches.batch(step))
+        self.state, metrics = self.simulation.step(self.state, batch)
+        self.comm.ledger.add(step, metrics.transfers)
+        self.losses = metrics.losses
+
+    def step_as_part(self, step: int) -> None:
+        """`step` in one of several processes, after the stacked form has made it."""
+        try:
+            self.step(step)
+        except Disagreement:
+            raise
+        except (RuntimeError, IndexError) as error:
+            raise RuntimeError(
+                f"step {step}: the strategy works with all {self.given.num_nodes} nodes in one process and fails with "
+                f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
+            ) from error
+
+
+class _Comparison:
+    """A distributed form beside the stacked one: a row for each step, and what differs first."""
+
+    def __init__(self, form: Form, bound: float) -> None:
+        self.form = form
+        self.bound = bound
+        self.rows: list[Difference] = []
+        self.evidence: Evidence | None = None
+
+    def add(self, step: int, stacked: Form) -> None:
+        form, comm = self.form, self.form.comm
+        found = list(_all_gaps(stacked, form))
+        largest = {kind: max((gap.largest for gap in found if gap.kind == kind), default=0.0) for kind in KINDS}
+        entries, here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, form))
+        ledger = 0.0 if entries == here else math.inf
+        ledger += abs(stacked.comm.ledger.total_bytes - comm.ledger.total_bytes)
+        handed = comm.wire.handed_bytes - comm.handed_before - comm.expected_bytes
+        row = Difference(step, **largest, ledger_bytes=ledger, handed_bytes=handed)
+        self.rows.append(row)
+        if self.evidence is None and not (row.largest <= self.bound and ledger == handed == 0):
+            calls = "" if entries == here else f"{_calls(entries)} with all in one, {_calls(here)} with a part of them"
+            self.evidence = evidence(step, found, self.bound, calls, comm)
+
+
+def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
+    """Of everything that a step computes."""
+    a, b = ({**vars(f.state), "losses": f.losses} for f in (stacked, form))
+    sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
+    for kind in KINDS:
+        yield from gaps(kind, a[kind], b[kind], form.comm, sizes)
+
+
+def _calls(entries: Sequence[Entry]) -> str:
+    return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "none"
+
+
+def _draws(given: Case, exact: bool, last_step: int) -> bool:
+    """Whether stacked runs differ when the global generators do."""
+    before = GlobalStates.now()
+    forms = []
+    for seed in (1, 2):
+        GlobalStates.seeded(seed).restore()
+        forms.append(Form(given, StackedCollectives(given.num_nodes), exact))
+        with torch.enable_grad():
+            for step in range(last_step + 1):
+                forms[-1].step(step)
+        forms[-1].simulation.engine.close()
+    before.restore()
+    return any(gap.largest > 0 for gap in _all_gaps(*forms))
+
+
+def _over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Difference, ...]:
+    """The largest of all processes; excess bytes of one do not make up for missing ones of another."""
+    return tuple(
+        Difference(int(values[0][0]), *[max(column, key=abs) for column in list(zip(*values))[1:]])
+        for values in zip(*everyone)
+    )
+
+
+# ----------------------------------------------------------------------------- against DistributedDataParallel
+
+
+def compare_with_ddp(given: Case, wire: Wire) -> tuple[Difference, ...]:
+    """AllReduce's parameters against those of torch's DistributedDataParallel: same model, data and optimizer.
+
+    A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm, that is the same.
+    """
+    form = Form(given, DistributedCollectives(given.num_nodes, wire), exact=False)
+    strategy = given.strategy
+    facts = form.simulation.engine.facts
+    ddp = nn.parallel.DistributedDataParallel(
+        copy.deepcopy(given.model),
+        process_group=wire.group,
+        broadcast_buffers=False,
+        find_unused_parameters=facts is not None and bool(facts.unused),
+    )
+    optimizer = strategy.inner_optim.build(ddp.module)
+    base_lr = optimizer.defaults["lr"]
+    rows = []
+    with torch.enable_grad():
+        for step in range(given.steps):
+            form.step(step)
+            lr = float(strategy.lr(Context(form.comm, step=step, max_steps=given.steps, seed=given.seed)))
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("given_lr", group["lr"]) * (lr / base_lr)
+            optimizer.zero_grad()
+            batch = given.converted(form.batches.batch(step))
+            ddp(tree.map_leaves(lambda x: x.flatten(0, 1), batch)).backward()
+            if strategy.max_norm is not None:
+                nn.utils.clip_grad_norm_(ddp.module.parameters(), float(strategy.max_norm))
+            optimizer.step()
+            trained = {name: p.detach()[None] for name, p in ddp.module.named_parameters() if p.requires_grad}
+            trained = {name: trained[name] for name in form.state.params}
+            gap = max(gap.largest for gap in gaps("params", trained, form.state.params, form.comm, {}))
+            rows.append(Difference(step, gap, 0.0, 0.0, 0.0, 0.0, 0.0, 0))
+    form.simulation.engine.close()
+    return _over_processes(wire.all_gather_object([tuple(row) for row in rows]))

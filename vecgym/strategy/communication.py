@@ -1,0 +1,249 @@
+"""What nodes exchange: communication modules, and the context that they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import Collectives
+from vecgym.core import rng
+from vecgym.core.tree import Tree
+
+State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
+Slots = dict[str, Tree]  # slot -> parameter -> [1 or L, *]: what an inner optimizer keeps of each parameter
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a strategy may know at a step.
+
+    Attributes:
+        comm: the collectives, the only way to other nodes.
+        step: steps of the run done before this one, so 0 in the first.
+        node_steps: optimizer steps that each node here has done before this one, `[L]` integers: fewer than `step`
+            for a node that sat some out. When not given, `step` for all.
+        active: the ids of the nodes that train in this step, ascending; None: all, or not yet decided
+            (`active_nodes` decides).
+        max_steps: the length of the run.
+        seed: the run's seed; random numbers come from `generator`.
+        num_examples: of each node's shard, [K]; None where not known.
+        differentiable: derivatives are taken through the run.
+        inplace: the tensors given may be overwritten. False under differentiation, where every operation must
+            be pure.
+        rows: where only some nodes train, or are in this process, which of all nodes these are; see `own`.
+        exact: the bits of a node's own work must not depend on which other nodes are in this process. Elementwise
+            operations and reductions of each node by itself never do; a matrix product over all nodes may.
+        lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
+            which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
+        exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
+
+    >>> from dataclasses import replace
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(4), step=3, seed=7)
+    >>> a, b = (torch.rand(3, generator=ctx.generator("mask", ctx.step)) for _ in range(2))
+    >>> torch.equal(a, b)  # the same (seed, purpose, ids), the same numbers
+    True
+    >>> replace(ctx, rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    tensor([0.2000, 0.4000])
+    >>> ctx.node_steps
+    tensor([3, 3, 3, 3])
+    """
+
+    comm: Collectives
+    _: KW_ONLY
+    step: int = 0
+    node_steps: Tensor = None  # type: ignore[assignment]  # until __post_init__
+    active: tuple[int, ...] | None = None
+    max_steps: int = 1
+    seed: int = 0
+    inplace: bool = False
+    differentiable: bool = False
+    num_examples: tuple[int, ...] | None = None
+    rows: Tensor | None = None
+    exact: bool = False
+    lr: float | Tensor | None = None
+    exchange: int = 0
+
+    def __post_init__(self) -> None:
+        if self.node_steps is None:
+            object.__setattr__(self, "node_steps", torch.full((len(self.comm.node_ids),), self.step))
+
+    def of_rows(self, rows: Tensor) -> Context:
+        """The same for some of the nodes here, given by their places among these.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> ctx = Context(StackedCollectives(3), node_steps=torch.tensor([5, 0, 2])).of_rows(torch.tensor([0, 2]))
+        >>> ctx.rows, ctx.node_steps
+        (tensor([0, 2]), tensor([5, 2]))
+        """
+        ids = rows if self.rows is None else self.rows[rows]
+        return replace(self, rows=ids, node_steps=self.node_steps[rows])
+
+    def own(self, value: Any) -> Any:
+        """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
+        per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
+        return value[self.rows.to(value.device)] if per_node and self.rows is not None else value
+
+    def generator(self, purpose: str, *ids: int) -> torch.Generator:
+        """A generator keyed by (seed, purpose, ids): the same on every node and in every process."""
+        return rng.generator(self.seed, purpose, *ids)
+
+
+class CommunicationModule:
+    """One thing that nodes exchange. Override what you need; everything is `[L, *]` trees.
+
+    A module holds hyperparameters only. What evolves is its state, nested dicts of tensors `[1, *]` or `[L, *]`, which
+    `init` makes and the exchanges take and give back. What a method returns is checked: names and shapes are those that
+    it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
+    its state, also one that it was given or that a collective returned.
+
+    Example: every step, the nodes average a version of their parameters rounded to 8 bits.
+
+    >>> from vecgym.core import tree
+    >>> class RoundedAverage(CommunicationModule):
+    ...     def exchange_parameters(self, params, state, ctx):
+    ...         return ctx.comm.mean(tree.map(lambda x: (x * 128).round() / 128, params)), state
+    """
+
+    # True where only the nodes' mean gradient is used: one gradient of the mean loss is then computed.
+    mean_gradient = False
+    # False where `active_nodes` never leaves out a node.
+    lets_rest = True
+    # True where every method only passes on to `self.module`, at other times or in another form.
+    passes_on = False
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if the module cannot work for this run.
+
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> try:
+        ...     AveragingCommunicator(island_size=8).check(num_nodes=4, max_steps=100)
+        ... except ValueError as error:
+        ...     print(str(error).split(":")[0])
+        island_size=8 is larger than the 4 nodes that take part in a round
+        """
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        """The state before the first step. `params` are a copy that the module may keep.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import DiLoCoCommunicator
+        >>> sorted(DiLoCoCommunicator().init({"w": torch.zeros(1)}, Context(StackedCollectives(2))))
+        ['optimizer', 'params']
+        """
+        return {}
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        """The nodes that train in this step, a list of their ids, which may be empty; None: all.
+
+        The others keep parameters, buffers and optimizer state, and their losses are nan. Gradients are then
+        not exchanged: such a module cannot be combined with one that has `exchange_gradients`.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> len(AveragingCommunicator(participation=0.5).active_nodes(Context(StackedCollectives(8))))
+        4
+        """
+        return None
+
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        """What the module adds to each node's own gradient, before anything is exchanged: `[1 or L, *]` trees.
+
+        Where only some nodes train, L counts these, in the order of `ctx.rows`, and nobody may communicate.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import ProximalTerm
+        >>> grads, params, start = {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([1.0])}
+        >>> ProximalTerm(mu=0.5).local_gradients(grads, params, {"start": start}, Context(StackedCollectives(2)))
+        {'w': tensor([0., 1.])}
+        """
+        return grads
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Before the optimizer: `[L, *]` gradients -> those that the optimizer takes.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import GradientAveraging
+        >>> grads, ctx = {"w": torch.tensor([1.0, 3.0])}, Context(StackedCollectives(2))
+        >>> GradientAveraging().exchange_gradients(grads, {}, ctx)[0]
+        {'w': tensor([2.])}
+        """
+        return grads, state
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
+        return params, state
+
+    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        """After the optimizer, and before `exchange_parameters`: what it keeps, `{slot: {parameter: [1 or L, *]}}`.
+
+        The slots are torch's, such as AdamW's "exp_avg" and "exp_avg_sq"; there are none if the optimizer keeps
+        nothing. Only tensors of the shape of their parameter are shown.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import Moments
+        >>> moments, ctx = {"exp_avg": {"w": torch.tensor([1.0, 3.0])}}, Context(StackedCollectives(2))
+        >>> Moments().exchange_moments(moments, {}, ctx)[0]
+        {'exp_avg': {'w': tensor([2.])}}
+        """
+        return moments, state
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        """Of the module's own optimizer at this step, to be recorded; None: it has none.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
+        >>> ctx = Context(StackedCollectives(2), max_steps=1000)
+        >>> DiLoCoCommunicator(outer_lr=0.5).outer_learning_rate(ctx), AveragingCommunicator().outer_learning_rate(ctx)
+        (0.5, None)
+        """
+        return None
+
+    # Many small configurations in one stack are slow for what Python does for each; these two make them one.
+
+    def stack_key(self) -> Hashable:
+        """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
+
+        It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr` and
+        `ctx.active`.
+
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> AveragingCommunicator(H=5).stack_key(), AveragingCommunicator(H=5, island_size=2).stack_key()
+        (5, None)
+        """
+        return None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        """One module for the nodes of all configurations, `[C * K, *]`, in which each does what its own would.
+
+        >>> from vecgym.strategy import DiLoCoCommunicator
+        >>> slow, fast = DiLoCoCommunicator(outer_lr=0.5), DiLoCoCommunicator(outer_lr=1.0)
+        >>> slow.stacked([slow, fast], num_nodes=2).outer_optim.lr
+        tensor([0.5000, 0.5000, 1.0000, 1.0000], dtype=torch.float64)
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def overrides(module: CommunicationModule, method: str) -> bool:
+    """Whether a module has its own `method`, or that which `every(n, module)` and the like pass it on to.
+
+    >>> from vecgym.strategy import GradientAveraging, every
+    >>> overrides(every(2, GradientAveraging()), "exchange_gradients"), overrides(GradientAveraging(), "active_nodes")
+    (True, False)
+    """
+    return getattr(type(innermost(module)), method) is not getattr(CommunicationModule, method)
+
+
+def innermost(module: Any) -> CommunicationModule:
+    """What `every(n, module)` and the like are around."""
+    while module.passes_on:
+        module = module.module
+    return module
