@@ -17,12 +17,19 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def expand(values: Tree, num_nodes: int) -> Tree:
-    """`[1 or L, *]` -> `[L, *]` without a copy.
+    """Return `[1 or L, *]` as `[L, *]` without a copy; of `[C, *]`, the same on L / C nodes each, a copy.
 
     >>> expand({"w": torch.ones(1, 2)}, 3)["w"].shape
     torch.Size([3, 2])
+    >>> expand({"w": torch.tensor([1.0, 2.0])}, 4)
+    {'w': tensor([1., 1., 2., 2.])}
     """
-    return tree.map(lambda x: x.expand(num_nodes, *x.shape[1:]), values)
+
+    def wide(x: Tensor) -> Tensor:
+        once = x.shape[0] in (1, num_nodes)
+        return x.expand(num_nodes, *x.shape[1:]) if once else x.repeat_interleave(num_nodes // x.shape[0], 0)
+
+    return tree.map(wide, values)
 
 
 def mean(values: Tree) -> Tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
 @dataclass(frozen=True)
 class State:
     """All that evolves in a run. A node dimension of size 1 means "the same on every node".
+
+    The parameters of a sweep, whose L nodes are those of C configurations, may be `[C, *]`: a row for the L / C nodes of
+    each configuration.
 
     Attributes:
         step: optimizer steps done.
@@ -97,10 +100,12 @@ class Simulation:
         num_examples: tuple[int, ...] | None = None,
         limits: tuple[int, ...] | None = None,
         exact: bool = False,
+        keys: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
 
-        Each node has a gradient and an optimizer step of its own, never one for all of them. The engine must compute
+        `keys` are, for each row, the seed and the node by which the model's random numbers are keyed, where they are
+        not `seed` and the ids of `comm`. Each node has a gradient and an optimizer step of its own, never one for all of them. The engine must compute
         node by node too: `Engine(engine="loop")` or `chunk_size=1`.
         """
         self.engine = Engine(model) if engine is None else engine
@@ -113,7 +118,8 @@ class Simulation:
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.exact = exact
         self.num_local = len(comm.node_ids)  # L
-        self._node_ids = comm.node_ids.tolist()
+        self._node_ids: list[int] = comm.node_ids.tolist()
+        self._keys = [(seed, node) for node in self._node_ids] if keys is None else list(keys)
 
     def init(self, params: Tree | None = None) -> State:
         """The state before the first step: the model's own parameters on every node, stored once.
@@ -157,7 +163,7 @@ class Simulation:
             return self._partial_step(state, batch, active, ctx, observe)
 
         # 1. Gradients: each node by itself.
-        local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
+        local = self._gradients(state.params, state.buffers, batch, range(self.num_local), state.strategy, ctx)
         # 2. What is exchanged of the gradients.
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
         if ctx.inplace:
@@ -204,17 +210,18 @@ class Simulation:
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
     ) -> tuple[Tree, Tree, dict[str, Any], Tensor]:
         """Parameters, buffers, optimizer state and losses after the nodes in `rows` have taken a step."""
-        everyone = (state.params, state.buffers, state.optimizer)
-        params, buffers, optimizer = (nodes.take_rows(x, rows) for x in everyone)
-        modules = nodes.take_rows(state.strategy, rows)
+        everyone = (self._per_node_or_once(state.params), state.buffers)
+        params, buffers = (nodes.take_rows(x, rows) for x in everyone)
+        optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
         part = replace(ctx, rows=rows if ctx.rows is None else ctx.rows[rows])
-        local = self._gradients(params, buffers, batch, [self._node_ids[i] for i in rows.tolist()], modules, part)
+        local = self._gradients(params, buffers, batch, rows.tolist(), modules, part)
         params, optimizer = self._optimize(params, local.grads, optimizer, part)
-        params, buffers, optimizer = (
+        params, buffers = (
             nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
-            for old, new in zip(everyone, (params, local.buffers, optimizer))
+            for old, new in zip(everyone, (params, local.buffers))
         )
+        optimizer = self.strategy.put_rows(state.optimizer, rows, optimizer, self.num_local, ctx.inplace)
         losses = losses.to(local.losses.dtype).index_copy(0, rows.to(losses.device), local.losses)
         return params, buffers, optimizer, losses
 
@@ -234,28 +241,34 @@ class Simulation:
         return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
     def _gradients(
-        self, params: Tree, buffers: Tree, batch: Any, node_ids: list[int], modules: dict[str, Any], ctx: Context
+        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
     ) -> Local:
+        """What the nodes in `rows` compute by themselves."""
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
         mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
         mean = mean and not self.exact
         local = self.engine.gradients(
-            params,
+            self._per_node_or_once(params),
             buffers,
             batch,
-            seed=self.seed,
+            seed=[self._keys[row][0] for row in rows],
             step=ctx.step,
-            node_ids=node_ids,
+            node_ids=[self._keys[row][1] for row in rows],
             minibatch_size=self.minibatch_size,
             mean=mean and ctx.inplace,
             differentiable=not ctx.inplace,
-            limits=None if self.limits is None else [self.limits[node] for node in node_ids],
+            limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )
         # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
         grads = (
-            nodes.expand(local.grads, len(node_ids)) if mean and self.num_local < self.comm.num_nodes else local.grads
+            nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         )
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
+
+    def _per_node_or_once(self, params: Tree) -> Tree:
+        """The parameters as the engine takes them, `[1 or L, *]`."""
+        shared = any(1 < p.shape[0] < self.num_local for p in params.values())
+        return nodes.expand(params, self.num_local) if shared else params
 
     def _context(self, step: int, inplace: bool) -> Context:
         everyone = self.num_local >= self.comm.num_nodes
@@ -267,8 +280,8 @@ class Simulation:
 
 
 def _widened(x: Tensor, num_nodes: int) -> Tensor:
-    """`[1 or L, *] -> [L, *]`, in storage of its own."""
-    return x if x.shape[0] == num_nodes else x.expand(num_nodes, *x.shape[1:]).clone()
+    """`[1 or C or L, *] -> [L, *]`, in storage of its own."""
+    return x if x.shape[0] == num_nodes else x.repeat_interleave(num_nodes // x.shape[0], 0)
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:
