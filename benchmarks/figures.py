@@ -32,7 +32,7 @@ from vecgym.core.tree import Tree
 from vecgym.data import Batches, TokenWindows, partition_dirichlet
 from vecgym.models import GPT
 from vecgym.plot import plot_comparison, plot_schedule, plot_sensitivity
-from vecgym.plot.figures import COLOURS, MARKERS
+from vecgym.plot.style import COLOURS, MARKERS
 from vecgym.records.loggers import read_csv
 from vecgym.records.rows import counted
 from vecgym.strategy import (

@@ -13,7 +13,7 @@ import pytest
 
 from vecgym.cli import main
 from vecgym.cli.plot import X_AXES as PLOT_AXES
-from vecgym.plot.figures import X_AXES
+from vecgym.plot.runs import X_AXES
 from vecgym.records.loggers import read_csv
 
 CONFIG = """

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from vecgym.core import rng, tree
 from vecgym.core.errors import VecgymWarning
-from vecgym.data import Batches, EvalBatches, TokenWindows, decode_text, encode_text, num_steps
+from vecgym.data import Batches, EvalBatches, TokenWindows, checks, decode_text, encode_text, num_steps, source
 from vecgym.data import batches as batches_module
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -328,7 +328,7 @@ def test_errors_in_the_dataset_give_the_random_state_back() -> None:
 def test_pinning_keeps_the_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[Tensor] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: (pinned.append(x), x)[1])  # type: ignore[func-returns-value]
-    carried = batches_module._Carried((torch.ones(1), {"a": Pair(torch.ones(2), torch.ones(3))})).pin_memory()
+    carried = source._Carried((torch.ones(1), {"a": Pair(torch.ones(2), torch.ones(3))})).pin_memory()
     assert isinstance(carried.batch, tuple)
     assert isinstance(carried.batch[1]["a"], Pair)
     assert len(pinned) == 3
@@ -474,7 +474,7 @@ def test_node_ids_must_exist(wrong: list[int]) -> None:
     assert Batches(torch.arange(20), 4, 1, node_ids=torch.tensor([2])).node_ids == (2,)
 
 
-@pytest.mark.parametrize("key", batches_module._OWNED_KEYS)
+@pytest.mark.parametrize("key", checks._OWNED_KEYS)
 def test_loader_settings_that_are_vecgyms(key: str) -> None:
     with error(ValueError, f"dataloader_kwargs has '{key}', which vecgym sets itself. Fix"):
         Batches(torch.arange(20), 4, 1, dataloader_kwargs={key: None})
@@ -492,7 +492,7 @@ def test_wrong_loader_settings() -> None:
 
 
 def test_every_loader_setting_is_one_of_dataloader() -> None:
-    ours = {*batches_module._LOADER_KEYS, *batches_module._OWNED_KEYS}
+    ours = {*checks._LOADER_KEYS, *checks._OWNED_KEYS}
     assert ours >= set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
 
 

@@ -25,7 +25,8 @@ from vecgym.plot import (
     plot_sensitivity,
     smooth,
 )
-from vecgym.plot.figures import COLOURS, X_AXES
+from vecgym.plot.runs import X_AXES
+from vecgym.plot.style import COLOURS
 from vecgym.records.optimized import OptimizedSchedule
 
 STEPS = 40

@@ -28,12 +28,12 @@ from vecgym import (
     Trainer,
     Uniform,
     VecgymWarning,
-    saved,
     sweep,
-    tree,
 )  # fmt: skip
 from vecgym.compress import TopK
+from vecgym.core import tree
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
+from vecgym.records import runfile
 from vecgym.records.rows import averaged, chosen, labelled
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -679,17 +679,17 @@ def test_data_that_are_no_tensors_are_recognised_by_examples(tmp_path: Path) -> 
 
 def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -> None:
     old, damaged, run = (tmp_path / name for name in ("old.pt", "damaged.pt", "run.pt"))
-    saved.write(old, {"fingerprint": "0a1b", "sweep": {}})
+    runfile.write(old, {"fingerprint": "0a1b", "sweep": {}})
     with pytest.raises(ValueError, match=r"old\.pt was written by another version of vecgym"):
         kept(old)
     damaged.write_bytes(kept_file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"damaged\.pt is damaged"):
         kept(damaged)
-    saved.write(run, {"identity": {}})
+    runfile.write(run, {"identity": {}})
     with pytest.raises(ValueError, match=r"run\.pt holds no sweep"):
         kept(run)
-    held = saved.read(kept_file)
-    saved.write(run, {**held, "identity": {**held["identity"], "python": "3.9", "model.forward()": "code 00"}})
+    held = runfile.read(kept_file)
+    runfile.write(run, {**held, "identity": {**held["identity"], "python": "3.9", "model.forward()": "code 00"}})
     with pytest.warns(VecgymWarning, match=r"was written with Python 3\.9; this is .* has not been checked"):
         assert kept(run).num_pending == 0
 
@@ -706,7 +706,7 @@ def test_a_table_of_another_form_is_named(name: str, kept_file: Path, tmp_path: 
         torch.save(held, path)
         with pytest.raises(ValueError, match=rf"sweep\.pt is not what .* \['sweep'\].*\['columns'\]\['{name}'\]"):
             kept(path)
-    saved.write(path, {**saved.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})  # in its form too
+    runfile.write(path, {**runfile.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})  # in its form too
     with pytest.raises(ValueError, match=r"sweep\.pt is not what .*KeyError"):
         kept(path)
 

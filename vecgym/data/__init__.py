@@ -1,16 +1,13 @@
 """What the nodes train on: datasets, batches, text, and who holds which examples."""
 
 from vecgym.data.batches import (
-    Batch,
     Batches,
     EvalBatches,
     Examples,
     Factory,
-    TokenWindows,
-    decode_text,
-    encode_text,
     num_steps,
 )
+from vecgym.data.collate import Batch
 from vecgym.data.partition import (
     Partition,
     partition_dirichlet,
@@ -18,6 +15,7 @@ from vecgym.data.partition import (
     partition_quantity_skew,
     partition_shards,
 )
+from vecgym.data.windows import TokenWindows, decode_text, encode_text
 
 __all__ = [
     "Batch",

@@ -1,20 +1,9 @@
 """Figures of runs, sweeps, schedules and partitions."""
 
-from vecgym.plot.figures import (
-    NotebookFigure,
-    default_window,
-    pareto_front,
-    plot_axis,
-    plot_comparison,
-    plot_heatmap,
-    plot_history,
-    plot_pareto,
-    plot_partition,
-    plot_runs,
-    plot_schedule,
-    plot_sensitivity,
-    smooth,
-)
+from vecgym.plot.runs import default_window, plot_comparison, plot_history, plot_runs, smooth
+from vecgym.plot.schedules import plot_partition, plot_schedule, plot_sensitivity
+from vecgym.plot.style import NotebookFigure
+from vecgym.plot.sweeps import pareto_front, plot_axis, plot_heatmap, plot_pareto
 
 __all__ = [
     "NotebookFigure",

@@ -21,7 +21,7 @@ from vecgym.core.errors import DivergenceError
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
-from vecgym.data.batches import check_dataset
+from vecgym.data.checks import check_dataset
 from vecgym.engine import hooks
 from vecgym.engine.contract import check_model
 from vecgym.engine.local import Engine, EngineName, check_settings

@@ -1,0 +1,140 @@
+"""Check datasets and loader settings: what was given, what is allowed, the fix."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from vecgym.core import check
+from vecgym.core.errors import VecgymWarning
+
+_LOADER_KEYS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "pin_memory_device",
+    "drop_last",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+_OWNED_KEYS = {
+    "dataset": "pass it as the first argument",
+    "batch_size": "use the argument batch_size",
+    "shuffle": "use the argument shuffle",
+    "sampler": "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads",
+    "batch_sampler": "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads",
+    "generator": "use the argument seed",
+    "in_order": "leave it out, batches always come in order",
+}
+
+
+_LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers"), check.flag),
+    "num_workers": partial(check.integer, least=0),
+    "prefetch_factor": check.optional_integer,
+    "timeout": partial(check.number, within="[0, inf)", what="seconds"),
+}
+
+
+def split_loader_kwargs(
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[bool, Callable[[list[Any]], Any] | None, dict[str, Any]]:
+    """`drop_last` and `collate_fn`, which vecgym applies itself, and the DataLoader's part."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"dataloader_kwargs is {check.kind_of(kwargs)}; give a dict such as {{'num_workers': 2}}.")
+    given = dict(kwargs or {})
+    for key in given:
+        if key in _OWNED_KEYS:
+            raise ValueError(f"dataloader_kwargs has {key!r}, which vecgym sets itself. Fix: {_OWNED_KEYS[key]}")
+    check.keywords("dataloader_kwargs", given, _LOADER_KEYS)
+    rest = {key: _LOADER_CHECKS[key](key, value) if key in _LOADER_CHECKS else value for key, value in given.items()}
+    if not rest.get("num_workers"):
+        if rest.get("timeout"):
+            raise ValueError(f"timeout={rest['timeout']} needs workers. Fix: num_workers=1 or more, or no timeout")
+        if rest.get("worker_init_fn") is not None:
+            warnings.warn("worker_init_fn has no effect with num_workers=0", VecgymWarning, stacklevel=4)
+    collate_fn = rest.pop("collate_fn", None)
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn is {check.kind_of(collate_fn)}; give a function: list of examples -> batch.")
+    return rest.pop("drop_last", False), collate_fn, rest
+
+
+def is_factory(dataset: Any) -> bool:
+    if isinstance(dataset, nn.Module):  # it can be called, but with batches
+        return False
+    return callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__"))
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    """Raise an error for what is neither a map-style dataset, of at least one example, nor a factory.
+
+    >>> check_dataset([], "train_dataset")
+    Traceback (most recent call last):
+    ...
+    ValueError: train_dataset is empty. Allowed: at least one example
+    """
+    if not is_factory(dataset):
+        check_examples(dataset, name)
+        return
+    try:
+        inspect.signature(dataset).bind(0, 1, True)
+    except ValueError:  # of a class written in C, which does not say what it takes
+        pass
+    except TypeError as error:
+        raise TypeError(f"{name} is called as a factory (rank, num_nodes, train) -> Dataset: {error}") from None
+
+
+def check_examples(dataset: Any, name: str) -> None:
+    if isinstance(dataset, nn.Module):
+        raise TypeError(f"{name} is {describe(dataset)}, a model. Fix: Trainer(model, train_dataset, val_dataset)")
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"{name} is {describe(dataset)}, an IterableDataset, without random access to deal to nodes. "
+            f"Allowed: a map-style dataset. Fix: read it first, {name}=list(dataset)"
+        )
+    if isinstance(dataset, (Mapping, str, bytes)) or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{name} is {describe(dataset)}, not a dataset. Allowed: anything with __len__ and "
+            "__getitem__(int), or a factory (rank, num_nodes, train) -> Dataset. Fix: TensorDataset(x, y), "
+            'or loader.dataset of a DataLoader, or one split such as splits["train"]'
+        )
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"{name} is {describe(dataset)}, without length. Fix: define __len__ in its class")
+    if _length(dataset, name) == 0:
+        raise ValueError(f"{name} is empty. Allowed: at least one example")
+
+
+def _length(dataset: Any, name: str) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:  # of a tensor without dimensions, or a class that says it has none
+        raise TypeError(f"{name} is {describe(dataset)}, without length: {error}") from None
+
+
+def checked_node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[int, ...]:
+    if node_ids is None:
+        return tuple(range(num_nodes))
+    given = node_ids.tolist() if isinstance(node_ids, Tensor) else node_ids
+    check.instance("node_ids", given, Iterable, "the ids of nodes, such as [0, 1]")
+    ids = tuple(check.integer("node_ids", node, 0) for node in given)
+    if not ids or len(set(ids)) < len(ids) or max(ids) >= num_nodes:
+        raise ValueError(f"node_ids={ids}. Allowed: different ids from 0 to {num_nodes - 1}, at least one")
+    return ids
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dim()}-D tensor of {value.dtype}"
+    inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""
+    return f"a {type(value).__name__}{inside}"

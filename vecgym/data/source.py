@@ -1,0 +1,259 @@
+"""Read the examples of a step from the datasets of the nodes, fastest way first."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from vecgym.core import rng, tree
+from vecgym.data.checks import check_dataset, check_examples, is_factory, split_loader_kwargs
+from vecgym.data.collate import Batch, as_list, as_tensor, check_shapes, explain, fold, map_together
+from vecgym.data.windows import TokenWindows
+
+
+class Source:
+    """The datasets of the nodes here, and how the examples of a step are read from them."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_nodes: int,
+        node_ids: tuple[int, ...],
+        train: bool,
+        seed: int,
+        device: torch.device | str | None,
+        dataloader_kwargs: Mapping[str, Any] | None,
+        name: str,
+    ):
+        self.shared = not is_factory(dataset)
+        if not self.shared:
+            check_dataset(dataset, name)
+        datasets = [dataset] if self.shared else [dataset(node, num_nodes, train) for node in node_ids]
+        for node, own in zip(node_ids, datasets):
+            check_examples(own, name if self.shared else f"{name} of node {node}")
+        self.lengths = tuple(len(own) for own in datasets)
+        self.device = device
+        self.drop_last, collate_fn, self._loader_kwargs = split_loader_kwargs(dataloader_kwargs)
+        unwrapped = [_unwrap(own) for own in datasets]
+        self._positions = [positions for _, positions in unwrapped]
+        bases = [base for base, _ in unwrapped]
+        one = all(base is bases[0] for base in bases)
+        self._reader = _Reader(
+            datasets=tuple(bases[:1] if one else bases),
+            node_ids=node_ids,
+            collate_fn=collate_fn,
+            gathers=collate_fn is None and all(_can_gather(base) for base in bases),
+            seed=seed,
+            purpose="train examples" if train else "eval examples",
+            name=name,
+        )
+        self._loader([])  # torch checks the values of dataloader_kwargs: now, not at the first step
+
+    def locate(self, order: Tensor) -> Tensor:
+        """Places in the nodes' datasets `[L, n]` -> places in the datasets below their `Subset`s, there."""
+        if self.shared and self._positions[0] is not None:
+            order = self._positions[0][order]
+        elif not self.shared:
+            rows = [row if at is None else at[row] for at, row in zip(self._positions, order)]
+            order = torch.stack(rows)
+        return order.to(_index_device(self._reader.datasets[0]))
+
+    def read(self, step: int, indices: Tensor) -> Batch:
+        return _move(self._reader(step, indices), self.device)
+
+    def stream(self, requests: Iterable[tuple[int, Tensor]]) -> Iterator[Batch]:
+        """One batch per request, in order; workers read ahead if there are any."""
+        if not (self._loader_kwargs.get("num_workers") or self._loader_kwargs.get("pin_memory")):
+            return (self.read(*request) for request in requests)
+        # numpy: a tensor would reach the workers through shared memory, one file descriptor each
+        orders = ((step, indices.numpy(force=True)) for step, indices in requests)
+        return (_move(carried.batch, self.device) for carried in self._loader(orders))
+
+    def _loader(self, orders: Iterable[tuple[int, np.ndarray]]) -> DataLoader[_Carried]:
+        return DataLoader(
+            _Steps(self._reader),
+            batch_size=None,  # one item is the batch of all nodes
+            sampler=orders,
+            collate_fn=_identity,
+            generator=rng.generator(self._reader.seed, "workers"),  # else torch draws from the global one
+            **self._loader_kwargs,
+        )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """`(step, indices [L, B])` -> a tree of `[L, B, ...]`; workers get a copy of it."""
+
+    datasets: tuple[Any, ...]  # one per node, or a single one that all nodes read
+    node_ids: tuple[int, ...]
+    collate_fn: Callable[[list[Any]], Any] | None
+    gathers: bool  # nothing but `_gather` is needed
+    seed: int
+    purpose: str
+    name: str
+
+    def __call__(self, step: int, indices: Tensor) -> Batch:
+        with contextlib.nullcontext() if self.gathers else _private_random_state():
+            if self.collate_fn is None:
+                batch = self._read_all(step, indices)
+                return self._map(lambda leaves, path: fold(leaves[0], path, indices.shape), [batch])
+            return self._map(self._stack, self._read_each(step, indices))
+
+    def _read_all(self, step: int, indices: Tensor) -> Batch:
+        """Leaves `[L * B, ...]`."""
+        if len(self.datasets) == 1:
+            return self._read(self.datasets[0], step, self.node_ids, indices)
+        return self._map(self._concatenate, self._read_each(step, indices))
+
+    def _read_each(self, step: int, indices: Tensor) -> list[Batch]:
+        """L batches with leaves `[B, ...]`."""
+        datasets = self.datasets if len(self.datasets) > 1 else self.datasets * len(self.node_ids)
+        rows = zip(datasets, self.node_ids, indices.split(1))
+        return [self._read(dataset, step, (node,), row) for dataset, node, row in rows]
+
+    def _read(self, dataset: Any, step: int, nodes: tuple[int, ...], indices: Tensor) -> Batch:
+        """The examples `[l, B]` of `nodes` out of one dataset, leaves `[l * B, ...]`."""
+        if self.gathers:
+            return _gather(dataset, indices.reshape(-1))
+        examples = self._examples(dataset, step, nodes, indices)
+        if self.collate_fn is not None:
+            return self.collate_fn(as_list(examples, indices.numel()))
+        return self._collate(examples) if isinstance(examples, list) else examples
+
+    def _examples(self, dataset: Any, step: int, nodes: tuple[int, ...], indices: Tensor) -> Any:
+        """A list of examples, or what else `__getitems__` gives."""
+        if callable(getattr(dataset, "__getitems__", None)):
+            _seed_everything(rng.key(self.seed, self.purpose, step, nodes[0]))
+            examples = dataset.__getitems__(indices.reshape(-1).tolist())
+            if isinstance(examples, list) and len(examples) != indices.numel():
+                raise ValueError(
+                    f"{self.name}: __getitems__ of {type(dataset).__name__} returned a list of length "
+                    f"{len(examples)} for {indices.numel()} indices. Allowed: a list with one example per "
+                    "index, or a tuple or dict that is the batch. Fix: return tuple(...) if it is the batch"
+                )
+            return examples
+        examples = []
+        for node, row in zip(nodes, indices.tolist()):
+            _seed_everything(rng.key(self.seed, self.purpose, step, node))
+            examples += [dataset[i] for i in row]
+        return examples
+
+    def _collate(self, examples: list[Any]) -> Batch:
+        try:
+            return default_collate(examples)
+        except (TypeError, RuntimeError, ValueError, KeyError):
+            self._map(explain, examples)  # raises an error that names the leaf, if it finds one
+            raise
+
+    def _concatenate(self, leaves: list[Any], path: str) -> Tensor:
+        return torch.cat(self._alike(leaves, path))
+
+    def _stack(self, leaves: list[Any], path: str) -> Tensor:
+        tensors = self._alike(leaves, path)
+        return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]  # no copy for one node
+
+    def _alike(self, leaves: list[Any], path: str) -> list[Tensor]:
+        tensors = [as_tensor(leaf, path) for leaf in leaves]
+        check_shapes([x.shape for x in tensors], path, lambda i: f"the batch of node {self.node_ids[i]}")
+        return tensors
+
+    def _map(self, fn: Callable[[list[Any], str], Any], trees: Sequence[Batch]) -> Batch:
+        return map_together(fn, trees, f"{self.name}: batch")
+
+
+class _Steps(Dataset["_Carried"]):
+    """What the DataLoader sees: a request `(step, indices [L, B])` in, the batch of all nodes out."""
+
+    def __init__(self, reader: _Reader):
+        self.reader = reader
+
+    def __getitem__(self, request: tuple[int, np.ndarray]) -> _Carried:
+        step, indices = request
+        return _Carried(self.reader(step, torch.from_numpy(indices)))
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """Brings a batch through the DataLoader, whose own pinning makes lists of tuples in some versions."""
+
+    batch: Batch
+
+    def pin_memory(self) -> _Carried:
+        return _Carried(tree.map_leaves(Tensor.pin_memory, self.batch))
+
+
+def _identity(carried: Any) -> Any:
+    return carried
+
+
+def _unwrap(dataset: Any) -> tuple[Any, Tensor | None]:
+    """A `Subset` as the dataset below it and the places there, so that one gather reads through it."""
+    positions: Tensor | None = None
+    while type(dataset) is Subset:
+        places = np.asarray(dataset.indices)
+        if places.ndim != 1 or places.dtype.kind not in "iu" or (places < 0).any():
+            break  # keys of another kind: the Subset itself knows what to do with them
+        inner = torch.from_numpy(places.astype(np.int64))
+        positions = inner if positions is None else inner[positions]
+        dataset = dataset.dataset
+    return dataset, positions
+
+
+def _can_gather(dataset: Any) -> bool:
+    """Whether `_gather` gives just what `dataset[i]` and collating would."""
+    if isinstance(dataset, TensorDataset):  # a subclass may read in its own way
+        return all(
+            getattr(type(dataset), name, None) is getattr(TensorDataset, name, None)
+            for name in ("__getitem__", "__getitems__")
+        )
+    return isinstance(dataset, Tensor) or type(dataset) is TokenWindows
+
+
+def _gather(dataset: Any, index: Tensor) -> Batch:
+    """The examples at `index` `[n]`, leaves `[n, ...]`."""
+    if isinstance(dataset, Tensor):
+        return dataset.index_select(0, index)
+    if isinstance(dataset, TokenWindows):
+        return dataset.__getitems__(index)
+    # on CPU, index_select takes a third to a sixth of the time of x[index]
+    return [x.index_select(0, index.to(x.device)) for x in dataset.tensors]
+
+
+def _index_device(dataset: Any) -> torch.device:
+    if not _can_gather(dataset):
+        return torch.device("cpu")
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[0].device
+    return dataset.device if isinstance(dataset, Tensor) else dataset.tokens.device
+
+
+def _move(batch: Batch, device: torch.device | str | None) -> Batch:
+    if device is None:
+        return batch
+    return tree.map_leaves(lambda x: x.to(device, non_blocking=x.is_pinned()), batch)
+
+
+@contextlib.contextmanager
+def _private_random_state() -> Iterator[None]:
+    """Put the global random states back as they were: a dataset's random transforms draw from them."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        random.setstate(states[2])
+
+
+def _seed_everything(key: int) -> None:
+    torch.default_generator.manual_seed(key)  # not torch.manual_seed, which seeds the accelerators too
+    np.random.seed(key % 2**32)  # noqa: NPY002
+    random.seed(key)

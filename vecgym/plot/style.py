@@ -1,0 +1,124 @@
+"""What all figures share: colours, titles, files. Matplotlib's object interface only: no global state."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from torch import Tensor
+
+from vecgym.core import check
+
+# Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+MARKERS = "osD^vPX"
+MAX_RUNS_INSIDE = 5  # of a legend among the curves: a longer one would hide them
+LIGHT = 0.35  # opacity of training losses: validation losses are what counts
+MAX_LEGEND = 16  # entries
+
+
+class NotebookFigure(Figure):
+    """A matplotlib `Figure` that notebooks show even if pyplot was never imported.
+
+    >>> NotebookFigure(figsize=(1, 1))._repr_png_()[1:4]
+    b'PNG'
+    """
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+
+def vector(name: str, values: Any) -> np.ndarray:
+    try:
+        found = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
+    except (TypeError, ValueError, NotImplementedError):  # the last: of a tensor on the device meta
+        raise TypeError(f"{name} is {check.kind_of(values)} without numbers; give one for each step, [T].") from None
+    if found.ndim != 1 or len(found) == 0:
+        raise ValueError(f"{name} has shape {list(found.shape)}; one number for each step, [T], is needed.")
+    return found
+
+
+def finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(True, which="major", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def done(figure: Figure, title: str | None, path: str | os.PathLike[str] | None) -> Figure:
+    if title:
+        figure.suptitle(title, fontsize=12)
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    return figure
+
+
+def span(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest finite entry of each row; nan where there is none."""
+    there = np.isfinite(values)
+    low = np.where(there, values, np.inf).min(axis=1)
+    high = np.where(there, values, -np.inf).max(axis=1)
+    some = there.any(axis=1)
+    return np.where(some, low, np.nan), np.where(some, high, np.nan)
+
+
+def check_shared(path: Any, title: Any, window: Any = None, best: Any = False) -> None:
+    """What several figures are given, before anything is drawn."""
+    if path is not None:
+        check.path("path", path)
+    check.instance("title", title, (str, type(None)), "a str, or None")
+    check.optional_integer("window", window, what="steps to average over")
+    check.flag("best", best)
+
+
+def scale_bytes(axes: Axes) -> None:
+    """A logarithmic axis of bytes, labelled in kB, MB ..., also where it spans less than two powers of ten."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    if high < 100 * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.xaxis.set_minor_formatter(NullFormatter())  # numbers between the labels would overlap them
+
+
+def line_styles(values: list[Any]) -> list[dict[str, Any]]:
+    """Colours that are told apart; of more values than there are, shades in their order."""
+    if len(values) <= len(COLOURS):
+        return [{"color": colour, "marker": marker} for colour, marker in zip(COLOURS, MARKERS)]
+    shades = map(to_hex, colormaps["viridis"](np.linspace(0, 0.95, len(values))))
+    return [{"color": shade, "marker": MARKERS[i % len(MARKERS)]} for i, shade in enumerate(shades)]
+
+
+def legend_beside(axes: Axes, handles: Sequence[Any], labels: Sequence[str], title: str) -> None:
+    keep = every_few(len(handles))
+    axes.legend(
+        [handles[i] for i in keep], [labels[i] for i in keep], title=title, frameon=False, loc="center left",
+        bbox_to_anchor=(1, 0.5), fontsize=8,
+    )  # fmt: skip
+
+
+def every_few(number: int) -> list[int]:
+    """The places of at most MAX_LEGEND of so many entries, evenly spaced, with the first and the last.
+
+    >>> every_few(3), len(every_few(200)), every_few(200)[-1]
+    ([0, 1, 2], 16, 199)
+    """
+    if number <= MAX_LEGEND:
+        return list(range(number))
+    return [round(i * (number - 1) / (MAX_LEGEND - 1)) for i in range(MAX_LEGEND)]
