@@ -22,8 +22,7 @@ from vecgym.strategy.per_rank import PerRankStrategy, is_per_rank
 class State:
     """All that evolves in a run. A node dimension of size 1 means "the same on every node".
 
-    The parameters of a sweep, whose L nodes are those of C configurations, may be `[C, *]`: a row for the L / C nodes of
-    each configuration.
+    Where the L nodes are those of C configurations, parameters may be `[C, *]`: one row for L / C nodes each.
 
     Attributes:
         step: optimizer steps done.
@@ -104,9 +103,11 @@ class Simulation:
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
 
-        `keys` are, for each row, the seed and the node by which the model's random numbers are keyed, where they are
-        not `seed` and the ids of `comm`. Each node has a gradient and an optimizer step of its own, never one for all of them. The engine must compute
+        Each node has a gradient and an optimizer step of its own, never one for all of them. The engine must compute
         node by node too: `Engine(engine="loop")` or `chunk_size=1`.
+
+        `keys` are the seed and the node, for each row, by which the model's random numbers are keyed; by default `seed`
+        and the ids of `comm`.
         """
         self.engine = Engine(model) if engine is None else engine
         self.strategy = PerRankStrategy(strategy, model) if is_per_rank(strategy) else strategy
@@ -194,7 +195,7 @@ class Simulation:
         if len(rows):  # else: all of them are in other processes
             params, buffers, optimizer, losses = self._train_rows(state, batch, rows, losses, ctx)
         # Per node in every process, also where none has trained: they meet in the exchange.
-        params = tree.map(lambda p: _widened(p, self.num_local), params)
+        params = nodes.widened(params, self.num_local)
         observe(params)
         shared, exchanged = self.strategy.exchange_parameters(params, state.strategy, ctx)
         if ctx.inplace:
@@ -210,7 +211,7 @@ class Simulation:
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
     ) -> tuple[Tree, Tree, dict[str, Any], Tensor]:
         """Parameters, buffers, optimizer state and losses after the nodes in `rows` have taken a step."""
-        everyone = (self._per_node_or_once(state.params), state.buffers)
+        everyone = (_per_node_or_once(state.params, self.num_local), state.buffers)
         params, buffers = (nodes.take_rows(x, rows) for x in everyone)
         optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
@@ -248,7 +249,7 @@ class Simulation:
         mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
         mean = mean and not self.exact
         local = self.engine.gradients(
-            self._per_node_or_once(params),
+            _per_node_or_once(params, len(rows)),
             buffers,
             batch,
             seed=[self._keys[row][0] for row in rows],
@@ -260,15 +261,8 @@ class Simulation:
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )
         # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
-        grads = (
-            nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
-        )
+        grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
-
-    def _per_node_or_once(self, params: Tree) -> Tree:
-        """The parameters as the engine takes them, `[1 or L, *]`."""
-        shared = any(1 < p.shape[0] < self.num_local for p in params.values())
-        return nodes.expand(params, self.num_local) if shared else params
 
     def _context(self, step: int, inplace: bool) -> Context:
         everyone = self.num_local >= self.comm.num_nodes
@@ -279,9 +273,10 @@ class Simulation:
         )  # fmt: skip
 
 
-def _widened(x: Tensor, num_nodes: int) -> Tensor:
-    """`[1 or C or L, *] -> [L, *]`, in storage of its own."""
-    return x if x.shape[0] == num_nodes else x.repeat_interleave(num_nodes // x.shape[0], 0)
+def _per_node_or_once(params: Tree, num_nodes: int) -> Tree:
+    """`[1 or C or L, *]` -> `[1 or L, *]`: the parameters as the engine takes them."""
+    shared = any(1 < p.shape[0] < num_nodes for p in params.values())
+    return nodes.expand(params, num_nodes) if shared else params
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:

@@ -41,7 +41,7 @@ class Recorder:
         self._seconds = 0.0  # before this program took the run over
         self._bar: tqdm | None = None
 
-    def start(self, settings: dict[str, Any], bar: tqdm) -> None:
+    def start(self, settings: dict[str, Any], bar: tqdm | None = None) -> None:
         """The run begins, or goes on where it was when the history's rows were recorded."""
         self.loggers.start(settings, self.history.rows)
         self._bar = bar
@@ -114,9 +114,8 @@ class Recorder:
         self.loggers.finish()
 
     def _show(self, loss: float) -> None:
-        assert self._bar is not None
         # It redraws itself some times a second, and at the end.
-        if self._bar.update() or self._bar.n == self._bar.total:
+        if self._bar is not None and (self._bar.update() or self._bar.n == self._bar.total):
             show(self._bar, loss, self.ledger.total_bytes)
 
     def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:

@@ -31,8 +31,8 @@ from vecgym.records.history import History
 from vecgym.records.loggers import Logger
 from vecgym.runs import multiprocess
 from vecgym.runs.checkpoint import Checkpoints, Run, check_checkpoints
-from vecgym.runs.evaluation import average, consensus_distance, correlation, evaluate
-from vecgym.runs.memory import check_fraction, fitting_sizes, peak_bytes
+from vecgym.runs.evaluation import average, consensus_distance, correlation, evaluated_columns
+from vecgym.runs.memory import check_fraction, fitting_sizes
 from vecgym.runs.options import (
     FitOptions,
     OnDivergence,
@@ -489,13 +489,9 @@ class Trainer(Generic[M]):
 
     def _evaluate(self, recorder: Recorder, engine: Engine, val: EvalBatches | None, comm: Collectives) -> None:
         assert self.state is not None
-        found: dict[str, Any] = {}
-        if val is not None:
-            found = evaluate(engine, self.state, val, comm).columns
-        if self.state.step > 0:
-            found["consensus_distance"] = consensus_distance(self.state.params, comm)
+        (found,) = evaluated_columns(engine, self.state, [val], comm)
         if found:
-            recorder.add(**found, memory_bytes=peak_bytes(engine.device))
+            recorder.add(**found)
 
     def _trained(self, model: nn.Module, engine: Engine) -> Tree:
         """All parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""
