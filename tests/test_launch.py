@@ -477,10 +477,11 @@ def test_under_torchrun(tmp_path: Path, group: str) -> None:
     assert len((tmp_path / "log" / "history.csv").read_text().splitlines()) == 1 + len(alone.history)
 
 
-def test_the_readmes_script_under_torchrun(tmp_path: Path) -> None:
+def test_the_guides_script_under_torchrun(tmp_path: Path) -> None:
     """All of its block, as a file: one log, and one checkpoint that has all nodes."""
-    readme = (ROOT / "README.md").read_text()
-    (tmp_path / "train.py").write_text(readme.split("```python\n# train.py\n")[1].split("```")[0])
+    page = vecgym.guide.processes.__doc__
+    assert page is not None
+    (tmp_path / "train.py").write_text(page.split("```python\n# train.py\n")[1].split("```")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": multiprocess.loopback()}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -165,7 +165,7 @@ class History:
         """The present name of a column that there is."""
         column = present_name(check.instance(name, column, str, "the name of a column"), RENAMED)
         if column not in SCALARS and column not in PER_NODE and column not in self.columns:
-            raise KeyError(f"{column!r} is not a column; there are {', '.join(self.columns)}.")
+            raise KeyError(f"{name}={column!r} is not a column; there are {', '.join(self.columns)}.")
         return column
 
     def __len__(self) -> int:

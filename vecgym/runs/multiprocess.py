@@ -481,8 +481,9 @@ def _settle(link: Link, settings: _Settings) -> None:
         os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGUSR1"):
-        trace = Path(settings.folder, f"trace-{link.rank}").open("w")  # noqa: SIM115 - open as long as the process
-        faulthandler.register(signal.SIGUSR1, trace)
+        with contextlib.suppress(OSError):  # a full disk: it says where a process hangs, and is no reason to end
+            trace = Path(settings.folder, f"trace-{link.rank}").open("w")  # noqa: SIM115 - open as long as the process
+            faulthandler.register(signal.SIGUSR1, trace)
     threading.Thread(target=_follow_parent, args=(settings.folder,), daemon=True).start()
     torch.set_num_threads(settings.num_threads)
     warnings.simplefilter("ignore" if link.rank else "default")

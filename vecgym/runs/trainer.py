@@ -280,7 +280,10 @@ class Trainer(Generic[M]):
         )  # fmt: skip
         loggers = Loggers(logger, options.log_interval)
         if backend == "processes":
-            hooks.check_pickled(self.model)
+            alone = (
+                'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model'
+            )
+            hooks.check_pickled(self.model, f"{alone} itself")
             with self._alone():
                 return self._fit_processes(strategy, num_nodes, num_processes, options, loggers, progress, timeout_s)
         with (

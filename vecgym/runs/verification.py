@@ -30,6 +30,7 @@ from vecgym.core import tree
 from vecgym.core.check import integer, kind_of
 from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
+from vecgym.engine import hooks
 from vecgym.engine.local import Engine, check_settings
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records.rows import counted
@@ -215,7 +216,8 @@ def verify(
 
     Returns:
         A `Report`; `report.passed`, and `print(report)`. A check that fails names the first step, tensor and node that
-        differ, and the rule of the contract (README) that is most probably broken: `check.finding`.
+        differ, and the rule of the contract that is most probably broken, see
+        `vecgym.guide.writing_a_strategy`: `check.finding`.
 
     Raises:
         ValueError, TypeError: for arguments that cannot work.
@@ -239,7 +241,9 @@ def verify(
     check_settings(engine, None, None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {kind_of(model)}; give an nn.Module whose forward(batch) returns a loss.")
-    if dtype not in BOUNDS:
+    hooks.check_hooks(model)
+    hooks.check_pickled(model, "verify the strategy with a model that has none")
+    if not isinstance(dtype, torch.dtype) or dtype not in BOUNDS:
         raise ValueError(f"dtype={dtype} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
     check_divides(num_processes, num_nodes)
     strategy.check(num_nodes, steps)

@@ -16,7 +16,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.compat.exogym import strict
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
-from vecgym.compat.exogym.options import OF_RUNS, warn_without_effect
+from vecgym.compat.exogym.options import OF_RUNS, checked, warn_without_effect
 from vecgym.compat.exogym.strategies import Strategy
 from vecgym.compat.exogym.utils import create_config
 from vecgym.compat.exogym.vectorised import vectorised
@@ -75,6 +75,7 @@ class Trainer:
     tensor(0.7000, requires_grad=True)
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -96,6 +97,7 @@ class Trainer:
         self.ledger = Ledger()
         self.nodes: Nodes | None = None
 
+    @checked
     def fit(
         self,
         num_epochs: int = 1,
@@ -139,10 +141,6 @@ class Trainer:
             )
         if num_nodes is None:
             raise TypeError("fit() needs num_nodes=K.")
-        num_nodes, batch_size = check.integer("num_nodes", num_nodes), check.integer("batch_size", batch_size)
-        val_interval = check.integer("val_interval", val_interval)
-        minibatch_size = check.optional_integer("minibatch_size", minibatch_size)
-        max_steps = check.optional_integer("max_steps", max_steps)
         if minibatch_size is not None and minibatch_size > batch_size:
             raise ValueError(f"minibatch_size={minibatch_size} must not be larger than batch_size={batch_size}.")
         device = resolve_device(options.get("device") or self.device or None)
@@ -224,6 +222,7 @@ class Trainer:
             warn("fit(): log_x_axis='examples' has no effect without wandb_project: train.csv has both columns.")
         return [CSVLogger(name, config)]
 
+    @checked
     def find_minibatch_size(self, num_nodes: int, batch_size: int, force_recalculate: bool = False) -> int:
         """`batch_size`: nothing is probed here."""
         return batch_size
