@@ -23,6 +23,58 @@ from vecgym.records.loggers import Logger
 from vecgym.runs.options import OnDivergence
 
 
+class StepRows:
+    """Turns what steps observed into rows of a history, one after the other.
+
+    Attributes:
+        examples: seen so far, by all nodes together.
+        seconds: since the start, at the last row.
+    """
+
+    def __init__(self, data: Batches, limits: Sequence[int] | None = None) -> None:
+        self.data = data
+        self.limits = limits
+        self.examples = 0
+        self.seconds = 0.0
+
+    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float], seconds: float) -> Row:
+        """Return the row after `step` steps.
+
+        Args:
+            num_bytes: sent in this step, sent in all, received in all.
+            seconds: since the start.
+        """
+        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
+        losses = metrics.losses.to("cpu", precision).numpy()
+        here = losses if metrics.active is None else losses[metrics.active]
+        size = self.data.width(step - 1)
+        trained = range(len(losses)) if metrics.active is None else metrics.active
+        seen = sum(size if self.limits is None else min(size, self.limits[node]) for node in trained)
+        self.examples += seen
+        elapsed = max(seconds - self.seconds, 1e-9)
+        self.seconds = seconds
+        row = Row(
+            {
+                "step": step,
+                "epoch": step / self.data.steps_per_epoch,
+                "examples": self.examples,
+                "train_loss": float(here.mean(dtype=np.float64)) if len(here) else math.nan,  # nobody has trained
+                "train_losses": losses,
+                "lr": _mean(metrics.lr),
+                "bytes_step": num_bytes[0],
+                "bytes_total": num_bytes[1],
+                "bytes_received_total": num_bytes[2],
+                "seconds": seconds,
+                "steps_per_s": 1 / elapsed,
+                "examples_per_s": seen / elapsed,
+                "bytes_per_s": num_bytes[0] / elapsed,
+            }
+        )
+        if metrics.outer_lr is not None:
+            row["outer_lr"] = _mean(metrics.outer_lr)
+        return row
+
+
 class Recorder:
     """Turns steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
 
@@ -32,65 +84,37 @@ class Recorder:
     ) -> None:  # fmt: skip
         self.history = history
         self.ledger = ledger
-        self.data = data
         self.on_divergence = on_divergence
-        self.limits = limits
         self.loggers = loggers
         self._row: Row | None = None
-        self._examples = 0
+        self._rows = StepRows(data, limits)
         self._seconds = 0.0  # before this program took the run over
         self._bar: tqdm | None = None
 
-    def start(self, settings: dict[str, Any], bar: tqdm | None = None) -> None:
+    def start(self, settings: dict[str, Any], bar: tqdm) -> None:
         """The run begins, or goes on where it was when the history's rows were recorded."""
         self.loggers.start(settings, self.history.rows)
         self._bar = bar
-        self._last = time.perf_counter()
-        self._start = self._last - self._seconds
+        self._start = time.perf_counter() - self._seconds
 
     def state(self) -> dict[str, Any]:
         """What is counted beside the history."""
-        return {"examples": self._examples, "seconds": time.perf_counter() - self._start}
+        return {"examples": self._rows.examples, "seconds": time.perf_counter() - self._start}
 
     def load(self, state: dict[str, Any]) -> None:
-        self._examples, self._seconds = state["examples"], state["seconds"]
+        self._rows.examples = state["examples"]
+        self._seconds = self._rows.seconds = state["seconds"]
 
     def step(self, state: State, metrics: Metrics) -> None:
         self.flush()
         self.ledger.add(state.step - 1, metrics.transfers)
-        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
-        losses = metrics.losses.to("cpu", precision).numpy()
-        here = losses if metrics.active is None else losses[metrics.active]
         now = time.perf_counter()
-        size = self.data.width(state.step - 1)
-        trained = range(len(losses)) if metrics.active is None else metrics.active
-        seen = sum(size if self.limits is None else min(size, self.limits[node]) for node in trained)
-        self._examples += seen
-        mean = float(here.mean(dtype=np.float64)) if len(here) else math.nan  # nobody has trained
-        seconds = max(now - self._last, 1e-9)
-        self._row = Row(
-            {
-                "step": state.step,
-                "epoch": state.step / self.data.steps_per_epoch,
-                "examples": self._examples,
-                "train_loss": mean,
-                "train_losses": losses,
-                "lr": _mean(metrics.lr),
-                "bytes_step": self.ledger.step_bytes,
-                "bytes_total": self.ledger.total_bytes,
-                "bytes_received_total": self.ledger.total_received_bytes,
-                "seconds": now - self._start,
-                "steps_per_s": 1 / seconds,
-                "examples_per_s": seen / seconds,
-                "bytes_per_s": self.ledger.step_bytes / seconds,
-            }
-        )
-        if metrics.outer_lr is not None:
-            self._row["outer_lr"] = _mean(metrics.outer_lr)
-        self._last = now
-        self._show(mean)
-        if len(here) and not math.isfinite(mean):
-            self._diverged(state.step - 1, losses, metrics.active)
+        totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
+        self._row = self._rows.of_step(state.step, metrics, totals, now - self._start)
+        self._show(self._row["train_loss"])
+        num_active = len(metrics.losses) if metrics.active is None else len(metrics.active)
+        if num_active and not math.isfinite(self._row["train_loss"]):
+            self._diverged(state.step - 1, self._row["train_losses"], metrics.active)
 
     def add(self, **values: Any) -> None:
         """Add columns to the present row; before the first step, to a row of its own."""
@@ -114,8 +138,9 @@ class Recorder:
         self.loggers.finish()
 
     def _show(self, loss: float) -> None:
+        assert self._bar is not None
         # It redraws itself some times a second, and at the end.
-        if self._bar is not None and (self._bar.update() or self._bar.n == self._bar.total):
+        if self._bar.update() or self._bar.n == self._bar.total:
             show(self._bar, loss, self.ledger.total_bytes)
 
     def _diverged(self, step: int, losses: np.ndarray, active: list[int] | None) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor
 from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
-from vecgym.engine.simulation import Metrics
 from vecgym.engine.simulation import State as SimulationState
 from vecgym.optim.merge import per_row
 from vecgym.strategy import Context, Strategy
@@ -135,12 +134,13 @@ class Merged(Strategy):
         return self._joined(each, self._ends_of(1 if once else self.num_nodes)), changed
 
     def lr(self, ctx: Context) -> float | Tensor:
-        return per_row(self._rates(ctx), [self.num_nodes] * len(self.members))
+        self._contexts(ctx)
+        return per_row(self.rates(), [self.num_nodes] * len(self.members))
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         contexts, of_grads = self._contexts(ctx), self._ends(grads, ctx)
         if of_grads[-1] > len(next(iter(params.values()))) or self._differs_by_node(params, ctx):
-            params = nodes.widened(params, self.num_rows)
+            params = nodes.widened(params, self.num_rows if ctx.rows is None else len(ctx.rows))
         ends, changed = self._ends(params, ctx), dict(state)
         for optimizer in self.optimizers:
             if optimizer.name not in state:  # none of its nodes trains
@@ -198,23 +198,20 @@ class Merged(Strategy):
 
     @contextmanager
     def recording(self) -> Iterator[list[list[Transfer]]]:
-        """Collect what each configuration sends meanwhile: a list for each."""
+        """Collect what is sent meanwhile: a list for each exchange; see `num_bytes`."""
         with ExitStack() as recordings:
-            sent = [recordings.enter_context(exchange.comm.ledger.recording()) for exchange in self.exchanges]
-            yield [transfers for transfers, part in zip(sent, self.exchanges) for _ in range(part.size)]
+            yield [recordings.enter_context(exchange.comm.ledger.recording()) for exchange in self.exchanges]
 
-    def metrics_of_each(self, metrics: Metrics, sent: Sequence[list[Transfer]]) -> list[Metrics]:
-        """What each configuration observed in the step just made: its part of `metrics`, and what it `sent`."""
-        ctx, contexts = self._told_last
-        assert ctx is not None, "a step has been made"
-        K = self.num_nodes
-        losses, active = metrics.losses.cpu().split(K), [None] * len(self.members)
-        if metrics.active is not None:
-            rows = torch.tensor(metrics.active, dtype=torch.long)
-            active = [member_rows.tolist() for member_rows in self._split_rows(rows)]  # type: ignore[misc]
+    def num_bytes(self, transfers: Sequence[list[Transfer]]) -> list[tuple[float, float]]:
+        """What a node of each configuration has sent and received on average, from what `recording` gave."""
+        each = [(float(sum(x.sent_bytes for x in xs)), float(sum(x.received_bytes for x in xs))) for xs in transfers]
+        return [sums for sums, exchange in zip(each, self.exchanges) for _ in range(exchange.size)]
+
+    def rates(self) -> list[float]:
+        """The inner learning rate of each configuration in the step just made; where nodes differ, their mean."""
         return [
-            Metrics(losses[c], lr, active[c], member.strategy.outer_learning_rate(contexts[c]), tuple(sent[c]))
-            for c, (member, lr) in enumerate(zip(self.members, self._rates(ctx)))
+            _mean(member.strategy.lr(own) if own.lr is None else own.lr)
+            for member, own in zip(self.members, self._told_last[1])
         ]
 
     def select(self, state: SimulationState, chosen: Sequence[int]) -> tuple[Merged, SimulationState]:
@@ -246,13 +243,6 @@ class Merged(Strategy):
                 rows = [None if len(own) == self.num_nodes else own for own in self._split_rows(ctx.rows)]
             self._told_last = (ctx, [m.context(ctx, own) for m, own in zip(self.members, rows)])
         return self._told_last[1]
-
-    def _rates(self, ctx: Context) -> list[float]:
-        """The inner learning rate of each; where nodes differ, their mean."""
-        return [
-            _mean(member.strategy.lr(own) if own.lr is None else own.lr)
-            for member, own in zip(self.members, self._contexts(ctx))
-        ]
 
     def _split_rows(self, rows: Tensor) -> list[Tensor]:
         """Those of each configuration, counted within it."""

@@ -15,8 +15,8 @@ from vecgym.core.files import write_atomically
 from vecgym.records.history import History
 from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, label, labelled, present_name
 from vecgym.sweeps.axes import Point
-from vecgym.sweeps.chunk import FINISHED, NOTHING, PARTIAL, PENDING
 from vecgym.sweeps.configurations import Configuration
+from vecgym.sweeps.curves import FINISHED, NOTHING, PARTIAL, PENDING
 from vecgym.sweeps.runner import Runner
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class SweepResult:
             "strategy": repr(config.strategy), **config.settings, "max_steps": config.num_steps,
         }  # fmt: skip
         curve = runner.curves.get(config.index)
-        return History(settings) if curve is None else curve.history(settings)
+        return History(settings) if curve is None else curve.history(settings, config, runner.batches(config))
 
     def model(self, index: int) -> nn.Module:
         """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""

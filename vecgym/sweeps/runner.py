@@ -23,8 +23,9 @@ from vecgym.records.rows import counted
 from vecgym.runs.memory import activations
 from vecgym.runs.options import interrupts
 from vecgym.strategy import Context
-from vecgym.sweeps.chunk import DIVERGED, FINISHED, PARTIAL, PENDING, Chunk, Curve
+from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration, alike
+from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve
 from vecgym.sweeps.parts import exchange_key, optimizer_key
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
@@ -32,7 +33,6 @@ from vecgym.sweeps.parts import exchange_key, optimizer_key
 # of 8 they took 1/1.6 of the time of single runs, in stacks of 2 1/1.2 (one thread).
 MAX_FLOP_IN_STACK = 1.3e9
 SAVE_INTERVAL_S = 60.0
-ROW_BYTES = 1500  # of a history's row, while a configuration is trained
 
 
 @dataclass
@@ -350,5 +350,5 @@ def _costs(config: Configuration, batch: Any, engine: str) -> tuple[int, int]:
     ctx = Context(StackedCollectives(config.num_nodes), 0, config.num_steps, config.settings["seed"])
     optimizer, modules = config.strategy.init(params, ctx)
     of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + needed.saved_bytes + tree.num_bytes(batch)
-    recorded = config.num_steps * (8 * config.num_nodes + ROW_BYTES)
+    recorded = config.num_steps * (9 * config.num_nodes + 32)
     return config.num_nodes * of_node + tree.num_bytes(modules) + recorded, one.facts.flop
