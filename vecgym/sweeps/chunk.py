@@ -46,7 +46,7 @@ class Chunk:
         self.begun = [config.index for config in configs]
         self.num_steps = configs[0].num_steps
         self.observed = Observed(self.num_steps, len(configs), configs[0].num_nodes)
-        self._before = 0.0  # seconds before the time at `_start`
+        self._start, self._before = 0.0, 0.0  # the clock at `start`, and the seconds before
         self._sources = places(train)[0]
         each = [dict(config.model.named_parameters()) for config in configs]
         params = {name: torch.stack([own[name].detach().to(engine.device) for own in each]) for name in engine.params}
@@ -98,7 +98,7 @@ class Chunk:
             batch = chosen_batches(batches, which)
             self.state, metrics = self.simulation.step(self.state, batch, observe=measure if measured else None)
         losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
-        active = np.ones(losses.size, dtype=bool)
+        active: np.ndarray = np.ones(losses.size, dtype=bool)
         if metrics.active is not None:
             active = np.isin(np.arange(losses.size), metrics.active)
         active = active.reshape(losses.shape)
