@@ -32,10 +32,10 @@ from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.core.files import PARTIAL, write_atomically
 from vecgym.records import runfile
-from vecgym.records.history import MEASURED
+from vecgym.records.columns import MEASURED
 from vecgym.runs import multiprocess
 from vecgym.runs.checkpoint import FORM, checkpoints_in
-from vecgym.runs.fingerprint import described
+from vecgym.runs.fingerprint import fingerprint_of
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -841,9 +841,9 @@ def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
 def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
     """What is compared are settings; nothing that a run leaves in a strategy's objects."""
     strategy = make(name)
-    before = described(strategy, "strategy")
+    before = fingerprint_of(strategy, "strategy")
     train(strategy=strategy, max_steps=STEPS, val_interval=None)
-    assert described(strategy, "strategy") == before == described(make(name), "strategy")
+    assert fingerprint_of(strategy, "strategy") == before == fingerprint_of(make(name), "strategy")
 
 
 @pytest.mark.parametrize(

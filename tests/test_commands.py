@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from vecgym.cli import main
-from vecgym.cli.plot import X_AXES as PLOT_AXES
-from vecgym.plot.runs import X_AXES
+from vecgym.records.columns import X_AXES
 from vecgym.records.loggers import read_csv
 
 CONFIG = """
@@ -244,7 +243,7 @@ def test_plot_draws_what_was_logged(config: str, undrawn: None, monkeypatch: pyt
         seen.update(histories=histories, path=path, **options)
 
     monkeypatch.setattr("vecgym.plot.plot_runs", plot_runs)
-    for x in PLOT_AXES:
+    for x in X_AXES:
         assert main(["plot", "runs", "--x", x, "--output", "both.png", "--title", "two"]) == 0
         assert list(seen["histories"]) == ["a", "b"]
         assert (seen["path"], seen["x"], seen["title"]) == (Path("both.png"), x, "two")
@@ -259,10 +258,6 @@ def test_plot_as_a_file(config: str, capsys: pytest.CaptureFixture[str]) -> None
     assert Path("made/figure.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", "nowhere"]) == 1
     assert "vecgym plot: error: nowhere holds no run: " in capsys.readouterr().err
-
-
-def test_names_that_are_written_twice_agree() -> None:
-    assert tuple(X_AXES) == PLOT_AXES
 
 
 def test_info_names_the_extras(capsys: pytest.CaptureFixture[str]) -> None:

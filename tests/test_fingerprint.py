@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from vecgym.data import TokenWindows, partition_iid
 from vecgym.runs import fingerprint
-from vecgym.runs.fingerprint import described, described_data, is_held
+from vecgym.runs.fingerprint import fingerprint_of, fingerprint_of_data, is_in_memory
 
 SCRIPT = """
 import math
@@ -86,7 +86,7 @@ def loaded(source: str, path: str = "script.py") -> dict[str, Any]:
     """What is noted of a script."""
     module: dict[str, Any] = {"__name__": f"user_{Path(path).stem}", "__file__": path}
     exec(compile(source, path, "exec"), module)
-    return described(module["HELD"], "script")
+    return fingerprint_of(module["HELD"], "script")
 
 
 def changed(old: str, new: str) -> str:
@@ -143,7 +143,7 @@ def test_nothing_depends_on_the_process(tmp_path: Path) -> None:
     """Not on the seed of hashes, nor on addresses; the package is not one of those that are known by name."""
     path = tmp_path / "noted.py"
     path.write_text(
-        f"{SCRIPT}\nimport sys\nfrom vecgym.runs.fingerprint import described\nprint(described(HELD, 'script'))"
+        f"{SCRIPT}\nfrom vecgym.runs.fingerprint import fingerprint_of\nprint(fingerprint_of(HELD, 'script'))"
     )
     run = [sys.executable, str(path)]
     found = [
@@ -212,7 +212,7 @@ OTHER = LARGE.index_fill(0, torch.tensor([2500]), 0.0)  # which prints as LARGE 
     ],
 )  # fmt: skip
 def test_what_differs_is_seen(one: Any, other: Any) -> None:
-    found = [repr(described(x, "x")) for x in (one, one, other)]  # True equals 1
+    found = [repr(fingerprint_of(x, "x")) for x in (one, one, other)]  # True equals 1
     assert found[0] == found[1] != found[2]
 
 
@@ -228,23 +228,23 @@ def test_what_differs_is_seen(one: Any, other: Any) -> None:
 )
 def test_what_changes_by_use_or_place_does_not_matter(make: Any, use: Any) -> None:
     x = make()
-    before = described(x, "x")
+    before = fingerprint_of(x, "x")
     use(x)
-    assert described(x, "x") == before == described(make(), "x")
-    assert described(Path("/a/data.txt"), "x") == described(Path("/b/data.txt"), "x")
+    assert fingerprint_of(x, "x") == before == fingerprint_of(make(), "x")
+    assert fingerprint_of(Path("/a/data.txt"), "x") == fingerprint_of(Path("/b/data.txt"), "x")
 
 
 def test_circles_and_what_is_deep_end() -> None:
     holder: list[Any] = [1]
     holder.append(holder)
-    assert described(holder, "x") == {"x": "list of 2", "x[0]": 1, "x[1]": "see above"}
+    assert fingerprint_of(holder, "x") == {"x": "list of 2", "x[0]": 1, "x[1]": "see above"}
     deep: list[Any] = []
     for _ in range(1000):
         deep = [deep]
-    assert len(described(deep, "x")) < 30
+    assert len(fingerprint_of(deep, "x")) < 30
     node = Callable(0.5)
     node.power = node  # type: ignore[assignment]
-    assert described(node, "x")["x.power"] == "see above"
+    assert fingerprint_of(node, "x")["x.power"] == "see above"
 
 
 class Counting(Dataset[Any]):
@@ -264,10 +264,10 @@ class Counting(Dataset[Any]):
 
 def test_a_dataset_is_what_it_is_made_of() -> None:
     data = Counting(LARGE)
-    before = described_data(data, "data")
+    before = fingerprint_of_data(data, "data")
     assert data[3] == 3.0
-    assert described_data(data, "data") == before != described_data(Counting(OTHER), "data")
-    assert not is_held(data)
+    assert fingerprint_of_data(data, "data") == before != fingerprint_of_data(Counting(OTHER), "data")
+    assert not is_in_memory(data)
     shards = [partition_iid(range(20), 2, seed=seed).datasets(TensorDataset(LARGE[:20])) for seed in (0, 1)]
     for one, other in [
         (LARGE, OTHER),
@@ -279,19 +279,21 @@ def test_a_dataset_is_what_it_is_made_of() -> None:
         (TokenWindows(LARGE.long(), 4), TokenWindows(LARGE.long(), 5)),
         shards,
     ]:  # fmt: skip
-        assert is_held(one)
-        assert described_data(one, "data") == described_data(one, "data") != described_data(other, "data")
+        assert is_in_memory(one)
+        assert (
+            fingerprint_of_data(one, "data") == fingerprint_of_data(one, "data") != fingerprint_of_data(other, "data")
+        )
 
 
 def test_of_what_is_too_large_parts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "MAX_BYTES", 4000)
     monkeypatch.setattr(fingerprint, "CHUNK_BYTES", 400)
     x = torch.arange(10_000, dtype=torch.uint8)
-    whole = described(x, "x")
+    whole = fingerprint_of(x, "x")
     ends, unread = x.clone(), x.clone()
     ends[-1] += 1
     unread[500] += 1
-    assert described(ends, "x") != whole == described(unread, "x")
+    assert fingerprint_of(ends, "x") != whole == fingerprint_of(unread, "x")
 
 
 def test_what_torch_hangs_on_a_class_when_it_is_used_is_not_noted() -> None:
@@ -303,7 +305,7 @@ def test_what_torch_hangs_on_a_class_when_it_is_used_is_not_noted() -> None:
             return super().step(closure)
 
     for cls in (Inherits, Overrides):
-        before = described(cls, "optimizer")
+        before = fingerprint_of(cls, "optimizer")
         cls([torch.zeros(1, requires_grad=True)]).step()
-        assert described(cls, "optimizer") == before
-    assert any("step" in name for name in described(Overrides, "optimizer"))
+        assert fingerprint_of(cls, "optimizer") == before
+    assert any("step" in name for name in fingerprint_of(Overrides, "optimizer"))

@@ -26,8 +26,8 @@ from tests.fitting import STRATEGIES, Rows, dataset, fit, same, same_run
 from tests.models import make_data, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning
 from vecgym.core.errors import ProcessError
-from vecgym.records.history import MEASURED
-from vecgym.runs import multiprocess
+from vecgym.records.columns import MEASURED
+from vecgym.runs import links, multiprocess
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -90,7 +90,7 @@ def fail(link: multiprocess.Link, how: str) -> None:
         if how == "exit":
             os._exit(3)
         time.sleep(1000)
-    multiprocess.watch(True)
+    links.watch(True)
     dist.barrier()
 
 
@@ -179,6 +179,18 @@ def test_a_notebooks_definitions_cannot_be_spawned_and_the_error_says_what_to_do
     )
     assert "ValueError: Line is defined in a notebook cell" in done.stderr
     assert "%%writefile" in done.stderr
+
+
+def test_a_notebooks_strategy_is_named_too() -> None:
+    done = run(
+        NOTEBOOK
+        + """
+    from vecgym.runs.options import FitOptions
+    class Mine(FedAvgStrategy): pass
+    multiprocess.check_importable(FitOptions(Mine(), 2))
+"""
+    )
+    assert "ValueError: Mine is defined in a notebook cell" in done.stderr
 
 
 def same_history(a: Trainer, b: Trainer, tolerance: float = 0.0) -> None:
@@ -428,7 +440,7 @@ def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytes
 def in_a_group(link: multiprocess.Link) -> str:
     """What `fit` says in a group that no environment variable tells of; and where vecgym has started it."""
     assert len(fit("MLP", "FedAvg", num_nodes=2, max_steps=2)[0].nodes) == 2
-    multiprocess._link = None
+    links.enter(None)
     try:
         fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
     except ValueError as error:
@@ -496,7 +508,7 @@ def interrupted_alone(link: multiprocess.Link) -> None:
     if link.rank == 1:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1000)
-    multiprocess.watch(True)
+    links.watch(True)
     dist.barrier()
 
 
@@ -509,7 +521,7 @@ def test_an_interrupt_in_one_process_ends_all_at_once() -> None:
 def exchanges_alone(link: multiprocess.Link, how: str) -> None:
     from vecgym.collectives.distributed import DistributedCollectives, Wire
 
-    comm = DistributedCollectives(4, Wire(watch=multiprocess.watch, announce=multiprocess.announce))
+    comm = DistributedCollectives(4, Wire(watch=links.watch, announce=links.announce))
     x = {"w": torch.ones(2, 3)}
     comm.mean(x)
     comm.step = 7

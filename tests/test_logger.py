@@ -23,7 +23,7 @@ from tests.models import MLP, make_data
 from vecgym import CSVLogger, Logger, TensorBoardLogger, Trainer, VecgymWarning, WandbLogger
 from vecgym.models import GPT, Classifier
 from vecgym.optim import OptimSpec
-from vecgym.records.history import PER_NODE, SCALARS
+from vecgym.records.columns import PER_NODE, SCALARS
 from vecgym.records.loggers import _default_wandb_mode, read_csv
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -608,7 +608,7 @@ def test_hyperparameters_of_anything() -> None:
 def test_progress_bar_shows_loss_bytes_and_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vecgym.runs.trainer.tqdm.monitor_interval", 0, raising=False)
+    monkeypatch.setattr("vecgym.runs.run.tqdm.monitor_interval", 0, raising=False)
     trainer = Trainer(MLP(), dataset("MLP"))
     trainer.fit(alone(), 3, max_steps=40, batch_size=4, device="cpu", progress=True)
     shown = capsys.readouterr().err

@@ -25,8 +25,8 @@ from vecgym.plot import (
     plot_sensitivity,
     smooth,
 )
-from vecgym.plot.runs import X_AXES
 from vecgym.plot.style import COLOURS
+from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.optimized import OptimizedSchedule
 
 STEPS = 40
@@ -332,8 +332,8 @@ def test_runs_against_every_axis(x: str) -> None:
     one, other = measured(), measured(every=5)
     figure = plot_runs({"one": one, "other": other}, x=x, window=1, title="two runs")
     losses, distances = figure.axes
-    column, label = X_AXES[x]
-    assert losses.get_xlabel() == distances.get_xlabel() == label
+    column = X_AXES[x]
+    assert losses.get_xlabel() == distances.get_xlabel() == column_label(column) != column
     assert losses.get_xscale() == distances.get_xscale() == ("log" if x == "bytes" else "linear")
     assert figure.get_suptitle() == "two runs"
     for history, colour in ((one, COLOURS[0]), (other, COLOURS[1])):

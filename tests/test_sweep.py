@@ -34,7 +34,7 @@ from vecgym.compress import TopK
 from vecgym.core import tree
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
-from vecgym.records.history import MEASURED
+from vecgym.records.columns import MEASURED
 from vecgym.records.rows import averaged, chosen, labelled
 from vecgym.strategy import (
     AllReduceStrategy,

@@ -23,7 +23,7 @@ from tests.fitting import STRATEGIES, Rows, alone, dataset, fit, params, same, s
 from tests.models import MLP, make_data, make_model
 from vecgym import CSVLogger, History, LocalTrainer, Logger, OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches, EvalBatches
-from vecgym.records.history import PER_NODE, SCALARS
+from vecgym.records.columns import PER_NODE, SCALARS
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ALL_MODELS = ["MLP", "CNN", "GPT", "Quadratic", "WithFrozen", "Dropout", "DictBatch"]  # those that vmap runs

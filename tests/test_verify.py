@@ -21,7 +21,7 @@ from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.runs import multiprocess
 from vecgym.runs.diagnosis import RULES, Evidence, diagnose, gaps
-from vecgym.runs.verification import BOUNDS, Report, Run, compare, compare_with_ddp, verify
+from vecgym.runs.verification import BOUNDS, Case, Report, compare, compare_with_ddp, verify
 from vecgym.strategy import AllReduceStrategy, CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
 
 K = 4
@@ -303,7 +303,7 @@ def handed_bytes(link: multiprocess.Link, times: int) -> list[float]:
         def _count(self, x: torch.Tensor) -> None:
             self.handed_bytes += times * x.numel() * x.element_size()
 
-    given = Run(FedAvgStrategy("sgd", H=1, lr=0.1), make_model("MLP"), data(), K, 2)
+    given = Case(FedAvgStrategy("sgd", H=1, lr=0.1), make_model("MLP"), data(), K, 2)
     return [row.handed_bytes for exact in (True, False) for [check] in [compare(given, [Counting()], exact=exact)]
             for row in check.rows]  # fmt: skip
 
@@ -334,7 +334,7 @@ def against_another(link: multiprocess.Link) -> float:
     wrong = copy.copy(right)
     wrong.inner_optim = right.inner_optim.replace(momentum=0.5)
     model = make_model("MLP", dtype=torch.float64)
-    given = Run(wrong, model, data(dtype=torch.float64), K, 3)  # trains by the rule that was made of the first
+    given = Case(wrong, model, data(dtype=torch.float64), K, 3)  # trains by the rule that was made of the first
     return compare_with_ddp(given, Wire())[-1].params
 
 

@@ -38,6 +38,7 @@ same on every node".
 - Logging: `CSVLogger`, `WandbLogger`, `TensorBoardLogger`, `Logger`
 - Figures: `vecgym.plot`, with `plot_runs` (`Trainer.plot`), `plot_comparison`, `plot_history`, `plot_sensitivity`,
   `plot_schedule` and others
+- Options: `Compute`, `Processes`, `Checkpoints`: the rarer options of `Trainer.fit`, in groups
 - Processes: `Trainer.fit(backend="processes", num_processes=W)`, `verify`
 - Underneath: `vecgym.engine.simulation`, the pure step; `vecgym.engine.local`, the gradients of all nodes;
   `vecgym.collectives`, what they exchange, with topology and ledger; `vecgym.compress`, what is sent instead;
@@ -60,6 +61,7 @@ from vecgym.records.optimized import OptimizedSchedule
 from vecgym.records.runfile import Saved, load
 from vecgym.runs.memory import MemoryEstimate, estimate_memory
 from vecgym.runs.optimize import optimize_schedule
+from vecgym.runs.options import Checkpoints, Compute, Processes
 from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
 from vecgym.runs.trainer import LocalTrainer, Trainer
 from vecgym.runs.verification import verify
@@ -71,6 +73,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "CSVLogger",
+    "Checkpoints",
+    "Compute",
     "DivergenceError",
     "History",
     "Ledger",
@@ -83,6 +87,7 @@ __all__ = [
     "OptimizedSchedule",
     "Outcome",
     "ProcessError",
+    "Processes",
     "Saved",
     "SweepResult",
     "TensorBoardLogger",

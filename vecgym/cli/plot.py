@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-X_AXES = ("step", "examples", "bytes", "seconds")  # those of vecgym.plot, which would import matplotlib
+from vecgym.records.columns import X_AXES
 
 
 def options(parser: argparse.ArgumentParser) -> None:

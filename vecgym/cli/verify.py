@@ -81,10 +81,10 @@ def _of_a_file(args: argparse.Namespace) -> tuple[dict[str, Callable[[], Strateg
 def _small_gpt() -> dict[str, Any]:
     import torch
 
+    from vecgym.core import rng
     from vecgym.data import TokenWindows
     from vecgym.models import GPT
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with rng.private(0):
         model = GPT(vocab_size=16, context=8, num_layers=1, num_heads=2, width=16)
         return {"model": model, "dataset": TokenWindows(torch.randint(16, (2000,)), context=8)}

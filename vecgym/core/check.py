@@ -7,6 +7,7 @@ True nor False and a keyword that nobody knows are `TypeError`s.
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 import os
 from collections.abc import Iterable
@@ -37,7 +38,7 @@ def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
     ...
     ValueError: H=0 must be an integer >= 1: optimizer steps between two exchanges.
     """
-    if _is(numbers.Integral, value) and value >= least:
+    if is_integer(value) and value >= least:
         return int(value)
     raise ValueError(f"{name}={value!r} must be an integer >= {least}{_about(what)}.")
 
@@ -52,7 +53,7 @@ def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> i
     ...
     ValueError: chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose.
     """
-    if value is None or (_is(numbers.Integral, value) and value >= least):
+    if value is None or (is_integer(value) and value >= least):
         return None if value is None else int(value)
     raise ValueError(f"{name}={value!r} must be an integer >= {least}, or None{_about(what)}.")
 
@@ -71,7 +72,7 @@ def seed(name: str, value: Any) -> int:
     ...
     TypeError: seed=1.5 must be an integer.
     """
-    if not _is(numbers.Integral, value):
+    if not is_integer(value):
         raise TypeError(f"{name}={value!r} must be an integer.")
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}={value} must be an integer from -2**63 to 2**63 - 1.")
@@ -98,7 +99,7 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
     ValueError: p=nan must be a number in (0, 1]: the part that is sent, such as 0.01.
     """
     low, high = (float(end) for end in within[1:-1].split(","))
-    if _is(numbers.Real, value):
+    if is_number(value):
         above = value >= low if within[0] == "[" else value > low
         below = value <= high if within[-1] == "]" else value < high
         if above and below:
@@ -199,7 +200,7 @@ def index(name: str, value: Any, size: int) -> int:
     ...
     IndexError: node 4 of 4: give 0 to 3.
     """
-    if not _is(numbers.Integral, value):
+    if not is_integer(value):
         raise TypeError(f"{name}={value!r} must be an integer.")
     if not -size <= value < size:
         raise IndexError(f"{name} {value} of {size}: give 0 to {size - 1}.")
@@ -346,8 +347,31 @@ def kind_of(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
-def _is(kind: type, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, (bool, Tensor))
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer, numpy's too; True is none.
+
+    >>> is_integer(3), is_integer(np.int64(3)), is_integer(True), is_integer(3.0)
+    (True, True, False, False)
+    """
+    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, Tensor))
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real number, numpy's too; True and tensors are none.
+
+    >>> is_number(0.5), is_number(float("nan")), is_number(True), is_number("0.5")
+    (True, True, False, False)
+    """
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, Tensor))
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a number, and neither infinite nor nan.
+
+    >>> is_finite(0.5), is_finite(float("nan")), is_finite(None)
+    (True, False, False)
+    """
+    return is_number(value) and math.isfinite(value)
 
 
 def _about(what: str) -> str:

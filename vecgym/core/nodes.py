@@ -183,10 +183,7 @@ def join_rows(parts):
     >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
     {'w': tensor([1., 2.])}
     """
-    first = parts[0]
-    if isinstance(first, dict):
-        return {key: join_rows([part[key] for part in parts]) for key in first}
-    return torch.cat(parts)
+    return tree.map_leaves(lambda *rows: torch.cat(rows), *parts)
 
 
 def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
@@ -197,18 +194,20 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     >>> put_rows({"w": torch.tensor([5.0])}, torch.tensor([1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
     {'w': tensor([5., 9., 5.])}
     """
-    if isinstance(new, dict):
-        return {key: put_rows((values or {}).get(key), rows, value, num_nodes, inplace) for key, value in new.items()}
-    if values is None:
-        values = torch.zeros_like(new[:1])
-    elif values.shape[0] == new.shape[0] == 1 and num_nodes > 1 and torch.equal(values, new):
-        return values
-    index = rows.to(new.device)
-    source = new.expand(len(rows), *new.shape[1:])
-    if values.shape[0] == num_nodes and inplace:
-        return values.index_copy_(0, index, source)
-    wide = values.expand(num_nodes, *values.shape[1:])
-    return wide.clone().index_copy_(0, index, source) if inplace else wide.index_copy(0, index, source)
+
+    def put(x: Tensor, old: Tensor | None) -> Tensor:
+        if old is None:
+            old = torch.zeros_like(x[:1])
+        elif old.shape[0] == x.shape[0] == 1 and num_nodes > 1 and torch.equal(old, x):
+            return old
+        index = rows.to(x.device)
+        source = x.expand(len(rows), *x.shape[1:])
+        if old.shape[0] == num_nodes and inplace:
+            return old.index_copy_(0, index, source)
+        wide = old.expand(num_nodes, *old.shape[1:])
+        return wide.clone().index_copy_(0, index, source) if inplace else wide.index_copy(0, index, source)
+
+    return tree.map_leaves(put, new, values)
 
 
 def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +37,7 @@ def generator(seed: int, purpose: str, *ids: int, device: torch.device | str = "
 
 
 class GlobalStates(NamedTuple):
-    """The states of the global generators: torch's, numpy's, Python's, and those of the GPUs in use.
+    """The states of the global generators: torch's, numpy's, Python's, and those of the accelerators in use.
 
     >>> before = GlobalStates.now()
     >>> GlobalStates.seeded(3).restore(); x = torch.rand(2)
@@ -45,53 +47,55 @@ class GlobalStates(NamedTuple):
     """
 
     cpu: torch.Tensor
-    cuda: list[torch.Tensor]
     numpy: Any
     python: Any
+    accelerators: list[torch.Tensor]
 
     @classmethod
-    def now(cls) -> GlobalStates:
-        """What the generators hold."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())  # noqa: NPY002
+    def now(cls, accelerators: bool = True) -> GlobalStates:
+        """Return the present states; without those of the accelerators where no one draws from them."""
+        states = _accelerator_states() if accelerators else []
+        return cls(torch.get_rng_state(), np.random.get_state(), random.getstate(), states)  # noqa: NPY002
 
     @classmethod
     def seeded(cls, seed: int) -> GlobalStates:
-        """What they would hold after being seeded, all alike; they are left as they are."""
+        """Return what they would be after seeding all alike; leave them as they are."""
         before = cls.now()
         try:
             torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
-            random.seed(seed)
+            seed_cpu(seed)
             return cls.now()
         finally:
             before.restore()
 
     def restore(self) -> None:
-        """Make the generators hold this."""
+        """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
         np.random.set_state(self.numpy)  # noqa: NPY002
         random.setstate(self.python)
+        if self.accelerators and torch.cuda.is_available():
+            for device, state in zip(range(torch.cuda.device_count()), self.accelerators):
+                torch.cuda.set_rng_state(state, device)
+        elif self.accelerators and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(self.accelerators[0])
 
     def packed(self) -> dict[str, Any]:
-        """The same in tensors, numbers and strings, for a file.
+        """Return the same in tensors, numbers and strings, for a file.
 
         >>> sorted(GlobalStates.now().packed())
-        ['cpu', 'cuda', 'numpy', 'python']
+        ['accelerators', 'cpu', 'numpy', 'python']
         """
         name, keys, *rest = self.numpy
         version, words, gauss = self.python
         return {
-            "cpu": self.cpu, "cuda": self.cuda,
+            "cpu": self.cpu, "accelerators": self.accelerators,
             "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
             "python": [version, torch.tensor(words), gauss],
         }  # fmt: skip
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> GlobalStates:
-        """The inverse of `packed`.
+        """Invert `packed`. What no generator can be set to raises the error of its `set_state`.
 
         >>> state = GlobalStates.seeded(0)
         >>> GlobalStates.unpacked(state.packed()).python == state.python
@@ -99,5 +103,48 @@ class GlobalStates(NamedTuple):
         """
         name, keys, *rest = packed["numpy"]
         version, words, gauss = packed["python"]
-        numpy = (name, keys.numpy().astype(np.uint32), *rest)
-        return cls(packed["cpu"], packed["cuda"], numpy, (version, tuple(words.tolist()), gauss))
+        numpy = (name, np.asarray(keys).astype(np.uint32), *rest)
+        python = (version, tuple(np.asarray(words).tolist()), gauss)
+        torch.Generator().set_state(packed["cpu"])
+        np.random.RandomState().set_state(numpy)
+        random.Random().setstate(python)
+        return cls(packed["cpu"], numpy, python, list(packed.get("accelerators", ())))
+
+
+@contextmanager
+def private(seed: int | None = None) -> Iterator[None]:
+    """Put the CPU's global generators back when the block ends: a user's code draws from them.
+
+    Args:
+        seed: for them all, within the block; None: they go on from where they are.
+
+    >>> with private(3):
+    ...     x = torch.rand(2)
+    >>> with private(3):
+    ...     bool((torch.rand(2) == x).all())
+    True
+    """
+    before = GlobalStates.now(accelerators=False)
+    try:
+        if seed is not None:
+            seed_cpu(seed)
+        yield
+    finally:
+        before.restore()
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the global generators of the CPU: torch's, numpy's and Python's.
+
+    >>> with private():
+    ...     seed_cpu(3)
+    """
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which is slow: it seeds the accelerators too
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    random.seed(seed)
+
+
+def _accelerator_states() -> list[torch.Tensor]:
+    if torch.cuda.is_initialized():
+        return torch.cuda.get_rng_state_all()
+    return [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else []

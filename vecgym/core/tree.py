@@ -6,7 +6,7 @@ Every per-node tensor has the node dimension first, `[L, *shape]`. A node dimens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 Tree = dict[str, Tensor]
+Path = tuple[tuple[type, Any], ...]  # to a leaf of nested values: (dict, key), (list, index) ...
 
 
 def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:
@@ -27,40 +28,104 @@ def map(fn: Callable[..., Tensor], *trees: Tree) -> Tree:
     return {name: fn(value, *[tree[name] for tree in rest]) for name, value in first.items()}
 
 
-def leaves(tree: object) -> Iterable[Tensor]:
-    """Every tensor of nested dicts, lists and tuples, in order.
+def flatten(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Visit the leaves of nested dicts, lists and tuples, in order, with the path to each; empty ones are leaves.
+
+    >>> [(path_name(path), x) for path, x in flatten({"a": 1, "b": [2, {"c": 3}]})]
+    [("['a']", 1), ("['b'][0]", 2), ("['b'][1]['c']", 3)]
+    """
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from flatten(value, (*path, (dict, key)))
+    elif isinstance(tree, (list, tuple)) and tree:
+        for i, value in enumerate(tree):
+            yield from flatten(value, (*path, (type(tree), i)))
+    else:
+        yield path, tree
+
+
+def unflatten(leaves: Mapping[Path, Any]) -> Any:
+    """Build the tree that has these leaves, in this order.
+
+    >>> unflatten(dict(flatten({"a": 1, "b": [2, {"c": 3}]})))
+    {'a': 1, 'b': [2, {'c': 3}]}
+    """
+    if () in leaves:
+        return leaves[()]
+    parts: dict[Any, dict[Path, Any]] = {}
+    for path, value in leaves.items():
+        parts.setdefault(path[0], {})[path[1:]] = value
+    (kind, _), *_ = parts
+    values = {key: unflatten(part) for (_, key), part in parts.items()}
+    return values if kind is dict else _sequence(kind, values.values())
+
+
+def path_name(path: Path) -> str:
+    """Return a path as it is written in Python.
+
+    >>> [path_name(path) for path, _ in flatten({"a": [1, 2]})]
+    ["['a'][0]", "['a'][1]"]
+    """
+    return "".join(f"[{key!r}]" for _, key in path)
+
+
+def leaves(tree: object) -> Iterator[Tensor]:
+    """Visit every tensor of nested dicts, lists and tuples, in order.
 
     >>> import torch
     >>> [int(x) for x in leaves({"a": torch.tensor(1), "b": [torch.tensor(2), {"c": torch.tensor(3)}]})]
     [1, 2, 3]
     """
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
+    return (x for _, x in flatten(tree) if isinstance(x, Tensor))
 
 
-def map_leaves(fn: Callable[[Tensor], Any], tree):
-    """Apply `fn` to every tensor of nested dicts, lists and (named) tuples; other leaves stay.
+def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Tensor) -> Any:
+    """Apply `fn` to every tensor of nested dicts, lists and (named) tuples, and to what other trees have in its place.
+
+    Args:
+        fn: (leaf, *what is there in each of `others`, None if nothing is) -> anything.
+        kind: the type of the leaves; others stay as they are.
 
     >>> import torch
     >>> map_leaves(lambda x: x + 1, {"a": torch.tensor(1), "b": (torch.tensor(2), "text")})
     {'a': tensor(2), 'b': (tensor(3), 'text')}
+    >>> map_leaves(lambda x, y: (x, y), {"a": 1, "b": [2]}, {"b": [3]}, kind=int)
+    {'a': (1, None), 'b': [(2, 3)]}
     """
-    if isinstance(tree, Tensor):
-        return fn(tree)
+    if isinstance(tree, kind):
+        return fn(tree, *others)
     if isinstance(tree, dict):
-        new = {key: map_leaves(fn, value) for key, value in tree.items()}
+        new = {
+            key: map_leaves(fn, x, *(_at(other, dict, key) for other in others), kind=kind) for key, x in tree.items()
+        }
         return new if type(tree) is dict else type(tree)(new)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*[map_leaves(fn, value) for value in tree])
     if isinstance(tree, (list, tuple)):
-        return type(tree)([map_leaves(fn, value) for value in tree])
+        parts = enumerate(tree)
+        return _sequence(
+            type(tree), [map_leaves(fn, x, *(_at(y, (list, tuple), i) for y in others), kind=kind) for i, x in parts]
+        )
     return tree
+
+
+def _at(tree: Any, kind: Any, key: Any) -> Any:
+    """Return what a tree has at a key or index; None if it has nothing there."""
+    if not isinstance(tree, kind):
+        return None
+    return tree.get(key) if isinstance(tree, dict) else tree[key] if key < len(tree) else None
+
+
+def _sequence(kind: Any, values: Iterable[Any]) -> Any:
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)
+
+
+def form(x: Any) -> str:
+    """Return the type and shape of a tensor or array in words.
+
+    >>> import torch
+    >>> form(torch.ones(2, 3))
+    'float32 [2, 3]'
+    """
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def differentiated(x: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 
 _LOADER_KEYS = (
     "num_workers",
@@ -63,7 +62,7 @@ def split_loader_kwargs(
         if rest.get("timeout"):
             raise ValueError(f"timeout={rest['timeout']} needs workers. Fix: num_workers=1 or more, or no timeout")
         if rest.get("worker_init_fn") is not None:
-            warnings.warn("worker_init_fn has no effect with num_workers=0", VecgymWarning, stacklevel=4)
+            warn("worker_init_fn has no effect with num_workers=0")
     collate_fn = rest.pop("collate_fn", None)
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn is {check.kind_of(collate_fn)}; give a function: list of examples -> batch.")

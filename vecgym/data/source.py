@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +100,7 @@ class _Reader:
     name: str
 
     def __call__(self, step: int, indices: Tensor) -> Batch:
-        with contextlib.nullcontext() if self.gathers else _private_random_state():
+        with contextlib.nullcontext() if self.gathers else rng.private():
             if self.collate_fn is None:
                 batch = self._read_all(step, indices)
                 return self._map(lambda leaves, path: fold(leaves[0], path, indices.shape), [batch])
@@ -131,7 +130,7 @@ class _Reader:
     def _examples(self, dataset: Any, step: int, nodes: tuple[int, ...], indices: Tensor) -> Any:
         """A list of examples, or what else `__getitems__` gives."""
         if callable(getattr(dataset, "__getitems__", None)):
-            _seed_everything(rng.key(self.seed, self.purpose, step, nodes[0]))
+            rng.seed_cpu(rng.key(self.seed, self.purpose, step, nodes[0]))
             examples = dataset.__getitems__(indices.reshape(-1).tolist())
             if isinstance(examples, list) and len(examples) != indices.numel():
                 raise ValueError(
@@ -142,7 +141,7 @@ class _Reader:
             return examples
         examples = []
         for node, row in zip(nodes, indices.tolist()):
-            _seed_everything(rng.key(self.seed, self.purpose, step, node))
+            rng.seed_cpu(rng.key(self.seed, self.purpose, step, node))
             examples += [dataset[i] for i in row]
         return examples
 
@@ -239,21 +238,3 @@ def _move(batch: Batch, device: torch.device | str | None) -> Batch:
     if device is None:
         return batch
     return tree.map_leaves(lambda x: x.to(device, non_blocking=x.is_pinned()), batch)
-
-
-@contextlib.contextmanager
-def _private_random_state() -> Iterator[None]:
-    """Put the global random states back as they were: a dataset's random transforms draw from them."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
-
-
-def _seed_everything(key: int) -> None:
-    torch.default_generator.manual_seed(key)  # not torch.manual_seed, which seeds the accelerators too
-    np.random.seed(key % 2**32)  # noqa: NPY002
-    random.seed(key)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
-from vecgym.core.held import reachable
+from vecgym.core.objects import globals_read, reachable
 
 M = TypeVar("M", bound=nn.Module)
 OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -111,10 +111,8 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _global_modules(function: Any) -> list[nn.Module]:
-    if not isinstance(function, types.FunctionType):
-        return []
-    found = [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [x for x in found if isinstance(x, nn.Module)]
+    values = globals_read(function).values() if isinstance(function, types.FunctionType) else ()
+    return [x for x in values if isinstance(x, nn.Module)]
 
 
 def check_pickled(model: nn.Module, fix: str) -> None:

@@ -879,8 +879,8 @@ def _cause(error: Exception) -> str:
 
 def _place(error: Exception) -> str:
     """The line of the model's own code that an error comes from."""
-    here = Path(__file__).parent
-    own = (str(Path(torch.__file__).parent), *(str(here / name) for name in ("local.py", "batching_rules.py")))
+    package = Path(__file__).parent.parent
+    own = (str(Path(torch.__file__).parent), str(package / "engine"), str(package / "core"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     return f', at {Path(frames[-1].filename).name}:{frames[-1].lineno}, "{frames[-1].line}"' if frames else ""
 

@@ -25,7 +25,7 @@ README.md has the picture of the floors on which the packages stand, and the thr
 | a collective | `vecgym/collectives/base.py`, and both backends beside it | `tests/test_collectives.py`, `tests/test_distributed.py` |
 | a partition of data | `vecgym/data/partition.py` | `tests/test_partition.py` |
 | a logger | a `Logger` in `vecgym/records/loggers.py` | `tests/test_logger.py` |
-| a column of the history | `SCALARS` in `vecgym/records/history.py` | `tests/test_trainer.py` |
+| a column of the history | `COLUMNS` in `vecgym/records/columns.py` | `tests/test_trainer.py` |
 | a plot | a function in a file of `vecgym/plot/` that returns a figure | `tests/test_plot.py`; look at it |
 | a benchmark | `benchmarks/NAME.py` that prints a table, says how long it takes, and has `--quick` | `benchmarks/test_benchmarks.py` |
 | a command | `vecgym/cli/NAME.py` with `options(parser)` and `run(args)`, a row in `COMMANDS` | `tests/test_commands.py` |

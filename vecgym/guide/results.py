@@ -25,7 +25,7 @@
 - the consensus distance before and after the exchange, and the correlation between nodes;
 - steps and examples per second, and memory.
 
-`trainer.history.columns` lists the columns, `vecgym.records.history.SCALARS` says what each is,
+`trainer.history.columns` lists the columns, `vecgym.records.columns.COLUMNS` says what each is,
 `trainer.history.settings` what the run was given, and `to_pandas()` makes a data frame. `trainer.ledger` has every
 collective: its operation, bytes, and the nodes that took part.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated, per_node
 from vecgym.optim.formulas import ELEMENTWISE, NUMBER, OPTIONAL
 
@@ -47,11 +46,9 @@ class ElementwiseRule:
         self._groups_of: dict[Any, list[_Group]] = {}
         for option in ("differentiable", "capturable"):
             if spec.kwargs.get(option):
-                warnings.warn(
+                warn(
                     f"{option}=True of {spec!r} has no effect: every update is explicit; drop it"
-                    " (inplace=False gives the differentiable body)",
-                    VecgymWarning,
-                    stacklevel=3,
+                    " (inplace=False gives the differentiable body)"
                 )
 
     def init(self, params: Tree) -> OptState:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.core import check
 from vecgym.core.tree import leaves
 from vecgym.optim.formulas import ELEMENTWISE
 from vecgym.optim.spec import OptimSpec
@@ -60,4 +61,4 @@ def _is_number(value: Any) -> bool:
         return all(map(_is_number, value))
     if isinstance(value, Tensor):
         return value.dim() == 0
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return check.is_number(value)

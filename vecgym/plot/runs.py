@@ -28,6 +28,7 @@ from vecgym.plot.style import (
     scale_bytes,
     span,
 )
+from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.history import History
 
 MANY_NODES = 16  # from here on the band of the nodes is between percentiles
@@ -73,8 +74,8 @@ def plot_comparison(
         _draw_losses(by_bytes, history, "bytes_total", style, window)
         if not history.last("bytes_total"):
             _draw_silent(by_bytes, name, history, style["color"])
-    finish(by_step, "loss against steps", "optimizer steps", loss_label)
-    finish(by_bytes, "loss against communication", "bytes sent per node", "")
+    finish(by_step, "loss against steps", column_label("step"), loss_label)
+    finish(by_bytes, "loss against communication", column_label("bytes_total"), "")
     if any(history.last("bytes_total") for history in histories.values()):
         scale_bytes(by_bytes)
     else:
@@ -127,18 +128,9 @@ def plot_history(
         low, high = span(history.node_array("val_losses"))
         label = "validation, best to worst node"
         axes.vlines(steps, low, high, color=other, alpha=0.5, linewidth=4, label=label)
-    finish(axes, title or "", "optimizer steps", loss_label)
+    finish(axes, title or "", column_label("step"), loss_label)
     axes.legend(frameon=False)
     return done(figure, None, path)
-
-
-# What a run can be drawn against: the column, and the label of the axis.
-X_AXES = {
-    "step": ("step", "optimizer steps"),
-    "examples": ("examples", "examples seen by all nodes"),
-    "bytes": ("bytes_total", "bytes sent per node"),
-    "seconds": ("seconds", "seconds of simulation"),
-}
 
 
 def plot_runs(
@@ -173,7 +165,7 @@ def plot_runs(
     """
     check_shared(path=path, title=title, window=window)
     _check(histories)
-    column, x_label = X_AXES[check.choice("x", x, X_AXES)]
+    column = X_AXES[check.choice("x", x, X_AXES)]
     apart = {n: h for n, h in histories.items() if _recorded(h, "consensus_distance")}
     figure = NotebookFigure(figsize=(11 if apart else 7, 4.6), dpi=120, layout="constrained")
     panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
@@ -188,9 +180,9 @@ def plot_runs(
             _draw_silent(panels[0], name, history, style["color"])
         if name in apart:
             panels[1].plot(*_curve(history, "consensus_distance", column, 1), **style, markersize=5.5, label=name)
-    finish(panels[0], f"loss against {x}s" if x == "step" else f"loss against {x}", x_label, loss_label)
+    finish(panels[0], f"loss against {x}s" if x == "step" else f"loss against {x}", column_label(column), loss_label)
     if apart:
-        finish(panels[1], "consensus distance", x_label, "RMS distance of a node to the average")
+        finish(panels[1], "consensus distance", column_label(column), "RMS distance of a node to the average")
         panels[1].set_ylim(bottom=0)
     _scale_x(panels[0], x, histories)
     band = "10 % to 90 % of the nodes" if many else "lowest to highest node"

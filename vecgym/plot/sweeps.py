@@ -24,6 +24,7 @@ from vecgym.plot.style import (
     line_styles,
     scale_bytes,
 )
+from vecgym.records.columns import column_label
 from vecgym.records.rows import Rows, averaged, check_over, groups, present_name, renewed
 
 
@@ -77,19 +78,19 @@ def plot_axis(
         axes.plot([places[v] for v in at], middle, label=label, markersize=5.5, **style)
         if low != high and not (best and over is None):
             axes.fill_between([places[v] for v in at], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    finish(axes, "", x, _column(y))
+    finish(axes, "", x, column_label(y))
     if hue is not None:
         _legend_of_values(axes, hue, values)
     what = f"{'the best' if best else 'mean'} of the configurations that share {x}{f' and {hue}' if hue else ''}"
     spread = f", and the range of {over}s" if over is not None else "" if best else ", and their range"
-    return done(figure, _with_left_out(title or f"{_column(y)}:\n{what}{spread}", rows, there), path)
+    return done(figure, _with_left_out(title or f"{column_label(y)}:\n{what}{spread}", rows, there), path)
 
 
 def _summary(rows: Rows, y: str, over: str | None, best: bool) -> tuple[float, float, float] | None:
     """Middle, lowest and highest of some rows; None: they have no finite number."""
-    finite = [row for row in rows if _is_finite(row[y])]
+    finite = [row for row in rows if check.is_finite(row[y])]
     if best:
-        whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
+        whole = [group for group in groups(rows, over) if all(check.is_finite(row[y]) for row in group)]
         if not whole:
             return None
         each = min(([row[y] for row in group] for group in whole), key=np.mean)
@@ -144,8 +145,8 @@ def plot_heatmap(
     axes.set_yticks(range(len(lines)), [_shown(v) for v in lines])
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    figure.colorbar(image, label=_column(value))
-    title = title or f"{_column(value)}, {'the best' if best else 'mean'} of each cell"
+    figure.colorbar(image, label=column_label(value))
+    title = title or f"{column_label(value)}, {'the best' if best else 'mean'} of each cell"
     return done(figure, _with_left_out(title, rows, there), path)
 
 
@@ -171,7 +172,7 @@ def plot_pareto(
     rows, y = renewed(rows), present_name(y)
     there = _finite_rows(rows, y, y=y, x="bytes_total", hue=hue)
     over = _averaged_over(rows, over, hue)
-    whole = [group for group in groups(rows, over) if all(_is_finite(row[y]) for row in group)]
+    whole = [group for group in groups(rows, over) if all(check.is_finite(row[y]) for row in group)]
     if not whole:
         raise ValueError(f"no configuration has a finite number as {y!r} for every {over}: give over=None.")
     means = [averaged(group, over)[0] for group in whole]
@@ -190,11 +191,11 @@ def plot_pareto(
             low, high = ([f(row[y] for row in whole[i]) for i in mine] for f in (min, max))
             axes.vlines(at, low, high, color=style["color"], alpha=0.6, linewidth=1.6, zorder=1)
     axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
-    finish(axes, "", "bytes sent per node", _column(y))
+    finish(axes, "", column_label("bytes_total"), column_label(y))
     _scale_sent(axes, [row["bytes_total"] for row in means])
     _legend_of_values(axes, hue, values)
     seeds = "" if over is None else f": mean and range of {len(whole[0])} {over}s"
-    return done(figure, _with_left_out(title or f"{_column(y)} and what it costs{seeds}", rows, there), path)
+    return done(figure, _with_left_out(title or f"{column_label(y)} and what it costs{seeds}", rows, there), path)
 
 
 def _scale_sent(axes: Axes, sent: list[float]) -> None:
@@ -243,7 +244,7 @@ def _finite_rows(rows: Rows, value: str, /, **columns: str | None) -> list[Mappi
     for name, column in columns.items():
         if name != "hue" or column is not None:
             check.column(name, column, rows[0])
-    there = [row for row in rows if _is_finite(row[value])]
+    there = [row for row in rows if check.is_finite(row[value])]
     if not there:
         raise ValueError(f"no row has a finite number as {value!r}.")
     return there
@@ -254,13 +255,13 @@ def _values(rows: Rows, name: str | None) -> list[Any]:
     if name is None:
         return [None]
     found = list(dict.fromkeys(row[name] for row in rows))
-    return sorted(found) if all(map(_is_number, found)) else found
+    return sorted(found) if all(map(check.is_number, found)) else found
 
 
 def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
     """Where each value is drawn."""
     found = list(dict.fromkeys(values))
-    if not all(map(_is_number, found)):
+    if not all(map(check.is_number, found)):
         axes.set_xticks(range(len(found)), [_shown(v) for v in found])
         return {v: float(i) for i, v in enumerate(found)}
     found = sorted(found)
@@ -269,21 +270,6 @@ def _places(axes: Axes, values: list[Any]) -> dict[Any, float]:
         axes.set_xticks(found, [_shown(v) for v in found])
         axes.xaxis.set_minor_locator(NullLocator())
     return {v: float(v) for v in found}
-
-
-def _column(name: str) -> str:
-    """A column of a sweep in words."""
-    words = {"train_loss": "training loss", "val_loss": "validation loss", "val_loss_local": "nodes' validation loss",
-             "consensus_distance": "consensus distance", "bytes_total": "bytes sent per node"}  # fmt: skip
-    return words.get(name, name)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and bool(np.isfinite(value))
 
 
 def _shown(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""What a run recorded: rows in the order of the steps, read as columns."""
+"""What a run recorded: rows in the order of the steps, read as columns; see `vecgym.records.columns` for these."""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,45 +12,9 @@ import numpy as np
 from vecgym.core import check
 from vecgym.core.files import write_atomically
 from vecgym.records import rows
+from vecgym.records.columns import COLUMNS, PER_NODE, RENAMED
+from vecgym.records.columns import SCALARS as SCALARS  # where it was before
 from vecgym.records.rows import counted, data_frame, present_name
-
-# Columns with one number a row, and what they are. Loggers write these, and for each metric that a model offers (see
-# `vecgym.runs.evaluation`) `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
-SCALARS = {
-    "step": "optimizer steps done",
-    "epoch": "passes over the data done",
-    "examples": "examples seen by all nodes together",
-    "train_loss": "mean over the nodes of the loss on their batches, before the step's update",
-    "lr": "inner learning rate of the step; where nodes differ, their mean",
-    "outer_lr": "learning rate of the outer or server optimizer, where the strategy has one",
-    "bytes_step": "bytes sent per node in this step alone, whatever the interval of a logger",
-    "bytes_total": "bytes sent per node since the start",
-    "bytes_received_total": "bytes received per node since the start",
-    "val_loss": "validation loss of the average of the nodes",
-    "val_loss_local": "mean over the nodes of each node's validation loss",
-    "consensus_distance": "root mean square distance of the nodes' parameters to their average, after the step",
-    "consensus_distance_before": "the same before the step's exchange of parameters",
-    "correlation": "mean correlation between the parameters of two nodes",
-    "seconds": "since the start of the first step",
-    "steps_per_s": "steps per second since the row before",
-    "examples_per_s": "examples per second of all nodes together, since the row before",
-    "bytes_per_s": "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: what each node would "
-    "have to send at to keep pace with this run, if it sent during the whole step",
-    "memory_bytes": "the most memory of the process up to an evaluation: resident, or on CUDA allocated",
-}
-# Those that belong to the machine and the moment: they differ between two runs that are otherwise the same.
-MEASURED = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "memory_bytes")
-RENAMED = {"bytes": "bytes_step", "total_bytes": "bytes_total"}  # old name -> new name
-# What is counted before the first step.
-START = {
-    "step": 0, "epoch": 0.0, "examples": 0, "bytes_step": 0.0, "bytes_total": 0.0, "bytes_received_total": 0.0,
-    "seconds": 0.0,
-}  # fmt: skip
-# Columns with one number a node, [K].
-PER_NODE = {
-    "train_losses": "each node's training loss; nan where it did not train",
-    "val_losses": "each node's validation loss",
-}
 
 
 class Row(rows.Row):
@@ -76,11 +40,13 @@ class History:
     ([None, 1.5], ([0], [2.0]), 1.5)
     """
 
-    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, settings: Mapping[str, Any] | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.settings = dict(settings or {})
         self.rows: list[dict[str, Any]] = []
+        for row in rows:
+            self.append(row)
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: Mapping[str, Any]) -> None:
         """Add one row. Old names of columns, from a file of an earlier version say, become the present ones."""
         self.rows.append(Row({RENAMED.get(name, name): value for name, value in row.items()}))
 
@@ -94,7 +60,7 @@ class History:
         ['step', 'train_loss', 'val_loss']
         """
         present = {name: None for row in self.rows for name in row}
-        known = [name for name in (*SCALARS, *PER_NODE) if name in present]
+        known = [name for name in COLUMNS if name in present]
         return known + [name for name in present if name not in known]
 
     def __getitem__(self, column: str) -> list[Any]:
@@ -164,7 +130,7 @@ class History:
     def _known(self, column: str, name: str = "column") -> str:
         """The present name of a column that there is."""
         column = present_name(check.instance(name, column, str, "the name of a column"), RENAMED)
-        if column not in SCALARS and column not in PER_NODE and column not in self.columns:
+        if column not in COLUMNS and column not in self.columns:
             raise KeyError(f"{name}={column!r} is not a column; there are {', '.join(self.columns)}.")
         return column
 

@@ -17,7 +17,8 @@ import numpy as np
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.files import is_regular
-from vecgym.records.history import PER_NODE, SCALARS, History
+from vecgym.records.columns import INTEGERS, PER_NODE, SCALARS
+from vecgym.records.history import History
 
 WandbMode = Literal["online", "offline", "disabled"]
 
@@ -54,10 +55,28 @@ class Logger:
         self.start(settings)
 
     def log(self, row: dict[str, Any]) -> None:
-        """One row of `vecgym.records.history.SCALARS` and `PER_NODE`, and what the model measures; see there."""
+        """One row of `vecgym.records.columns.COLUMNS`, and what the model measures; see there."""
 
     def finish(self) -> None:
         """The run has ended, however it ended."""
+
+
+def as_loggers(logger: Any) -> list[Logger]:
+    """Return one logger, several, or None as a list.
+
+    Raises:
+        TypeError: for what is no logger.
+
+    >>> as_loggers(None), len(as_loggers([Logger(), Logger()]))
+    ([], 2)
+    """
+    loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    for one in loggers:
+        if not isinstance(one, Logger):
+            raise TypeError(
+                f"logger is {check.kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+            )
+    return loggers
 
 
 class CSVLogger(Logger):
@@ -156,7 +175,7 @@ def read_csv(directory: str | os.PathLike[str]) -> History:
         history = History(json.loads(config.read_text()) if is_regular(config) else {})
         for cells in _rows_of(folder / "history.csv"):
             row = {name: float(cell) for name, cell in cells.items() if cell not in ("", None)}
-            history.append({**row, **{name: int(row[name]) for name in ("step", "examples") if name in row}})
+            history.append({**row, **{name: int(row[name]) for name in INTEGERS if name in row}})
         by_step = {row["step"]: row for row in history}
         for name in PER_NODE:
             for cells in _rows_of(folder / f"{name}.csv"):

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.core.errors import warn
+from vecgym.records.columns import COLUMNS, RENAMED_IN_SWEEPS
 
 Rows = Sequence[Mapping[str, Any]]
 
-# What a run of a sweep is measured by, in the order of a row; all other names in a row are axes.
-MEASURES = ("train_loss", "val_loss", "val_loss_local", "consensus_distance", "bytes_total")
-RENAMED = {"bytes": "bytes_total"}  # old name -> new name
+# What a run of a sweep is measured by; all other names in a row are axes.
+MEASURES = tuple(name for name, column in COLUMNS.items() if column.swept)
 STATES = ("status", "steps", "runs")
 MAX_LABEL = 40  # characters
 
 
-def present_name(column: str, renamed: Mapping[str, str] = RENAMED) -> str:
+def present_name(column: str, renamed: Mapping[str, str] = RENAMED_IN_SWEEPS) -> str:
     """The name of a column; a warning where an old one was given.
 
     >>> present_name("bytes_total")
@@ -41,7 +41,7 @@ class Row(dict[str, Any]):
     (400.0, None)
     """
 
-    renamed: ClassVar[Mapping[str, str]] = RENAMED
+    renamed: ClassVar[Mapping[str, str]] = RENAMED_IN_SWEEPS
 
     def __missing__(self, column: str) -> Any:
         if column not in self.renamed:

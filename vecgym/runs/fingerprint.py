@@ -23,13 +23,12 @@ import functools
 import hashlib
 import itertools
 import math
-import random
 import re
 import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from vecgym.core import tree
+from vecgym.core.objects import GENERATORS, closed_over, defaults, globals_read, names_in
 from vecgym.data import TokenWindows
 from vecgym.data.partition import Shards
 
@@ -49,6 +49,7 @@ MAX_BYTES = 2**30  # of a tensor, that are read
 CHUNK_BYTES = 2**18
 MAX_DEPTH = 16
 
+Parts = Iterable[tuple[str, Any]]
 _PLAIN = (bool, int, float, str, type(None))
 _UNREAD = {  # methods that make or show an object: what it holds is compared itself
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__", "__del__", "__eq__", "__hash__",
@@ -59,8 +60,8 @@ _HOOKS = [name for name in sorted(_MODULE_STATE) if name.endswith("_hooks") and 
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
-def described(x: Any, name: str, *, weights: bool = True) -> dict[str, Any]:
-    """Everything that an object holds and computes: name -> plain value.
+def fingerprint_of(x: Any, name: str, *, weights: bool = True) -> dict[str, Any]:
+    """Return everything that an object holds and computes: name -> plain value.
 
     Args:
         weights: with the values of parameters and buffers, if `x` is a module; else only what else it is.
@@ -68,26 +69,28 @@ def described(x: Any, name: str, *, weights: bool = True) -> dict[str, Any]:
     >>> class Spec:
     ...     def __init__(self):
     ...         self.H, self.lr = 3, [0.1, None]
-    >>> described(Spec(), "spec")
+    >>> fingerprint_of(Spec(), "spec")
     {'spec': 'Spec', 'spec.H': 3, 'spec.lr': 'list of 2', 'spec.lr[0]': 0.1, 'spec.lr[1]': None}
-    >>> described(torch.zeros(2), "x") == described(torch.ones(2), "x")
+    >>> fingerprint_of(torch.zeros(2), "x") == fingerprint_of(torch.ones(2), "x")
     False
     """
-    found = _Description(weights)
-    found.add(x, name)
-    return found.values
+    result = _Fingerprint(weights)
+    result.add(x, name)
+    return result.values
 
 
-def described_data(data: Any, name: str) -> dict[str, Any]:
-    """As `described`, of what is given as a dataset: one of any class, or a function that makes those of the nodes.
+def fingerprint_of_data(data: Any, name: str) -> dict[str, Any]:
+    """Return the same of what is given as a dataset: one of any class, or a function that makes those of the nodes.
 
-    >>> described_data(TensorDataset(torch.zeros(2, 1)), "data")["data.tensors[0]"]
+    >>> fingerprint_of_data(TensorDataset(torch.zeros(2, 1)), "data")["data.tensors[0]"]
     'float32 [2, 1] with checksum 66df8a530b2e5a'
     """
-    found = _Description()
-    is_dataset = hasattr(data, "__getitem__") and not isinstance(data, (Tensor, np.ndarray, list, tuple, type))
-    (found._dataset if is_dataset else found.add)(data, name, 0)
-    return found.values
+    result = _Fingerprint()
+    if hasattr(data, "__getitem__") and not isinstance(data, (Tensor, np.ndarray, list, tuple, type)):
+        result.add_parts(result.dataset(data), name)
+    else:
+        result.add(data, name)
+    return result.values
 
 
 def checksum(values: Mapping[str, Any]) -> str:
@@ -115,196 +118,176 @@ def digest(values: Any) -> str:
     >>> digest(torch.ones(2)) == digest([torch.ones(2)]), digest(torch.ones(2)) == digest(torch.zeros(2))
     (True, False)
     """
-    return _hashed(*itertools.chain.from_iterable(map(_contents, tree.leaves(values))))
+    return _hashed(*itertools.chain.from_iterable(map(_bytes_of, tree.leaves(values))))
 
 
-def is_held(data: Any) -> bool:
-    """Whether `described` reads all examples of a dataset, since they are tensors or lists in memory.
+def is_in_memory(data: Any) -> bool:
+    """Whether `fingerprint_of` reads all examples of a dataset, since they are tensors or lists in memory.
 
-    >>> is_held(TensorDataset(torch.ones(3))), is_held(lambda rank, num_nodes, train: torch.ones(3))
+    >>> is_in_memory(TensorDataset(torch.ones(3))), is_in_memory(lambda rank, num_nodes, train: torch.ones(3))
     (True, False)
     """
     if type(data) is Subset:
-        return is_held(data.dataset)
+        return is_in_memory(data.dataset)
     if type(data) is ConcatDataset:
-        return all(map(is_held, data.datasets))
+        return all(map(is_in_memory, data.datasets))
     if isinstance(data, Shards):
-        return is_held(data.dataset)
-    return data is None or isinstance(data, (Tensor, np.ndarray, list, tuple)) or type(data) in _HELD
+        return is_in_memory(data.dataset)
+    return data is None or isinstance(data, (Tensor, np.ndarray, list, tuple)) or type(data) in _IN_MEMORY
 
 
-class _Description:
+class _Fingerprint:
     """Collects name -> plain value of an object and of what it reaches."""
 
     def __init__(self, weights: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self.weights = weights
         self.seen: dict[int, Any] = {}  # id -> the object, which lives as long: no other one has its id
+        self.depth = 0
 
-    def add(self, x: Any, name: str, depth: int = 0) -> None:
+    def add(self, x: Any, name: str) -> None:
         if type(x) in _PLAIN:
             self.values[name] = _short(x)
-        elif id(x) in self.seen or depth > MAX_DEPTH:
+        elif id(x) in self.seen or self.depth > MAX_DEPTH:
             self.values[name] = "see above" if id(x) in self.seen else type(x).__name__
         else:
             self.seen[id(x)] = x
-            self._adder(x)(x, name, depth + 1)
+            self.add_parts(self._kind(x)(x), name)
             if isinstance(x, (dict, list, tuple, types.MethodType)):  # what is shared there may as well be equal
                 del self.seen[id(x)]
 
-    def _adder(self, x: Any) -> Any:
-        kinds: list[tuple[Any, Any]] = [
-            ((Tensor, np.ndarray, np.generic), self._array),
-            ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), self._generator),
-            (type, self._class), (types.FunctionType, self._function), (types.MethodType, self._method),
-            (functools.partial, self._partial), (Mapping, self._mapping), ((list, tuple, deque), self._sequence),
-            ((set, frozenset), self._set), ((property, staticmethod, classmethod), self._descriptor),
-            (nn.Module, self._module), (Dataset, self._dataset), (_NAMESPACES, self._object),
+    def add_parts(self, parts: Parts, name: str) -> None:
+        self.depth += 1
+        for part, value in parts:
+            self.add(value, name + part)
+        self.depth -= 1
+
+    def _kind(self, x: Any) -> Callable[[Any], Parts]:
+        """Return what yields the parts of `x`: the end of each one's name, and its value; "" is `x` itself."""
+        kinds: list[tuple[Any, Callable[[Any], Parts]]] = [
+            ((Tensor, np.ndarray, np.generic), self._array), (GENERATORS, self._generator), (type, self._class),
+            (types.FunctionType, self._function), (types.MethodType, self._method), (functools.partial, self._partial),
+            ((Mapping, list, tuple, deque), self._entries), ((set, frozenset), self._set),
+            ((property, staticmethod, classmethod), self._descriptor), (nn.Module, self._module),
+            (Dataset, self.dataset), (_NAMESPACES, self._object),
         ]  # fmt: skip
-        found = next((adder for kind, adder in kinds if isinstance(x, kind)), None)
-        if found is not None:
-            return found
+        for kind, parts in kinds:
+            if isinstance(x, kind):
+                return parts
         if callable(getattr(x, "__wrapped__", None)):  # functools.cache
-            return lambda x, name, depth: self.add(x.__wrapped__, name, depth)
+            return lambda x: [("", x.__wrapped__)]
         has_parts = hasattr(x, "__dict__") or len(getattr(type(x), "__slots__", ())) > 0
         words = not has_parts or isinstance(x, (types.ModuleType, PurePath, enum.Enum, types.BuiltinFunctionType))
         return self._words if words or _is_standard(type(x).__module__) else self._object
 
-    # plain values
-
-    def _array(self, x: Any, name: str, depth: int) -> None:
+    def _array(self, x: Any) -> Parts:
         if isinstance(x, np.ndarray) and x.dtype.hasobject:
-            return self._sequence(x.tolist(), name, depth)
-        form = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-        whole = not isinstance(x, Tensor) or (x.layout == torch.strided and x.device.type != "meta")
-        one = f"{x.item()}, {form}" if whole and math.prod(x.shape) == 1 else ""
-        self.values[name] = one or (f"{form} with checksum {_hashed(*_contents(x))}" if whole else form)
+            return self._entries(x.tolist())
+        form = tree.form(x)
+        if isinstance(x, Tensor) and (x.layout != torch.strided or x.device.type == "meta"):
+            return [("", form)]
+        one = math.prod(x.shape) == 1
+        return [("", f"{x.item()}, {form}" if one else f"{form} with checksum {_hashed(*_bytes_of(x))}")]
 
-    def _generator(self, x: Any, name: str, depth: int) -> None:
-        seed = f" of seed {x.initial_seed()}" if isinstance(x, torch.Generator) else ""
-        self.values[name] = type(x).__name__ + seed
+    def _generator(self, x: Any) -> Parts:
+        return [("", type(x).__name__ + (f" of seed {x.initial_seed()}" if isinstance(x, torch.Generator) else ""))]
 
-    def _words(self, x: Any, name: str, depth: int) -> None:
+    def _words(self, x: Any) -> Parts:
         shown = x.name if isinstance(x, PurePath) else getattr(x, "__name__", None) or repr(x)
-        self.values[name] = _short(re.sub(r" at 0x[0-9a-f]+", "", str(shown)))
+        return [("", re.sub(r" at 0x[0-9a-f]+", "", str(shown)))]
 
-    # containers
+    def _set(self, x: Any) -> Parts:
+        each = sorted(repr(sorted(fingerprint_of(value, "").items())).encode() for value in x)
+        return [("", f"{type(x).__name__} of {len(x)} with checksum {_hashed(*each)}")]
 
-    def _mapping(self, x: Mapping[Any, Any], name: str, depth: int) -> None:
-        self._parts(x, name, depth, [(f"[{key!r}]", value) for key, value in x.items()])
+    def _entries(self, x: Any) -> Parts:
+        head, entries = f"{type(x).__name__} of {len(x)}", x.items() if isinstance(x, Mapping) else enumerate(x)
+        parts = [(f"[{key!r}]", value) for key, value in entries]
+        if len(parts) <= LONG:
+            return [("", head), *parts]
+        inner = _Fingerprint()
+        inner.seen, inner.depth = dict(self.seen), self.depth
+        inner.add_parts(parts, "")
+        return [("", f"{head} with checksum {_hashed(repr(sorted(inner.values.items())).encode())}")]
 
-    def _sequence(self, x: Any, name: str, depth: int) -> None:
-        self._parts(x, name, depth, [(f"[{i}]", value) for i, value in enumerate(x)])
-
-    def _set(self, x: Any, name: str, depth: int) -> None:
-        each = sorted(repr(sorted(described(value, "").items())).encode() for value in x)
-        self.values[name] = f"{type(x).__name__} of {len(x)} with checksum {_hashed(*each)}"
-
-    def _parts(self, x: Any, name: str, depth: int, parts: list[tuple[str, Any]]) -> None:
-        self.values[name] = f"{type(x).__name__} of {len(x)}"
-        if len(parts) > LONG:
-            inner = _Description()
-            inner.seen.update(self.seen)
-            for part, value in parts:
-                inner.add(value, part, depth)
-            self.values[name] += f" with checksum {_hashed(repr(sorted(inner.values.items())).encode())}"
-            return
-        for part, value in parts:
-            self.add(value, name + part, depth)
-
-    # functions and classes
-
-    def _function(self, f: types.FunctionType, name: str, depth: int) -> None:
+    def _function(self, f: types.FunctionType) -> Parts:
         own = not _is_library(f.__globals__.get("__name__") or f.__module__)
-        self.values[name] = "function" if own else f.__qualname__
+        yield "", "function" if own else f.__qualname__
         if own:
-            self.values[f"{name}()"] = CODE + _code(f.__code__)
-        for key, value in sorted(_held_by(f, own).items()):
-            self.add(value, f"{name}.{key}", depth)
+            yield "()", CODE + _code(f.__code__)
+        yield from _named(_held_by(f, own))
 
-    def _method(self, x: types.MethodType, name: str, depth: int) -> None:
-        self.add(x.__func__, name, depth)
-        self.add(x.__self__, f"{name}.self", depth)
+    def _method(self, x: types.MethodType) -> Parts:
+        return [("", x.__func__), (".self", x.__self__)]
 
-    def _partial(self, x: Any, name: str, depth: int) -> None:
-        self.values[name] = "partial"
-        for key, value in {"func": x.func, **dict(enumerate(x.args)), **x.keywords}.items():
-            self.add(value, f"{name}.{key}", depth)
+    def _partial(self, x: Any) -> Parts:
+        held = {"func": x.func, **dict(enumerate(x.args)), **x.keywords}
+        return [("", "partial"), *((f".{key}", value) for key, value in held.items())]
 
-    def _descriptor(self, x: Any, name: str, depth: int) -> None:
-        parts = {".fget": x.fget, ".fset": x.fset} if isinstance(x, property) else {"": x.__func__}
-        for part, function in parts.items():
-            self.add(function, name + part, depth)
+    def _descriptor(self, x: Any) -> Parts:
+        return [(".fget", x.fget), (".fset", x.fset)] if isinstance(x, property) else [("", x.__func__)]
 
-    def _class(self, x: type, name: str, depth: int) -> None:
-        self.values[name] = x.__qualname__ if _is_library(x.__module__) else x.__name__
-        self._methods(x, name, depth)
-        made = None if _is_library(x.__module__) else vars(x).get("__init__")
-        if made is not None:
-            self.add(made, f"{name}.__init__", depth)
+    def _class(self, x: type) -> Parts:
+        library = _is_library(x.__module__)
+        yield "", x.__qualname__ if library else x.__name__
+        yield from self._methods(x)
+        if not library and "__init__" in vars(x):
+            yield ".__init__", vars(x)["__init__"]
 
-    def _methods(self, cls: type, name: str, depth: int) -> None:
+    def _methods(self, cls: type) -> Parts:
         """Own methods and attributes of the user's classes among a class and its bases."""
         for base in cls.__mro__:
             if _is_library(base.__module__) or (base is not cls and id(base) in self.seen):
                 continue
             self.seen[id(base)] = base
-            where = name if base is cls else f"{name}.{base.__name__}"
+            where = "" if base is cls else f".{base.__name__}"
             bases = ", ".join(b.__name__ for b in base.__bases__ if b is not object)
             if bases:
-                self.values[f"{where} bases"] = bases
+                yield f"{where} bases", bases
             for key, value in sorted(vars(base).items()):
                 value = _as_written(value)
                 if any(_as_written(vars(other).get(key)) is value for other in base.__mro__[1:]):
                     continue  # torch hangs hooks on a class that inherits `step` when it is first used
                 read = key not in _UNREAD if isinstance(value, types.FunctionType) else not key.startswith("__")
                 if read and key != "_abc_impl":
-                    self.add(value, f"{where}.{key}", depth)
+                    yield f"{where}.{key}", value
 
-    # objects
-
-    def _object(self, x: Any, name: str, depth: int) -> None:
-        self.values[name] = type(x).__name__
+    def _head(self, x: Any, more: str = "") -> Parts:
+        yield "", type(x).__name__ + more
         if id(type(x)) not in self.seen:
-            self._methods(type(x), name, depth)
+            yield from self._methods(type(x))
+
+    def _object(self, x: Any) -> Parts:
+        yield from self._head(x)
         own = not _is_library(type(x).__module__)
         slots = [key for cls in type(x).__mro__ for key in getattr(cls, "__slots__", ())]
-        held = {key: getattr(x, key) for key in slots if hasattr(x, key) and not key.startswith("__")}
-        for key, value in sorted({**held, **getattr(x, "__dict__", {})}.items()):
-            inner = key.startswith("_") and (not own or type(value).__module__.startswith("vecgym."))
-            if not inner:
-                self.add(value, f"{name}.{key}", depth)
+        values = {key: getattr(x, key) for key in slots if hasattr(x, key) and not key.startswith("__")}
+        for key, value in _named({**values, **getattr(x, "__dict__", {})}):
+            if not key.startswith("._") or (own and not type(value).__module__.startswith("vecgym.")):
+                yield key, value
 
-    def _module(self, x: nn.Module, name: str, depth: int) -> None:
-        self.values[name] = type(x).__name__
-        if id(type(x)) not in self.seen:
-            self._methods(type(x), name, depth)
+    def _module(self, x: nn.Module) -> Parts:
+        yield from self._head(x)
         own = not _is_library(type(x).__module__)
-        for key, value in sorted(vars(x).items()):
-            if key not in _MODULE_STATE and (own or not key.startswith("_")):
-                self.add(value, f"{name}.{key}", depth)
+        settings = {key: value for key, value in vars(x).items() if key not in _MODULE_STATE}
+        yield from _named({key: value for key, value in settings.items() if own or not key.startswith("_")})
         for key in _HOOKS:
-            for i, hook in enumerate(getattr(x, key, {}).values()):
-                self.add(hook, f"{name}.{key}[{i}]", depth)
-        if self.weights:
-            for key, value in sorted({**x._parameters, **x._buffers}.items()):
-                self.add(value, f"{name}.{key}", depth)
-                if isinstance(value, nn.Parameter) and not value.requires_grad:
-                    self.values[f"{name}.{key}.requires_grad"] = False
-        for key, child in sorted(x._modules.items()):
-            self.add(child, f"{name}.{key}", depth - 1)  # models may be deep
+            yield from ((f".{key}[{i}]", hook) for i, hook in enumerate(getattr(x, key, {}).values()))
+        for key, value in _named({**x._parameters, **x._buffers} if self.weights else {}):
+            yield key, value
+            if isinstance(value, nn.Parameter) and not value.requires_grad:
+                yield f"{key}.requires_grad", False
+        self.depth -= 1  # models may be deep
+        yield from _named(x._modules)
+        self.depth += 1
 
-    def _dataset(self, x: Any, name: str, depth: int) -> None:
-        length = f" of {len(x)}" if hasattr(x, "__len__") else ""
-        self.values[name] = type(x).__name__ + length
-        if id(type(x)) not in self.seen:
-            self._methods(type(x), name, depth)
-        for key, value in sorted(getattr(x, "__dict__", {}).items()):
-            if key in _PARTS.get(type(x), ()) or _is_data(value):
-                self.add(value, f"{name}.{key}", depth)
+    def dataset(self, x: Any) -> Parts:
+        yield from self._head(x, f" of {len(x)}" if hasattr(x, "__len__") else "")
+        parts = _PARTS.get(type(x), ())
+        yield from _named({k: v for k, v in getattr(x, "__dict__", {}).items() if k in parts or _is_data(v)})
 
 
-_HELD = (TensorDataset, TokenWindows)
+_IN_MEMORY = (TensorDataset, TokenWindows)
 _PARTS: dict[type, tuple[str, ...]] = {
     Subset: ("dataset", "indices"), ConcatDataset: ("datasets",), TokenWindows: ("context",),
 }  # fmt: skip
@@ -327,47 +310,23 @@ def _is_data(x: Any) -> bool:
     return isinstance(x, kinds) or bool(is_tuple and several and all(isinstance(y, kinds) for y in several))
 
 
+def _named(values: Mapping[str, Any]) -> Parts:
+    return [(f".{key}", value) for key, value in sorted(values.items())]
+
+
 def _held_by(f: types.FunctionType, own: bool) -> dict[str, Any]:
-    """Defaults, what a function closes over, and the globals that it reads; of a library's, what it closes over."""
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    held = {key: _closed_over(cell) for key, cell in cells if key != "__class__"}
+    """Return what a function closes over, its defaults and the globals that it reads; a library's: the first alone."""
+    values = {name: value for name, value in closed_over(f).items() if name != "__class__"}
     if not own:
-        return held
-    names = f.__code__.co_varnames[: f.__code__.co_argcount]
-    held |= dict(zip(names[::-1], (f.__defaults__ or ())[::-1]))
-    held |= f.__kwdefaults__ or {}
-    read, attributes = _names(f.__code__)
-    for name in read & f.__globals__.keys():
-        value = f.__globals__[name]
+        return values
+    values |= defaults(f)
+    for name, value in globals_read(f).items():
         if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
-            held |= {f"{name}.{key}": vars(value)[key] for key in attributes & vars(value).keys()}
+            used = names_in(f.__code__).attributes & vars(value).keys()
+            values |= {f"{name}.{key}": vars(value)[key] for key in used}
         elif not name.startswith("__"):
-            held[name] = value
-    return held
-
-
-def _closed_over(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return None
-
-
-@functools.cache
-def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The globals that code reads and does not set, and the names of attributes; inner functions' too."""
-    instructions = [i for inner in _all_codes(code) for i in dis.get_instructions(inner)]
-    globals_read = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    globals_set = {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    attributes = {i.argval for i in instructions if i.opcode in dis.hasname}
-    return frozenset(globals_read - globals_set), frozenset(attributes)
-
-
-def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _all_codes(constant)
+            values[name] = value
+    return values
 
 
 @functools.cache
@@ -427,7 +386,7 @@ def _hashed(*parts: Any) -> str:
     return found.hexdigest()
 
 
-def _contents(x: Any) -> Iterator[Any]:
+def _bytes_of(x: Any) -> Iterator[Any]:
     """The bytes of a tensor or array, or of parts of it, evenly spaced from the first to the last."""
     if isinstance(x, Tensor):
         x = x.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vecgym.collectives import StackedCollectives
+from vecgym.core import tree
 from vecgym.data import Batches
 from vecgym.engine.simulation import Simulation
-from vecgym.runs.fingerprint import described, is_code
+from vecgym.runs.fingerprint import fingerprint_of, is_code
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import Context, Strategy
 
@@ -29,18 +30,20 @@ def identity(
     """What must be the same: name -> plain value."""
     settings = ("seed", "batch_size", "shuffle", "autocast")
     trained = simulation.engine.params
-    parameters = {name: _form(p) + ("" if name in trained else ", not trained") for name, p in model.named_parameters()}
+    parameters = {
+        name: tree.form(p) + ("" if name in trained else ", not trained") for name, p in model.named_parameters()
+    }
     return {
         **noted(),
         "num_nodes": simulation.comm.num_nodes,
         **{name: getattr(options, name) for name in settings},
-        **dict(described(strategy, "strategy")),
+        **dict(fingerprint_of(strategy, "strategy")),
         **{f"parameter {name}": kind for name, kind in parameters.items()},
-        **{f"buffer {name}": _form(b) for name, b in model.named_buffers()},
+        **{f"buffer {name}": tree.form(b) for name, b in model.named_buffers()},
         "examples of each node": str(list(simulation.num_examples or ())),
         "steps per epoch": train.steps_per_epoch,
-        **described(model, "model", weights=False),  # a checkpoint has their values
-        **described((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+        **fingerprint_of(model, "model", weights=False),  # a checkpoint has their values
+        **fingerprint_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
 
 
@@ -133,10 +136,6 @@ def _lr(strategy: Strategy, step: int, max_steps: int, num_nodes: int) -> list[f
 
 def _short(values: list[float]) -> str:
     return f"{values[0]:.6g}" if len(values) == 1 else str([float(f"{x:.6g}") for x in values[:SHOWN]])
-
-
-def _form(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.func import jvp
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import check, nodes, tree
-from vecgym.core.held import reachable
+from vecgym.core.objects import reachable
 from vecgym.core.transforms import Readable
 from vecgym.core.tree import Tree
 from vecgym.engine.contract import check_differentiable

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from vecgym.core import nodes, tree
-from vecgym.core.held import reachable, replaced
+from vecgym.core.objects import reachable, replaced
 from vecgym.core.transforms import Readable
 from vecgym.core.tree import differentiated
 from vecgym.engine.simulation import Simulation, State
@@ -171,9 +171,7 @@ def _flatten(values: Any) -> tuple[list[Tensor], Any]:
 
 
 def _filled(outline: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(outline, dict):
-        return {key: _filled(value, tensors) for key, value in outline.items()}
-    return tensors[outline] if isinstance(outline, _Slot) else outline
+    return tree.map_leaves(tensors.__getitem__, outline, kind=_Slot)
 
 
 def differentiable_tensors(root: Any) -> list[Tensor]:

@@ -34,7 +34,7 @@ from vecgym.engine import hooks
 from vecgym.engine.local import Engine, check_settings
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records.rows import counted
-from vecgym.runs import multiprocess
+from vecgym.runs import links, multiprocess
 from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
 from vecgym.runs.options import check_strategy, checked
 from vecgym.strategy import (
@@ -251,16 +251,16 @@ def verify(
     [checks, *_] = multiprocess.run(
         _verify_in_process,
         num_processes,
-        (Run(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine), dtype),
+        (Case(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine), dtype),
         labels=lambda rank: f"nodes {rank * per_process}-{(rank + 1) * per_process - 1}",
         timeout_s=timeout_s,
     )
     return Report(repr(strategy), num_nodes, num_processes, dtype, tuple(checks))
 
 
-def _verify_in_process(link: multiprocess.Link, given: Run, dtype: torch.dtype) -> list[Check]:
+def _verify_in_process(link: multiprocess.Link, given: Case, dtype: torch.dtype) -> list[Check]:
     torch.set_num_threads(1)
-    wire = Wire(watch=multiprocess.watch, announce=multiprocess.announce)
+    wire = Wire(watch=links.watch, announce=links.announce)
     given = given._replace(model=copy.deepcopy(given.model).to("cpu", dtype))
     [exact], [native] = (compare(given, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:
@@ -274,7 +274,7 @@ def _verify_in_process(link: multiprocess.Link, given: Run, dtype: torch.dtype) 
 # --------------------------------------------------------------------------------------- in every process alike
 
 
-class Run(NamedTuple):
+class Case(NamedTuple):
     """What is trained in both forms."""
 
     strategy: Strategy
@@ -317,7 +317,7 @@ class Run(NamedTuple):
         return tuple(Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed).shard_sizes)
 
 
-def compare(given: Run, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     """Step the stacked form and, in the processes of each wire, the distributed form; a `Check` for each wire.
 
     Every process of every wire calls it; this process must belong to all wires that it gives.
@@ -353,7 +353,7 @@ def compare(given: Run, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
 class _Form:
     """One of the two forms, as far as it has got."""
 
-    def __init__(self, given: Run, comm: Any, exact: bool) -> None:
+    def __init__(self, given: Case, comm: Any, exact: bool) -> None:
         self.given = given
         self.comm = comm
         self.simulation, self.batches = given.simulation(comm, exact)
@@ -415,7 +415,7 @@ def _calls(entries: Sequence[Entry]) -> str:
     return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "none"
 
 
-def _draws(given: Run, exact: bool, last_step: int) -> bool:
+def _draws(given: Case, exact: bool, last_step: int) -> bool:
     """Whether stacked runs differ when the global generators do."""
     before = GlobalStates.now()
     forms = []
@@ -510,7 +510,7 @@ class _Accounted(DistributedCollectives):
 # ----------------------------------------------------------------------------- against DistributedDataParallel
 
 
-def compare_with_ddp(given: Run, wire: Wire) -> tuple[Difference, ...]:
+def compare_with_ddp(given: Case, wire: Wire) -> tuple[Difference, ...]:
     """AllReduce's parameters against those of torch's DistributedDataParallel: same model, data and optimizer.
 
     A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm, that is the same.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
 from vecgym.strategy.base import CommunicationModule, Context, State, check_interval
@@ -113,11 +112,7 @@ class _Every(CommunicationModule):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         if max_steps < self.n:
-            warnings.warn(
-                f"n={self.n} in {self!r} is larger than the run's {max_steps} steps: it never exchanges anything.",
-                VecgymWarning,
-                stacklevel=2,
-            )
+            warn(f"n={self.n} in {self!r} is larger than the run's {max_steps} steps: it never exchanges anything.")
         self.module.check(num_nodes, max(1, max_steps // self.n))
 
     def init(self, params: Tree, ctx: Context) -> State:
@@ -198,11 +193,9 @@ class _Delayed(CommunicationModule):
 def warn_if_too_late(module: CommunicationModule, name: str, delay: int, max_steps: int) -> None:
     """Warn when nothing that `module` exchanges takes effect before the run ends."""
     if delay >= max_steps:
-        warnings.warn(
+        warn(
             f"{name}={delay} in {module!r} is not smaller than the run's {max_steps} steps: nothing that it exchanges "
-            "takes effect.",
-            VecgymWarning,
-            stacklevel=3,
+            "takes effect."
         )
 
 

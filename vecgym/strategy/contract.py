@@ -5,7 +5,6 @@ Cheap enough for every step: what a module leaves as it was is not looked at.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from vecgym.collectives import Collectives
+from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def active_nodes(module: CommunicationModule, ctx: Context) -> list[int] | None:
     nodes = module.active_nodes(ctx)
     if nodes is None:
         return None
-    known = isinstance(nodes, Sequence) and all(_is_integer(node) for node in nodes)
+    known = isinstance(nodes, Sequence) and all(check.is_integer(node) for node in nodes)
     if not known or len(set(nodes)) != len(nodes) or any(not 0 <= node < ctx.comm.num_nodes for node in nodes):
         raise ValueError(
             f"{_who(module, 'active_nodes')} returned {nodes!r}; expected None (all nodes train) or a list of "
@@ -119,24 +119,15 @@ def _check_tree(new: Any, given: Tree, module: CommunicationModule, method: str,
             )
 
 
-def _check_state(state: Any, module: CommunicationModule, method: str, ctx: Context, path: str = "state") -> None:
-    if isinstance(state, dict):
-        for key, value in state.items():
-            _check_state(value, module, method, ctx, f"{path}[{key!r}]")
-        return
-    if path == "state":
-        raise TypeError(f"{_who(module, method)} returned {_kind(state)} as {path}; {A_STATE}.")
-    if not isinstance(state, Tensor):
-        return  # a number or a text: plain values are kept in checkpoints too
-    if state.dim() == 0 or len(state) not in (1, len(ctx.comm.node_ids)):
-        raise ValueError(
-            f"{_who(module, method)} returned {path} in shape {list(state.shape)} with L = {len(ctx.comm.node_ids)} "
-            f"nodes; {A_STATE}."
-        )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def _check_state(state: Any, module: CommunicationModule, method: str, ctx: Context) -> None:
+    if not isinstance(state, dict):
+        raise TypeError(f"{_who(module, method)} returned {_kind(state)} as state; {A_STATE}.")
+    for path, x in tree.flatten(state):  # a number or a text is kept in checkpoints too
+        if isinstance(x, Tensor) and (x.dim() == 0 or len(x) not in (1, len(ctx.comm.node_ids))):
+            raise ValueError(
+                f"{_who(module, method)} returned state{tree.path_name(path)} in shape {list(x.shape)} with "
+                f"L = {len(ctx.comm.node_ids)} nodes; {A_STATE}."
+            )
 
 
 def _who(module: CommunicationModule, method: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from vecgym.collectives.topology import random_islands, sample_nodes
 from vecgym.core import check, tree
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
@@ -335,8 +334,4 @@ def check_weighting(weighting: Weighting) -> str:
 def warn_if_never(H: int, max_steps: int) -> None:
     """Warn when a run is too short for a single exchange."""
     if max_steps < H:
-        warnings.warn(
-            f"H={H} is larger than the run's {max_steps} steps: the nodes never exchange anything.",
-            VecgymWarning,
-            stacklevel=2,
-        )
+        warn(f"H={H} is larger than the run's {max_steps} steps: the nodes never exchange anything.")

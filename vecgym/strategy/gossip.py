@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Mixing
 from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
@@ -62,9 +61,9 @@ class GossipCommunicator(CommunicationModule):
     def check(self, num_nodes: int, max_steps: int) -> None:
         num_exchanges = max_steps // self.every
         if num_exchanges == 0:
-            _warn(f"every={self.every} is larger than the run's {max_steps} steps: the nodes never exchange anything.")
+            warn(f"every={self.every} is larger than the run's {max_steps} steps: the nodes never exchange anything.")
         elif isinstance(self.topology, Tensor) and len(_cycle(self.topology)) > num_exchanges:
-            _warn(
+            warn(
                 f"topology has {len(self.topology)} matrices and the run {num_exchanges} exchanges: those from "
                 f"{num_exchanges} on are never used."
             )
@@ -211,7 +210,3 @@ def _as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K]
         return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}={weights!r}: {allowed}") from error
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, VecgymWarning, stacklevel=3)

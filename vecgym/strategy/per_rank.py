@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
 from vecgym.core import rng
-from vecgym.core.contents import contents, fill
+from vecgym.core.objects import restore, state_of
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
@@ -334,14 +334,14 @@ class PerRankStrategy(Strategy):
             TypeError: for something in them that cannot be saved, naming it.
         """
         return [
-            {"held": contents(rank, self._kept_elsewhere(rank), self._name(node)), "random": states.packed()}
+            {"held": state_of(rank, self._kept_elsewhere(rank), self._name(node)), "random": states.packed()}
             for node, (rank, states) in enumerate(zip(self._ranks, self._states))
         ]
 
     def load(self, state: list[dict[str, Any]]) -> None:
         """Go on from there; `init` has made the copies."""
         for node, (rank, saved) in enumerate(zip(self._ranks, state)):
-            fill(rank, saved["held"], self._kept_elsewhere(rank), self._name(node))
+            restore(rank, saved["held"], self._kept_elsewhere(rank), self._name(node))
             self._states[node] = GlobalStates.unpacked(saved["random"])
 
     def _kept_elsewhere(self, rank: Strategy) -> dict[str, Tensor]:

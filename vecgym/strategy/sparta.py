@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from vecgym.compress import check_bits
 from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
+from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.schedule import Schedule
@@ -305,11 +304,9 @@ class SparseCommunicator(CommunicationModule):
     def check(self, num_nodes: int, max_steps: int) -> None:
         warn_if_too_late(self, "delay", self.delay, max_steps)
         if max_steps < self.interval:
-            warnings.warn(
+            warn(
                 f"interval={self.interval} in {self!r} is larger than the run's {max_steps} steps: "
-                "it never exchanges anything.",
-                VecgymWarning,
-                stacklevel=2,
+                "it never exchanges anything."
             )
 
     def init(self, params: Tree, ctx: Context) -> State:

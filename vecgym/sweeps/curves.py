@@ -15,7 +15,8 @@ from vecgym.core.tree import Tree
 from vecgym.data import Batches
 from vecgym.engine.simulation import Metrics
 from vecgym.records import runfile
-from vecgym.records.history import START, History
+from vecgym.records.columns import START
+from vecgym.records.history import History
 from vecgym.runs.recorder import StepRows
 from vecgym.strategy import Context
 from vecgym.sweeps.configurations import Configuration

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -125,7 +124,7 @@ class SweepResult:
         """
         rows, column = chosen(self.rows, where), present_name(column)
         check.column("column", column, rows[0])
-        there = [row for row in averaged(rows, over) if row["status"] == FINISHED and _is_finite(row.get(column))]
+        there = [row for row in averaged(rows, over) if row["status"] == FINISHED and check.is_finite(row.get(column))]
         if not there:
             hint = " Give a val_dataset." if column.startswith("val") and self._runner.val_dataset is None else ""
             raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
@@ -212,10 +211,6 @@ class SweepResult:
         for row in self.rows:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
         return f"SweepResult({counted(len(self), 'configuration')}: {', '.join(f'{n} {s}' for s, n in counts.items())})"
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _cell(value: Any) -> str:

@@ -20,8 +20,8 @@ from vecgym.data.chosen import combined
 from vecgym.engine import hooks
 from vecgym.engine.local import Engine
 from vecgym.records.rows import counted
+from vecgym.runs.interrupts import interrupts
 from vecgym.runs.memory import activations
-from vecgym.runs.options import interrupts
 from vecgym.strategy import Context
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration, alike

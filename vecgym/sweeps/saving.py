@@ -11,7 +11,7 @@ from vecgym.core import tree
 from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
 from vecgym.records import runfile
-from vecgym.runs.fingerprint import described, described_data, digest, is_held
+from vecgym.runs.fingerprint import digest, fingerprint_of, fingerprint_of_data, is_in_memory
 from vecgym.runs.identity import check_noted, differences, noted
 from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration
@@ -97,7 +97,7 @@ def _shared(runner: Runner) -> dict[str, Any]:
     several = len(first) > 1
     models: dict[str, Any] = {}
     for config in sorted(first.values(), key=lambda config: config.index):
-        models |= described(config.model, f"model of row {config.index}" if several else "model")
+        models |= fingerprint_of(config.model, f"model of row {config.index}" if several else "model")
     return {
         **noted(),
         "axes": ", ".join(runner.axes),
@@ -105,10 +105,10 @@ def _shared(runner: Runner) -> dict[str, Any]:
         "val_size": runner.val_size,
         "val_interval": runner.val_interval,
         **models,
-        **described_data(runner.train_dataset, "training data"),
-        **described_data(runner.val_dataset, "validation data"),
+        **fingerprint_of_data(runner.train_dataset, "training data"),
+        **fingerprint_of_data(runner.val_dataset, "validation data"),
         **dict(_examples(runner)),
-        **described((runner.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+        **fingerprint_of((runner.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
 
 
@@ -117,10 +117,10 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for axis, value in config.point.items():
         if not isinstance(value, Strategy):
-            values |= described(value, f"grid[{axis!r}]")
+            values |= fingerprint_of(value, f"grid[{axis!r}]")
     settings = {name: value for name, value in config.settings.items() if name not in config.point}
     values |= {**settings, "number of steps": config.num_steps, "the row with the same model": model}
-    return {**values, **described(config.strategy, "strategy")}
+    return {**values, **fingerprint_of(config.strategy, "strategy")}
 
 
 def _examples(runner: Runner) -> Iterator[tuple[str, str]]:
@@ -128,11 +128,11 @@ def _examples(runner: Runner) -> Iterator[tuple[str, str]]:
     first = {config.num_nodes: config for config in reversed(runner.configs)}
     for num_nodes, config in sorted(first.items()):
         train, val = runner.batches(config), runner.val_batches(config)
-        if not is_held(runner.train_dataset):
+        if not is_in_memory(runner.train_dataset):
             steps = (0, train.steps_per_epoch // 2)
             read = [train.batch(step) for step in (*steps, *steps)]
             yield f"examples of the training data of {num_nodes} nodes", _same_at_every_read(read)
-        if val is not None and not is_held(runner.val_dataset):
+        if val is not None and not is_in_memory(runner.val_dataset):
             read = [next(iter(val))[0] for _ in range(2)]
             yield f"examples of the validation data of {num_nodes} nodes", _same_at_every_read(read)
 

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from vecgym.compat.exogym.base import OptimizingStrategy
 from vecgym.compat.exogym.communicate import all_gather
+from vecgym.compat.exogym.optimizers import AnySpec, Spec
 from vecgym.compat.exogym.options import checked
-from vecgym.compat.exogym.strategies import AnySpec, Spec, Strategy, take_inner_spec
 from vecgym.compress import grid
 
-DEFAULT_LR = 1e-3
 
-
-class DeMoStrategy(Strategy):
+class DeMoStrategy(OptimizingStrategy):
     """The k strongest cosine components of a local momentum, every step; the sign of their mean is the update.
 
     The learning rate is the `optim_spec`'s; EXO Gym does not read it and takes 0.001. `max_norm` clips each node's
@@ -39,18 +38,12 @@ class DeMoStrategy(Strategy):
         self.compression_topk = compression_topk
         self.compression_chunk = compression_chunk
         self.weight_decay = weight_decay
-        self.optim_spec = take_inner_spec(self, optim_spec, options)
-        self.max_norm = max_norm
-        super().__init__(**options)
-        if self.optim_spec.lr != DEFAULT_LR:
-            self.ignored = (f"the learning rate {self.optim_spec.lr} of the optimizer: DeMo's is {DEFAULT_LR}",)
-        if max_norm:
-            self.ignored += (f"max_norm={max_norm}",)
+        super().__init__(optim_spec, max_norm, **options)
 
     @property
     def lr(self) -> Any:
         """The learning rate of the signs."""
-        return DEFAULT_LR if self.strict_timing else self.optim_spec.lr
+        return self.behaviour.demo_lr(self.optim_spec)
 
     def _inner_spec(self) -> Spec:
         return Spec(torch.optim.SGD, lr=self.lr)
@@ -59,12 +52,11 @@ class DeMoStrategy(Strategy):
         super()._init_node(model, rank, num_nodes)
         self._momentum = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
         self._bases: dict[int, tuple[Tensor, Tensor]] = {}
-        self._setup_scheduler()
 
     @torch.no_grad()
     def step(self) -> None:
-        if self.max_norm and not self.strict_timing:
-            clip_grad_norm_(self.model.parameters(), self.max_norm)
+        if max_norm := self.behaviour.demo_max_norm(self.max_norm):
+            clip_grad_norm_(self.model.parameters(), max_norm)
         lr = self.optim.param_groups[0]["lr"]
         for p, momentum in self._momentum.items():
             if self.weight_decay:
@@ -78,11 +70,7 @@ class DeMoStrategy(Strategy):
 
     def _exchanged(self, momentum: Tensor) -> Tensor:
         """Send the strongest components, take them out of the momentum, and return the mean of all nodes'."""
-        if momentum.dim() > 2 and self.strict_timing:
-            raise ValueError(
-                f"EXO Gym's DeMo cannot train tensors of more than two dimensions, such as {list(momentum.shape)}. "
-                "Without strict timing vecgym's own does."
-            )
+        self.behaviour.check_demo(list(momentum.shape))
         shape = (1,) if momentum.dim() == 0 else (momentum.shape[0], momentum[0].numel()) if momentum.dim() > 2 else ()
         folded = momentum.view(shape) if shape else momentum
         coefficients = self._encode(folded)

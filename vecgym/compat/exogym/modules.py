@@ -16,74 +16,50 @@ from vecgym.compat.exogym import communicate, demo, logger, strategies, strict, 
 from vecgym.compat.exogym.options import checked
 from vecgym.core.errors import warn
 
-_COMMUNICATE = {
-    name: getattr(communicate, name)
-    for name in ("all_reduce", "broadcast", "all_gather", "broadcast_object_list", "mps_compatible")
-}
-_OPTIM = {"OptimSpec": strategies.OptimSpec, "ensure_optim_spec": strategies.ensure_optim_spec}
-_MODULE = {
-    "CommunicateOptimizeStrategy": strategies.CommunicateOptimizeStrategy,
-    "CommunicationModule": strategies.CommunicationModule,
-}
-_LOGGERS = {name: getattr(logger, name) for name in ("Logger", "CSVLogger", "WandbLogger")}
-_UTILS = {
-    name: getattr(utils, name)
-    for name in (
-        "LogModule", "extract_config", "create_config", "log_model_summary", "safe_log_dict", "print_dataset_size",
-        "get_device",
-    )
-}  # fmt: skip
-_TRAINERS = {"Trainer": trainer.Trainer, "LocalTrainer": trainer.LocalTrainer}
-_SELECTORS = {
-    name: getattr(strategies, name)
-    for name in (
-        "SPARTAStrategy", "SparseCommunicator", "IndexSelector", "RandomIndexSelector",
-        "ShuffledSequentialIndexSelector", "PartitionedIndexSelector",
-    )
-}  # fmt: skip
+_TRAINERS = "Trainer LocalTrainer"
+_COMMUNICATE = "all_reduce broadcast all_gather broadcast_object_list mps_compatible"
+_OPTIM = "OptimSpec ensure_optim_spec"
+_MODULE = "CommunicateOptimizeStrategy CommunicationModule"
+_LOGGERS = "Logger CSVLogger WandbLogger"
+_UTILS = "LogModule extract_config create_config log_model_summary safe_log_dict print_dataset_size get_device"
+_STRATEGIES = (
+    "Strategy SimpleReduceStrategy DiLoCoStrategy DiLoCoCommunicator SPARTAStrategy FedAvgStrategy "
+    "SPARTADiLoCoStrategy DeMoStrategy"
+)
 
-# Path -> what is there.
-CONTENTS: dict[str, dict[str, Any]] = {
-    "exogym": {**_TRAINERS, "TrainNode": strict.TrainNode},
-    "exogym.trainer": {**_TRAINERS, "TrainConfig": strict.TrainConfig, "TrainNode": strict.TrainNode},
-    "exogym.train_node": {"TrainNode": strict.TrainNode},
-    "exogym.common": {"TrainConfig": strict.TrainConfig},
-    "exogym.utils": {},
-    "exogym.minibatch_probe": {},
-    "exogym.logger": {},
-    "exogym.aux": {**_LOGGERS, **_UTILS},
+# Path -> the names that are there.
+NAMES = {
+    "exogym": f"{_TRAINERS} TrainNode",
+    "exogym.trainer": f"{_TRAINERS} TrainConfig TrainNode",
+    "exogym.train_node": "TrainNode",
+    "exogym.common": "TrainConfig",
+    "exogym.utils": "",
+    "exogym.minibatch_probe": "",
+    "exogym.logger": "",
+    "exogym.aux": f"{_LOGGERS} {_UTILS}",
     "exogym.aux.utils": _UTILS,
     "exogym.aux.logger": _LOGGERS,
-    "exogym.aux.checkpointing": {},
-    "exogym.aux.correlation": {},
-    "exogym.strategy": {
-        **_OPTIM, **_MODULE, **_COMMUNICATE,
-        "Strategy": strategies.Strategy,
-        "SimpleReduceStrategy": strategies.SimpleReduceStrategy,
-        "DiLoCoStrategy": strategies.DiLoCoStrategy,
-        "DiLoCoCommunicator": strategies.DiLoCoCommunicator,
-        "SPARTAStrategy": strategies.SPARTAStrategy,
-        "FedAvgStrategy": strategies.FedAvgStrategy,
-        "SPARTADiLoCoStrategy": strategies.SPARTADiLoCoStrategy,
-        "DeMoStrategy": demo.DeMoStrategy,
-    },
+    "exogym.aux.checkpointing": "",
+    "exogym.aux.correlation": "",
+    "exogym.strategy": f"{_OPTIM} {_MODULE} {_COMMUNICATE} {_STRATEGIES}",
     "exogym.strategy.optim": _OPTIM,
-    "exogym.strategy.strategy": {
-        "Strategy": strategies.Strategy, "SimpleReduceStrategy": strategies.SimpleReduceStrategy, **_OPTIM,
-        "LogModule": utils.LogModule, "all_reduce": communicate.all_reduce,
-    },
+    "exogym.strategy.strategy": f"Strategy SimpleReduceStrategy {_OPTIM} LogModule all_reduce",
     "exogym.strategy.communicate": _COMMUNICATE,
     "exogym.strategy.communicate_optimize_strategy": _MODULE,
-    "exogym.strategy.diloco": {
-        "DiLoCoStrategy": strategies.DiLoCoStrategy, "DiLoCoCommunicator": strategies.DiLoCoCommunicator,
-    },
-    "exogym.strategy.federated_averaging": {
-        "FedAvgStrategy": strategies.FedAvgStrategy, "AveragingCommunicator": strategies.AveragingCommunicator,
-    },
-    "exogym.strategy.sparta": _SELECTORS,
-    "exogym.strategy.sparta_diloco": {"SPARTADiLoCoStrategy": strategies.SPARTADiLoCoStrategy},
-    "exogym.strategy.demo": {"DeMoStrategy": demo.DeMoStrategy},
+    "exogym.strategy.diloco": "DiLoCoStrategy DiLoCoCommunicator",
+    "exogym.strategy.federated_averaging": "FedAvgStrategy AveragingCommunicator",
+    "exogym.strategy.sparta": (
+        "SPARTAStrategy SparseCommunicator IndexSelector RandomIndexSelector ShuffledSequentialIndexSelector "
+        "PartitionedIndexSelector"
+    ),
+    "exogym.strategy.sparta_diloco": "SPARTADiLoCoStrategy",
+    "exogym.strategy.demo": "DeMoStrategy",
+}
+_MEMBERS = {
+    name: value for module in (communicate, utils, strategies, demo, strict, trainer, logger)
+    for name, value in vars(module).items()
 }  # fmt: skip
+CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
 
 # (path, name) -> why it is not there.
 ABSENT = {

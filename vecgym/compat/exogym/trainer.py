@@ -24,7 +24,7 @@ from vecgym.core import check, nodes
 from vecgym.core.errors import warn
 from vecgym.core.nodes import Nodes
 from vecgym.records.history import History
-from vecgym.records.loggers import Logger
+from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs import trainer as vecgym_trainer
 from vecgym.runs.options import accumulated, resolve_device
 from vecgym.runs.recorder import Loggers
@@ -179,10 +179,11 @@ class Trainer:
                     save_dir=None if checkpoint_interval is None else os.path.join(save_dir, name),
                 )  # fmt: skip
         finally:
-            self.history, self.ledger, self.nodes = trainer.history, trainer.ledger, trainer._nodes
+            self.history, self.ledger = trainer.history, trainer.ledger
+            self.nodes = None if trainer.run is None else trainer.run.nodes
 
     def _fit_strict(self, config: strict.TrainConfig, loggers: Loggers, progress: bool) -> nn.Module:
-        for text in (*config.strategy.ignored, *self._ignored_modules(config.strategy)):
+        for text in strict.ignored(config.strategy):
             warn(f"EXO Gym ignores, and so does strict timing: {text}.")
         if self.val_dataset is not None and 0 < config.val_size < config.batch_size:
             raise ValueError(
@@ -192,16 +193,9 @@ class Trainer:
         settings = {"num_nodes": config.num_nodes, "batch_size": config.batch_size, "strict_timing": True}
         self.history, self.ledger = History(settings), Ledger()
         self.nodes = Nodes(copy.deepcopy(self.model_orig), config.num_nodes, {}, {})
-        strict.run(config, loggers, settings, progress, strict.Run(self.history, self.ledger, self.nodes))
+        strict.run(config, loggers, settings, progress, strict.StrictRun(self.history, self.ledger, self.nodes))
         average = {**nodes.mean(self.nodes.params), **nodes.mean(self.nodes.buffers)}
         return nodes.fill(self.model_orig, average)
-
-    def _ignored_modules(self, strategy: Strategy) -> list[str]:
-        """What is ignored of modules that the user has composed; a strategy knows what its own ignore."""
-        own = {
-            text for module in getattr(strategy, "communication_modules", ()) for text in getattr(module, "ignored", ())
-        }
-        return sorted(own - set(strategy.ignored))
 
     def _loggers(self, strategy: Strategy, name: str, options: Mapping[str, Any], **settings: Any) -> list[Logger]:
         """Where the run is logged."""
@@ -209,7 +203,7 @@ class Trainer:
             return []
         given = options.get("logger")
         if given is not None:
-            return list(given) if isinstance(given, (list, tuple)) else [given]
+            return as_loggers(given)
         extra = {**settings, "kwargs": options.get("kwargs") or {}}
         config = create_config(self.model_orig, strategy, None, extra)
         project = options.get("wandb_project")

@@ -1,0 +1,76 @@
+"""diloco-sim's interface: `DilocoSimulator(config).train()`, for scripts written for github MattBeton/diloco-sim.
+
+`install()` lets an unmodified script `from diloco_sim import DilocoSimulator, DilocoSimulatorConfig`.
+
+Timing is the original's. Before each local step but the first, in this order: SPARTA every `sparta_interval` steps,
+the outer step every `diloco_interval`, evaluation every `eval_interval` (also before the first), a checkpoint every
+`ckpt_interval` outer steps. Nothing is exchanged after the last step. Where its document and its code differ, the
+document holds. What the code does, and what this does:
+
+| diloco-sim | here |
+|---|---|
+| the outer optimizer is given no gradients, so that the nodes' mean is all that happens (FedAvg) | the outer step; \
+`outer_optimizer_kwargs={"lr": 1.0}` gives the mean |
+| the delayed values of SPARTA go through one queue for all tensors, and land in others | one queue per tensor |
+| masks and initial models are drawn without the script's seed, which the processes never see; dropout is the same on \
+all nodes | one `seed`; the model is built in the script's process, so that `torch.manual_seed` counts |
+| every epoch has the same order; what does not divide by the nodes is dropped | a new order in each, the first one \
+that of the original; the last examples are shared out by repetition |
+| `max_minibatch_size`: gradients of the parts are added, so that the step grows; the last part's loss is reported | \
+their mean; the largest divisor of `batch_size` up to it |
+| `eval_iters` are examples (400), shuffled anew | batches (50), the same examples each time |
+| node 1 evaluates the average on training batches, and uses them up; without `eval_dataset` node 0 too | both on \
+`eval_dataset`, or without it on the first training examples, which stay there |
+| losses reported are those of node 0 | means over the nodes |
+| `cosine_anneal` needs `max_local_step` | anneals over the steps of the run |
+| `ckpt_interval` counts local steps; files need wandb, one per node: SAVE_DIR/PROJECT/RUN/NODE/STEP.pt | outer steps; \
+the average: SAVE_DIR/STEP.pt |
+| `load_model` fails; `model_path` is not read | the nodes start from that file |
+| `corr_interval` needs `save_dir`, and tells only wandb | column "correlation" of `history` |
+| wandb is needed, and every node starts a run | only with `wandb_project`; one run |
+| `train_loss_hook`, `eval_loss_hook` are in the document only | called, in the script's process |
+| `devices`: the nodes' GPUs in turn; `port` | the first of `devices`; no port: other values warn |
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+from vecgym.compat.diloco_sim.config import DilocoSimulatorConfig, EvalStats, TrainStats
+from vecgym.compat.diloco_sim.simulator import DilocoSimulator
+
+__all__ = ["DilocoSimulator", "DilocoSimulatorConfig", "EvalStats", "TrainStats", "install"]
+
+
+def install() -> None:
+    """Let `import diloco_sim` find this module, in this process.
+
+    Raises:
+        ImportError: if another diloco_sim is imported already.
+
+    >>> install()
+    >>> from diloco_sim import DilocoSimulator as found
+    >>> found is DilocoSimulator
+    True
+    """
+    present = sys.modules.get("diloco_sim")
+    if present is not None and getattr(present, "DilocoSimulator", None) is not DilocoSimulator:
+        raise ImportError("diloco_sim is imported already: call install() before anything imports it.")
+    package = types.ModuleType("diloco_sim", __doc__)
+    package.__path__ = []  # a package, of the modules that the original has
+    for name, members in _MODULES.items():
+        module = package if name == "" else types.ModuleType(f"diloco_sim.{name}")
+        for member in members:
+            setattr(module, member.__name__, member)
+        sys.modules[module.__name__] = module
+        if name:
+            setattr(package, name, module)
+
+
+_MODULES: dict[str, tuple[type, ...]] = {
+    "": (DilocoSimulator, DilocoSimulatorConfig),
+    "diloco": (DilocoSimulator, DilocoSimulatorConfig, TrainStats),
+    "config": (DilocoSimulatorConfig,),
+    "eval": (EvalStats,),
+}

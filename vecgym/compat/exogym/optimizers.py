@@ -1,0 +1,71 @@
+"""Optimizers as EXO Gym's scripts and documents give them, under several names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vecgym import optim as vecgym_optim
+from vecgym.compat.exogym.behaviour import Choice
+
+Spec = vecgym_optim.OptimSpec
+AnySpec = str | Spec | type[torch.optim.Optimizer] | None
+
+OUTER_NAMES = ("outer_optim", "outer_lr")  # besides `outer_optim_spec`
+OUTER_SGD: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+class OptimSpec(Spec):
+    """`vecgym.OptimSpec`, whose first argument has the name `cls`."""
+
+    def __init__(self, cls: str | type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any) -> None:
+        super().__init__(cls, **kwargs)
+
+
+def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any) -> Spec:
+    """An `OptimSpec` from a name, a spec, a class or None; `kwargs` win over what a spec has."""
+    if optim is None:
+        return Spec(torch.optim.AdamW, **kwargs) if default is None else default
+    if isinstance(optim, Spec):
+        return optim.replace(**kwargs) if kwargs else optim
+    return vecgym_optim.ensure_optim_spec(optim, **kwargs)
+
+
+def inner_choice(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
+    """Return the inner optimizer that was asked for, under whichever of its names; take these out of `options`.
+
+    EXO Gym reads `optim_spec` alone.
+    """
+    others = taken(options, "inner_optim", "inner_optim_spec")
+    rates = taken(options, "lr", "inner_lr")
+    given = [x for x in (optim_spec, *others.values()) if x is not None]
+    if len(given) > 1 or len(rates) > 1:
+        raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
+    asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
+    asked = asked if lr is None else asked.replace(lr=lr)
+    return Choice(asked, ensure_optim_spec(optim_spec), _in_words({**others, **rates}))
+
+
+def outer_choice(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
+    """The same of the outer optimizer, of which EXO Gym reads `outer_optim_spec` alone."""
+    other, lr = (options.pop(name, None) for name in OUTER_NAMES)
+    if other is not None and outer_optim_spec is not None:
+        raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {other!r}.")
+    default = Spec(torch.optim.SGD, **OUTER_SGD)
+    given = other if outer_optim_spec is None else outer_optim_spec
+    by_name = isinstance(given, str) and given.lower() == "sgd"
+    asked = default if by_name else ensure_optim_spec(given, default)
+    unread = _in_words({"outer_optim": other, "outer_lr": lr})
+    if by_name and not unread:
+        unread = (f"{given!r} as the outer optimizer",)
+    return Choice(asked if lr is None else asked.replace(lr=lr), ensure_optim_spec(outer_optim_spec, default), unread)
+
+
+def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Take the named options out."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _in_words(options: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{name}={value!r}" for name, value in options.items() if value is not None)

@@ -1,0 +1,97 @@
+"""The columns of a history: what each is, and what recorders, loggers, readers and figures have to know of it.
+
+A new column is declared here, in `COLUMNS`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Column(NamedTuple):
+    """A column of the history.
+
+    Attributes:
+        meaning: what it is, with its unit.
+        label: in figures; "": its name.
+        start: what is counted before the first step; None: nothing is.
+        per_node: one number a node, `[K]`, in place of one number.
+        measured: belongs to the machine and the moment: two runs that are otherwise the same differ in it.
+        swept: a measure of the runs of a sweep, in their rows.
+        old_name: what earlier versions called it.
+
+    >>> COLUMNS["bytes_total"].label, COLUMNS["bytes_total"].start
+    ('bytes sent per node', 0.0)
+    """
+
+    meaning: str
+    label: str = ""
+    start: float | None = None
+    per_node: bool = False
+    measured: bool = False
+    swept: bool = False
+    old_name: str = ""
+
+
+# In the order in which they are written. Beside these there are, for each metric that a model offers (see
+# `vecgym.runs.evaluation`), `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
+COLUMNS = {
+    "step": Column("optimizer steps done", label="optimizer steps", start=0),
+    "epoch": Column("passes over the data done", start=0.0),
+    "examples": Column("examples seen by all nodes together", label="examples seen by all nodes", start=0),
+    "train_loss": Column(
+        "mean over the nodes of the loss on their batches, before the step's update", label="training loss", swept=True
+    ),
+    "lr": Column("inner learning rate of the step; where nodes differ, their mean"),
+    "outer_lr": Column("learning rate of the outer or server optimizer, where the strategy has one"),
+    "bytes_step": Column(
+        "bytes sent per node in this step alone, whatever the interval of a logger", start=0.0, old_name="bytes"
+    ),
+    "bytes_total": Column(
+        "bytes sent per node since the start",
+        label="bytes sent per node", start=0.0, swept=True, old_name="total_bytes",
+    ),
+    "bytes_received_total": Column("bytes received per node since the start", start=0.0),
+    "val_loss": Column("validation loss of the average of the nodes", label="validation loss", swept=True),
+    "val_loss_local": Column(
+        "mean over the nodes of each node's validation loss", label="nodes' validation loss", swept=True
+    ),
+    "consensus_distance": Column(
+        "root mean square distance of the nodes' parameters to their average, after the step",
+        label="consensus distance", swept=True,
+    ),
+    "consensus_distance_before": Column("the same before the step's exchange of parameters"),
+    "correlation": Column("mean correlation between the parameters of two nodes"),
+    "seconds": Column("since the start of the first step", label="seconds of simulation", start=0.0, measured=True),
+    "steps_per_s": Column("steps per second since the row before", measured=True),
+    "examples_per_s": Column("examples per second of all nodes together, since the row before", measured=True),
+    "bytes_per_s": Column(
+        "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: what each node would have to send "
+        "at to keep pace with this run, if it sent during the whole step",
+        measured=True,
+    ),
+    "memory_bytes": Column(
+        "the most memory of the process up to an evaluation: resident, or on CUDA allocated", measured=True
+    ),
+    "train_losses": Column("each node's training loss; nan where it did not train", per_node=True),
+    "val_losses": Column("each node's validation loss", per_node=True),
+}  # fmt: skip
+
+SCALARS = {name: column.meaning for name, column in COLUMNS.items() if not column.per_node}
+PER_NODE = {name: column.meaning for name, column in COLUMNS.items() if column.per_node}
+MEASURED = tuple(name for name, column in COLUMNS.items() if column.measured)
+START = {name: column.start for name, column in COLUMNS.items() if column.start is not None}
+INTEGERS = tuple(name for name, start in START.items() if isinstance(start, int))
+RENAMED = {column.old_name: name for name, column in COLUMNS.items() if column.old_name}
+RENAMED_IN_SWEEPS = {"bytes": "bytes_total"}
+# What a run can be drawn against, and the column.
+X_AXES = {"step": "step", "examples": "examples", "bytes": "bytes_total", "seconds": "seconds"}
+
+
+def column_label(name: str) -> str:
+    """The name of a column in figures.
+
+    >>> column_label("val_loss"), column_label("H")
+    ('validation loss', 'H')
+    """
+    return (COLUMNS[name].label if name in COLUMNS else "") or name
