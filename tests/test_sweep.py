@@ -34,6 +34,7 @@ from vecgym.compress import TopK
 from vecgym.core import tree
 from vecgym.plot import pareto_front, plot_axis, plot_heatmap, plot_pareto
 from vecgym.records import runfile
+from vecgym.records.columns import MEASURED
 from vecgym.records.rows import averaged, chosen, labelled
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -433,6 +434,68 @@ def test_a_sweep_that_would_not_fit_is_split() -> None:
     check_row(result, 3)
 
 
+# ------------------------------------------------------------------------------------- what is recorded
+
+
+class Measured(nn.Module):
+    """It offers metrics of its own: the accuracy, and a function of the mean loss."""
+
+    loss_metrics = {"perplexity": torch.exp}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model("MLP", dtype=F64)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.net(batch)
+
+    def val_metrics(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        loss = self.net(batch)
+        return {"loss": loss, "root": loss.sqrt()}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DiLoCoStrategy("adamw", H=2, outer_lr=0.5, lr=0.01),
+        lambda: AllReduceStrategy("adamw", lr=0.01, cosine_anneal=True),
+        lambda: FedAvgStrategy("sgd", H=2, lr=0.1, participation=0.5, server_optim="adam"),
+        lambda: PerRank("sgd", lr=0.1),
+    ],
+    ids=["DiLoCo", "AllReduce", "server", "per rank"],
+)
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_a_history_has_every_column_of_a_run(make: Callable[[], Strategy], chunk: int | None) -> None:
+    """... with the values of the run alone: learning rates, bytes, distances, the model's own metrics."""
+    result = run_sweep(make, {"seed": [0, 1, 2]}, lambda: Measured(), chunk_configs=chunk)
+    for index in range(3):
+        trainer, _ = run_alone(result, index, lambda: Measured())
+        found, alone = result.history(index), trainer.history
+        assert found.columns == alone.columns
+        assert {"val_root", "val_root_local", "val_perplexity", "memory_bytes"} <= set(found.columns)
+        assert [set(row) for row in found] == [set(row) for row in alone]
+        for column in set(alone.columns) - set(MEASURED):
+            for x, y in zip(found[column], alone[column]):
+                if y is not None:
+                    x, y = (torch.as_tensor(value, dtype=F64) for value in (x, y))
+                    torch.testing.assert_close(
+                        x, y, rtol=1e-10, atol=1e-12, equal_nan=True, msg=f"row {index}: {column}"
+                    )
+        assert all(x >= 0 for column in MEASURED for x in found[column] if x is not None)
+
+
+def test_without_validation_a_history_has_the_columns_of_a_run() -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "device": "cpu", "progress": False, "val_interval": 3}
+    strategy = GossipStrategy("ring", inner_optim="sgd", lr=0.1)
+    result = sweep(
+        make_model("MLP", dtype=F64), data(), strategy=strategy, grid={"seed": [0, 1]}, num_nodes=K, **settings
+    )
+    trainer = Trainer(make_model("MLP", dtype=F64), data())
+    trainer.fit(strategy, K, seed=1, **settings)
+    assert [set(row) for row in result.history(1)] == [set(row) for row in trainer.history]
+    assert result.history(1)["consensus_distance_before"] == pytest.approx(trainer.history["consensus_distance_before"])
+
+
 # ----------------------------------------------------------------------- what goes wrong, and going on later
 
 
@@ -481,8 +544,8 @@ def test_the_first_of_a_stack_may_leave() -> None:
 )  # fmt: skip
 def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes: list[int]) -> None:
     runner = run_sweep(make, grid, dry_run=True)._runner
-    stack = runner._stack([runner.configs[i] for i in runner.programs[0].chunks[0]])
-    assert [exchange.size for exchange in stack.exchanges] == sizes
+    chunk = runner._chunk(runner.programs[0].chunks[0])
+    assert [exchange.size for exchange in chunk.merged.exchanges] == sizes
 
 
 def test_all_may_diverge() -> None:
@@ -550,6 +613,29 @@ def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     assert call(third).rows[0] == second.rows[0]
     assert third.left > -9, "a finished sweep reads nothing but what it is planned and recognised with"
     assert calls > -third.left
+
+
+def test_resumed_after_some_have_left(tmp_path: Path) -> None:
+    """Those that diverged stood between exchanges that are alike, whose states stay apart."""
+
+    def strategy(lr: float, H: int) -> Strategy:
+        return DiLoCoStrategy("sgd", H=H, lr=lr, outer_lr=1e300 if (lr, H) == (0.01, 3) else 0.7)
+
+    tensors = make_data("MLP", 90, 0, F64)
+    assert isinstance(tensors, tuple)
+
+    def call(dataset: Any, resume: Path | None) -> SweepResult:
+        return sweep(
+            make_model("MLP", dtype=F64), dataset, strategy=strategy, grid={"lr": [0.01, 0.02], "H": [2, 3]},
+            num_nodes=K, max_steps=9, batch_size=4, resume=resume, device="cpu", progress=False,
+        )  # fmt: skip
+
+    path = tmp_path / "sweep.pt"
+    with pytest.warns(VecgymWarning, match="interrupted: SweepResult"):
+        first = call(Interrupting(*tensors, after=15), path)
+    assert {row["status"] for row in first.rows} == {"interrupted", "diverged"}
+    second, whole = (call(Interrupting(*tensors, after=-1), x) for x in (path, None))
+    assert str(second.rows) == str(whole.rows)
 
 
 class Sine(nn.Module):
@@ -695,7 +781,7 @@ def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -
         assert kept(run).num_pending == 0
 
 
-@pytest.mark.parametrize("name", ["train_loss", "active", "bytes"])
+@pytest.mark.parametrize("name", ["train_losses", "active", "bytes"])
 def test_a_table_of_another_form_is_named(name: str, kept_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.pt"
     for other in (Tensor.half, Tensor.tolist, Tensor.to_sparse, lambda x: x[:1], lambda x: x.to("meta"), None):

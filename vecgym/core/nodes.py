@@ -17,12 +17,31 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def expand(values: Tree, num_nodes: int) -> Tree:
-    """`[1 or L, *]` -> `[L, *]` without a copy.
+    """`[1 or L, *]` -> `[L, *]` without a copy; see `expanded`.
 
     >>> expand({"w": torch.ones(1, 2)}, 3)["w"].shape
     torch.Size([3, 2])
     """
-    return tree.map(lambda x: x.expand(num_nodes, *x.shape[1:]), values)
+    return tree.map(lambda x: expanded(x, num_nodes), values)
+
+
+def expanded(x: Tensor, num_nodes: int) -> Tensor:
+    """`[1 or L, *]` -> `[L, *]` without a copy; of `[C, *]`, a row for L / C nodes each, a copy.
+
+    >>> expanded(torch.tensor([1.0, 2.0]), 4)
+    tensor([1., 1., 2., 2.])
+    """
+    once = x.shape[0] in (1, num_nodes)
+    return x.expand(num_nodes, *x.shape[1:]) if once else x.repeat_interleave(num_nodes // x.shape[0], 0)
+
+
+def widened(values: Tree, num_nodes: int) -> Tree:
+    """`[1 or C or L, *]` -> `[L, *]` in storage that can be written to; see `expanded`.
+
+    >>> widened({"w": torch.tensor([1.0])}, 2)
+    {'w': tensor([1., 1.])}
+    """
+    return tree.map(lambda x: x if len(x) == num_nodes else x.repeat_interleave(num_nodes // len(x), 0), values)
 
 
 def mean(values: Tree) -> Tree:
@@ -33,14 +52,19 @@ def mean(values: Tree) -> Tree:
     >>> mean({"w": torch.tensor([[1.0], [3.0]]), "count": torch.tensor([4, 5])})
     {'w': tensor([2.]), 'count': tensor(4)}
     """
+    return tree.map(lambda x: x[0] if x.stride(0) == 0 else means(x, 1)[0], values)
 
-    def average(x: Tensor) -> Tensor:
-        stored_once = x.shape[0] == 1 or x.stride(0) == 0  # nothing to average, and no rounding
-        if stored_once or not (x.is_floating_point() or x.is_complex()):
-            return x[0]
-        return x[0] + (x - x[:1]).mean(0)
 
-    return tree.map(average, values)
+def means(x: Tensor, number: int) -> Tensor:
+    """The averages of `number` groups of as many neighbours each, `[L, *]` -> `[number, *]`; see `mean`.
+
+    >>> means(torch.tensor([1.0, 3.0, 10.0, 20.0]), 2)
+    tensor([ 2., 15.])
+    """
+    y = x.unflatten(0, (number, -1))
+    if y.shape[1] == 1 or not (x.is_floating_point() or x.is_complex()):  # nothing to average, and no rounding
+        return y[:, 0]
+    return y[:, 0] + (y - y[:, :1]).mean(1)
 
 
 def consensus_distance(params: Tree) -> Tensor:

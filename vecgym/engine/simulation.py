@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from vecgym.strategy.per_rank import as_strategy
 @dataclass(frozen=True)
 class State:
     """All that evolves in a run. A node dimension of size 1 means "the same on every node".
+
+    Where the L nodes are those of C configurations, parameters may be `[C, *]`: one row for L / C nodes each.
 
     Attributes:
         step: optimizer steps done.
@@ -95,11 +97,15 @@ class Simulation:
         num_examples: tuple[int, ...] | None = None,
         limits: tuple[int, ...] | None = None,
         exact: bool = False,
+        keys: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
 
         Each node has a gradient and an optimizer step of its own, never one for all of them. The engine must compute
         node by node too: `Engine(engine="loop")` or `chunk_size=1`.
+
+        `keys` are the seed and the node, for each row, by which the model's random numbers are keyed; by default `seed`
+        and the ids of `comm`.
         """
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
@@ -111,7 +117,8 @@ class Simulation:
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.exact = exact
         self.num_local = len(comm.node_ids)  # L
-        self._node_ids = comm.node_ids.tolist()
+        self._node_ids: list[int] = comm.node_ids.tolist()
+        self._keys = [(seed, node) for node in self._node_ids] if keys is None else list(keys)
 
     def init(self, params: Tree | None = None) -> State:
         """The state before the first step: the model's own parameters on every node, stored once.
@@ -156,7 +163,7 @@ class Simulation:
             return self._partial_step(state, batch, active, replace(ctx, active=tuple(active)), observe)
 
         # 1. Gradients: each node by itself.
-        local = self._gradients(state.params, state.buffers, batch, self._node_ids, state.strategy, ctx)
+        local = self._gradients(state.params, state.buffers, batch, range(self.num_local), state.strategy, ctx)
         # 2. What is exchanged of the gradients.
         grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
         if ctx.inplace:
@@ -192,7 +199,7 @@ class Simulation:
         if len(rows):  # else: all of them are in other processes
             params, buffers, optimizer, losses = self._train_rows(state, batch, rows, losses, ctx)
         # Per node in every process, also where none has trained: they meet in the exchange.
-        params = tree.map(lambda p: _widened(p, self.num_local), params)
+        params = nodes.widened(params, self.num_local)
         observe(params)
         node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
         trained = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
@@ -202,17 +209,18 @@ class Simulation:
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
     ) -> tuple[Tree, Tree, dict[str, Any], Tensor]:
         """Parameters, buffers, optimizer state and losses after the nodes in `rows` have taken a step."""
-        everyone = (state.params, state.buffers, state.optimizer)
-        params, buffers, optimizer = (nodes.take_rows(x, rows) for x in everyone)
-        modules = nodes.take_rows(state.strategy, rows)
+        everyone = (_per_node_or_once(state.params, self.num_local), state.buffers)
+        params, buffers = (nodes.take_rows(x, rows) for x in everyone)
+        optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
         part = ctx.of_rows(rows)
-        local = self._gradients(params, buffers, batch, [self._node_ids[i] for i in rows.tolist()], modules, part)
+        local = self._gradients(params, buffers, batch, rows.tolist(), modules, part)
         params, optimizer = self._optimize(params, local.grads, optimizer, part)
-        params, buffers, optimizer = (
+        params, buffers = (
             nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
-            for old, new in zip(everyone, (params, local.buffers, optimizer))
+            for old, new in zip(everyone, (params, local.buffers))
         )
+        optimizer = self.strategy.put_rows(state.optimizer, rows, optimizer, self.num_local, ctx.inplace)
         losses = losses.to(local.losses.dtype).index_copy(0, rows.to(losses.device), local.losses)
         return params, buffers, optimizer, losses
 
@@ -231,27 +239,26 @@ class Simulation:
         return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
     def _gradients(
-        self, params: Tree, buffers: Tree, batch: Any, node_ids: list[int], modules: dict[str, Any], ctx: Context
+        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
     ) -> Local:
+        """What the nodes in `rows` compute by themselves."""
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
         mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
         mean = mean and not self.exact
         local = self.engine.gradients(
-            params,
+            _per_node_or_once(params, len(rows)),
             buffers,
             batch,
-            seed=self.seed,
+            seed=[self._keys[row][0] for row in rows],
             step=ctx.step,
-            node_ids=node_ids,
+            node_ids=[self._keys[row][1] for row in rows],
             minibatch_size=self.minibatch_size,
             mean=mean and ctx.inplace,
             differentiable=not ctx.inplace,
-            limits=None if self.limits is None else [self.limits[node] for node in node_ids],
+            limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )
         # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
-        grads = (
-            nodes.expand(local.grads, len(node_ids)) if mean and self.num_local < self.comm.num_nodes else local.grads
-        )
+        grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
@@ -290,9 +297,10 @@ def exchange_moments(
     return with_moments(exchanged, {slot: _own_storage(new[slot], own) for slot, own in given.items()}), changed
 
 
-def _widened(x: Tensor, num_nodes: int) -> Tensor:
-    """`[1 or L, *] -> [L, *]`, in storage of its own."""
-    return x if x.shape[0] == num_nodes else x.expand(num_nodes, *x.shape[1:]).clone()
+def _per_node_or_once(params: Tree, num_nodes: int) -> Tree:
+    """`[1 or C or L, *]` -> `[1 or L, *]`: the parameters as the engine takes them."""
+    shared = any(1 < p.shape[0] < num_nodes for p in params.values())
+    return nodes.expand(params, num_nodes) if shared else params
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:

@@ -5,7 +5,7 @@ Nothing here is a part of the training: no entry goes to the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,10 @@ from vecgym.collectives import Collectives
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
+from vecgym.data.chosen import chosen_batches, places
 from vecgym.engine.local import Engine
 from vecgym.engine.simulation import State
+from vecgym.runs.memory import peak_bytes
 
 
 class Evaluation(NamedTuple):
@@ -57,32 +59,99 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
     >>> evaluate(Engine(Line()), state, batches, StackedCollectives(2))
     Evaluation(average=0.0, nodes=tensor([1., 1.], dtype=torch.float64), more={})
     """
+    return evaluate_each(engine, state, [batches], comm)[0]
+
+
+@torch.no_grad()
+def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], comm: Collectives) -> list[Evaluation]:
+    """`evaluate` of C configurations, each on its own of `sets`, in as few calls as for one.
+
+    Their nodes are those of `comm`, one configuration after the other; of more than one, all are here.
+    """
+    C, num_local = len(sets), len(comm.node_ids)
     values = state.params, state.buffers
-    means = [tree.map(lambda x: x[None], average(x, comm)) for x in values]
-    num_local = len(comm.node_ids)
+    means = [averages(x, C, comm) for x in values]
     lone = num_local == 1 < comm.num_nodes  # [1, *] is then this node's own
-    same = not lone and all(x.shape[0] == 1 for x in tree.leaves(values))
+    same = not lone and all(x.shape[0] in (1, C) for x in tree.leaves(values))
     # With a validation set of its own for each node, the averaged model has a loss on each.
-    totals: dict[str, list[Tensor]] = {}  # of the averaged model, [1 or L], and of each node, [L]
+    if sets[0].per_node and C > 1:
+        means = [nodes.expand(x, num_local) for x in means]
+    each_node = values if C == 1 else tuple(nodes.expand(x, num_local) for x in values)
+    totals: dict[str, list[Tensor]] = {}  # of the averaged models, [C or L], and of each node, [L]
     count = 0
-    for batch, size in batches:
-        found = engine.measures(means[0], means[1], batch, own_batches=batches.per_node)
-        own = found if same else engine.measures(*values, batch, own_batches=batches.per_node)
+    for batch, batch_of_each, own_batches, size in _batches(sets, num_local):
+        found = engine.measures(means[0], means[1], batch, own_batches=own_batches)
+        own = found
+        if not same:
+            own = engine.measures(each_node[0], each_node[1], batch_of_each, own_batches=own_batches)
         for name, x in found.items():
             mean, each = totals.setdefault(name, [torch.zeros((), dtype=torch.float64)] * 2)
             totals[name] = [mean + x.cpu().double() * size, each + own[name].cpu().double() * size]
         count += size
-    result: dict[str, tuple[float, Tensor]] = {}
+    parts: list[dict[str, tuple[float, Tensor]]] = [{} for _ in sets]
     for name, (mean, each) in totals.items():
-        if batches.per_node:
-            mean = everyone(mean, comm, engine.device)
-        result[name] = float(mean.mean() / count), everyone(each.expand(num_local) / count, comm, engine.device)
-    loss, losses = result.pop("loss")
-    for name, function in loss_metrics(engine.model).items():
-        result[name] = float(function(torch.tensor(loss, dtype=torch.float64))), function(losses)
-    if wrong := [name for name in result if name in ("loss_local", "losses")]:
+        mean = everyone(mean, comm, engine.device) if sets[0].per_node else mean
+        each = everyone(nodes.expanded(each, num_local) / count, comm, engine.device)
+        for part, average_here, each_here in zip(parts, mean.view(C, -1), each.view(C, -1)):
+            part[name] = float(average_here.mean() / count), each_here
+    return [_evaluation(part, engine.model) for part in parts]
+
+
+def _evaluation(found: dict[str, tuple[float, Tensor]], model: nn.Module) -> Evaluation:
+    """With the functions of the mean loss that the model offers."""
+    loss, losses = found.pop("loss")
+    for name, function in loss_metrics(model).items():
+        found[name] = float(function(torch.tensor(loss, dtype=torch.float64))), function(losses)
+    if wrong := [name for name in found if name in ("loss_local", "losses")]:
         raise ValueError(f"the model offers a metric called {wrong[0]!r}, which is a column already: rename it.")
-    return Evaluation(loss, losses, result)
+    return Evaluation(loss, losses, found)
+
+
+def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[tuple[Any, Any, bool, int]]:
+    """The batch of the averaged models, that of the nodes, whether each model has its own, and how many examples."""
+    distinct, which = places(sets)
+    per_node = sets[0].per_node
+    for found in zip(*distinct):
+        batches, size = [batch for batch, _ in found], found[0][1]
+        if per_node:
+            chosen = chosen_batches(batches, which)
+            yield chosen, chosen, True, size
+        elif len(distinct) == 1:
+            yield batches[0], batches[0], False, size
+        else:
+            chosen = chosen_batches([tree.map_leaves(lambda x: x[None], batch) for batch in batches], which)
+            repeated = tree.map_leaves(lambda x: x.repeat_interleave(num_local // len(sets), 0), chosen)
+            yield chosen, repeated, True, size
+
+
+def averages(values: Tree, num_configs: int, comm: Collectives) -> Tree:
+    """The averages of C configurations, `[C, *]`; of one see `average`."""
+    if num_configs == 1:
+        return tree.map(lambda x: x[None], average(values, comm))
+    return tree.map(lambda x: x if len(x) in (1, num_configs) else nodes.means(x, num_configs), values)
+
+
+def consensus_distances(params: Tree, num_configs: int, comm: Collectives) -> list[float]:
+    """`consensus_distance` of the nodes of each of C configurations."""
+    if num_configs == 1:
+        return [consensus_distance(params, comm)]
+    parts = zip(*[x.chunk(num_configs) for x in params.values()])
+    return [float(nodes.consensus_distance(dict(zip(params, part)))) for part in parts]
+
+
+def evaluated_columns(
+    engine: Engine, state: State, sets: Sequence[EvalBatches | None], comm: Collectives
+) -> list[dict[str, Any]]:
+    """The columns that the history of each of C configurations has of an evaluation; none where there is nothing."""
+    chosen = [batches for batches in sets if batches is not None]
+    found: list[dict[str, Any]] = [{} for _ in sets]
+    if chosen:
+        found = [evaluation.columns for evaluation in evaluate_each(engine, state, chosen, comm)]
+    if state.step > 0:
+        for columns, distance in zip(found, consensus_distances(state.params, len(sets), comm)):
+            columns["consensus_distance"] = distance
+    memory = peak_bytes(engine.device)
+    return [{**columns, "memory_bytes": memory} if columns else columns for columns in found]
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:

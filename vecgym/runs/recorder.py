@@ -22,6 +22,58 @@ from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs.options import OnDivergence
 
 
+class StepRows:
+    """Turns what steps observed into rows of a history, one after the other.
+
+    Attributes:
+        examples: seen so far, by all nodes together.
+        seconds: since the start, at the last row.
+    """
+
+    def __init__(self, data: Batches, limits: Sequence[int] | None = None) -> None:
+        self.data = data
+        self.limits = limits
+        self.examples = 0
+        self.seconds = 0.0
+
+    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float], seconds: float) -> Row:
+        """Return the row after `step` steps.
+
+        Args:
+            num_bytes: sent in this step, sent in all, received in all.
+            seconds: since the start.
+        """
+        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
+        losses = metrics.losses.to("cpu", precision).numpy()
+        here = losses if metrics.active is None else losses[metrics.active]
+        size = self.data.width(step - 1)
+        trained = range(len(losses)) if metrics.active is None else metrics.active
+        seen = sum(size if self.limits is None else min(size, self.limits[node]) for node in trained)
+        self.examples += seen
+        elapsed = max(seconds - self.seconds, 1e-9)
+        self.seconds = seconds
+        row = Row(
+            {
+                "step": step,
+                "epoch": step / self.data.steps_per_epoch,
+                "examples": self.examples,
+                "train_loss": float(here.mean(dtype=np.float64)) if len(here) else math.nan,  # nobody has trained
+                "train_losses": losses,
+                "lr": _mean(metrics.lr),
+                "bytes_step": num_bytes[0],
+                "bytes_total": num_bytes[1],
+                "bytes_received_total": num_bytes[2],
+                "seconds": seconds,
+                "steps_per_s": 1 / elapsed,
+                "examples_per_s": seen / elapsed,
+                "bytes_per_s": num_bytes[0] / elapsed,
+            }
+        )
+        if metrics.outer_lr is not None:
+            row["outer_lr"] = _mean(metrics.outer_lr)
+        return row
+
+
 class Recorder:
     """Turn steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
 
@@ -31,12 +83,10 @@ class Recorder:
     ) -> None:  # fmt: skip
         self.history = history
         self.ledger = ledger
-        self.data = data
         self.on_divergence = on_divergence
-        self.limits = limits
         self.loggers = loggers
         self._row: Row | None = None
-        self._examples = 0
+        self._rows = StepRows(data, limits)
         self._seconds = 0.0  # before this program took the run over
         self._bar: tqdm | None = None
 
@@ -44,18 +94,18 @@ class Recorder:
         """Begin the run, or resume it where it was when the history's rows were recorded."""
         self.loggers.start(dict(settings), self.history.rows)
         self._bar = bar
-        self._last = time.perf_counter()
-        self._start = self._last - self._seconds
+        self._start = time.perf_counter() - self._seconds
 
     def state(self) -> dict[str, Any]:
         """Return what is counted beside the history."""
-        return {"examples": self._examples, "seconds": time.perf_counter() - self._start}
+        return {"examples": self._rows.examples, "seconds": time.perf_counter() - self._start}
 
     def load(self, state: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
         """Continue after `rows`, with what was counted up to there."""
         for row in rows:
             self.history.append(row)
-        self._examples, self._seconds = state["examples"], state["seconds"]
+        self._rows.examples = state["examples"]
+        self._seconds = self._rows.seconds = state["seconds"]
 
     def step(self, state: State, metrics: Metrics) -> None:
         """Begin the row of a step.
@@ -65,39 +115,13 @@ class Recorder:
         """
         self.flush()
         self.ledger.add(state.step - 1, metrics.transfers)
-        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
-        losses = metrics.losses.to("cpu", precision).numpy()
-        trained = range(len(losses)) if metrics.active is None else metrics.active
-        trained_losses = losses if metrics.active is None else losses[metrics.active]
-        mean = float(trained_losses.mean(dtype=np.float64)) if len(trained_losses) else math.nan  # nobody has trained
-        examples = self._examples_of(state.step - 1, trained)
-        now = time.perf_counter()
-        seconds = max(now - self._last, 1e-9)
-        self._examples += examples
-        self._last = now
-        self._row = Row(
-            {
-                "step": state.step,
-                "epoch": state.step / self.data.steps_per_epoch,
-                "examples": self._examples,
-                "train_loss": mean,
-                "train_losses": losses,
-                "lr": _mean(metrics.lr),
-                "bytes_step": self.ledger.step_bytes,
-                "bytes_total": self.ledger.total_bytes,
-                "bytes_received_total": self.ledger.total_received_bytes,
-                "seconds": now - self._start,
-                "steps_per_s": 1 / seconds,
-                "examples_per_s": examples / seconds,
-                "bytes_per_s": self.ledger.step_bytes / seconds,
-            }
-        )
-        if metrics.outer_lr is not None:
-            self._row["outer_lr"] = _mean(metrics.outer_lr)
+        totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
+        self._row = self._rows.of_step(state.step, metrics, totals, time.perf_counter() - self._start)
         if self._bar is not None:
             advance(self._bar, self._row)
-        if len(trained_losses) and not math.isfinite(mean):
-            self._diverged(state.step - 1, losses, trained)
+        trained = range(len(metrics.losses)) if metrics.active is None else metrics.active
+        if len(trained) and not math.isfinite(self._row["train_loss"]):
+            self._diverged(state.step - 1, self._row["train_losses"], trained)
 
     def add(self, **values: Any) -> None:
         """Add columns to the present row; before the first step, to a row of its own."""
@@ -121,11 +145,6 @@ class Recorder:
         """End the run, however it ended."""
         self.flush()
         self.loggers.finish()
-
-    def _examples_of(self, step: int, nodes: Sequence[int]) -> int:
-        """Count the examples of these nodes' batches."""
-        size = self.data.width(step)
-        return sum(size if self.limits is None else min(size, self.limits[node]) for node in nodes)
 
     def _diverged(self, step: int, losses: np.ndarray, trained: Sequence[int]) -> None:
         if self.on_divergence == "ignore":

@@ -20,10 +20,9 @@ from vecgym.engine.local import Engine
 from vecgym.engine.simulation import Simulation
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
-from vecgym.runs.evaluation import average, consensus_distance, correlation, evaluate
+from vecgym.runs.evaluation import average, consensus_distance, correlation, evaluated_columns
 from vecgym.runs.fitting import fitting_sizes
 from vecgym.runs.interrupts import interrupts
-from vecgym.runs.memory import peak_bytes
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.runs.session import Session
@@ -134,13 +133,9 @@ class Run(Generic[M]):
 
     def evaluate(self) -> None:
         """Record the validation losses, and how far the nodes are apart."""
-        columns: dict[str, Any] = {}
-        if self.val is not None:
-            columns = evaluate(self.engine, self.state, self.val, self.comm).columns
-        if self.state.step > 0:
-            columns["consensus_distance"] = consensus_distance(self.state.params, self.comm)
+        (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.comm)
         if columns:
-            self.recorder.add(**columns, memory_bytes=peak_bytes(self.engine.device))
+            self.recorder.add(**columns)
 
     def average(self) -> M:
         """Return a copy of the model with the mean of the nodes; all processes call it."""

@@ -186,6 +186,14 @@ class Strategy:
             state = {**state, str(i): changed}
         return with_moments(optimizer, moments), state
 
+    def take_rows(self, state: State, rows: Tensor) -> State:
+        """Return the rows of some nodes of the optimizer's state, or the modules'."""
+        return nodes.take_rows(state, rows)
+
+    def put_rows(self, state: State, rows: Tensor, new: State, num_nodes: int, inplace: bool) -> State:
+        """Return the state with the rows of some nodes replaced; see `vecgym.core.nodes.put_rows`."""
+        return nodes.put_rows(state, rows, new, num_nodes, inplace)
+
     def _told(self, ctx: Context) -> Context:
         """What the modules may know: the inner learning rate too."""
         return ctx if ctx.lr is not None or not self.communication_modules else replace(ctx, lr=self.lr(ctx))

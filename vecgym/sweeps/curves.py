@@ -1,115 +1,123 @@
-"""What the configurations of a sweep record."""
+"""What the configurations of a sweep record: arrays while they are trained, a run's rows when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vecgym.collectives import StackedCollectives
+from vecgym.core.tree import Tree
+from vecgym.data import Batches
+from vecgym.engine.simulation import Metrics
+from vecgym.records import runfile
 from vecgym.records.columns import START
 from vecgym.records.history import History
+from vecgym.runs.recorder import StepRows
+from vecgym.strategy import Context
+from vecgym.sweeps.configurations import Configuration
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
-
-
-class Record:
-    """What the configurations of one stack recorded: arrays `[T, C]` and `[T, C, K]`."""
-
-    def __init__(self, num_steps: int, num_configs: int, num_nodes: int) -> None:
-        T, C, K = num_steps, num_configs, num_nodes
-        self.arrays: dict[str, np.ndarray] = {
-            "train_loss": np.full((T, C), np.nan),
-            "train_losses": np.full((T, C, K), np.nan),
-            "lr": np.full((T, C), np.nan),
-            "bytes": np.zeros((T, C)),
-            "distance_before": np.full((T, C), np.nan),
-            "active": np.zeros((T, C), dtype=np.int64),
-            "seconds": np.full(T, np.nan),
-        }
-        self.steps = np.zeros(C, dtype=np.int64)  # done by each
-        # step -> column -> [C] or [C, K]; "there": who was evaluated
-        self.evaluations: dict[int, dict[str, np.ndarray]] = {}
-
-    def curve(self, c: int) -> Curve:
-        """What one configuration recorded."""
-        steps = int(self.steps[c])
-        one = {n: x[:steps] if x.ndim == 1 else x[:steps, c] for n, x in self.arrays.items()}
-        found = {
-            t: {n: x[c] if x.ndim > 1 else float(x[c]) for n, x in row.items() if n != "there"}
-            for t, row in self.evaluations.items()
-            if row["there"][c]
-        }
-        return Curve({n: x.copy() for n, x in one.items()}, found)
-
-    def state(self) -> dict[str, Any]:
-        evaluations = {t: {n: torch.from_numpy(x) for n, x in row.items()} for t, row in self.evaluations.items()}
-        arrays = {n: torch.from_numpy(x) for n, x in self.arrays.items()}
-        return {"arrays": arrays, "steps": torch.from_numpy(self.steps), "evaluations": evaluations}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.arrays = {n: x.numpy().copy() for n, x in state["arrays"].items()}
-        self.steps = state["steps"].numpy().copy()
-        self.evaluations = {t: {n: x.numpy() for n, x in row.items()} for t, row in state["evaluations"].items()}
+# What a result shows of a configuration beside its point, where it has recorded nothing.
+NOTHING: dict[str, Any] = {
+    "steps": 0, "train_loss": None, "val_loss": None, "val_loss_local": None, "consensus_distance": None,
+    "bytes_total": 0.0,
+}  # fmt: skip
 
 
 @dataclass
 class Curve:
-    """What one configuration recorded: columns `[T]`, `[T, K]`, and evaluations by step."""
+    """What one configuration recorded in T steps.
 
-    columns: dict[str, np.ndarray]
-    evaluations: dict[int, dict[str, Any]]
-    status: str = PENDING
-    average: dict[str, Tensor] | None = None  # the parameters and buffers of the averaged model
+    Attributes:
+        status: how it ended.
+        columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 2]`, sent and received.
+        evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
+        average: the parameters and buffers of the averaged model, where they are kept.
+        last: what a result shows of it.
+    """
 
-    def history(self, settings: dict[str, Any], steps_per_epoch: int, sizes: Callable[[int], Sequence[int]]) -> History:
-        """The rows that `Trainer.fit` would have recorded."""
-        history = History(settings)
-        total, examples = 0.0, 0
-        if 0 in self.evaluations:
-            history.append({**START, **self.evaluations[0]})
-        x = self.columns
-        for t in range(len(x["train_loss"])):
-            total += float(x["bytes"][t])
-            active = [True] * x["train_losses"].shape[1]
-            if int(x["active"][t]) < len(active):
-                active = (~np.isnan(x["train_losses"][t])).tolist()
-            examples += sum(size for size, trains in zip(sizes(t), active) if trains)
-            row = {
-                "step": t + 1, "epoch": (t + 1) / steps_per_epoch, "examples": examples,
-                "train_loss": float(x["train_loss"][t]), "train_losses": x["train_losses"][t],
-                "lr": float(x["lr"][t]), "bytes_step": float(x["bytes"][t]), "bytes_total": total,
-                "seconds": float(x["seconds"][t]),
-            }  # fmt: skip
-            history.append({**row, **self.evaluations.get(t + 1, {})})
+    status: str
+    columns: dict[str, Tensor]
+    evaluations: dict[str, Any]
+    average: Tree | None
+    last: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        losses, active, sent = (self.columns[name].numpy() for name in ("train_losses", "active", "bytes"))
+        self.last = {**NOTHING, "steps": len(losses)}
+        if len(losses):
+            self.last["train_loss"] = float(losses[-1][active[-1]].mean()) if active[-1].any() else np.nan
+            self.last["bytes_total"] = float(np.cumsum(sent[:, 0])[-1])
+        for row in runfile.unpacked_rows(self.evaluations):
+            self.last |= {name: row[name] for name in NOTHING if name in row}
+
+    def history(self, settings: dict[str, Any], config: Configuration, data: Batches) -> History:
+        """The rows that `Trainer.fit` alone would have recorded."""
+        history, rows = History(settings), StepRows(data, data.limits)
+        evaluations = {row.pop("step"): row for row in runfile.unpacked_rows(self.evaluations)}
+        if 0 in evaluations:
+            history.append({**START, **evaluations[0]})
+        comm, examples = StackedCollectives(config.num_nodes), tuple(data.shard_sizes)
+        sent, total = self.columns["bytes"].tolist(), self.columns["bytes"].numpy().cumsum(0).tolist()
+        lrs, seconds = self.columns["lr"].tolist(), self.columns["seconds"].tolist()
+        for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
+            ctx = Context(comm, t, config.num_steps, config.settings["seed"], num_examples=examples)
+            trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
+            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx))
+            row = rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])
+            history.append({**row, **evaluations.get(t + 1, {})})
         return history
 
     def state(self) -> dict[str, Any]:
-        columns = {n: torch.from_numpy(x) for n, x in self.columns.items()}
-        evaluations = {
-            t: {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in row.items()}
-            for t, row in self.evaluations.items()
-        }
-        return {"columns": columns, "evaluations": evaluations, "status": self.status, "average": self.average}
+        return {name: getattr(self, name) for name in SAVED}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Curve:
-        columns = {n: x.numpy() for n, x in state["columns"].items()}
-        evaluations = {
-            t: {n: x.numpy() if isinstance(x, Tensor) else x for n, x in row.items()}
-            for t, row in state["evaluations"].items()
+        return cls(*[state[name] for name in SAVED])
+
+
+SAVED = ("status", "columns", "evaluations", "average")
+
+
+class Observed:
+    """What C configurations observe in T steps, in arrays `[T, C, *]`; see `Curve`."""
+
+    def __init__(self, num_steps: int, num_configs: int, num_nodes: int) -> None:
+        shape = (num_steps, num_configs)
+        self.arrays = {
+            "train_losses": np.full((*shape, num_nodes), np.nan),
+            "active": np.ones((*shape, num_nodes), dtype=bool),
+            "lr": np.full(shape, np.nan),
+            "bytes": np.zeros((*shape, 2)),
+            "seconds": np.full(shape, np.nan),
         }
-        return cls(columns, evaluations, state["status"], state["average"])
+        self.evaluations: list[dict[int, dict[str, Any]]] = [{} for _ in range(num_configs)]  # step -> columns
 
+    def put(self, t: int, **values: Any) -> None:
+        """Record step t, counted from 0."""
+        for name, value in values.items():
+            self.arrays[name][t] = value
 
-def selected(record: Record, chosen: list[int]) -> Record:
-    """What some configurations of a stack recorded."""
-    T, _, K = record.arrays["train_losses"].shape
-    new = Record(T, len(chosen), K)
-    new.arrays = {n: x if x.ndim == 1 else x[:, chosen] for n, x in record.arrays.items()}
-    new.steps = record.steps[chosen]
-    new.evaluations = {t: {n: x[chosen] for n, x in row.items()} for t, row in record.evaluations.items()}
-    return new
+    def evaluated(self, c: int, step: int, **columns: Any) -> None:
+        """Record what was measured of a configuration after `step` steps."""
+        self.evaluations[c].setdefault(step, {"step": step}).update(columns)
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Go on with some of the configurations only."""
+        self.arrays = {name: x[:, list(chosen)] for name, x in self.arrays.items()}
+        self.evaluations = [self.evaluations[c] for c in chosen]
+
+    def curve(self, c: int, num_steps: int, status: str, average: Tree | None) -> Curve:
+        columns = {name: torch.from_numpy(x[:num_steps, c].copy()) for name, x in self.arrays.items()}
+        return Curve(status, columns, runfile.packed_rows(list(self.evaluations[c].values())), average)
+
+    def load(self, c: int, curve: Curve) -> None:
+        """Go on from there."""
+        for name, x in curve.columns.items():
+            self.arrays[name][: len(x), c] = x.numpy()
+        self.evaluations[c] = {row["step"]: row for row in runfile.unpacked_rows(curve.evaluations)}

@@ -15,7 +15,7 @@ from vecgym.records.history import History
 from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, label, labelled, present_name
 from vecgym.sweeps.axes import Point
 from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.curves import FINISHED, PARTIAL, PENDING
+from vecgym.sweeps.curves import FINISHED, NOTHING, PARTIAL, PENDING
 from vecgym.sweeps.runner import Runner
 
 if TYPE_CHECKING:
@@ -76,16 +76,8 @@ class SweepResult:
 
     def _row(self, config: Configuration) -> Point:
         curve = self._runner.curves.get(config.index)
-        row: Point = {**config.point, "status": PENDING if curve is None else curve.status, "steps": 0}
-        last: dict[str, Any] = dict.fromkeys(("train_loss", "val_loss", "val_loss_local", "consensus_distance"))
-        if curve is not None:
-            row["steps"] = len(curve.columns["train_loss"])
-            if row["steps"]:
-                last["train_loss"] = float(curve.columns["train_loss"][-1])
-            for found in curve.evaluations.values():
-                last.update({n: x for n, x in found.items() if n in last})
-        sent = 0.0 if curve is None else float(curve.columns["bytes"].sum())
-        return Row({**row, **last, "bytes_total": sent})
+        status, last = (PENDING, NOTHING) if curve is None else (curve.status, curve.last)
+        return Row({**config.point, "status": status, **last})
 
     @property
     def num_pending(self) -> int:
@@ -100,14 +92,7 @@ class SweepResult:
             "strategy": repr(config.strategy), **config.settings, "max_steps": config.num_steps,
         }  # fmt: skip
         curve = runner.curves.get(config.index)
-        if curve is None:
-            return History(settings)
-        data = runner.batches(config)
-
-        def sizes(step: int) -> list[int]:
-            return [min(data.width(step), limit) for limit in data.limits or [data.batch_size] * config.num_nodes]
-
-        return curve.history(settings, data.steps_per_epoch, sizes)
+        return History(settings) if curve is None else curve.history(settings, config, runner.batches(config))
 
     def model(self, index: int) -> nn.Module:
         """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
-from vecgym.core import nodes, tree
+from vecgym.core import tree
 from vecgym.data import Batches, EvalBatches, num_steps
+from vecgym.data.chosen import combined
 from vecgym.engine import hooks
 from vecgym.engine.local import Engine
 from vecgym.records.rows import counted
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.memory import activations
 from vecgym.strategy import Context
+from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration, alike
-from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve, Record, selected
-from vecgym.sweeps.stack import Member, Stack, chosen_batches, exchange_key, joined_batches, optimizer_key
+from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve
+from vecgym.sweeps.parts import exchange_key, optimizer_key
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
 # Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
@@ -75,7 +76,7 @@ class Runner:
         self.keep_models = keep_models
         self.curves: dict[int, Curve] = {}
         self._engines: dict[tuple[int, int], Engine] = {}
-        self._partial: tuple[list[int], list[int], Record, dict[str, Any]] | None = None
+        self._partial: dict[str, Any] | None = None  # the chunk that was left unfinished
         self._batches: dict[tuple[Any, ...], Batches] = {}
         self._val_batches: dict[tuple[Any, ...], EvalBatches] = {}
         for config in configs:
@@ -181,17 +182,17 @@ class Runner:
     def estimate(self, num_configs: int) -> tuple[float, float]:
         """Seconds and bytes for so many configurations like the first ones, from a few timed steps."""
         program = self.programs[0]
-        chunk = [self.configs[i] for i in program.chunks[0]]
-        stack = self._stack(chunk)
+        chunk = self._chunk(program.chunks[0])
+        chunk.start()
+        seconds = []
         try:
-            seconds = []
-            for step in range(3):  # the first warms up
+            for batches in itertools.islice(chunk.batches(), 3):  # the first warms up
                 start = time.perf_counter()
-                stack.step(joined_batches([self.batches(c).batch(step) for c in chunk]))
+                chunk.step(batches, False)
                 seconds.append(time.perf_counter() - start)
         finally:
             self._close()
-        each = min(seconds[1:]) / len(chunk) * chunk[0].num_steps
+        each = min(seconds[1:] or seconds) / len(chunk.configs) * chunk.num_steps
         return each * num_configs, min(num_configs * program.bytes_per_config, self.max_memory_bytes)
 
     # training
@@ -215,7 +216,7 @@ class Runner:
                     todo = [i for i in chunk if self._is_open(i)]
                     bar.update(sum(self.configs[i].num_steps for i in chunk if i not in todo))
                     if todo:
-                        self._run_chunk(chunk, todo, interrupted, save, bar)
+                        self._run_chunk(todo, interrupted, save, bar)
                     if interrupted:
                         return False
                     if todo and save is not None:
@@ -225,21 +226,13 @@ class Runner:
     def _is_open(self, index: int) -> bool:
         return index not in self.curves or self.curves[index].status in (PENDING, PARTIAL)
 
-    def _stack(self, chunk: list[Configuration]) -> Stack:
-        first = chunk[0]
-        engine = self._engine(chunk)
-        members = [
-            Member(
-                config.model if self.device.type == "cpu" else copy.deepcopy(config.model).to(self.device),
-                config.strategy, config.settings["seed"], StackedCollectives(config.num_nodes),
-                tuple(self.batches(config).shard_sizes), self.batches(config).limits,
-            )
-            for config in chunk
-        ]  # fmt: skip
-        return Stack(members, engine, max_steps=first.num_steps, minibatch_size=first.settings["minibatch_size"])
+    def _chunk(self, indices: list[int]) -> Chunk:
+        configs = [self.configs[i] for i in indices]
+        train, val = map(self.batches, configs), map(self.val_batches, configs)
+        return Chunk(configs, self._engine(configs), list(train), list(val))
 
     def _engine(self, chunk: list[Configuration]) -> Engine:
-        """The engine of a stack; stacks of equal size of a program share one."""
+        """The engine of a chunk; chunks of equal size of a program share one."""
         program = next(i for i, one in enumerate(self.programs) if any(chunk[0] is config for config in one.configs))
         key = program, len(chunk)
         if key not in self._engines:
@@ -247,7 +240,9 @@ class Runner:
             model = hooks.copied(chunk[0].model).to(self.device)
             engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads)
             with torch.enable_grad():
-                engine.prepare(joined_batches([self.batches(config).batch(0) for config in chunk]))
+                engine.prepare(
+                    combined(lambda x: torch.cat(list(x)), [self.batches(config).batch(0) for config in chunk])
+                )
             self._engines[key] = engine
         return self._engines[key]
 
@@ -256,161 +251,78 @@ class Runner:
             engine.close()
         self._engines.clear()
 
-    def _run_chunk(
-        self, chunk: list[int], todo: list[int], interrupted: list[int], save: Callable[[], None] | None, bar: tqdm
-    ) -> None:
-        """Train the configurations of one stack, from the start or from where they were left."""
-        configs = [self.configs[i] for i in todo]
-        held = self._partial if self._partial is not None and self._partial[0] == todo else None
-        record = Record(configs[0].num_steps, len(configs), configs[0].num_nodes)
-        alive = list(range(len(configs)))
-        if held is not None:
-            alive, record = held[1], held[2]
-        stack = self._stack([configs[c] for c in alive])
-        if held is not None:
-            stack.load(held[3])
-        bar.update(stack.done * len(alive))
-        T = configs[0].num_steps
-        start = saved = time.perf_counter()
-        before = float(record.arrays["seconds"][stack.done - 1]) if stack.done else 0.0
-        if stack.done == 0:
-            self._evaluate(stack, record, configs, alive)
-        sources, which = self._sources([configs[c] for c in alive])
-        for each in zip(*[source.iterate(stack.done, T) for source in sources]):
-            alive, diverged = self._step(stack, record, each, which, alive)
-            record.arrays["seconds"][stack.done - 1] = before + time.perf_counter() - start
-            bar.update(len(alive))
-            if diverged:
-                for c in diverged:
-                    self._finish(configs[c], record, c, DIVERGED)
-                    bar.update(T - int(record.steps[c]) + 1)
-                which = self._which([configs[c] for c in alive], sources)
-                if not alive:
-                    break
-            if self._is_evaluated(stack.done, T):
-                self._evaluate(stack, record, configs, alive)
+    def _run_chunk(self, todo: list[int], interrupted: list[int], save: Callable[[], None] | None, bar: tqdm) -> None:
+        """Train configurations together, from the start or from where they were left."""
+        chunk = self._resumed(todo) or self._chunk(todo)
+        bar.update(chunk.state.step * len(todo))
+        chunk.start()
+        saved = time.perf_counter()
+        if chunk.state.step == 0:
+            chunk.evaluate()
+        for batches in chunk.batches():
+            is_evaluated = self._is_evaluated(chunk.state.step + 1, chunk.num_steps)
+            bar.update(len(chunk.configs))
+            self._leave(chunk, chunk.step(batches, is_evaluated), bar)
+            if not chunk.configs:
+                break
+            if is_evaluated:
+                chunk.evaluate()
             if interrupted:
                 break
             if save is not None and time.perf_counter() - saved > SAVE_INTERVAL_S:
-                self._keep_partial(todo, alive, record, stack, configs)
+                self._keep_partial(chunk)
                 save()
                 saved = time.perf_counter()
-        if alive and stack.done < T:
-            self._keep_partial(todo, alive, record, stack, configs)
+        if chunk.configs and chunk.state.step < chunk.num_steps:
+            self._keep_partial(chunk)
             return
-        for place, c in enumerate(alive):
-            self._finish(configs[c], record, c, FINISHED, stack, place)
+        for c, config in enumerate(chunk.configs):
+            self.curves[config.index] = chunk.curve(c, FINISHED, self.keep_models)
         self._partial = None
 
-    def _step(
-        self, stack: Stack, record: Record, each: tuple[Any, ...], which: Tensor, alive: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """One step of a stack; those that go on, and those that diverged."""
-        t = stack.done
-        is_evaluated = self._is_evaluated(t + 1, len(record.arrays["train_loss"]))
-        metrics = stack.step(chosen_batches(list(each), which), measure_distance=is_evaluated)
-        losses = metrics.losses.to("cpu", torch.promote_types(metrics.losses.dtype, torch.float32)).numpy()
-        arrays = record.arrays
-        arrays["train_losses"][t, alive] = losses
-        arrays["lr"][t, alive] = metrics.lrs
-        arrays["bytes"][t, alive] = metrics.sent_bytes
-        if metrics.distances is not None:
-            arrays["distance_before"][t, alive] = metrics.distances
-        if all(chosen is None for chosen in metrics.active):
-            means = losses.mean(axis=1, dtype=np.float64)
-            arrays["active"][t, alive] = losses.shape[1]
-        else:
-            own = [x if chosen is None else x[chosen] for x, chosen in zip(losses, metrics.active)]
-            means = np.array([x.mean(dtype=np.float64) if len(x) else np.nan for x in own])
-            arrays["active"][t, alive] = [len(x) for x in own]
-        arrays["train_loss"][t, alive] = means
-        record.steps[alive] = t + 1
-        finite = np.isfinite(means) | (arrays["active"][t, alive] == 0)  # where nobody trained, nothing diverged
-        if finite.all():
-            return alive, []
-        going = np.flatnonzero(finite).tolist()
-        if going:
-            stack.keep(going)
-        return [alive[i] for i in going], [alive[i] for i in np.flatnonzero(~finite).tolist()]
+    def _leave(self, chunk: Chunk, diverged: list[int], bar: tqdm) -> None:
+        """The configurations that have diverged end here."""
+        for c in diverged:
+            self.curves[chunk.configs[c].index] = chunk.curve(c, DIVERGED)
+            bar.update(chunk.num_steps - chunk.state.step)
+        if diverged:
+            chunk.keep([c for c in range(len(chunk.configs)) if c not in diverged])
 
     def _is_evaluated(self, done: int, num_steps: int) -> bool:
         """Whether the models are evaluated after `done` steps."""
         return done == num_steps or bool(self.val_interval and done % self.val_interval == 0)
 
-    def _evaluate(self, stack: Stack, record: Record, configs: list[Configuration], alive: list[int]) -> None:
-        C, K = len(configs), stack.num_nodes
-        row: dict[str, np.ndarray] = {}
-        sets = [self.val_batches(configs[c]) for c in alive]
-        if sets[0] is not None:
-            found = stack.evaluate(sets)  # type: ignore[arg-type]
-            local = found.nodes.numpy()
-            row = {n: np.full(C, np.nan) for n in ("val_loss", "val_loss_local")}
-            row["val_losses"] = np.full((C, K), np.nan)
-            row["val_loss"][alive] = found.average.numpy()
-            row["val_loss_local"][alive] = local.mean(axis=1)
-            row["val_losses"][alive] = local
-        if stack.done > 0:
-            row["consensus_distance_before"] = record.arrays["distance_before"][stack.done - 1].copy()
-            row["consensus_distance"] = np.full(C, np.nan)
-            row["consensus_distance"][alive] = stack.consensus_distance()
-        if row:
-            row["there"] = np.isin(np.arange(C), alive)
-            record.evaluations[stack.done] = row
+    def _keep_partial(self, chunk: Chunk) -> None:
+        for c, config in enumerate(chunk.configs):
+            self.curves[config.index] = chunk.curve(c, PARTIAL)
+        left = [config.index for config in chunk.configs]
+        held = {"begun": chunk.begun, "left": left, "state": vars(chunk.state)}
+        self._partial = held if chunk.can_be_saved else None
 
-    def _sources(self, configs: list[Configuration]) -> tuple[list[Batches], Tensor]:
-        """The different batches of a stack, and which of them each configuration reads."""
-        sources = list({id(data): data for data in map(self.batches, configs)}.values())
-        return sources, self._which(configs, sources)
-
-    def _which(self, configs: list[Configuration], sources: list[Batches]) -> Tensor:
-        places = {id(data): i for i, data in enumerate(sources)}
-        return torch.tensor([places[id(self.batches(config))] for config in configs], dtype=torch.long)
-
-    def _finish(
-        self, config: Configuration, record: Record, c: int, status: str, stack: Stack | None = None, place: int = 0
-    ) -> None:
-        curve = record.curve(c)
-        curve.status = status
-        if stack is not None and self.keep_models:
-            held = {**nodes.mean(stack.own_params(place)), **nodes.mean(stack.own_buffers(place))}
-            curve.average = {n: x.detach().to("cpu", copy=True) for n, x in held.items()}
-        self.curves[config.index] = curve
-
-    def _keep_partial(
-        self, todo: list[int], alive: list[int], record: Record, stack: Stack, configs: list[Configuration]
-    ) -> None:
-        for c in alive:
-            self._finish(configs[c], record, c, PARTIAL)
-        going = [todo[c] for c in alive]
-        if stack.can_be_saved:
-            self._partial = ([*going], list(range(len(alive))), selected(record, alive), stack.state())
-        else:
-            self._partial = None
+    def _resumed(self, todo: list[int]) -> Chunk | None:
+        """What was left unfinished, if these are the configurations of it."""
+        held = self._partial
+        if held is None or held["left"] != todo:
+            return None
+        chunk = self._chunk(held["begun"])
+        chunk.keep([held["begun"].index(i) for i in todo])
+        chunk.load(held["state"], [self.curves[i] for i in todo])
+        return chunk
 
     # saving
 
     def state(self) -> dict[str, Any]:
-        partial = None
-        if self._partial is not None:
-            todo, alive, record, stack = self._partial
-            partial = {"todo": todo, "alive": alive, "record": record.state(), "stack": stack}
         return {
             "chunks": [program.chunks for program in self.programs],
             "curves": {index: curve.state() for index, curve in self.curves.items()},
-            "partial": partial,
+            "partial": self._partial,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         for program, chunks in zip(self.programs, state["chunks"]):
             program.chunks = chunks
         self.curves = {index: Curve.of(held) for index, held in state["curves"].items()}
-        if state["partial"] is not None:
-            held = state["partial"]
-            first = self.configs[held["todo"][0]]
-            record = Record(first.num_steps, len(held["todo"]), first.num_nodes)
-            record.load(held["record"])
-            stack = tree.map_leaves(lambda x: x.to(self.device), held["stack"])
-            self._partial = (held["todo"], held["alive"], record, stack)
+        self._partial = state["partial"]
 
 
 def _place(config: Configuration) -> tuple[str, str, str, int]:
@@ -438,5 +350,5 @@ def _costs(config: Configuration, batch: Any, engine: str) -> tuple[int, int]:
     ctx = Context(StackedCollectives(config.num_nodes), max_steps=config.num_steps, seed=config.settings["seed"])
     optimizer, modules = config.strategy.init(params, ctx)
     of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + needed.saved_bytes + tree.num_bytes(batch)
-    recorded = 8 * config.num_steps * (config.num_nodes + 5)
+    recorded = config.num_steps * (9 * config.num_nodes + 32)
     return config.num_nodes * of_node + tree.num_bytes(modules) + recorded, one.facts.flop

@@ -1,0 +1,317 @@
+"""Many configurations as one strategy: what a sweep hands to the ordinary `Simulation`.
+
+- The nodes of C configurations of K nodes are C K nodes of one simulation: configuration c has the rows from c K on.
+- Gradients are one call of the engine for all rows.
+- The inner optimizer is one update for all neighbours that share its class (`optimizer_key`), with a number for each
+  row where theirs differ; one that cannot be shared makes its own.
+- What nodes exchange is each configuration's own affair: its strategy is given its rows and collectives of its own.
+  Neighbours whose exchanges are alike (`exchange_key`) make them in one call.
+- While no nodes of a configuration differ, as in AllReduce, parameters and optimizer have one row for each, `[C, *]`.
+- Configurations that leave take their rows with them: `select` gives the strategy and the state of the others.
+
+Nothing here keeps state: it is all in the simulation's `State`, and so it can be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives.ledger import Transfer
+from vecgym.core import nodes, tree
+from vecgym.core.tree import Tree
+from vecgym.engine.simulation import State as SimulationState
+from vecgym.engine.simulation import exchange_moments
+from vecgym.optim.merge import per_row
+from vecgym.strategy import Context, Strategy
+from vecgym.strategy.base import State
+from vecgym.sweeps.parts import Exchange, Member, Optimizer, Part, exchange_key, neighbours, optimizer_key, rows_of
+
+
+class Merged(Strategy):
+    """C configurations of K nodes each, as a strategy of C * K nodes.
+
+    Args:
+        members: of the same number of nodes; those with equal keys next to one another.
+        num_elements: of all parameters of a configuration's nodes; small exchanges are made together.
+        sizes: of the parts of the members that share an optimizer, and of those that share an exchange; made by
+            `optimizer_key` and `exchange_key` where not given.
+
+    Two configurations with different learning rates:
+
+    >>> from torch import nn
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.engine.simulation import Simulation
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> merged = Merged([Member(FedAvgStrategy("sgd", lr=lr), 0, StackedCollectives(3)) for lr in (0.1, 0.5)])
+    >>> simulation = Simulation(Line(), merged, StackedCollectives(2 * 3))
+    >>> state, metrics = simulation.step(simulation.init({"w": torch.zeros(2)}), torch.ones(2 * 3, 1))
+    >>> state.params["w"], metrics.losses.shape
+    (tensor([0.2000, 0.2000, 0.2000, 1.0000, 1.0000, 1.0000]), torch.Size([6]))
+    """
+
+    def __init__(
+        self, members: Sequence[Member], num_elements: int = 0, sizes: tuple[list[int], list[int]] | None = None
+    ) -> None:
+        super().__init__()
+        self.members = list(members)
+        self.num_nodes = members[0].comm.num_nodes  # K
+        self.num_rows = len(members) * self.num_nodes
+        if sizes is None:
+            optimizers = [optimizer_key(member.strategy) for member in members]
+            exchanges = [exchange_key(member.strategy, num_elements) for member in members]
+            sizes = (neighbours(optimizers), neighbours(exchanges))
+        self.optimizers = [Optimizer(f"optimizer {i}", *part) for i, part in enumerate(self._parts(sizes[0]))]
+        self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(self._parts(sizes[1]))]
+        self._adds = any(exchange.adds for exchange in self.exchanges)
+        self._exchanges_gradients = any(exchange.exchanges_gradients for exchange in self.exchanges)
+        self._told_last: tuple[Context | None, list[Context]] = (None, [])
+        self._has_numbers: bool | None = None  # whether nodes of a configuration differ in a number; None: not known
+
+    def _parts(self, sizes: list[int]) -> Iterator[tuple[int, list[Member]]]:
+        for start, size in zip(accumulate(sizes, initial=0), sizes):
+            yield start, self.members[start : start + size]
+
+    # ------------------------------------------------------------------------------------ as a strategy
+
+    @property
+    def mean_gradient(self) -> bool:
+        return len(self.members) == 1 and self.members[0].strategy.mean_gradient
+
+    def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
+        contexts, ends = self._contexts(ctx), self._ends(params, ctx)
+        own, modules, optimizers = {}, {}, {}
+        for exchange in self.exchanges:
+            part = exchange.part(params, ends)
+            part = part if exchange.size == 1 else nodes.widened(part, exchange.num_rows)
+            own[exchange.start], modules[exchange.name] = exchange.strategy.init(part, exchange.context(contexts))
+        for optimizer in self.optimizers:
+            part = optimizer.part(params, ends)
+            optimizers[optimizer.name] = own[optimizer.start] if optimizer.is_own else optimizer.init(part)
+        return optimizers, modules
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        if not any(member.rests for member in self.members):
+            return None
+        contexts, K = self._contexts(ctx), self.num_nodes
+        each = [m.strategy.active_nodes(own) if m.rests else None for m, own in zip(self.members, contexts)]
+        if all(active is None for active in each):
+            return None
+        return [c * K + i for c, active in enumerate(each) for i in (range(K) if active is None else active)]
+
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        if not self._adds:
+            return grads
+        contexts, of_grads, of_params = self._contexts(ctx), self._ends(grads, ctx), self._ends(params, ctx)
+        each = [exchange.part(grads, of_grads) for exchange in self.exchanges]
+        for i, exchange in enumerate(self.exchanges):
+            if exchange.adds and exchange.name in state:
+                own, told = exchange.part(params, of_params), exchange.context(contexts)
+                each[i] = exchange.strategy.local_gradients(each[i], own, state[exchange.name], told)
+        return self._joined(each, of_grads)
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if not self._exchanges_gradients:
+            return grads, state
+        contexts, ends, changed = self._contexts(ctx), self._ends(grads, ctx), dict(state)
+        each = [exchange.part(grads, ends) for exchange in self.exchanges]
+        for i, exchange in enumerate(self.exchanges):
+            if exchange.exchanges_gradients:
+                told, before = exchange.context(contexts), state[exchange.name]
+                each[i], after = exchange.strategy.exchange_gradients(each[i], before, told)
+                changed[exchange.name] = _unchanged(before, after)
+        once = all(len(x) == exchange.size for exchange, own in zip(self.exchanges, each) for x in own.values())
+        return self._joined(each, self._ends_of(1 if once else self.num_nodes)), changed
+
+    def lr(self, ctx: Context) -> float | Tensor:
+        self._contexts(ctx)
+        return per_row(self.rates(), [self.num_nodes] * len(self.members))
+
+    def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        contexts, of_grads = self._contexts(ctx), self._ends(grads, ctx)
+        if of_grads[-1] > len(next(iter(params.values()))) or self._differs_by_node(params, ctx):
+            params = nodes.widened(params, self.num_rows if ctx.rows is None else len(ctx.rows))
+        ends, changed = self._ends(params, ctx), dict(state)
+        for optimizer in self.optimizers:
+            if optimizer.name not in state:  # none of its nodes trains
+                continue
+            own, given, held = optimizer.part(params, ends), optimizer.part(grads, of_grads), state[optimizer.name]
+            if ctx.rows is None and ends[-1] == self.num_rows:
+                held = optimizer.widened(held)
+            if of_grads[-1] < ends[-1]:
+                given = nodes.expand(given, ends[optimizer.stop] - ends[optimizer.start])
+            new, changed[optimizer.name] = optimizer.update(own, given, held, contexts, ends)
+            for name, p in own.items():
+                if new[name] is not p:
+                    p.copy_(new[name])
+        return params, changed
+
+    def exchange_moments(self, optimizer: State, params: Tree, state: State, ctx: Context) -> tuple[State, State]:
+        """Exchange the moments where a configuration does; its optimizer is then by itself."""
+        exchanging = [exchange for exchange in self.exchanges if exchange.exchanges_moments]
+        if not exchanging:
+            return optimizer, state
+        contexts, ends, optimizer, state = self._contexts(ctx), self._ends(params, ctx), {**optimizer}, {**state}
+        names = {part.start: part.name for part in self.optimizers}
+        for exchange in exchanging:
+            name, told = names[exchange.start], exchange.context(contexts)
+            optimizer[name], state[exchange.name] = exchange_moments(
+                exchange.strategy, optimizer[name], exchange.part(params, ends), state[exchange.name], told
+            )
+        return optimizer, state
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        contexts, changed = self._contexts(ctx), dict(state)
+        if any(exchange.size > 1 for exchange in self.exchanges):
+            params = nodes.widened(params, self.num_rows)
+        ends = self._ends(params, ctx)
+        for exchange in self.exchanges:
+            own, before = exchange.part(params, ends), state[exchange.name]
+            new, after = exchange.strategy.exchange_parameters(own, before, exchange.context(contexts))
+            changed[exchange.name] = _unchanged(before, after)
+            if any(len(new[name]) > len(p) for name, p in own.items()):
+                params = nodes.widened(params, self.num_rows)
+                ends = self._ends(params, ctx)
+                own = exchange.part(params, ends)
+            for name, p in own.items():
+                if new[name] is not p:
+                    p.copy_(new[name])
+        return params, changed
+
+    def take_rows(self, state: State, rows: Tensor) -> State:
+        return {
+            part.name: nodes.take_rows(part.widened(state[part.name]), own)
+            for part in (*self.optimizers, *self.exchanges)
+            if part.name in state and len(own := part.own_rows(rows))
+        }
+
+    def put_rows(self, state: State, rows: Tensor, new: State, num_nodes: int, inplace: bool) -> State:
+        parts = {part.name: part for part in (*self.optimizers, *self.exchanges)}
+        changed = {
+            name: nodes.put_rows(
+                parts[name].widened(state[name]), parts[name].own_rows(rows), x, parts[name].num_rows, inplace
+            )
+            for name, x in new.items()
+        }
+        return {**state, **changed}
+
+    def __repr__(self) -> str:
+        return f"Merged({len(self.members)} configurations of {self.num_nodes} nodes)"
+
+    # -------------------------------------------------------------------------------- each configuration
+
+    @contextmanager
+    def recording(self) -> Iterator[list[list[Transfer]]]:
+        """Collect what is sent meanwhile: a list for each exchange; see `num_bytes`."""
+        with ExitStack() as recordings:
+            yield [recordings.enter_context(exchange.comm.ledger.recording()) for exchange in self.exchanges]
+
+    def num_bytes(self, transfers: Sequence[list[Transfer]]) -> list[tuple[float, float]]:
+        """What a node of each configuration has sent and received on average, from what `recording` gave."""
+        each = [(float(sum(x.sent_bytes for x in xs)), float(sum(x.received_bytes for x in xs))) for xs in transfers]
+        return [sums for sums, exchange in zip(each, self.exchanges) for _ in range(exchange.size)]
+
+    def rates(self) -> list[float]:
+        """The inner learning rate of each configuration in the step just made; where nodes differ, their mean."""
+        return [
+            _mean(member.strategy.lr(own) if own.lr is None else own.lr)
+            for member, own in zip(self.members, self._told_last[1])
+        ]
+
+    def select(self, state: SimulationState, chosen: Sequence[int]) -> tuple[Merged, SimulationState]:
+        """The strategy and the state of some of the configurations, in the order that they have."""
+        inside = {part.name: part.inside(chosen) for part in (*self.optimizers, *self.exchanges)}
+
+        def sizes(parts: Sequence[Part]) -> list[int]:
+            return [len(inside[part.name]) for part in parts if inside[part.name]]
+
+        def kept(state: State, before: Sequence[Part], now: Sequence[Part]) -> State:
+            staying = [part for part in before if inside[part.name]]
+            return {new.name: old.state_of(inside[old.name], state[old.name]) for old, new in zip(staying, now)}
+
+        left = Merged([self.members[c] for c in chosen], sizes=(sizes(self.optimizers), sizes(self.exchanges)))
+        optimizer = kept(state.optimizer, self.optimizers, left.optimizers)
+        modules = kept(state.strategy, self.exchanges, left.exchanges)
+        C, index = len(self.members), list(chosen)
+        params = {n: rows_of(p, C, index) for n, p in state.params.items()}
+        buffers = {n: b if len(b) == 1 else rows_of(b, C, index) for n, b in state.buffers.items()}
+        return left, SimulationState(state.step, params, buffers, optimizer, modules, rows_of(state.node_steps, C, index))
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _contexts(self, ctx: Context) -> list[Context]:
+        """What each strategy is told; made once for each context that all are told."""
+        if self._told_last[0] is not ctx:
+            rows: list[Any] = [None] * len(self.members)
+            node_steps = ctx.node_steps.split(self.num_nodes)
+            if ctx.rows is not None:
+                each = self._split_rows(ctx.rows)
+                node_steps = ctx.node_steps.split([len(own) for own in each])
+                rows = [None if len(own) == self.num_nodes else own for own in each]
+            told = zip(self.members, node_steps, self._active(ctx), rows)
+            self._told_last = (ctx, [member.context(ctx, *own) for member, *own in told])
+        return self._told_last[1]
+
+    def _active(self, ctx: Context) -> list[tuple[int, ...] | None]:
+        """The nodes of each configuration that have trained; None: all of them."""
+        if ctx.active is None:
+            return [None] * len(self.members)
+        each = [tuple(own.tolist()) for own in self._split_rows(torch.tensor(ctx.active, dtype=torch.long))]
+        return [None if len(own) == self.num_nodes else own for own in each]
+
+    def _split_rows(self, rows: Tensor) -> list[Tensor]:
+        """Those of each configuration, counted within it."""
+        bounds = torch.arange(len(self.members) + 1) * self.num_nodes
+        ends = torch.searchsorted(rows, bounds).tolist()
+        return [rows[a:b] - c * self.num_nodes for c, (a, b) in enumerate(pairwise(ends))]
+
+    def _ends(self, values: Tree, ctx: Context) -> list[int]:
+        """Where the rows of each configuration begin, and where the last one's end."""
+        if ctx.rows is not None:
+            counts = (self.num_nodes if own.rows is None else len(own.rows) for own in self._contexts(ctx))
+            return list(accumulate(counts, initial=0))
+        return self._ends_of(len(next(iter(values.values()))) // len(self.members))
+
+    def _ends_of(self, num_rows: int) -> list[int]:
+        return [c * num_rows for c in range(len(self.members) + 1)]
+
+    def _joined(self, each: list[Tree], ends: list[int]) -> Tree:
+        """What each exchange gave, as one tree in which configuration c has the rows ends[c] to ends[c + 1]."""
+        if len(each) == 1:
+            return each[0]
+        wide = [nodes.expand(x, ends[part.stop] - ends[part.start]) for part, x in zip(self.exchanges, each)]
+        return {name: torch.cat([x[name] for x in wide]) for name in wide[0]}
+
+    def _differs_by_node(self, params: Tree, ctx: Context) -> bool:
+        """Whether parameters are stored once that must not be: the nodes differ in a number of their optimizer."""
+        once = ctx.rows is None and len(next(iter(params.values()))) < self.num_rows
+        if once and self._has_numbers is None:
+            self._has_numbers = any(_has_numbers_of_nodes(member.strategy, params) for member in self.members)
+        return once and bool(self._has_numbers)
+
+
+def _has_numbers_of_nodes(strategy: Strategy, params: Tree) -> bool:
+    specs = [spec for spec, _, _ in strategy.inner_optim.groups(params)]
+    numbers = [*tree.leaves([spec.kwargs for spec in specs]), strategy.max_norm]
+    return any(isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] > 1 for x in numbers)
+
+
+def _unchanged(before: State, after: State) -> State:
+    """The state that there was, where that is what came out: what has not changed is not looked at again."""
+    same = before.keys() == after.keys() and all(after[name] is before[name] for name in after)
+    return before if same else after
+
+
+def _mean(lr: float | Tensor) -> float:
+    return float(lr.double().mean()) if isinstance(lr, Tensor) else float(lr)

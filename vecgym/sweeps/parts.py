@@ -1,0 +1,214 @@
+"""Which configurations of a sweep do something in one call, and what that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import StackedCollectives
+from vecgym.core import tree
+from vecgym.core.tree import Tree
+from vecgym.optim import clip_grad_norm
+from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
+from vecgym.strategy import Context, Strategy
+from vecgym.strategy.base import State
+from vecgym.strategy.communication import overrides
+
+# An exchange of several configurations holds what would be one row for each, such as outer parameters, once for each
+# node. Of small models, whose exchange is Python above all, that is the lesser cost.
+MAX_MERGED_ELEMENTS = 1 << 16
+
+
+@dataclass
+class Member:
+    """One configuration.
+
+    Attributes:
+        strategy: what its nodes do and exchange.
+        seed: of its random numbers.
+        comm: the collectives among its nodes.
+        num_examples: of each node's shard, [K]; None where not known.
+    """
+
+    strategy: Strategy
+    seed: int
+    comm: StackedCollectives
+    num_examples: tuple[int, ...] | None = None
+    rests: bool = field(init=False)  # whether some of its nodes may sit out
+
+    def __post_init__(self) -> None:
+        self.rests = _has_own(self.strategy, "active_nodes")
+
+    def context(
+        self, ctx: Context, node_steps: Tensor, active: tuple[int, ...] | None, rows: Tensor | None
+    ) -> Context:
+        """What the strategy is told at a step of which all are told `ctx`; the rest is of its own nodes."""
+        own = Context(
+            self.comm, step=ctx.step, node_steps=node_steps, active=active, max_steps=ctx.max_steps, seed=self.seed,
+            inplace=ctx.inplace, num_examples=self.num_examples, rows=rows,
+        )  # fmt: skip
+        # A strategy written for one rank has its learning rate from the step itself.
+        return replace(own, lr=self.strategy.lr(own)) if self.strategy.pure else own
+
+
+class Part:
+    """Members next to one another that do something in one call.
+
+    Attributes:
+        name: of their state, whose tensors have the same number of rows for each member, or one row in all.
+        start: the first of them; `stop`, the one after the last.
+    """
+
+    def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
+        self.name, self.start, self.size = name, start, len(members)
+        self.stop = start + self.size
+        self.num_nodes = members[0].comm.num_nodes
+        self.num_rows = self.size * self.num_nodes
+
+    def part(self, values: Tree, ends: list[int]) -> Tree:
+        """Their rows of the values of all."""
+        a, b = ends[self.start], ends[self.stop]
+        return {name: x[a:b] for name, x in values.items()}
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """Which of these rows of all are theirs, counted within them."""
+        first, last = torch.searchsorted(rows, torch.tensor([self.start, self.stop]) * self.num_nodes).tolist()
+        return rows[first:last] - self.start * self.num_nodes
+
+    def widened(self, state: State) -> State:
+        """Their state with a row for each node where it has one for each member."""
+        if self.size == 1 or self.num_nodes == 1 or not any(len(x) == self.size for x in tree.leaves(state)):
+            return state
+        return tree.map_leaves(lambda x: x.repeat_interleave(self.num_nodes, 0) if len(x) == self.size else x, state)
+
+    def inside(self, chosen: Sequence[int]) -> list[int]:
+        """Which of them are chosen, counted within them."""
+        return [c - self.start for c in chosen if self.start <= c < self.stop]
+
+    def state_of(self, inside: list[int], state: State) -> State:
+        """The state of some of them."""
+        return tree.map_leaves(lambda x: x if len(x) == 1 else rows_of(x, self.size, inside), state)
+
+
+class Exchange(Part):
+    """Members whose nodes exchange in one call: one, or several that are alike and exchange their parameters only."""
+
+    def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
+        super().__init__(name, start, members)
+        self.strategy, self.comm = members[0].strategy, members[0].comm
+        self.adds = _has_own(self.strategy, "local_gradients")
+        self.exchanges_gradients = _has_own(self.strategy, "exchange_gradients")
+        self.exchanges_moments = _has_own(self.strategy, "exchange_moments")
+        if self.size > 1:
+            self.comm = StackedCollectives(self.num_nodes, self.size, self.comm.ledger)
+            columns = zip(*[member.strategy.communication_modules for member in members])
+            modules = [column[0].stacked(column, self.num_nodes) for column in columns]
+            self.strategy = Strategy(self.strategy.inner_optim, communication_modules=modules)
+
+    def context(self, contexts: list[Context]) -> Context:
+        """What they are told."""
+        own = contexts[self.start]
+        return own if self.size == 1 else replace(own, comm=self.comm)
+
+
+class Optimizer(Part):
+    """Members whose inner optimizers are one update, with a number for each row where theirs differ."""
+
+    def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
+        super().__init__(name, start, members)
+        self.strategies = [member.strategy for member in members]
+        self.is_own = optimizer_key(self.strategies[0]) is None
+        self._lr: tuple[Any, Any] = (None, None)  # the last rates and counts, and `per_row` of them
+        self._rules: dict[tuple[int, ...], Any] = {}
+
+    def init(self, params: Tree) -> State:
+        """The state before the first step."""
+        return self.rule([1] * self.size).init(params)
+
+    def update(
+        self, params: Tree, grads: Tree, state: State, contexts: list[Context], ends: list[int]
+    ) -> tuple[Tree, State]:
+        """Clip, then a step of every member's optimizer, which have the rows between `ends`."""
+        if self.is_own:
+            return self.strategies[0].optimize(params, grads, state, contexts[self.start])
+        own = ends[self.start : self.stop + 1]
+        counts = [b - a for a, b in pairwise(own)]
+        rates = [float(ctx.lr) for ctx in contexts[self.start : self.stop]]  # type: ignore[arg-type]
+        if self._lr[0] != (rates, counts):  # most often they stay
+            self._lr = (rates, counts), per_row(rates, counts)
+        if self.strategies[0].max_norm is not None:
+            grads, _ = clip_grad_norm(grads, per_row([strategy.max_norm for strategy in self.strategies], counts))
+        return self.rule(counts).update(params, grads, state, lr=self._lr[1])
+
+    def rule(self, counts: list[int]) -> Any:
+        """The optimizer of members with so many rows."""
+        key = tuple(counts)
+        if key not in self._rules:
+            self._rules = {key: merged_spec([strategy.inner_optim for strategy in self.strategies], counts).rule()}
+        return self._rules[key]
+
+
+def optimizer_key(strategy: Strategy) -> Key | None:
+    """Strategies of equal key can share one update of their inner optimizers; None: this one cannot.
+
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> optimizer_key(FedAvgStrategy("adam", lr=0.1)) == optimizer_key(FedAvgStrategy("adam", lr=0.2, H=5))
+    True
+    >>> optimizer_key(FedAvgStrategy("adam")) == optimizer_key(FedAvgStrategy("adam", max_norm=1.0))
+    False
+    """
+    usual = not (_is_overridden(strategy, "optimize", "init") or _has_own(strategy, "exchange_moments"))
+    key = merge_key(strategy.inner_optim)
+    if not usual or key is None or (isinstance(strategy.max_norm, Tensor) and strategy.max_norm.dim() > 0):
+        return None
+    return ("shared", *key, strategy.max_norm is None)
+
+
+def exchange_key(strategy: Strategy, num_elements: int = 0) -> Key | None:
+    """Strategies of equal key can exchange the parameters of their nodes in one call; None: this one cannot.
+
+    Args:
+        num_elements: of all nodes of a configuration together.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> exchange_key(DiLoCoStrategy(H=5, outer_lr=0.5)) == exchange_key(DiLoCoStrategy(H=5, outer_lr=0.7))
+    True
+    >>> exchange_key(DiLoCoStrategy(H=5)) == exchange_key(DiLoCoStrategy(H=6))
+    False
+    """
+    shared = optimizer_key(strategy)
+    own = _is_overridden(strategy, "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters")
+    keys = [(type(module).__name__, module.stack_key()) for module in strategy.communication_modules]
+    if own or shared is None or num_elements > MAX_MERGED_ELEMENTS or any(key is None for _, key in keys):
+        return None
+    return shared, *keys
+
+
+def _is_overridden(strategy: Strategy, *methods: str) -> bool:
+    return any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in methods)
+
+
+def _has_own(strategy: Strategy, method: str) -> bool:
+    """Whether a strategy, or a module of its, does something at this place of a step."""
+    return _is_overridden(strategy, method) or any(overrides(m, method) for m in strategy.communication_modules)
+
+
+def neighbours(keys: Sequence[Key | None]) -> list[int]:
+    """How many neighbours have equal keys; one without a key is by itself."""
+    sizes: list[int] = []
+    for c, key in enumerate(keys):
+        if c > 0 and key is not None and key == keys[c - 1]:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+    return sizes
+
+
+def rows_of(x: Tensor, number: int, chosen: Sequence[int]) -> Tensor:
+    """The rows of some of `number` configurations, which have equally many."""
+    return x.unflatten(0, (number, -1))[torch.tensor(chosen, device=x.device)].flatten(0, 1)
