@@ -83,6 +83,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         self.history = history
         self.ledger = ledger
+        self.data = data
         self.on_divergence = on_divergence
         self.loggers = loggers
         self._row: Row | None = None

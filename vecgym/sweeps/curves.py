@@ -66,7 +66,7 @@ class Curve:
         sent, total = self.columns["bytes"].tolist(), self.columns["bytes"].numpy().cumsum(0).tolist()
         lrs, seconds = self.columns["lr"].tolist(), self.columns["seconds"].tolist()
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
-            ctx = Context(comm, t, config.num_steps, config.settings["seed"], num_examples=examples)
+            ctx = Context(comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples)
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
             metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx))
             row = rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])

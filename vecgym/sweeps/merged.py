@@ -246,7 +246,9 @@ class Merged(Strategy):
         C, index = len(self.members), list(chosen)
         params = {n: rows_of(p, C, index) for n, p in state.params.items()}
         buffers = {n: b if len(b) == 1 else rows_of(b, C, index) for n, b in state.buffers.items()}
-        return left, SimulationState(state.step, params, buffers, optimizer, modules, rows_of(state.node_steps, C, index))
+        return left, SimulationState(
+            state.step, params, buffers, optimizer, modules, rows_of(state.node_steps, C, index)
+        )
 
     # ------------------------------------------------------------------------------------------- helpers
 

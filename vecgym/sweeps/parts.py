@@ -44,9 +44,7 @@ class Member:
     def __post_init__(self) -> None:
         self.rests = _has_own(self.strategy, "active_nodes")
 
-    def context(
-        self, ctx: Context, node_steps: Tensor, active: tuple[int, ...] | None, rows: Tensor | None
-    ) -> Context:
+    def context(self, ctx: Context, node_steps: Tensor, active: tuple[int, ...] | None, rows: Tensor | None) -> Context:
         """What the strategy is told at a step of which all are told `ctx`; the rest is of its own nodes."""
         own = Context(
             self.comm, step=ctx.step, node_steps=node_steps, active=active, max_steps=ctx.max_steps, seed=self.seed,
