@@ -28,7 +28,7 @@ MODULES = (
     "vecgym.runs.evaluation",
     "vecgym.runs.multiprocess",
     "vecgym.collectives.ledger",
-    "vecgym.engine.local",
+    "vecgym.engine",
     "vecgym.records.loggers",
     "vecgym.runs.memory",
     "vecgym.records.history",

@@ -21,8 +21,7 @@ from tests.fitting import STRATEGIES, alone, dataset, fit, params, same_run
 from tests.models import MODELS, NO_VMAP, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
-from vecgym.engine import local
-from vecgym.engine.local import EngineName, ModelFacts, choose_plan
+from vecgym.engine import Engine, EngineName, ModelFacts, choose_plan, plan
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ENGINES = ["vmap", "loop", "auto", "fastest"]
@@ -96,7 +95,7 @@ def test_a_node_thread_uses_one_thread_in_its_operations() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine = local.Engine(make_model("MLP"), engine="loop", node_threads=2)
+        engine = Engine(make_model("MLP"), engine="loop", node_threads=2)
         engine.prepare(Batches(dataset("MLP"), 4, 3).batch(0))
         assert engine._pool is not None
         both = threading.Barrier(2)  # so that each thread answers once
@@ -748,7 +747,7 @@ def test_the_rule_of_auto(facts: ModelFacts, num_nodes: int, num_threads: int, d
 @pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg", "FedAvg participation"])
 def test_chunks_that_keep_tensors_small_change_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run("CNN", strategy, engine="auto")
-    monkeypatch.setattr(local, "MAX_TENSOR_BYTES", 20_000)
+    monkeypatch.setattr(plan, "MAX_TENSOR_BYTES", 20_000)
     chunked = run("CNN", strategy, engine="auto")
     assert whole.history.settings["chunk_size"] is None
     assert 1 <= chunked.history.settings["chunk_size"] < 5
@@ -767,7 +766,7 @@ def test_what_the_rule_knows_of_a_model() -> None:
             def forward(self, x: Tensor) -> Tensor:
                 return self.layer(x + 1).square().mean()
 
-        engine = local.Engine(Wide())
+        engine = Engine(Wide())
         engine.prepare(torch.zeros(3, 8, 16))
         assert engine.facts is not None
         assert engine.facts.flop == 3 * 2 * 8 * 16 * width

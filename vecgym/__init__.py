@@ -35,7 +35,7 @@ Memory:      estimate_memory, MemoryEstimate; Trainer.fit(max_memory_usage=...)
 Logging:     CSVLogger, WandbLogger, TensorBoardLogger, Logger
 Figures:     vecgym.plot: plot_runs (Trainer.plot), plot_comparison, plot_history, plot_sensitivity, plot_schedule ...
 Processes:   Trainer.fit(backend="processes", num_processes=W), verify
-Underneath:  vecgym.engine.simulation.Simulation, the pure step; vecgym.engine.local.Engine, the gradients of all nodes;
+Underneath:  vecgym.engine.simulation.Simulation, the pure step; vecgym.engine.Engine, the gradients of all nodes;
              vecgym.collectives, what they exchange, with topology and ledger; vecgym.compress, what is sent instead;
              vecgym.optim.schedule; vecgym.core.tree
 Errors:      DivergenceError, ProcessError, VecgymWarning; all others are ValueError and TypeError, with the way out

@@ -17,7 +17,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import State
 
 

@@ -21,8 +21,8 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check, tree
 from vecgym.data import Batches
+from vecgym.engine import Engine, EngineName, Plan, check_settings, choose_plan
 from vecgym.engine.contract import check_model
-from vecgym.engine.local import Engine, EngineName, Plan, check_settings, choose_plan
 from vecgym.runs.options import check_strategy, checked
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import is_per_rank
@@ -362,20 +362,16 @@ def _search(
     measured = engine.device.type == "cuda"
     buffers, of_one = tree.num_bytes(engine.buffers), tree.num_bytes(batch) // num_local
     passing: dict[int | None, Activations] = {}
-    given, needed = engine.plan, 0
-    try:
-        for plan, size in _cuts(engine, num_local, batch_size, minibatch_size):
-            engine.plan = plan
-            if size not in passing:
-                passing[size] = activations_of(engine, batch, size)
-            parts = _parts(kept, buffers, of_one, passing[size], plan, num_local)
-            estimate = MemoryEstimate(parts, num_local, str(engine.device))
-            needed = _measured(engine, batch, size, estimate) if measured else round(MARGIN * estimate.total_bytes)
-            if needed <= limit:
-                report = {"limit_bytes": limit, "needed_bytes": needed, "measured": measured}
-                return Sizes(plan.chunk_size, size, report)
-    finally:
-        engine.plan = given
+    needed = 0
+    for plan, size in _cuts(engine, num_local, batch_size, minibatch_size):
+        if size not in passing:
+            passing[size] = activations_of(engine, batch, size)
+        parts = _parts(kept, buffers, of_one, passing[size], plan, num_local)
+        estimate = MemoryEstimate(parts, num_local, str(engine.device))
+        needed = _measured(engine, plan, batch, size, estimate) if measured else round(MARGIN * estimate.total_bytes)
+        if needed <= limit:
+            report = {"limit_bytes": limit, "needed_bytes": needed, "measured": measured}
+            return Sizes(plan.chunk_size, size, report)
     cut = " The batch is not cut, since the model has batch norm or the like." if engine.facts.mutated else ""
     raise MemoryError(
         f"{num_nodes} nodes with batch_size={batch_size} need {readable_bytes(needed)} at least, "
@@ -408,7 +404,7 @@ def activations_of(engine: Engine, batch: Any, minibatch_size: int | None) -> Ac
     return activations(Engine(model, engine="loop", autocast=engine.autocast), batch, minibatch_size)
 
 
-def _measured(engine: Engine, batch: Any, minibatch_size: int | None, estimate: MemoryEstimate) -> int:
+def _measured(engine: Engine, plan: Plan, batch: Any, minibatch_size: int | None, estimate: MemoryEstimate) -> int:
     """The allocator's peak over one call of `gradients`, and what else a run keeps; too much for the device: no end."""
     device, parts = engine.device, estimate.parts
     num_local = estimate.num_nodes
@@ -416,14 +412,16 @@ def _measured(engine: Engine, batch: Any, minibatch_size: int | None, estimate: 
     buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before, usual = torch.cuda.memory_allocated(device), engine.plan
     try:
+        engine.use(plan)
         engine.gradients(params, buffers, batch, seed=0, step=0, minibatch_size=minibatch_size)
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
         return sys.maxsize
     finally:
-        engine._grads = {}
+        engine.use(usual)
+        engine.release()
         del params
         torch.cuda.empty_cache()
     passing = torch.cuda.max_memory_allocated(device) - before

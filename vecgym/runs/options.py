@@ -16,7 +16,7 @@ import torch
 
 from vecgym import strategy as strategies
 from vecgym.core import check
-from vecgym.engine.local import EngineName
+from vecgym.engine import EngineName
 from vecgym.strategy import Strategy
 
 OnDivergence = Literal["raise", "warn", "ignore"]

@@ -21,8 +21,8 @@ from vecgym.core import check, nodes, tree
 from vecgym.core.held import reachable, replaced
 from vecgym.core.transforms import Readable
 from vecgym.core.tree import Tree, differentiated
+from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
-from vecgym.engine.local import Engine, EngineName
 from vecgym.engine.simulation import Simulation, State
 from vecgym.optim.formulas import root
 from vecgym.optim.per_node import PerNodeRule

@@ -22,9 +22,8 @@ from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.data.checks import check_dataset
-from vecgym.engine import hooks
+from vecgym.engine import Engine, EngineName, check_settings, hooks
 from vecgym.engine.contract import check_model
-from vecgym.engine.local import Engine, EngineName, check_settings
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
 from vecgym.records.history import History
@@ -225,7 +224,7 @@ class Trainer(Generic[M]):
             val_interval: steps between evaluations, besides one at the start and one at the end; None: only those.
             correlation_interval: steps between measurements of the nodes' correlation; None: never.
             autocast: mixed precision in the forward passes.
-            engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.engine.local`. The choice is in `history.settings`.
+            engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.engine`. The choice is in `history.settings`.
             chunk_size: the most nodes computed in one call, to bound memory.
             node_threads: CPU threads over nodes; None: chosen by rule.
             on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore".
@@ -596,7 +595,7 @@ def _fitting(
     chunk_size = together.smallest(found.chunk_size or together.comm.num_nodes)
     minibatch_size = together.smallest(found.minibatch_size or options.batch_size)
     if found.chunk_size is not None:
-        engine.plan = replace(engine.plan, chunk_size=chunk_size)
+        engine.use(replace(engine.plan, chunk_size=chunk_size))
     if val is not None:
         val.batch_size = min(val.batch_size, minibatch_size)
     cut = minibatch_size if minibatch_size < options.batch_size else options.minibatch_size

@@ -30,7 +30,7 @@ from vecgym.core import tree
 from vecgym.core.check import integer, kind_of
 from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
-from vecgym.engine.local import Engine, check_settings
+from vecgym.engine import Engine, check_settings
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records.rows import counted
 from vecgym.runs import multiprocess

@@ -14,7 +14,7 @@ from torch import nn
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check
 from vecgym.core.errors import VecgymWarning
-from vecgym.engine.local import EngineName, check_settings
+from vecgym.engine import EngineName, check_settings
 from vecgym.runs import multiprocess
 from vecgym.runs.memory import available_bytes
 from vecgym.runs.options import checked, resolve_device

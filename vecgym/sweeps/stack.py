@@ -19,7 +19,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
-from vecgym.engine.local import Engine, Local
+from vecgym.engine import Engine, Local
 from vecgym.optim import clip_grad_norm
 from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
 from vecgym.strategy import CommunicationModule, Context, Strategy
