@@ -38,6 +38,7 @@ from vecgym.engine.contract import (
     naming,
     vmap_error,
 )
+from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import BACKENDS, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
 from vecgym.engine.stateless import StatelessModel, plain_attention
@@ -76,7 +77,11 @@ class Engine:
     (tensor([1., 9.]), tensor(4.))
     >>> engine.measures(params, {}, batch, own_batches=True)
     {'loss': tensor([1., 9.])}
+    >>> engine.use(Plan("loop", node_threads=2))
+    >>> engine.gradients(params, {}, batch, seed=0, step=0).losses
+    tensor([1., 9.])
     >>> engine.close()
+    >>> engine.release()
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class Engine:
         self._stateless.freeze(facts.unused)
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
-        plan = self._settled(facts, _sizes(batch)[0])
+        plan = self._settled(facts, sizes_of(batch)[0])
         if facts.vmap_error is not None and engine in ("auto", "fastest"):
             warn(
                 f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
@@ -164,7 +169,7 @@ class Engine:
 
     def _measured_plan(self, batch: Any, facts: ModelFacts, plan: Plan) -> Plan:
         """The fastest of the possible plans."""
-        num_nodes = _sizes(batch)[0]
+        num_nodes = sizes_of(batch)[0]
         names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
         counts = {1} if one_thread(facts, self.device) else {1, torch.get_num_threads()}
         candidates = [Plan(name, min(t, num_nodes), plan.chunk_size) for name in names for t in sorted(counts)]
@@ -210,55 +215,18 @@ class Engine:
         """
         if differentiable:
             check_differentiable(self.model)
-        num_nodes, batch_size = _sizes(batch)
+        num_nodes, batch_size = sizes_of(batch)
         keys = Keys(seed, step, range(num_nodes) if node_ids is None else list(node_ids))
         part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
-        compute = functools.partial(
-            self._by_minibatches, minibatch_size=minibatch_size, mean=mean, differentiable=differentiable
-        )
+
+        def compute(some: Part) -> Local:
+            with self._explaining(lambda: self._run_plainly(some), derivative_error if differentiable else None):
+                return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
+
+        by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
         if limits is None or min(limits) >= batch_size:
-            return compute(part)
-        return self._limited(part, limits, compute, mean, inplace=not differentiable)
-
-    def _limited(
-        self, part: Part, limits: Sequence[int], compute: Callable[[Part], Local], mean: bool, inplace: bool
-    ) -> Local:
-        """The gradients of nodes whose batches differ in size: those of one size at a time."""
-        batch_size = _sizes(part.batch)[1]
-        if any(x.dim() < 2 or x.shape[1] != batch_size for x in tree.leaves(part.batch)):
-            raise ValueError(
-                f"a node has {min(limits)} examples, fewer than the {batch_size} of a batch, which cannot be cut: its "
-                f"tensors are not all [nodes, {batch_size}, ...]. Give batch_size={min(limits)}, or another collate_fn."
-            )
-        sizes = [min(limit, batch_size) for limit in limits]
-        groups = [torch.tensor([i for i, s in enumerate(sizes) if s == size]) for size in sorted(set(sizes))]
-        results = []
-        for group in groups:
-            local = compute(part.take(group, sizes[group[0]]))
-            buffers = nodes.put_rows(part.buffers, group, local.buffers, part.size, inplace)
-            part = part._replace(buffers=buffers)
-            share = len(group) / part.size if mean else 1.0
-            results.append(Local(tree.map(lambda g: g * share, local.grads), local.losses, {}))  # noqa: B023
-        back = torch.cat(groups).argsort().to(self.device)
-        losses = torch.cat([local.losses for local in results])[back]
-
-        def joined(*grads: Tensor) -> Tensor:
-            return functools.reduce(torch.add, grads) if mean else torch.cat(grads)[back]
-
-        return Local(tree.map(joined, *[local.grads for local in results]), losses, part.buffers)
-
-    def _by_minibatches(self, part: Part, minibatch_size: int | None, mean: bool, differentiable: bool) -> Local:
-        batch_size = _sizes(part.batch)[1]
-        total: Local | None = None
-        for start in range(0, batch_size, minibatch_size or batch_size):
-            stop = min(batch_size, start + (minibatch_size or batch_size))
-            some = part.examples(start, stop, batch_size)
-            with self._explaining(lambda: self._run_plainly(some), derivative_error if differentiable else None):  # noqa: B023
-                local = self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
-            part = part._replace(buffers=local.buffers)
-            total = _added(total, local, (stop - start) / batch_size)
-        assert total is not None
-        return total
+            return by_minibatches(part)
+        return by_batch_size(part, limits, by_minibatches, mean, inplace=not differentiable)
 
     def _pure(self, part: Part) -> Local:
         with sdpa_kernel(SDPBackend.MATH):
@@ -375,7 +343,7 @@ class Engine:
         """
         params, buffers = self._stateless.spared(params, buffers)
         sizes = [x.shape[0] for x in tree.leaves([params, buffers])]
-        num_nodes = _sizes(batch)[0] if own_batches else max(sizes, default=1)
+        num_nodes = sizes_of(batch)[0] if own_batches else max(sizes, default=1)
         measured = []
         for a, b in self.plan.chunks(num_nodes, 1):
             examples = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
@@ -399,20 +367,3 @@ def _outside_transforms(fn: Callable[[], T]) -> T:
         return fn()
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(fn).result()
-
-
-def _sizes(batch: Any) -> tuple[int, int]:
-    """(L, B) of a batch whose leaves are `[L, B, ...]`."""
-    shape = next(iter(tree.leaves(batch))).shape
-    return shape[0], shape[1] if len(shape) > 1 else 1
-
-
-def _added(total: Local | None, part: Local, weight: float) -> Local:
-    """The sum so far and another part with its weight."""
-    if weight == 1:
-        return part
-    grads = tree.map(lambda g: g * weight, part.grads)
-    losses = part.losses * weight
-    if total is None:
-        return Local(grads, losses, part.buffers)
-    return Local(tree.map(torch.add, total.grads, grads), total.losses + losses, part.buffers)
