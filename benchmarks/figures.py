@@ -1,4 +1,4 @@
-"""The figures of the README, into `notebooks/figures/`: under 3 minutes on two cores, of which (a) takes most.
+"""The figures of README and guide, into `notebooks/figures/`: under 3 minutes on two cores, of which (a) takes most.
 
 (a) compare.png: what several strategies reach on real text, against steps and against bytes (`vecgym compare`);
 (b) sweep.png: 16 configurations of DiLoCo with 4 seeds each in one program, as a heat map and with their Pareto front;

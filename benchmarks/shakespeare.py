@@ -77,7 +77,7 @@ def main() -> None:
         for name, (strategy, num_nodes) in cases.items() if name in (args.only or cases)
     ]  # fmt: skip
     title = f"nanoGPT's small GPT, {steps} steps of {BATCH} windows, 1 and {K} nodes, H = {interval}"
-    print(f"\nval loss, and the markers of the figure: on {val_size} windows; all of val: as in the README's table")
+    print(f"\nval loss, and the markers of the figure: on {val_size} windows; all of val: see vecgym.guide.performance")
     finish(runs, args, start, f"{title}; markers: {val_size} validation windows", "loss (nats per character)")
 
 

@@ -40,6 +40,13 @@ def run_quick(script: str, folder: Path, *arguments: str) -> tuple[str, dict[str
     return table, result
 
 
+def test_versions(tmp_path: Path) -> None:
+    here = str(FOLDER.parent)
+    table, result = run_quick("versions.py", tmp_path, here, here, "--workloads", "tiny")
+    assert table.count("| tiny ") == 2
+    assert all(row["ratio"] > 0 for row in result["rows"].values())
+
+
 def test_step_time(tmp_path: Path) -> None:
     table, result = run_quick("step_time.py", tmp_path, "--workloads", "tiny", "--engines")
     assert "| ratio | target | measured | met |" in table

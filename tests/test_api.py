@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+import vecgym
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
+TEXTS = "\n".join([README, *(getattr(vecgym.guide, page).__doc__ for page in vecgym.guide.__all__)])
 
 # What a user imports from. In a package without `__all__`, and in a module, all that it defines is public.
 MODULES = (
@@ -185,23 +188,23 @@ def test_the_overview_of_a_package_shows_all_of_it(name: str) -> None:
 
 
 def code_blocks() -> str:
-    return "\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", README, re.DOTALL))
+    return "\n".join(re.findall(r"```py(?:thon)?\n(.*?)```", TEXTS, re.DOTALL))
 
 
-def readme_names() -> dict[str, list[str]]:
-    """Where the README says that a name is: module -> names."""
+def mentioned_names() -> dict[str, list[str]]:
+    """Where README and guide say that a name is: module -> names."""
     found: dict[str, list[str]] = {}
     for module, names in re.findall(r"^\s*from (vecgym[\w.]*) import ([\w, ]+)", code_blocks(), re.MULTILINE):
         found.setdefault(module, []).extend(name.strip() for name in names.split(","))
-    for path in re.findall(r"\bvecgym(?:\.[A-Za-z_]\w*)+", README):
+    for path in re.findall(r"\bvecgym(?:\.[A-Za-z_]\w*)+", TEXTS):
         if not path.endswith((".py", ".com", ".git")):
             module, _, name = path.rpartition(".")
             found.setdefault(module, []).append(name)
     return found
 
 
-def test_what_the_readme_mentions_exists() -> None:
-    found = readme_names()
+def test_what_readme_and_guide_mention_exists() -> None:
+    found = mentioned_names()
     assert len(found) >= 4
     missing = [f"{module}.{name}" for module, names in found.items() for name in names if not exists(module, name)]
     assert missing == []
@@ -223,9 +226,9 @@ def exists(module: str, name: str) -> bool:
     return True
 
 
-def test_the_classes_and_functions_in_the_readme_exist() -> None:
+def test_the_classes_and_functions_in_readme_and_guide_exist() -> None:
     """`FedAvgStrategy(...)` and the like in its prose and tables are names of some public module."""
-    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", TEXTS, flags=re.DOTALL)
     mentioned = {
         name for code in re.findall(r"`([^`\n]+)`", prose) for name in re.findall(r"\b([A-Z]\w*[a-z]\w*)\(", code)
     }

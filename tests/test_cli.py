@@ -371,7 +371,9 @@ def test_table_is_aligned():
 
     history = History()
     history.append({"val_loss": 1.23456, "val_loss_local": 1.5, "bytes_total": 2.5e9})
-    lines = comparison_table({"a": compare.Run(history, 123.45), "longer": compare.Run(history, 1)}, 1e10).splitlines()
+    lines = comparison_table(
+        {"a": compare.Trained(history, 123.45), "longer": compare.Trained(history, 1)}, 1e10
+    ).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1].split() == ["a", "1.2346", "1.5000", "2.5", "GB", "4x", "123.5"]
 

@@ -21,8 +21,8 @@ from vecgym import strategy
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire, buckets, check_divides, in_buckets
 from vecgym.collectives.ledger import Ledger
-from vecgym.runs import multiprocess
-from vecgym.runs.verification import Run, compare
+from vecgym.runs import links, multiprocess
+from vecgym.runs.verification import Case, compare
 from vecgym.strategy import CommunicationModule, OptimSpec, Strategy
 
 K = 4
@@ -48,7 +48,7 @@ def wires(link: multiprocess.Link) -> dict[int, Wire]:
     for W in LAYOUTS:
         group = dist.new_group(list(range(W)))  # called by all
         if link.rank < W:
-            found[W] = Wire(group, watch=multiprocess.watch)
+            found[W] = Wire(group, watch=links.watch)
     return found
 
 
@@ -62,7 +62,7 @@ def every_case(link: multiprocess.Link, steps: int) -> dict[str, dict[str, Any]]
             model = make_model("Dropout", dtype=torch.float64)
             model = WithEmpty(model) if name.endswith(EMPTY) else model
             data = TensorDataset(*make_data("Dropout", 64, dtype=torch.float64))
-            given = Run(make(), model, data, K, steps, num_examples=EXAMPLES)
+            given = Case(make(), model, data, K, steps, num_examples=EXAMPLES)
             for W, check in zip(mine, compare(given, list(mine.values()), exact=exact)):
                 assert check.bound == (0.0 if exact else 1e-12)
                 found[f"{name} W={W} {check.name}"] = {"passed": check.passed, "first": check.finding}

@@ -1,7 +1,7 @@
 """What the five documents promise (EXO Gym's four, diloco-sim's one), row by row, with "exogym" read as "vecgym".
 
-What a document leaves open (model, data, number of steps) is small here. The README's table "The documents' features"
-names the test that shows each row, or says why there is none; the last tests compare the two.
+What a document leaves open (model, data, number of steps) is small here. The table "The documents' features" of
+`vecgym.guide.compat` names the test that shows each row, or says why there is none; the last tests compare the two.
 """
 
 from __future__ import annotations
@@ -1139,17 +1139,23 @@ def test_diloco_sim_argument(argument: Callable[[Path], Iterator[bool]], tmp_pat
     assert all(argument(tmp_path))
 
 
-# =============================================================================== the README's table of all of these
+# =============================================================================== the guide's table of all of these
 
 
 def table_of_features() -> list[tuple[str, str, str]]:
-    """(feature, how here, test or reason) of each row."""
-    section = (ROOT / "README.md").read_text().split("\n## The documents' features\n")[1].split("\n## ")[0]
+    """(feature, how here, test or reason) of each row; each row says which of the listed documents it is from."""
+    page = vecgym.guide.compat.__doc__
+    assert page is not None
+    section = page.split("\n## The documents' features\n")[1].split("\n## ")[0]
+    documents = re.findall(r'^(\d)\. "', section, re.MULTILINE)
+    assert documents == ["1", "2", "3", "4", "5"]
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    return [(feature.strip(), how.strip(), shown.strip()) for feature, how, shown in rows[1:]]
+    for numbers, *_ in rows[1:]:
+        assert set(numbers.strip().split(", ")) <= set(documents), numbers
+    return [(feature.strip(), how.strip(), shown.strip()) for _, feature, how, shown in rows[1:]]
 
 
-def test_every_row_of_the_readme_names_its_tests_or_says_why_there_is_none() -> None:
+def test_every_row_of_the_guide_names_its_tests_or_says_why_there_is_none() -> None:
     for feature, how, shown in table_of_features():
         names = re.findall(r"`(\w+)`", shown)
         assert how, feature
@@ -1158,9 +1164,7 @@ def test_every_row_of_the_readme_names_its_tests_or_says_why_there_is_none() -> 
             assert callable(globals().get(f"test_{name}")), f"{feature}: there is no test_{name}"
 
 
-def test_every_test_is_in_the_readme() -> None:
+def test_every_test_is_in_the_guide() -> None:
     named = {f"test_{name}" for _, _, shown in table_of_features() for name in re.findall(r"`(\w+)`", shown)}
-    mine = {
-        name for name in globals() if name.startswith("test_") and "readme" not in name.removeprefix("test_readme_e")
-    }
-    assert mine <= named, f"rows for {sorted(mine - named)} are missing in the README's table"
+    mine = {name for name in globals() if name.startswith("test_") and "the_guide" not in name}
+    assert mine <= named, f"rows for {sorted(mine - named)} are missing in the guide's table"

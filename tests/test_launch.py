@@ -27,7 +27,7 @@ from tests.models import make_data, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning
 from vecgym.core.errors import ProcessError
 from vecgym.records.history import MEASURED
-from vecgym.runs import multiprocess
+from vecgym.runs import links, multiprocess
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -90,7 +90,7 @@ def fail(link: multiprocess.Link, how: str) -> None:
         if how == "exit":
             os._exit(3)
         time.sleep(1000)
-    multiprocess.watch(True)
+    links.watch(True)
     dist.barrier()
 
 
@@ -179,6 +179,18 @@ def test_a_notebooks_definitions_cannot_be_spawned_and_the_error_says_what_to_do
     )
     assert "ValueError: Line is defined in a notebook cell" in done.stderr
     assert "%%writefile" in done.stderr
+
+
+def test_a_notebooks_strategy_is_named_too() -> None:
+    done = run(
+        NOTEBOOK
+        + """
+    from vecgym.runs.options import FitOptions
+    class Mine(FedAvgStrategy): pass
+    multiprocess.check_importable(FitOptions(Mine(), 2))
+"""
+    )
+    assert "ValueError: Mine is defined in a notebook cell" in done.stderr
 
 
 def same_history(a: Trainer, b: Trainer, tolerance: float = 0.0) -> None:
@@ -428,7 +440,7 @@ def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytes
 def in_a_group(link: multiprocess.Link) -> str:
     """What `fit` says in a group that no environment variable tells of; and where vecgym has started it."""
     assert len(fit("MLP", "FedAvg", num_nodes=2, max_steps=2)[0].nodes) == 2
-    multiprocess._link = None
+    links.enter(None)
     try:
         fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
     except ValueError as error:
@@ -477,10 +489,11 @@ def test_under_torchrun(tmp_path: Path, group: str) -> None:
     assert len((tmp_path / "log" / "history.csv").read_text().splitlines()) == 1 + len(alone.history)
 
 
-def test_the_readmes_script_under_torchrun(tmp_path: Path) -> None:
+def test_the_guides_script_under_torchrun(tmp_path: Path) -> None:
     """All of its block, as a file: one log, and one checkpoint that has all nodes."""
-    readme = (ROOT / "README.md").read_text()
-    (tmp_path / "train.py").write_text(readme.split("```python\n# train.py\n")[1].split("```")[0])
+    page = vecgym.guide.processes.__doc__
+    assert page is not None
+    (tmp_path / "train.py").write_text(page.split("```python\n# train.py\n")[1].split("```")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": multiprocess.loopback()}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -495,7 +508,7 @@ def interrupted_alone(link: multiprocess.Link) -> None:
     if link.rank == 1:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1000)
-    multiprocess.watch(True)
+    links.watch(True)
     dist.barrier()
 
 
@@ -508,7 +521,7 @@ def test_an_interrupt_in_one_process_ends_all_at_once() -> None:
 def exchanges_alone(link: multiprocess.Link, how: str) -> None:
     from vecgym.collectives.distributed import DistributedCollectives, Wire
 
-    comm = DistributedCollectives(4, Wire(watch=multiprocess.watch, announce=multiprocess.announce))
+    comm = DistributedCollectives(4, Wire(watch=links.watch, announce=links.announce))
     x = {"w": torch.ones(2, 3)}
     comm.mean(x)
     comm.step = 7

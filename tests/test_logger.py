@@ -210,7 +210,8 @@ def test_wandb_two_runs_with_one_logger(quiet_wandb: Any, tmp_path: Path) -> Non
     [
         ({}, None, "offline"),
         ({"WANDB_API_KEY": "0" * 40}, None, "online"),
-        ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "0" * 40}, None, None),
+        ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "0" * 40}, None, "disabled"),
+        ({"WANDB_MODE": "dryrun"}, None, None),  # a name that only wandb knows
         ({}, "machine api.wandb.ai login user password secret", "online"),
         ({"WANDB_BASE_URL": "https://wandb.here:8080"}, "machine api.wandb.ai login user password secret", "offline"),
         ({"WANDB_BASE_URL": "https://wandb.here:8080"}, "machine wandb.here login user password secret", "online"),
@@ -347,6 +348,22 @@ def test_read_csv_refuses_what_is_no_run(tmp_path: Path, files: dict[str, str], 
 
 
 # ------------------------------------------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize(("file", "column"), [("history.csv", "train_loss"), ("train_losses.csv", "train_losses")])
+def test_read_csv_leaves_a_line_that_was_cut_off_out(file: str, column: str, tmp_path: Path) -> None:
+    """Of 12.25 what is left may be 12: another number."""
+    logger = CSVLogger(tmp_path)
+    logger.start({"num_nodes": 2})
+    for step in (1, 2):
+        logger.log({"step": step, "train_loss": 12.25, "train_losses": [0.5, 12.25]})
+    logger.finish()
+    whole = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(whole[: whole.rindex("12.25") + 2])
+    with pytest.warns(VecgymWarning, match=rf"{file} ends within a line, which is left out"):
+        history = read_csv(tmp_path)
+    assert [column in row for row in history.rows] == ([True] if file == "history.csv" else [True, False])
+    assert float(np.max(history.rows[0][column])) == 12.25
 
 
 def make_logger(name: str, directory: Path) -> Logger:
@@ -591,7 +608,7 @@ def test_hyperparameters_of_anything() -> None:
 def test_progress_bar_shows_loss_bytes_and_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vecgym.runs.trainer.tqdm.monitor_interval", 0, raising=False)
+    monkeypatch.setattr("vecgym.runs.run.tqdm.monitor_interval", 0, raising=False)
     trainer = Trainer(MLP(), dataset("MLP"))
     trainer.fit(alone(), 3, max_steps=40, batch_size=4, device="cpu", progress=True)
     shown = capsys.readouterr().err

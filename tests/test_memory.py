@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import vecgym
-import vecgym.runs.memory as memory
+import vecgym.runs.fitting as fitting
 from tests.fitting import alone, dataset, fit, params, same_run
 from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
@@ -112,8 +112,8 @@ def test_a_strategy_for_one_rank_has_a_copy_of_all_for_each() -> None:
 
 def limited(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Room for an estimate of `limit` bytes."""
-    monkeypatch.setattr(memory, "memory_limit", lambda device: int(memory.MARGIN * limit))
-    memory._FOUND.clear()
+    monkeypatch.setattr(fitting, "memory_limit", lambda device: int(fitting.MARGIN * limit))
+    fitting._known.clear()
 
 
 class Wide(nn.Module):
@@ -188,13 +188,13 @@ def test_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = wide()
     limited(monkeypatch, total(2) + 1)
     calls: list[int] = []
-    search = memory._search
+    search = fitting._search
 
-    def counted(*args: Any) -> memory.Sizes:
+    def counted(*args: Any) -> fitting.Sizes:
         calls.append(1)
         return search(*args)
 
-    monkeypatch.setattr(memory, "_search", counted)
+    monkeypatch.setattr(fitting, "_search", counted)
     for _ in range(2):
         fit(model, alone(), num_nodes=4, data=data, batch_size=16, max_steps=2, max_memory_usage=1.0)
     assert len(calls) == 1

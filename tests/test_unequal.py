@@ -14,6 +14,7 @@ from tests.fitting import params, same_run
 from tests.models import MLP, make_data, make_model
 from vecgym import Trainer, sweep
 from vecgym.data import Batches
+from vecgym.optim import OptimSpec
 from vecgym.strategy import AllReduceStrategy, CommunicateOptimizeStrategy, FedAvgStrategy, Strategy
 
 SIZES = (7, 2, 5, 2)  # of the nodes' shards
@@ -140,6 +141,19 @@ def test_in_a_sweep_it_is_the_same() -> None:
         found = result.history(row)
         assert found["train_loss"] == pytest.approx(alone.history["train_loss"], rel=1e-10)
         assert found["examples"] == alone.history["examples"]
+
+
+@pytest.mark.parametrize("settings", [{"participation": 0.5}, {"exact": True}], ids=["some rest", "exact"])
+def test_a_group_with_a_value_for_each_node(settings: dict[str, Any]) -> None:
+    """As the same values given to the optimizer itself."""
+    settings = dict(settings)
+    lr = torch.linspace(0.05, 0.2, K, dtype=torch.float64)
+    more = {"participation": settings.pop("participation")} if "participation" in settings else {}
+    whole = train(FedAvgStrategy(OptimSpec("sgd", lr=lr), H=2, **more), **settings)
+    spec = OptimSpec("sgd", lr=1.0, param_groups=lambda name, p: {"lr": lr})
+    grouped = train(FedAvgStrategy(spec, H=2, **more), **settings)
+    for name, x in whole.nodes.params.items():
+        torch.testing.assert_close(grouped.nodes.params[name], x, rtol=1e-12, atol=1e-12)
 
 
 class Columns(MLP):

@@ -15,12 +15,13 @@ from torch.utils.data import TensorDataset
 import vecgym
 from tests.models import make_data, make_model
 from vecgym import cli
+from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import Wire
 from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.runs import multiprocess
-from vecgym.runs.diagnosis import RULES
-from vecgym.runs.verification import BOUNDS, Report, Run, compare, compare_with_ddp, verify
+from vecgym.runs.diagnosis import RULES, Evidence, diagnose, gaps
+from vecgym.runs.verification import BOUNDS, Case, Report, compare, compare_with_ddp, verify
 from vecgym.strategy import AllReduceStrategy, CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
 
 K = 4
@@ -51,6 +52,14 @@ def test_a_right_strategy_passes(dtype: torch.dtype) -> None:
     assert all(row == (row.step, 0, 0, 0, 0, 0, 0, 0) for row in exact.rows)
     assert "pass" in str(report)
     assert "FAIL" not in str(report)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_the_processes_would_not_have_are_refused(kind: str) -> None:
+    model = make_model("MLP")
+    getattr(next(model.parameters()), kind)(lambda x: None)
+    with pytest.raises(ValueError, match=rf"has a hook on its .*\({kind}\)"):
+        verify(FedAvgStrategy("sgd", H=2, lr=0.1), model, data())
 
 
 def test_a_users_own_strategy_and_model() -> None:
@@ -142,6 +151,13 @@ class AllAtOnce(CommunicationModule):
         return tree.map(lambda g: g * tiny, grads), state
 
 
+class AsManyAsHere(CommunicationModule):
+    """Keeps a number for each node that is in its process."""
+
+    def init(self, params: Any, ctx: Any) -> Any:
+        return {"seen": torch.zeros(1, len(ctx.comm.node_ids))}
+
+
 @pytest.mark.parametrize(
     ("module", "column", "rule", "step", "node"),
     [
@@ -152,6 +168,7 @@ class AllAtOnce(CommunicationModule):
         (MoreBytes, "ledger_bytes", "comm", 0, 0),
         (Noise, "params", "random", 0, 0),
         (Counts, "params", "self", 0, 0),
+        (AsManyAsHere, "strategy", "own", 0, 0),
     ],
 )
 def test_a_wrong_strategy_is_found_and_its_rule_named(
@@ -181,6 +198,27 @@ def test_causes_are_told_apart() -> None:
     assert "in place of ctx.comm.node_ids" in texts[ByPlace]
     assert "Only the last bits differ" in texts[AllAtOnce]
     assert RULES["exact"] in texts[AllAtOnce]
+
+
+def test_the_first_difference_of_all_processes() -> None:
+    """Of the first step, then of the first kind, whichever process has seen it."""
+    late = Evidence(3, "losses", "", (0, 1), 0.5, False, False, "")
+    early = late._replace(step=1, kind="params", tensor="w", nodes=(2,))
+    first = diagnose([late, early], True, 1e-12)
+    assert first is not None
+    assert (first.step, first.kind, first.tensor, first.node) == (1, "params", "w", 2)
+    assert "Only nodes beyond the first process differ" in first.cause
+    together = diagnose([early._replace(nodes=(0,)), late._replace(step=1, nodes=(3,))], True, 1e-12)
+    assert together is not None
+    assert (together.kind, together.node) == ("losses", 3)
+    assert diagnose([None, None], True, 1e-12) is None
+
+
+def test_nan_is_no_difference_where_both_forms_have_it() -> None:
+    one, other = torch.tensor([[float("nan")], [2.0]]), torch.tensor([[1.0], [2.0]])
+    comm = StackedCollectives(2)
+    assert [gap.largest for gap in gaps("params", {"w": one}, {"w": one.clone()}, comm, {})] == [0.0]
+    assert [gap.largest > 1 for gap in gaps("params", {"w": one}, {"w": other}, comm, {})] == [True]
 
 
 def test_a_value_of_all_nodes_where_only_some_are() -> None:
@@ -218,9 +256,10 @@ def test_processes_that_do_not_call_the_same_are_named(instead: bool) -> None:
     assert "; process 1: " + calls[instead] in text
 
 
-def test_rules_are_those_of_the_readme() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    contract = readme.split("### The contract")[1].split("### ")[0]
+def test_rules_are_those_of_the_guide() -> None:
+    page = vecgym.guide.writing_a_strategy.__doc__
+    assert page is not None
+    contract = page.split("## The contract")[1]
     assert [rule for rule in RULES.values() if rule not in contract] == []
 
 
@@ -264,7 +303,7 @@ def handed_bytes(link: multiprocess.Link, times: int) -> list[float]:
         def _count(self, x: torch.Tensor) -> None:
             self.handed_bytes += times * x.numel() * x.element_size()
 
-    given = Run(FedAvgStrategy("sgd", H=1, lr=0.1), make_model("MLP"), data(), K, 2)
+    given = Case(FedAvgStrategy("sgd", H=1, lr=0.1), make_model("MLP"), data(), K, 2)
     return [row.handed_bytes for exact in (True, False) for [check] in [compare(given, [Counting()], exact=exact)]
             for row in check.rows]  # fmt: skip
 
@@ -295,7 +334,7 @@ def against_another(link: multiprocess.Link) -> float:
     wrong = copy.copy(right)
     wrong.inner_optim = right.inner_optim.replace(momentum=0.5)
     model = make_model("MLP", dtype=torch.float64)
-    given = Run(wrong, model, data(dtype=torch.float64), K, 3)  # trains by the rule that was made of the first
+    given = Case(wrong, model, data(dtype=torch.float64), K, 3)  # trains by the rule that was made of the first
     return compare_with_ddp(given, Wire())[-1].params
 
 

@@ -76,7 +76,8 @@ UNDERNEATH = (
     "vecgym.records.history.", "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.engine.simulation", "vecgym.collectives.topology",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
-    "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.plot.pareto_front",
+    "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
+    "vecgym.plot.pareto_front",
     "vecgym.plot.smooth", "vecgym.Ledger",
 )  # fmt: skip
 # ... but for these, which users call and give to a strategy, ...
@@ -245,9 +246,11 @@ def _judged(target: Target, changed: dict[str, Any], error: Exception, unknown: 
     if _lenient(target, changed):
         return Refusal(f"{target.name}: {kind}")
     if isinstance(error, (MemoryError, OverflowError)) or any(
-        word in str(error) for word in ("allocate", "too large", "overflow")
+        word in str(error).lower() for word in ("allocate", "too large", "overflow")
     ):
         return Refusal(f"{target.name}: {kind}, for a size that no machine has")
+    if f"at {Path(calls.__file__).name}:" in str(error):
+        return Refusal(f"{target.name}: the model's own {kind}, with its line")
     arguments = ", ".join(changed)
     if not isinstance(error, allowed_errors(target)):
         return Failure(f"{target.name}({arguments}): {kind} at {where}", _text(error))
@@ -385,7 +388,7 @@ def _tells(message: str, changed: dict[str, Any]) -> bool:
     """Whether a message has one of the arguments' names, or something of the values."""
     for name, value in changed.items():
         words = {name, CALLED.get(name, name), *(part for part in name.split("_") if len(part) > 1)}
-        shown = {repr(value).strip("'")[:25], str(value)[:25], type(value).__name__} - {""}
+        shown = {repr(value)[:25], repr(value).strip("'")[:25], str(value)[:25], type(value).__name__} - {""}
         if isinstance(value, types.FunctionType):
             shown.add("function")
         named = any(re.search(rf"(?<![^\W_]){re.escape(word)}", message, re.IGNORECASE) for word in words)

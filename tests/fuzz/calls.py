@@ -408,6 +408,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.collectives.topology.torus": {"num_nodes": lambda: 4},
     "vecgym.collectives.topology.one_peer_exponential": {"round": lambda: 0},
     "vecgym.collectives.topology.metropolis_weights": {"adjacency": lambda: [[0, 1], [1, 0]]},
+    "vecgym.OptimSpec.mapped": {"function": lambda: torch.neg},
     "vecgym.core.tree.map": {"fn": lambda: torch.neg, "trees": lambda: (tree_of_nodes(),)},
     "vecgym.core.tree.map_leaves": {"fn": lambda: torch.neg},
     "vecgym.core.tree.per_node": {"like": lambda: tree_of_nodes()["w"]},
@@ -415,6 +416,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.runs.verification.Report": {
         "strategy": lambda: "x", "dtype": lambda: torch.float64, "checks": lambda: (check(),)},
     "vecgym.sweep": {**_LR, "device": lambda: "cpu", "num_nodes": lambda: K},
+    "vecgym.compat.exogym.CommunicateOptimizeStrategy": {
+        "communication_modules": lambda: [exogym.AveragingCommunicator()]},
     "vecgym.compat.exogym.Trainer": {"val_dataset": lambda: None},
     "vecgym.compat.exogym.Trainer.fit": {
         "num_nodes": lambda: K, "strategy": lambda: exogym.SimpleReduceStrategy("sgd")},

@@ -239,9 +239,9 @@ def install(disk: Disk) -> None:
         unlink(path, **more)
         disk.renamed.append((str(path), before, None))
 
-    def written(path: Any, held: Any) -> None:
-        write(path, held)
-        done = len(held["sweep"]["curves"]) if "sweep" in held else held["step"]
+    def written(path: Any, contents: Any) -> None:
+        write(path, contents)
+        done = len(contents["sweep"]["curves"]) if "sweep" in contents else contents["step"]
         os.write(disk.report, f"{done}\n".encode())
 
     pathlib.Path.open = opened  # type: ignore[method-assign, assignment]

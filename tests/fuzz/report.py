@@ -68,4 +68,6 @@ class Report:
             lines += [f"    {found.case}", textwrap.indent(found.script, "      ")]
         for text, count in self.refusals.most_common():
             lines.append(f"  refused {count} times: {self.examples[text]}")
+        lines += ["", f"{self.name}, all causes of failures:"] if self.failures else []
+        lines += [f"  {found.count} times: {cause}" for cause, found in sorted(self.failures.items())]
         return "\n".join(lines)

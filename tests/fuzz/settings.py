@@ -267,12 +267,24 @@ def draw_settings(draw: Draw) -> Settings:
         settings["inner"] = optimizer(draw, ("muon",), per_node=False)
     if settings.get("max_norm") and draw.random() < 0.2:
         settings["max_norm_per_node"] = True
-    batch_size: int = settings.get("batch_size") or DEFAULTS["batch_size"]
-    divisors = [n for n in range(1, batch_size) if batch_size % n == 0]
-    if divisors and settings["model"] != "convolution" and draw.random() < 0.3:
-        settings["minibatch_size"] = draw.choice(divisors)
+    if settings["model"] != "convolution" and draw.random() < 0.3:
+        settings |= micro_batches(draw, settings["num_nodes"])
+        settings.pop("drop_last", None)
     settings |= rates(draw, settings["inner"])
     return settings
+
+
+def micro_batches(draw: Draw, num_nodes: int) -> Settings:
+    """Mostly of batches that they do not divide: the last one of an epoch, or of a node that has few examples."""
+    batch_size, size = draw.choice([(2, 1), (3, 1), (4, 2), (4, 2), (6, 2), (6, 3)])
+    found: Settings = {"batch_size": batch_size, "minibatch_size": size}
+    rest = [n for n in range(size + 1, batch_size) if n % size]
+    kind = draw.random()
+    if rest and kind < 0.4:
+        found |= {"examples": num_nodes * (batch_size + draw.choice(rest)), "data": "tensor"}
+    elif rest and kind < 0.8:  # the first node has half as many as the last
+        found |= {"examples": round(1.5 * num_nodes * draw.choice(rest)), "data": "uneven"}
+    return found
 
 
 def rates(draw: Draw, inner: Settings) -> Settings:

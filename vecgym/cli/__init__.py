@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asks for help `SystemExit(0)`.
 
     >>> main(["info"])  # doctest: +ELLIPSIS
-    vecgym      0.1.0
+    vecgym      0.2.0
     ...
     0
     """

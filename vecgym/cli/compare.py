@@ -76,7 +76,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class Trained:
     """What one strategy did, and how long it took to simulate."""
 
     history: History
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         f"{args.num_nodes} nodes, {args.steps} steps of {args.batch_size} x {args.context} characters per node.\n"
         f"GPT of {num_params:,} parameters on {args.text or 'the source text of Python itself'}."
     )
-    runs: dict[str, Run] = {}
+    runs: dict[str, Trained] = {}
     stopped: KeyboardInterrupt | DivergenceError | None = None
     for name, strategy in strategies.items():
         print(f"\n{strategy}", flush=True)
@@ -174,7 +174,7 @@ def _model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
 
 def _train(
     strategy: Strategy, model: nn.Module, train: TokenWindows, val: TokenWindows, output: Path, args: argparse.Namespace
-) -> Run:
+) -> Trained:
     from vecgym.records.loggers import CSVLogger
     from vecgym.runs.trainer import Trainer
 
@@ -193,10 +193,10 @@ def _train(
         logger=CSVLogger(output),
         progress=not args.no_progress,
     )
-    return Run(trainer.history, time.perf_counter() - start)
+    return Trained(trainer.history, time.perf_counter() - start)
 
 
-def _report(runs: dict[str, Run], reference_bytes: float, args: argparse.Namespace) -> None:
+def _report(runs: dict[str, Trained], reference_bytes: float, args: argparse.Namespace) -> None:
     """The table and the figure."""
     from vecgym.plot import plot_comparison
 
@@ -212,13 +212,13 @@ def _report(runs: dict[str, Run], reference_bytes: float, args: argparse.Namespa
     print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
 
 
-def comparison_table(runs: dict[str, Run], reference_bytes: float) -> str:
+def comparison_table(runs: dict[str, Trained], reference_bytes: float) -> str:
     """One line per run; `reference_bytes` is what AllReduce sends per node.
 
     >>> from vecgym.records.history import History
     >>> history = History()
     >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "bytes_total": 5e6})
-    >>> print(comparison_table({"fedavg": Run(history, seconds=3.0)}, reference_bytes=1e8))
+    >>> print(comparison_table({"fedavg": Trained(history, seconds=3.0)}, reference_bytes=1e8))
     strategy  val loss  val loss of nodes    sent  less  seconds
     fedavg      2.0000             2.1000  5.0 MB   20x      3.0
     """

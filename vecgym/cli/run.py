@@ -24,14 +24,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vecgym.plot import plot_runs
-    from vecgym.records.loggers import CSVLogger
+    from vecgym.records.loggers import CSVLogger, as_loggers
     from vecgym.runs.trainer import Trainer
 
     parameters = tuple(inspect.signature(Trainer.fit).parameters)[1:]
     found = read_configuration(args, NEEDED, (*OWN, *parameters))
     trainer = Trainer(*[found.pop(name, None) for name in OWN])
-    given = found.pop("logger", None)
-    loggers = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    loggers = as_loggers(found.pop("logger", None))
     if args.no_progress:
         found["progress"] = False
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"

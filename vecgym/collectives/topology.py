@@ -259,6 +259,7 @@ def check_doubly_stochastic(weights: Tensor, name: str = "weights") -> None:
 vecgym.collectives.topology.metropolis_weights(adjacency); for a positive matrix divide rows and columns by their \
 sums, in turn, until both are 1 (Sinkhorn).
     """
+    check.instance("name", name, str, "what messages call the matrix, a str")
     if not isinstance(weights, Tensor):
         raise TypeError(f"{name} is {check.kind_of(weights)}; a mixing matrix is a tensor [K, K].")
     if weights.dim() != 2 or weights.shape[0] != weights.shape[1] or len(weights) == 0:

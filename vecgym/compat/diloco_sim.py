@@ -183,33 +183,12 @@ class DilocoSimulatorConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("ckpt_interval", "corr_interval", "max_local_step", "max_minibatch_size", "max_norm"):
-            setattr(self, name, getattr(self, name) or None)  # 0 means none, as in the original
-        if not (isinstance(self.model_cls, type) and issubclass(self.model_cls, nn.Module)):
-            raise TypeError(
-                f"model_cls is {check.kind_of(self.model_cls)}; give a subclass of nn.Module, not an object of it."
-            )
-        if not callable(self.loss_fn):
-            raise TypeError(f"loss_fn={self.loss_fn!r}: give a function (output, y) -> loss, such as F.cross_entropy.")
-        if self.train_dataset is None:
-            raise TypeError("train_dataset is missing: give a dataset of (x, y).")
-        for name in ("model_kwargs", "optimizer_kwargs", "outer_optimizer_kwargs"):
-            if not isinstance(getattr(self, name), dict):
-                raise TypeError(f"{name} is {check.kind_of(getattr(self, name))}; give a dict of keyword arguments.")
-        for name in ("train_loss_hook", "eval_loss_hook"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"{name}={getattr(self, name)!r}: give a function of one argument, or None.")
-        self._check_numbers()
-        self.strategy()  # has checks of its own, of the optimizers among them
-
-    def _check_numbers(self) -> None:
-        self.seed = check.seed("seed", self.seed)
-        counts = ("batch_size", "eval_iters", "eval_interval", "num_epochs", "sparta_interval", "num_nodes")
-        for name in (*counts, "diloco_interval"):
-            setattr(self, name, check.integer(name, getattr(self, name)))
-        optional = ("ckpt_interval", "corr_interval", "max_local_step", "max_minibatch_size")
-        for name in optional:
-            setattr(self, name, check.optional_integer(name, getattr(self, name)))
+        _sized("train_dataset", self.train_dataset)
+        _function("(output, y) -> loss, such as F.cross_entropy")("loss_fn", self.loss_fn)
+        for argument in fields(self):
+            value = getattr(self, argument.name)
+            if argument.name in _CHECKS and (value is not None or argument.default is not None):
+                setattr(self, argument.name, _CHECKS[argument.name](argument.name, value))
         if self.ckpt_interval is not None and self.save_dir is None:
             raise ValueError(f"ckpt_interval={self.ckpt_interval} needs a directory: give save_dir='checkpoints'.")
         if self.num_local_steps < 1:
@@ -217,6 +196,7 @@ class DilocoSimulatorConfig:
                 f"train_dataset has {len(self.train_dataset)} examples, too few for one step of num_nodes="
                 f"{self.num_nodes} with batch_size={self.batch_size}: fewer nodes, or smaller batches."
             )
+        self.strategy()  # has checks of its own, of the optimizers among them
 
     @property
     def num_local_steps(self) -> int:
@@ -242,6 +222,66 @@ class DilocoSimulatorConfig:
             warmup_steps=self.warmup_steps,
             cosine_anneal=self.cosine_anneal,
         )
+
+
+def _model_class(name: str, value: Any) -> type[nn.Module]:
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        return value
+    raise TypeError(f"{name} is {check.kind_of(value)}; give a subclass of nn.Module, not an object of it.")
+
+
+def _sized(name: str, value: Any) -> None:
+    if value is None:
+        raise TypeError(f"{name} is missing: give a dataset of (x, y).")
+    try:
+        len(value)
+    except TypeError as error:
+        raise TypeError(f"{name} is {check.kind_of(value)}, without length; give a dataset of (x, y).") from error
+
+
+def _function(what: str) -> Callable[[str, Any], Any]:
+    def looked_at(name: str, value: Any) -> Any:
+        if callable(value):
+            return value
+        raise TypeError(f"{name}={value!r}: give a function {what}.")
+
+    return looked_at
+
+
+def _count(least: int = 1) -> Callable[[str, Any], int]:
+    return lambda name, value: check.integer(name, value, least)
+
+
+def _or_none(name: str, value: Any) -> int | None:
+    """0 means none, as in the original."""
+    return check.integer(name, value, 0) or None
+
+
+def _keywords(name: str, value: Any) -> dict[str, Any]:
+    keywords: dict[str, Any] = check.instance(name, value, dict, "a dict of keyword arguments")
+    return keywords
+
+
+def _indices(name: str, value: Any) -> list[int]:
+    return [check.integer(name, x, 0) for x in check.instance(name, value, (list, tuple), "a list of GPUs' indices")]
+
+
+# What each argument may be; where None is the default, that too.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "model_cls": _model_class,
+    **dict.fromkeys(("model_kwargs", "optimizer_kwargs", "outer_optimizer_kwargs"), _keywords),
+    **dict.fromkeys(("train_loss_hook", "eval_loss_hook"), _function("of one argument, or None")),
+    **dict.fromkeys(("batch_size", "eval_iters", "eval_interval", "num_epochs", "sparta_interval"), _count()),
+    **dict.fromkeys(("num_nodes", "diloco_interval"), _count()),
+    **dict.fromkeys(("warmup_steps", "async_sparta_delay", "port"), _count(0)),
+    **dict.fromkeys(("ckpt_interval", "corr_interval", "max_local_step", "max_minibatch_size"), _or_none),
+    **dict.fromkeys(("save_dir", "model_path"), check.path),
+    **dict.fromkeys(("cosine_anneal", "progress"), check.flag),
+    "devices": _indices,
+    "p_sparta": lambda name, value: check.number(name, value, "[0, 1]"),
+    "max_norm": lambda name, value: check.number(name, value, "[0, inf]") or None,  # 0 means none here too
+    "seed": check.seed,
+}  # fmt: skip
 
 
 class DilocoSimulator:
@@ -499,7 +539,7 @@ def _known(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments, if there is none that the configuration does not have."""
     check.keywords("DilocoSimulator", arguments, [f.name for f in fields(DilocoSimulatorConfig)])
     if "model_cls" not in arguments:
-        raise TypeError("model_cls is missing: give a subclass of nn.Module.")
+        raise TypeError("model_cls is missing: give a config, or model_cls=a subclass of nn.Module.")
     return arguments
 
 

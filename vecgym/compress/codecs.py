@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -446,7 +447,7 @@ def check_bits(name: str, value: Any) -> int:
     ...
     ValueError: quantization_bits=16 is not possible: values are sent in 8 or 4 bits.
     """
-    if isinstance(value, bool) or value not in (4, 8):
+    if not isinstance(value, numbers.Integral) or value not in (4, 8):
         raise ValueError(f"{name}={value!r} is not possible: values are sent in 8 or 4 bits.")
     return int(value)
 

@@ -230,6 +230,29 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], give: str) ->
     return value
 
 
+def called(name: str, function: Any, *args: Any) -> Any:
+    """What a function that the user has given returns for `args`.
+
+    Args:
+        name: of the argument that the function is.
+        function: the function.
+        args: what it is called with.
+
+    Raises:
+        TypeError: for its own TypeErrors, such as that of a wrong number of arguments.
+
+    >>> called("topology", lambda: 1, 3)
+    Traceback (most recent call last):
+    ...
+    TypeError: topology(3) fails: <lambda>() takes 0 positional arguments but 1 was given
+    """
+    try:
+        return function(*args)
+    except TypeError as error:
+        shown = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in args)
+        raise TypeError(f"{name}({shown}) fails: {error}") from error
+
+
 def column(name: str, value: Any, known: Iterable[str]) -> str:
     """`value` if it is the name of a column.
 
@@ -269,8 +292,9 @@ def path(name: str, value: Any) -> Path:
     """
     if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
         raise TypeError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
-    if "\0" in os.fspath(value):
-        raise ValueError(f"{name}={value!r} is no path: it has a null character.")
+    if "\0" in os.fspath(value) or os.fspath(value) == "":
+        wrong = "has a null character" if value else "is empty"
+        raise ValueError(f"{name}={value!r} is no path: it {wrong}.")
     return Path(value)
 
 

@@ -130,9 +130,7 @@ class Batches:
         # examples of each node here, before padding
         self.shard_sizes = _dealt_sizes(lengths[0], self.num_nodes, self.node_ids) if shared else lengths
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
-        if agree is not None and not callable(agree):
-            raise TypeError(f"agree is {check.kind_of(agree)}; give a function of the longest shard, or None.")
-        self._longest = agree(longest) if agree and not shared else longest
+        self._longest = _agreed(agree, longest, not shared)
         self.epoch_length = self._longest  # examples of each node in an epoch, padding counted
         whole, rest = divmod(self._longest, self.batch_size)
         self.steps_per_epoch = whole if self._source.drop_last else whole + (rest > 0)
@@ -230,6 +228,13 @@ def _dealt_sizes(length: int, num_nodes: int, node_ids: tuple[int, ...]) -> tupl
     return tuple(len(range(node, length, num_nodes)) for node in node_ids)
 
 
+def _agreed(agree: Any, length: int, per_node: bool) -> int:
+    """A length of this process's shards, or what `agree` makes of it, where the nodes have shards of their own."""
+    if agree is not None and not callable(agree):
+        raise TypeError(f"agree is {check.kind_of(agree)}; give a function of a shard's length, or None.")
+    return length if agree is None or not per_node else int(check.called("agree", agree, length))
+
+
 def num_steps(batches: Batches, num_epochs: int = 1, max_steps: int | None = None) -> int:
     """How many steps a run takes: `max_steps` when given (the data repeats as needed), else whole epochs.
 
@@ -237,9 +242,9 @@ def num_steps(batches: Batches, num_epochs: int = 1, max_steps: int | None = Non
     >>> num_steps(batches, num_epochs=2), num_steps(batches, max_steps=100)
     (6, 100)
     """
-    if max_steps is not None:
-        return check.integer("max_steps", max_steps, 0)
-    return check.integer("num_epochs", num_epochs, 0) * batches.steps_per_epoch
+    num_epochs = check.integer("num_epochs", num_epochs, 0)
+    max_steps = check.optional_integer("max_steps", max_steps, 0)
+    return num_epochs * batches.steps_per_epoch if max_steps is None else max_steps
 
 
 class EvalBatches:
@@ -280,8 +285,7 @@ class EvalBatches:
         rows = self.node_ids if self.per_node else (0,)
         seed = check.seed("seed", seed)
         self._source = Source(dataset, num_nodes, rows, False, seed, device, dataloader_kwargs, name)
-        length = min(self._source.lengths)
-        length = agree(length) if agree and self.per_node else length
+        length = _agreed(agree, min(self._source.lengths), self.per_node)
         self.num_examples = length if val_size is None else min(length, check.integer("val_size", val_size, 1))
         self._order = self._source.locate(self._fixed_order(rows, seed))  # [L or 1, num_examples]
         self._cache: list[tuple[Batch, int]] | None = None

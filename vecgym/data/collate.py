@@ -49,6 +49,8 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], path: str, label: Callable[[
 
 def as_tensor(leaf: Any, path: str) -> Tensor:
     if isinstance(leaf, Tensor):
+        if leaf.device.type == "meta":
+            raise ValueError(f"{path} is on the device meta, where tensors have no values: create it on the CPU")
         return leaf
     if isinstance(leaf, (np.ndarray, np.generic, numbers.Number)):
         with contextlib.suppress(TypeError):  # an array of objects or strings

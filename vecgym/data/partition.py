@@ -369,7 +369,7 @@ def _generator(seed: int, kind: str) -> np.random.Generator:
 
 def _read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
     """(labels `[n]` or None, n)"""
-    if not hasattr(data, "__len__"):
+    if not hasattr(data, "__len__") or getattr(data, "ndim", 1) == 0:  # a tensor of no dimension has no length
         raise TypeError(f"data is {check.kind_of(data)}, without length: give the labels, or a map-style dataset.")
     n = len(data)
     if check.integer("num_nodes", num_nodes) > n:

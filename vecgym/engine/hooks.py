@@ -117,16 +117,13 @@ def _global_modules(function: Any) -> list[nn.Module]:
     return [x for x in found if isinstance(x, nn.Module)]
 
 
-def check_pickled(model: nn.Module) -> None:
-    """Raise a ValueError for hooks that pickle leaves out, so that another process would not have them."""
+def check_pickled(model: nn.Module, fix: str) -> None:
+    """Raise a ValueError, with `fix`, for hooks that pickle leaves out, so that another process would not have them."""
     found = [f"parameter {name!r} has a hook on its gradient (register_hook)" for name in of_parameters(model)]
     if any(getattr(of_all_modules, f"_global{kind}") for kind in OF_A_MODULE):
         found.append("all modules have a hook (torch.nn.modules.module.register_module_...)")
     if found:
-        raise ValueError(
-            f'{found[0]}, which would be missing in the processes that are started: give backend="stacked", or '
-            'backend="distributed" under torchrun, where each process builds the model itself.'
-        )
+        raise ValueError(f"{found[0]}, which would be missing in the processes that are started: {fix}.")
 
 
 def computed(model: nn.Module) -> dict[int, Tensor]:

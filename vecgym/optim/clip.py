@@ -49,6 +49,8 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor, inplace: bool = True) 
             norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
         else:
             norms = root(functools.reduce(torch.add, [(g * g).sum(dim=1) for g in flat]))
+        if len(norms) > 1:
+            check.per_node("max_norm", max_norm, num_nodes=len(norms))
         factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
         return {name: _scaled(g, factor, inplace) for name, g in grads.items()}, norms
 

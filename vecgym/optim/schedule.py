@@ -7,8 +7,11 @@ that the optimizer was given.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from vecgym.core import check
 
@@ -82,5 +85,14 @@ def make_schedule(
     """
     check_schedule(name, warmup_steps, cosine_anneal)
     if callable(name):
-        return name
+        return lambda step: _factor(check.called("lr_scheduler", name, step), step)
     return lambda_cosine(max_steps, warmup_steps, cosine_anneal or name == "cosine")
+
+
+def _factor(value: Any, step: int) -> Any:
+    """What a user's schedule has returned, if it is a number: also a tensor, in a differentiable run."""
+    if isinstance(value, (numbers.Real, Tensor)):
+        return value
+    raise TypeError(
+        f"lr_scheduler({step}) returned {value!r}; a schedule returns the learning rate's factor, a number."
+    )

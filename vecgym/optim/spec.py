@@ -178,6 +178,16 @@ class OptimSpec:
             return self
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
+    def mapped(self, function: Callable[[Tensor], Any]) -> OptimSpec:
+        """The spec with `function` of every hyperparameter that is a tensor, those of `param_groups` too.
+
+        >>> OptimSpec("sgd", lr=torch.tensor([0.1, 0.2]), momentum=0.9).mapped(lambda x: x[1:])
+        OptimSpec(SGD, lr=tensor([0.2000]), momentum=0.9)
+        """
+        given = self.param_groups
+        groups = None if given is None else lambda name, p: map_leaves(function, given(name, p))
+        return self.replace(**map_leaves(function, self.kwargs), param_groups=groups)
+
     def check_steps(self, num_nodes: int, num_steps: int, whose: str) -> None:
         """Raise a ValueError unless `[N]` has N = `num_nodes` values, and `[T, N]` T = `num_steps` rows.
 
@@ -327,6 +337,8 @@ def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
         )
     if value.device.type == "meta":
         raise ValueError(f"{key} is on the device meta, where tensors have no values: create it on the CPU")
+    if value.is_complex():
+        raise ValueError(f"{key} is a tensor of complex numbers: give real ones")
     return pick(value.detach()).item()
 
 
@@ -359,7 +371,7 @@ def _grouped(
     """(options, its members) for every different answer of `param_groups`."""
     groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
     for name, p in pairs:
-        options = param_groups(name, p)
+        options = check.called("param_groups", param_groups, name, p)
         if not isinstance(options, dict):
             raise TypeError(f"param_groups({name!r}, p) gave {options!r}; a dict of hyperparameters is needed")
         for known, members in groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,11 +76,13 @@ class History:
     ([None, 1.5], ([0], [2.0]), 1.5)
     """
 
-    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, settings: Mapping[str, Any] | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.settings = dict(settings or {})
         self.rows: list[dict[str, Any]] = []
+        for row in rows:
+            self.append(row)
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: Mapping[str, Any]) -> None:
         """Add one row. Old names of columns, from a file of an earlier version say, become the present ones."""
         self.rows.append(Row({RENAMED.get(name, name): value for name, value in row.items()}))
 
@@ -165,7 +167,7 @@ class History:
         """The present name of a column that there is."""
         column = present_name(check.instance(name, column, str, "the name of a column"), RENAMED)
         if column not in SCALARS and column not in PER_NODE and column not in self.columns:
-            raise KeyError(f"{column!r} is not a column; there are {', '.join(self.columns)}.")
+            raise KeyError(f"{name}={column!r} is not a column; there are {', '.join(self.columns)}.")
         return column
 
     def __len__(self) -> int:

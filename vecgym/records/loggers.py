@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import json
 import netrc
 import os
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.core.files import is_regular
 from vecgym.records.history import PER_NODE, SCALARS, History
 
@@ -56,6 +58,24 @@ class Logger:
 
     def finish(self) -> None:
         """The run has ended, however it ended."""
+
+
+def as_loggers(logger: Any) -> list[Logger]:
+    """Return one logger, several, or None as a list.
+
+    Raises:
+        TypeError: for what is no logger.
+
+    >>> as_loggers(None), len(as_loggers([Logger(), Logger()]))
+    ([], 2)
+    """
+    loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
+    for one in loggers:
+        if not isinstance(one, Logger):
+            raise TypeError(
+                f"logger is {check.kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
+            )
+    return loggers
 
 
 class CSVLogger(Logger):
@@ -131,7 +151,7 @@ class CSVLogger(Logger):
 
 
 def read_csv(directory: str | os.PathLike[str]) -> History:
-    """The history that a `CSVLogger` wrote, with its settings.
+    """The history that a `CSVLogger` wrote, with its settings; a last line that was cut off is left out, and warns.
 
     Raises:
         ValueError: for a directory without the files of a run, or with such that cannot be read.
@@ -170,7 +190,10 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
     if not is_regular(path):
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        lines, newline, cut_off = file.read().rpartition("\n")
+    if cut_off:  # of a number cut off, the rest is another number
+        warn(f"{path} ends within a line, which is left out: its writer was killed, or the disk was full.")
+    return list(csv.DictReader(io.StringIO(lines + newline, newline="")))
 
 
 class WandbLogger(Logger):
@@ -189,7 +212,7 @@ class WandbLogger(Logger):
         mode: "online"; "offline", which needs no network and no account (`wandb sync DIR` uploads the run later);
             "disabled", which writes nothing. None: what `WANDB_MODE` says; else "online" with an API key, in
             `WANDB_API_KEY` or from `wandb login`, and "offline" without.
-        directory: where the files go, in `wandb/` there; None: the current directory.
+        directory: where the files go, in `wandb/` there; None: `WANDB_DIR`, or else the current directory.
         per_node: log each node's number as well, `train_losses/node_3`.
 
     Attributes:
@@ -250,7 +273,7 @@ class WandbLogger(Logger):
             how.pop("resume", None)  # wandb would say that it has no effect there
         self.run = self._wandb.init(
             project=self.project, name=self.name, entity=self.entity, mode=mode, id=settings.get("run_id"),
-            dir=None if self.directory is None else str(self.directory),
+            dir=str(self.directory or os.environ.get("WANDB_DIR") or Path.cwd()),
             config=json.loads(json.dumps(settings, default=str)), reinit="create_new", **how,
         )  # fmt: skip
 
@@ -267,8 +290,9 @@ class WandbLogger(Logger):
 
 def _default_wandb_mode() -> str | None:
     """Never one that would ask, or wait, for an account."""
-    if os.environ.get("WANDB_MODE"):
-        return None  # wandb reads it
+    mode = os.environ.get("WANDB_MODE")
+    if mode:  # wandb itself reads it only once in a process
+        return mode if mode in get_args(WandbMode) else None
     if os.environ.get("WANDB_API_KEY"):
         return "online"
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -20,6 +20,7 @@ class OptimizedSchedule:
         total_bytes: sent per node in the whole run, by `schedule` and by `uniform` alike.
         losses: of each accepted step of the descent, before rounding.
 
+    >>> import torch
     >>> late, uniform = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
     >>> found = OptimizedSchedule(
     ...     late, weights=late, uniform=uniform, loss=1.0, relaxed_loss=1.0, uniform_loss=1.5, total_bytes=800.0,

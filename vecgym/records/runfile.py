@@ -70,12 +70,12 @@ class Saved:
         return self._state_dict(nodes.mean({**self.params, **self.buffers}))
 
     def node(self, node: int) -> dict[str, Any]:
-        """One node's model, for `model.load_state_dict`."""
+        """Return one node's model, for `model.load_state_dict`."""
         node = checks.index("node", node, self.num_nodes)
         values = {**self.params, **self.buffers}
         return self._state_dict({name: x[node if len(x) > 1 else 0].clone() for name, x in values.items()})
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise an error unless averages and nodes can be made of it."""
         values = {**self.params, **self.buffers}
         for name, x in values.items():
@@ -117,22 +117,19 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> saved.step, saved.num_nodes, saved.history["step"]
     (2, 2, [1, 2])
     """
-    held = read(path, FORM)
+    contents = read(path, FORM)
     with naming(path):
-        history = History(held["settings"])
-        history.rows = unpacked_rows(held["rows"])
-        models = {name: held["models"][name] for name in FORM["models"]}
-        found = Saved(held["step"], held["num_nodes"], history, held["settings"], **models)
-        found._check()
-    return found
+        history = History(contents["settings"], unpacked_rows(contents["rows"]))
+        models = {name: contents["models"][name] for name in FORM["models"]}
+        return Saved(contents["step"], contents["num_nodes"], history, contents["settings"], **models)
 
 
 def record(
     model: nn.Module, num_nodes: int, step: int, params: Tree, buffers: Tree, history: History
 ) -> dict[str, Any]:
-    """What `load` reads; of all nodes the parameters, those too that are not trained, and buffers: `[1 or K, *]`."""
+    """Return what `load` reads: of all nodes the parameters, frozen ones too, and the buffers, `[1 or K, *]`."""
     names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
-    whole = model.state_dict(keep_vars=True)
+    state_dict = model.state_dict(keep_vars=True)
     return {
         "step": step,
         "num_nodes": num_nodes,
@@ -141,8 +138,8 @@ def record(
         "models": {
             "params": {name: compact(params[name]) for name, _ in model.named_parameters()},
             "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},
-            "keys": {key: names[id(x)] for key, x in whole.items() if id(x) in names},
-            "extra": {key: plain(x, key) for key, x in whole.items() if id(x) not in names},
+            "keys": {key: names[id(x)] for key, x in state_dict.items() if id(x) in names},
+            "extra": {key: plain(x, key) for key, x in state_dict.items() if id(x) not in names},
         },
     }
 
@@ -150,17 +147,17 @@ def record(
 # --------------------------------------------------------------------------------------------------- files
 
 
-def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
+def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
     """Write nested dicts and lists of tensors and plain values; the file appears whole or not at all.
 
     Raises:
         OSError: where it cannot be written; what was at `path` stays.
     """
-    whole = plain({**held, "format": FORMAT, "version": VERSION}, "file")
-    whole["form"] = form(whole)
+    marked = plain({**contents, "format": FORMAT, "version": VERSION}, "file")
+    marked["form"] = form(marked)
     with write_atomically(path) as file:
         try:
-            torch.save(whole, file)
+            torch.save(marked, file)
         except RuntimeError as error:  # torch's writer ends with one of its own once a write has failed
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, (OSError, KeyboardInterrupt)):
@@ -171,7 +168,7 @@ def write(path: str | os.PathLike[str], held: Mapping[str, Any]) -> None:
 def read(
     path: str | os.PathLike[str], needed: Mapping[str, Any] | None = None, *, mmap: bool = False, check: bool = True
 ) -> dict[str, Any]:
-    """What `write` has written, on the CPU.
+    """Return what `write` has written, on the CPU.
 
     Args:
         needed: what it must have: names -> types, or the same of dicts.
@@ -192,23 +189,23 @@ def read(
             damaged = parts.testzip() if check else None
         if damaged is not None:
             raise zipfile.BadZipFile(f"the checksum of its part {damaged} is wrong")
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damage shows in many ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(f"{path} is damaged, or no file of vecgym's: {reason}") from error
-    if not isinstance(held, dict) or held.get("format") != FORMAT:
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise Damaged(f"{path} is no file of vecgym's, though torch can read it.")
-    version = held.get("version")
+    version = contents.get("version")
     if type(version) is not int or version < 1:
         raise Damaged(f"{path} has version {version!r}, which no vecgym has written.")
     if version > VERSION:
         raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
     with naming(path):
-        recorded = form(held) if version == 1 else held.pop("form")
-        wrong = _lacking(held, needed or {}) or difference(form(held), recorded)
+        recorded = form(contents) if version == 1 else contents.pop("form")
+        wrong = _lacking(contents, needed or {}) or difference(form(contents), recorded)
     if wrong:
         raise Damaged(f"{path} is not what vecgym has written: {wrong}.")
-    return held
+    return contents
 
 
 @contextmanager
@@ -227,22 +224,23 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Damaged(f"{path} is not what vecgym has written: {error!r}") from error
 
 
-def _lacking(held: Mapping[Any, Any], needed: Mapping[str, Any], where: str = "") -> str:
-    """What `held` lacks of what is needed; "" if it has all of it."""
+def _lacking(contents: Mapping[Any, Any], needed: Mapping[str, Any], where: str = "") -> str:
+    """Return what `contents` lacks of what is needed; "" if it has all of it."""
     for name, kind in needed.items():
         place = f"{where}[{name!r}]"
-        if name not in held:
+        if name not in contents:
             return f"there is no {place}"
-        of_kind = dict if isinstance(kind, Mapping) else kind
-        if not isinstance(held[name], of_kind) or (of_kind is int and (isinstance(held[name], bool) or held[name] < 0)):
-            return f"{place} is {kind_of(held[name])}, {held[name]!r:.40}"
-        if isinstance(kind, Mapping) and (wrong := _lacking(held[name], kind, place)):
+        value = contents[name]
+        of_kind = isinstance(value, dict if isinstance(kind, Mapping) else kind)
+        if not of_kind or (kind is int and (isinstance(value, bool) or value < 0)):
+            return f"{place} is {kind_of(value)}, {value!r:.40}"
+        if isinstance(kind, Mapping) and (wrong := _lacking(value, kind, place)):
             return wrong
     return ""
 
 
 def form(value: Any, num_nodes: int | None = None) -> Any:
-    """Nested values with a tensor's dtype and shape in its place; of `num_nodes`, 1 row and K rows are the same.
+    """Replace each tensor of nested values by its dtype and shape; of `num_nodes`, 1 row and K rows are the same.
 
     >>> form({"step": 3, "w": torch.ones(2, 5)}), form([torch.ones(1, 5), torch.ones(2, 5)], num_nodes=2)
     ({'step': 3, 'w': 'float32 [2, 5]'}, ['float32 [1 or 2, 5]', 'float32 [1 or 2, 5]'])
@@ -258,8 +256,8 @@ def form(value: Any, num_nodes: int | None = None) -> Any:
     return tree.map_leaves(described, value)
 
 
-def difference(found: Any, demanded: Any, where: str = "", *, more: bool = False) -> str:
-    """Where two forms differ first, in words; "" if they are equal.
+def difference(value: Any, demanded: Any, where: str = "", *, more: bool = False) -> str:
+    """Return where two forms differ first, in words; "" if they are equal.
 
     Args:
         more: there may be names that are not demanded, and other plain values.
@@ -267,28 +265,28 @@ def difference(found: Any, demanded: Any, where: str = "", *, more: bool = False
     >>> difference({"w": "float64 [2]"}, {"w": "float32 [2]"}, "params")
     "params['w'] is 'float64 [2]' in place of 'float32 [2]'"
     """
-    if isinstance(found, dict) and isinstance(demanded, dict):
-        for name in demanded if more else {**demanded, **found}:
+    if isinstance(value, dict) and isinstance(demanded, dict):
+        for name in demanded if more else {**demanded, **value}:
             place = f"{where}[{name!r}]"
-            if name not in found:
+            if name not in value:
                 return f"there is no {place}"
             if name not in demanded:
                 return f"{place} is not known"
-            if wrong := difference(found[name], demanded[name], place, more=more):
+            if wrong := difference(value[name], demanded[name], place, more=more):
                 return wrong
         return ""
-    if type(found) is type(demanded) in (list, tuple) and len(found) == len(demanded):
-        places = (f"{where}[{i}]" for i in range(len(found)))
-        return next(filter(None, (difference(*each, more=more) for each in zip(found, demanded, places))), "")
-    alike = repr(found) == repr(demanded) or (more and not isinstance(demanded, str))
-    return "" if alike else f"{where} is {found!r:.60} in place of {demanded!r:.60}"
+    if type(value) is type(demanded) in (list, tuple) and len(value) == len(demanded):
+        places = (f"{where}[{i}]" for i in range(len(value)))
+        return next(filter(None, (difference(*each, more=more) for each in zip(value, demanded, places))), "")
+    alike = repr(value) == repr(demanded) or (more and not isinstance(demanded, str))
+    return "" if alike else f"{where} is {value!r:.60} in place of {demanded!r:.60}"
 
 
 # -------------------------------------------------------------------------------------------- what is in them
 
 
 def compact(x: Tensor) -> Tensor:
-    """On the CPU, with no more storage than it needs: of an expanded node dimension one row."""
+    """Move a tensor to the CPU, in no more storage than it needs: of an expanded node dimension one row."""
     x = x.detach()
     if x.dim() > 0 and len(x) > 1 and x.stride(0) == 0:
         x = x[:1]
@@ -297,7 +295,7 @@ def compact(x: Tensor) -> Tensor:
 
 
 def plain(value: Any, where: str) -> Any:
-    """`value` as what may be in a file; `where` names it in the error."""
+    """Return `value` as what may be in a file; `where` names it in the error."""
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, bool):
@@ -320,7 +318,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """The inverse of `plain`."""
+    """Invert `plain`."""
     if isinstance(value, dict):
         if value.keys() == {"ndarray"}:
             return value["ndarray"].numpy()
@@ -329,7 +327,7 @@ def restored(value: Any) -> Any:
 
 
 def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of a history, by columns: a tensor each, where all values are numbers or arrays of one kind.
+    """Pack rows of a history by columns: a tensor each, where all values are numbers or arrays of one kind.
 
     >>> rows = [{"step": 0}, {"step": 1, "loss": 0.5, "losses": np.ones(2)}]
     >>> unpacked_rows(packed_rows(rows))
@@ -342,9 +340,9 @@ def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"length": len(rows), "columns": columns}
 
 
-def unpacked_rows(held: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [Row() for _ in range(held["length"])]
-    for name, column in held["columns"].items():
+def unpacked_rows(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [Row() for _ in range(contents["length"])]
+    for name, column in contents["columns"].items():
         values = column["values"]
         if column["kind"] == "arrays":
             values = list(values.numpy())
@@ -368,7 +366,7 @@ def _packed(values: list[Any], name: str) -> dict[str, Any]:
 
 
 def _readable(value: Any) -> Any:
-    """A setting as what may be in a file, or in words."""
+    """Return a setting as what may be in a file, or in words."""
     try:
         return plain(value, "")
     except TypeError:

@@ -1,4 +1,4 @@
-"""Checkpoints: a run saved from time to time, and gone on with as if it had never stopped.
+"""Checkpoints: a run saved from time to time, and resumed as if it had never stopped.
 
 A checkpoint has everything that evolves: the simulation's state of all nodes, the ledger, the history, the states of
 the global random generators. Batches and a model's own random numbers are functions of (seed, step, node), so that the
@@ -14,27 +14,24 @@ import random
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vecgym.core import tree
-from vecgym.core.errors import warn
+from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import is_regular, remove_partial, write_atomically
-from vecgym.data import Batches
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
 from vecgym.runs.fingerprint import checksum, described_data, digest
 from vecgym.runs.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
-from vecgym.runs.session import Together
-from vecgym.strategy import Strategy
+from vecgym.runs.session import Session
 from vecgym.strategy.per_rank import PerRankStrategy
 
 NAME = "step-{:09d}.pt"
@@ -51,26 +48,117 @@ FORM: dict[str, Any] = {
 }
 
 
-def check_checkpoints(save_dir: Any, checkpoint_interval: Any, resume: Any) -> Path | None:
-    """The folder of a run's checkpoints, if any; an error for what cannot work."""
-    if not isinstance(resume, (bool, str, os.PathLike)):
-        raise TypeError(f"resume={resume!r} must be True, False, or the path of a checkpoint or a folder of them.")
-    if save_dir is None:
-        if resume is True:
-            raise ValueError("resume=True needs save_dir, the folder in which a run's checkpoints are.")
-        if checkpoint_interval is not None:
-            raise ValueError(f"checkpoint_interval={checkpoint_interval} needs save_dir, the folder to save them in.")
-        return None
-    if not isinstance(save_dir, (str, os.PathLike)):
-        raise TypeError(f"save_dir={save_dir!r} must be the path of a folder, or None.")
-    folder = Path(save_dir).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"save_dir={str(save_dir)!r} is a file; give a folder.")
-    return folder
+class Snapshots:
+    """Takes snapshots of a run, and resumes from them.
+
+    Args:
+        simulation, recorder: what evolves.
+        options: what the run was given; made before anything has changed, it is noted in each snapshot.
+    """
+
+    def __init__(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
+        self.strategy = options.strategy  # as the user has given it
+        self.simulation = simulation
+        self.recorder = recorder
+        self.session = session
+        self.engine = simulation.engine
+        self.device = simulation.engine.device
+        train = recorder.data
+        batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], train.batch(0))
+        digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(simulation.num_local)]
+        data = {
+            "first batch of the training data": digest(torch.tensor(session.joined(digests))),
+            "training data": checksum(described_data(train.dataset, "data")),
+        }
+        self.identity = identity(self.strategy, self.engine.model, simulation, train, options)
+        self.arithmetic = arithmetic(simulation, options, self.device, session.num_processes, data)
+
+    def take(self, state: State) -> dict[str, Any] | None:
+        """Return all that evolves, for a file; None in processes other than the first. All processes call it."""
+        names = ("params", "buffers", "optimizer", "strategy")
+        everyone = self.session.gathered({name: vars(state)[name] for name in names}, self.device)
+        random_states = self.session.each(_random_states(self.device))
+        if everyone is None:
+            return None
+        params = {**everyone.pop("params"), **self._frozen()}
+        strategy = self.simulation.strategy
+        num_nodes, num_steps = self.simulation.comm.num_nodes, self.simulation.max_steps
+        return {
+            **runfile.record(
+                self.engine.model, num_nodes, state.step, params, everyone.pop("buffers"), self.recorder.history
+            ),
+            "identity": self.identity,
+            "arithmetic": self.arithmetic,
+            "learning_rates": learning_rates(self.strategy, num_steps, num_nodes),
+            "state": everyone,
+            "ranks": strategy.state() if isinstance(strategy, PerRankStrategy) else None,
+            "ledger": self.recorder.ledger.state(),
+            "recorder": self.recorder.state(),
+            "random": random_states,
+        }
+
+    def check(self, contents: Mapping[str, Any], path: Path) -> None:
+        """Raise a ValueError if a snapshot is of another run; warn where the run will not have the same bits."""
+        num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
+        with runfile.naming(path):
+            noted = dict(contents["identity"])
+        check_noted(noted, path)
+        with runfile.naming(path):
+            differing = differences(noted, self.identity)
+            rates = check_learning_rates(contents["learning_rates"], self.strategy, steps, num_nodes)
+            differing = differing or [*filter(None, [rates])]
+            changed = differences(contents["arithmetic"], self.arithmetic)
+        if differing:
+            raise ValueError(
+                f"{path} is of another run:\n  " + "\n  ".join(differing) + "\n"
+                "Give what it was saved with, or begin anew with resume=False and another save_dir."
+            )
+        if contents["step"] > steps:
+            raise ValueError(
+                f"{path} has {contents['step']} steps already, and max_steps={steps} are asked for: give more."
+            )
+        if changed:
+            warn(
+                f"The run resumed from {path} will not have the bits of an uninterrupted one:\n  "
+                + "\n  ".join(changed)
+            )
+
+    def restore(self, contents: Mapping[str, Any], template: State) -> State:
+        """Resume from a snapshot: put back everything but the random generators, which are set last."""
+        comm, frozen = self.simulation.comm, self.engine.frozen
+        models = contents["models"]
+        expected = {"params": {**template.params, **self._frozen()}, "buffers": template.buffers}
+        _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
+        trained = {name: models["params"][name] for name in template.params}
+        values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
+        placed = _placed(self.session.rows_here(values), vars(template), self.device)
+        # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
+        started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
+        _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
+        _check_random_states(self._random_states(contents), self.device)
+        rows = runfile.unpacked_rows(contents["rows"])
+        self.recorder.ledger.load(contents["ledger"])
+        if isinstance(self.simulation.strategy, PerRankStrategy):
+            self.simulation.strategy.load(runfile.restored(contents["ranks"]))
+        for name, p in frozen.items():
+            p.copy_(models["params"][name][0])
+        self.recorder.load(contents["recorder"], rows)
+        return State(contents["step"], **placed)
+
+    def set_random_states(self, contents: Mapping[str, Any]) -> None:
+        """Set the global random generators, just before the first step."""
+        _set_random_states(self._random_states(contents), self.device)
+
+    def _frozen(self) -> dict[str, Tensor]:
+        return {name: p[None] for name, p in self.engine.frozen.items()}
+
+    def _random_states(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+        states, rank = contents["random"], self.session.rank
+        return runfile.restored(states[rank] if len(states) == self.session.num_processes else states[0])
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder, by steps; whole or not. What is no file, such as a pipe, is none."""
+    """Return the checkpoints in a folder, by steps; whole or not. What is no file, such as a pipe, is none."""
     paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
     return sorted((path for path in paths if is_regular(path)), key=_step_of)
 
@@ -79,192 +167,54 @@ def _step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-@dataclass
-class Run:
-    """What a checkpoint is of: the objects of a run that evolve, and what it must be given again.
-
-    Attributes:
-        strategy: as the user has given it.
-        model: that of this run, in which parameters that are not trained are kept.
-        device: of this process's nodes.
-    """
-
-    strategy: Strategy
-    model: nn.Module
-    simulation: Simulation
-    recorder: Recorder
-    train: Batches
-    options: FitOptions
-    together: Together
-    device: torch.device
-    identity: dict[str, Any] = field(default_factory=dict)
-    arithmetic: dict[str, Any] = field(default_factory=dict)
-
-    def describe(self) -> None:
-        """Say what the run is given, before anything in it has changed."""
-        batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], self.train.batch(0))
-        digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(self.simulation.num_local)]
-        data = {
-            "first batch of the training data": digest(torch.tensor(self.together.joined(digests))),
-            "training data": checksum(described_data(self.train.dataset, "data")),
-        }
-        self.identity = identity(self.strategy, self.model, self.simulation, self.train, self.options)
-        self.arithmetic = arithmetic(self.simulation, self.options, self.device, self.together.num_processes, data)
-
-    def held(self, state: State) -> dict[str, Any] | None:
-        """All of it, for a file; None in processes other than the first. All processes call it."""
-        names = ("params", "buffers", "optimizer", "strategy")
-        everyone = self.together.gathered({name: getattr(state, name) for name in names}, self.device)
-        random_states = self.together.each(_random_states(self.device))
-        if everyone is None:
-            return None
-        params = {**everyone.pop("params"), **{n: p[None] for n, p in self.simulation.engine.frozen.items()}}
-        history, strategy = self.recorder.history, self.simulation.strategy
-        num_nodes, num_steps = self.simulation.comm.num_nodes, self.simulation.max_steps
-        ranks = strategy.state() if isinstance(strategy, PerRankStrategy) else None
-        return {
-            **runfile.record(self.model, num_nodes, state.step, params, everyone.pop("buffers"), history),
-            "identity": self.identity,
-            "arithmetic": self.arithmetic,
-            "learning_rates": learning_rates(self.strategy, num_steps, num_nodes),
-            "state": everyone,
-            "ranks": ranks,
-            "ledger": self.recorder.ledger.state(),
-            "recorder": self.recorder.state(),
-            "random": random_states,
-        }
-
-    def check(self, held: Mapping[str, Any], path: Path) -> None:
-        """Raise a ValueError if the checkpoint is of another run; warn where the run will not have the same bits."""
-        num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
-        with runfile.naming(path):
-            noted = dict(held["identity"])
-        check_noted(noted, path)
-        with runfile.naming(path):
-            found = differences(noted, self.identity)
-            rates = check_learning_rates(held["learning_rates"], self.strategy, steps, num_nodes)
-            found = found or [*filter(None, [rates])]
-            changed = differences(held["arithmetic"], self.arithmetic)
-        if found:
-            raise ValueError(
-                f"{path} is of another run:\n  " + "\n  ".join(found) + "\n"
-                "Give what it was saved with, or begin anew with resume=False and another save_dir."
-            )
-        if held["step"] > steps:
-            raise ValueError(
-                f"{path} has {held['step']} steps already, and max_steps={steps} are asked for: give more."
-            )
-        if changed:
-            warn(
-                f"The run resumed from {path} will not have the bits of an uninterrupted one:\n  "
-                + "\n  ".join(changed)
-            )
-
-    def load(self, held: Mapping[str, Any], template: State) -> State:
-        """Go on from there: everything but the random generators, which are set last."""
-        models, own = held["models"], self.together.own
-        frozen, comm = self.simulation.engine.frozen, self.simulation.comm
-        given = {"params": {**template.params, **{name: p[None] for name, p in frozen.items()}},
-                 "buffers": template.buffers}  # fmt: skip
-        _check_alike({kind: models[kind] for kind in given}, given, comm.num_nodes)
-        trained = {name: models["params"][name] for name in template.params}
-        values = runfile.restored({"params": trained, "buffers": models["buffers"], **held["state"]})
-        placed = _placed(own(values), vars(template), self.device)
-        # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
-        started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
-        _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
-        _check_random_states(self._random_states(held), self.device)
-        rows = runfile.unpacked_rows(held["rows"])
-        self.recorder.ledger.load(held["ledger"])
-        if isinstance(self.simulation.strategy, PerRankStrategy):
-            self.simulation.strategy.load(runfile.restored(held["ranks"]))
-        for name, p in frozen.items():
-            p.copy_(models["params"][name][0])
-        self.recorder.history.rows = rows
-        self.recorder.load(held["recorder"])
-        return State(held["step"], **placed)
-
-    def set_random_states(self, held: Mapping[str, Any]) -> None:
-        _set_random_states(self._random_states(held), self.device)
-
-    def _random_states(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        states, rank = held["random"], self.together.rank
-        return runfile.restored(states[rank] if len(states) == self.together.num_processes else states[0])
-
-
-class Checkpoints:
-    """When a run is saved, what is kept, and what it goes on from. Without a folder nothing is saved.
+class Checkpointer:
+    """When a run is saved, what is kept, and what it resumes from. Without a folder nothing is saved.
 
     A write that fails (a full disk) warns; the run and what was saved before stay as they are.
+
+    Attributes:
+        last: the newest checkpoint from which this run can resume.
+        run_id: of what others keep of the run, such as wandb; a run that is resumed keeps it. None: nothing is saved.
+        resumed: the state to resume from, of the newest checkpoint that is whole; None: the run begins.
     """
 
-    def __init__(self, run: Run) -> None:
-        options = run.options
-        self.run = run
-        self.folder = options.save_dir
-        self.interval = options.checkpoint_interval
-        self.keep = options.keep_checkpoints
-        self.together = run.together
-        self.last: Path | None = None  # the newest from which this run can go on
-        self.run_id: str | None = None  # of what others keep of the run, such as wandb; one that goes on keeps it
-        self._held: dict[str, Any] | None = None
-
-    def resumed(self) -> State | None:
-        """The state to go on from, of the newest checkpoint that is whole; None: the run begins."""
-        resume = self.run.options.resume
-        if self.folder is None and resume is False:
-            return None
-        self.run.describe()
-        state = None if resume is False else self._loaded()
-        self.together.first(lambda: self._make_folder(self.last))
-        self.run_id = self.together.first(self._run_id)
-        return state
-
-    def _run_id(self) -> str:
-        elsewhere = self.folder is not None and self.last is not None and self.last.parent != self.folder
-        held = "" if self._held is None or elsewhere else str(self._held["settings"].get("run_id"))
-        return held if re.fullmatch("[0-9a-f]{16}", held) else secrets.token_hex(8)
-
-    def _loaded(self) -> State | None:
-        template: State | None = None
-        passed: Path | None = None
-        while (path := self.together.first(partial(self._found, passed))) is not None:
-            held = runfile.read(path, mmap=self.together.num_processes > 1, check=False)
-            state, wrong = None, ""
-            try:
-                self.run.check(held, path)
-                template = template or self.run.simulation.init()
-                with runfile.naming(path):
-                    state = self.run.load(held, template)
-            except runfile.Damaged as error:
-                wrong = str(error)
-            if not (wrongs := [*filter(None, self.together.each(wrong))]):
-                self._held, self.last = held, path
-                return state
-            if self._folder is None:
-                raise runfile.Damaged(wrongs[0])
-            self.together.first(partial(_warn_passed, wrongs[0]))
-            passed = path
-        return None
+    def __init__(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
+        self.options = options
+        self.folder = None if options.save_dir is None else Path(options.save_dir)
+        self.simulation = simulation
+        self.recorder = recorder
+        self.session = session
+        self.last: Path | None = None
+        self.run_id: str | None = None
+        self.resumed: State | None = None
+        self._contents: dict[str, Any] | None = None  # of the checkpoint that the run resumes from
+        if self.folder is None and options.resume is False:
+            return
+        self._snapshots = Snapshots(options, simulation, recorder, session)
+        if options.resume is not False:
+            self.resumed = self._load()
+        session.first(self._make_folder)
+        self.run_id = session.first(self._make_run_id)
 
     def begin(self) -> None:
-        """Just before the first step."""
-        if self._held is not None:
-            self.run.set_random_states(self._held)
-            self._held = None
+        """Set the global random generators, just before the first step."""
+        if self._contents is not None:
+            self._snapshots.set_random_states(self._contents)
+            self._contents = None
 
     def save_if_due(self, state: State, last: bool) -> None:
         """Save the start, every `checkpoint_interval` steps, and the end, also that of an interrupted run."""
-        due = state.step == 0 or last or (self.interval is not None and state.step % self.interval == 0)
+        interval = self.options.checkpoint_interval
+        due = state.step == 0 or last or (interval is not None and state.step % interval == 0)
         if self.folder is None or not due:
             return
-        self.run.recorder.flush()
-        held = self.run.held(state)
-        if held is None:
+        self.recorder.flush()
+        contents = self._snapshots.take(state)
+        if contents is None:
             return
         path = self.folder / NAME.format(state.step)
         try:
-            runfile.write(path, held)
+            runfile.write(path, contents)
         except OSError as error:
             kept = f"the newest checkpoint is {self.last}" if self.last else "this run has no checkpoint"
             warn(f"{path} could not be written: {error}. The run goes on; {kept}.")
@@ -272,41 +222,58 @@ class Checkpoints:
         self.last = path
         self._remove_old(state.step)
 
-    def how_to_go_on(self) -> str:
+    def how_to_resume(self) -> str:
+        """Return the end of a message that says where an interrupted run can be resumed."""
         return "" if self.last is None else f"; resume=True goes on from {self.last}"
 
-    def _remove_old(self, step: int) -> None:
-        """Only what is not newer than what was just written: that one is good."""
-        older = [path for path in checkpoints_in(self.folder or "") if _step_of(path) <= step]
-        for path in older[: -self.keep]:
-            with contextlib.suppress(OSError):
-                path.unlink()
+    def _load(self) -> State | None:
+        """Restore the newest checkpoint that all processes can; None: there is none in the folder."""
+        template: State | None = None
+        passed: Path | None = None
+        while (path := self.session.first(partial(self._newest, passed))) is not None:
+            contents = runfile.read(path, mmap=self.session.num_processes > 1, check=False)
+            state, wrong = None, ""
+            try:
+                self._snapshots.check(contents, path)
+                template = template or self.simulation.init()
+                with runfile.naming(path):
+                    state = self._snapshots.restore(contents, template)
+            except Damaged as error:
+                wrong = str(error)
+            if not (wrongs := [*filter(None, self.session.each(wrong))]):
+                self._contents, self.last = contents, path
+                return state
+            if self._searched is None:
+                raise Damaged(wrongs[0])
+            self.session.first(partial(_warn_passed, wrongs[0]))
+            passed = path
+        return None
 
     @property
-    def _folder(self) -> Path | None:
-        """Where checkpoints are looked for; None: one was asked for by name."""
-        resume = self.run.options.resume
+    def _searched(self) -> Path | None:
+        """The folder in which checkpoints are looked for; None: one was asked for by name."""
+        resume = self.options.resume
         folder = self.folder if isinstance(resume, bool) else Path(resume).absolute()
         return folder if resume is True or (folder is not None and folder.is_dir()) else None
 
-    def _found(self, passed: Path | None) -> Path | None:
-        """The newest checkpoint, older than `passed`, that can be read; None: there was none in the folder."""
-        folder, resume = self._folder, self.run.options.resume
+    def _newest(self, passed: Path | None) -> Path | None:
+        """Return the newest checkpoint, older than `passed`, that can be read; None: there was none in the folder."""
+        folder, resume = self._searched, self.options.resume
         if folder is None:
             assert not isinstance(resume, bool)
             path = Path(resume).absolute()
             runfile.read(path, FORM)  # not as a map, which would not see that a part is too short
             return path
-        there = checkpoints_in(folder)
-        for path in reversed(there):
+        present = checkpoints_in(folder)
+        for path in reversed(present):
             if passed is not None and _step_of(path) >= _step_of(passed):
                 continue
             try:
                 runfile.read(path, FORM)
                 return path
-            except runfile.Damaged as error:
+            except Damaged as error:
                 _warn_passed(str(error))
-        if there:
+        if present:
             raise ValueError(
                 f"none of the checkpoints in {folder} can be read. Give resume=False and another save_dir."
             )
@@ -314,20 +281,18 @@ class Checkpoints:
             raise ValueError(f"resume={str(resume)!r}: there is no checkpoint in this folder.")
         return None
 
-    def _make_folder(self, resumed: Path | None) -> None:
+    def _make_folder(self) -> None:
         """See before the first step that it can be written to, and that no other run's checkpoints are in it."""
         if self.folder is None:
             return
-        there = checkpoints_in(self.folder)
-        if resumed is not None and resumed.parent == self.folder:
+        present = checkpoints_in(self.folder)
+        if self.last is not None and self.last.parent == self.folder:
             # Those that resume=True has passed over cannot be read, and are written anew when the run gets there.
-            there = [
-                path for path in there if _step_of(path) > _step_of(resumed) and self.run.options.resume is not True
-            ]
-        if there:
+            present = [p for p in present if _step_of(p) > _step_of(self.last) and self.options.resume is not True]
+        if present:
             raise ValueError(
-                f"save_dir={str(self.folder)!r} has checkpoints already, up to {there[-1].name}, which would be mixed "
-                "with those of this run. Fix: resume=True to go on from them, another save_dir, or remove them."
+                f"save_dir={str(self.folder)!r} has checkpoints already, up to {present[-1].name}, which would be "
+                "mixed with those of this run. Fix: resume=True to go on from them, another save_dir, or remove them."
             )
         try:
             remove_partial(self.folder, "step*")
@@ -337,19 +302,31 @@ class Checkpoints:
         except OSError as error:
             raise ValueError(f"save_dir={str(self.folder)!r} cannot be written to: {error}") from None
 
+    def _make_run_id(self) -> str:
+        elsewhere = self.folder is not None and self.last is not None and self.last.parent != self.folder
+        saved = "" if self._contents is None or elsewhere else str(self._contents["settings"].get("run_id"))
+        return saved if re.fullmatch("[0-9a-f]{16}", saved) else secrets.token_hex(8)
+
+    def _remove_old(self, step: int) -> None:
+        """Remove only what is not newer than what was just written: that one is good."""
+        older = [path for path in checkpoints_in(self.folder or "") if _step_of(path) <= step]
+        for path in older[: -self.options.keep_checkpoints]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
 
 def _warn_passed(wrong: str) -> None:
     warn(f"{wrong.rstrip('.')}. The next older checkpoint is taken, if there is one.")
 
 
-def _check_alike(held: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
+def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
     """Raise an error unless all tensors have the names, dtypes and shapes of the template's; rows: 1 or all."""
-    if wrong := runfile.difference(runfile.form(held, num_nodes), runfile.form(template, num_nodes), more=more):
+    if wrong := runfile.difference(runfile.form(values, num_nodes), runfile.form(template, num_nodes), more=more):
         raise ValueError(wrong)
 
 
 def _placed(values: Any, template: Any, device: torch.device) -> Any:
-    """Tensors from a file where the run has them; `template` is the state at its start, which may have less."""
+    """Put tensors from a file where the run has them; `template` is the state at its start, which may have less."""
     if isinstance(values, Tensor):
         return values.to(template.device if isinstance(template, Tensor) else device, copy=True)
     if isinstance(values, dict):
@@ -364,7 +341,7 @@ def _placed(values: Any, template: Any, device: torch.device) -> Any:
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:
-    """Of the global generators, from which a user's logger, strategy or data may draw."""
+    """Return the states of the global generators, from which a user's logger, strategy or data may draw."""
     own: Callable[[], Tensor] | None = getattr(getattr(torch, device.type, None), "get_rng_state", None)
     return {
         "torch": torch.get_rng_state(),

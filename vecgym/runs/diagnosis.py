@@ -15,7 +15,7 @@ from vecgym.strategy import Strategy
 # In the order in which a step computes them: the first that differs is nearest to the cause.
 KINDS = ("losses", "buffers", "optimizer", "params", "strategy")
 
-# Rules of the contract, in the words of the README.
+# Rules of the contract, in the words of `vecgym.guide.writing_a_strategy`.
 RULES = {
     "comm": "Other nodes only through `ctx.comm`",
     "self": "what evolves in the state; nothing is assigned after `__init__`",
@@ -118,7 +118,7 @@ class Finding(NamedTuple):
         tensor, node: the first that differ; "" for the bytes.
         gap: by how much, relative; inf: by name or shape.
         cause: what speaks for it.
-        rule: of the contract in the README; "" where none is broken.
+        rule: of the contract in `vecgym.guide.writing_a_strategy`; "" where none is broken.
 
     >>> print(Finding(3, "params", "net.0.weight", node=2, gap=0.25, cause="Rows are mixed.", rule=RULES["comm"]))
     step 3, params net.0.weight of node 2: differs by 0.25. Rows are mixed. The contract: Other nodes only through \

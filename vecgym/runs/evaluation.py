@@ -5,7 +5,6 @@ Nothing here is a part of the training: no entry goes to the ledger.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
-from vecgym.collectives.ledger import Ledger
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
@@ -121,7 +119,7 @@ def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -
 
 @torch.no_grad()
 def average(values: Tree, comm: Collectives) -> Tree:
-    """The mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.core.nodes.mean`.
+    """Return the mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.core.nodes.mean`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> average({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
@@ -129,16 +127,16 @@ def average(values: Tree, comm: Collectives) -> Tree:
     """
     if not comm.native:
         return nodes.mean(comm.everyone(values))
-    aside = _unrecorded(comm)
-    first = aside.broadcast(values, 0)
-    moved = {name: x - first[name] for name, x in values.items() if x.is_floating_point() or x.is_complex()}
-    shift = aside.mean(moved)
+    with comm.ledger.recording():  # not counted
+        first = comm.broadcast(values, 0)
+        moved = {name: x - first[name] for name, x in values.items() if x.is_floating_point() or x.is_complex()}
+        shift = comm.mean(moved)
     return {name: (x + shift[name] if name in shift else x)[0] for name, x in first.items()}
 
 
 @torch.no_grad()
 def consensus_distance(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.core.nodes.consensus_distance`; between processes only sums cross.
+    """Return `vecgym.core.nodes.consensus_distance`; between processes only sums cross.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> consensus_distance({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
@@ -146,25 +144,21 @@ def consensus_distance(params: Tree, comm: Collectives) -> float:
     """
     if not comm.native:
         return float(nodes.consensus_distance(comm.everyone(params)))
-    aside = _unrecorded(comm)
     floats = {name: x for name, x in params.items() if x.is_floating_point()}
-    seen = tree.map(torch.sub, floats, aside.broadcast(floats, 0))
-    away = tree.map(torch.sub, seen, aside.mean(seen))
-    squares = [x.reshape(len(x), -1).square().sum(1) for x in away.values()]  # [1 or L] each
-    return float(aside.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt()) if squares else 0.0
+    if not floats:
+        return 0.0
+    with comm.ledger.recording():  # not counted
+        seen = tree.map(torch.sub, floats, comm.broadcast(floats, 0))
+        away = tree.map(torch.sub, seen, comm.mean(seen))
+        squares = [x.reshape(len(x), -1).square().sum(1) for x in away.values()]  # [1 or L] each
+        return float(comm.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt())
 
 
 def correlation(params: Tree, comm: Collectives) -> float:
-    """See `vecgym.core.nodes.correlation`; every process gathers the parameters of all nodes.
+    """Return `vecgym.core.nodes.correlation`; every process gathers the parameters of all nodes.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> round(correlation({"w": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, StackedCollectives(2)), 6)
     -1.0
     """
     return nodes.correlation(comm.everyone(params), comm.num_nodes)
-
-
-def _unrecorded(comm: Collectives) -> Collectives:
-    twin: Any = copy.copy(comm)
-    twin.ledger = Ledger()
-    return twin

@@ -1,4 +1,4 @@
-"""Memory: what a run takes, estimated before it begins, and batches cut so that it fits.
+"""Memory: what a run takes, estimated before it begins, and what a device has.
 
 The estimate counts tensors. It knows nothing of Python, torch's own code (300 MB and more on a CPU), of what an
 allocator keeps aside, or of operations that need room inside; `benchmarks/memory.py` measures how far off it is.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check, tree
 from vecgym.data import Batches
-from vecgym.engine import Engine, EngineName, Plan, check_settings, choose_plan
+from vecgym.engine import Engine, EngineName, Plan, choose_plan
 from vecgym.engine.contract import check_model
-from vecgym.runs.options import check_strategy, checked
+from vecgym.runs.options import FitOptions
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import is_per_rank
 
@@ -31,7 +31,6 @@ __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 
 PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it keeps once for all nodes
 TINY = 2  # the size of each dimension of these
-MARGIN = 2.0  # whole steps of convolutions take up to 1.8 times their estimate: `benchmarks/memory.py`
 NO_LIMIT = 2**60  # what cgroups say where there is none
 
 
@@ -109,7 +108,7 @@ def estimate_memory(
     max_steps: int = 1000,
     device: torch.device | str = "cpu",
 ) -> MemoryEstimate:
-    """The memory of a run by `Trainer.fit`, as a table, without training: only one node's forward pass is made.
+    """Estimate the memory of a run by `Trainer.fit`, as a table: of the model only one node's forward pass is made.
 
     parameters: 1 or K copies; gradients: likewise, those of the nodes' mean loss or of each; optimizer: its state;
     strategy: what its modules keep (outer parameters, residuals ...); buffers; batch: the examples of a step;
@@ -140,25 +139,25 @@ def estimate_memory(
     2
     """
     check_model(model)
-    check_strategy(strategy, num_nodes)
-    given_sizes = {"num_nodes": num_nodes, "batch_size": batch_size, "minibatch_size": minibatch_size,
-                   "chunk_size": chunk_size, "autocast": autocast}  # fmt: skip
-    num_nodes, batch_size, minibatch_size, chunk_size, autocast = checked(given_sizes).values()
-    check_settings(engine, chunk_size, None)
+    options = FitOptions(
+        strategy, num_nodes, batch_size=batch_size, minibatch_size=minibatch_size, chunk_size=chunk_size,
+        engine=engine, autocast=autocast,
+    )  # fmt: skip
+    num_nodes = options.num_nodes
     max_steps = check.integer("max_steps", max_steps)
     where = _device(device)
-    given = None if data is None else tree.map_leaves(lambda x: x[None], _batch_of_one(data, num_nodes, batch_size))
-    one = Engine(copy.deepcopy(model).cpu(), engine="loop", autocast=autocast)
-    found = Activations() if given is None else _activations(one, given, minibatch_size)
+    batch = None if data is None else tree.map_leaves(lambda x: x[None], _batch_of_one(data, options))
+    one = Engine(copy.deepcopy(model).cpu(), engine="loop", autocast=options.autocast)
+    passing = Activations() if batch is None else _activations(one, batch, options.minibatch_size)
     plan = Plan("vmap")
     if one.facts is not None:
-        plan = choose_plan(one.facts, num_nodes, where, torch.get_num_threads(), engine)
-    if chunk_size is not None:
-        plan = replace(plan, chunk_size=chunk_size)
-    batch_bytes = 0 if given is None else tree.num_bytes(given)
+        plan = choose_plan(one.facts, num_nodes, where, torch.get_num_threads(), options.engine)
+    if options.chunk_size is not None:
+        plan = replace(plan, chunk_size=options.chunk_size)
+    batch_bytes = 0 if batch is None else tree.num_bytes(batch)
     kept = kept_by(strategy, one.params, num_nodes, max_steps)
-    parts = _parts(kept, tree.num_bytes(one.buffers), batch_bytes, found, plan, num_nodes)
-    if given is None:
+    parts = parts_of(kept, tree.num_bytes(one.buffers), batch_bytes, passing, plan, num_nodes)
+    if batch is None:
         del parts["batch"], parts["activations"]
     return MemoryEstimate(parts, num_nodes, str(where))
 
@@ -172,7 +171,7 @@ class Activations:
 
 
 def activations(engine: Engine, batch: Any, minibatch_size: int | None = None) -> Activations:
-    """Of one node, on the first of the batches `[L, B, ...]`, or a part of it; the engine is prepared by it."""
+    """Measure one node on the first of the batches `[L, B, ...]`, or a part of it; the engine is prepared by it."""
     return _activations(engine, tree.map_leaves(lambda x: x[:1], batch), minibatch_size)
 
 
@@ -203,7 +202,7 @@ class Kept(NamedTuple):
 
 
 def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, max_steps: int = 1000) -> Kept:
-    """What a run keeps of parameters, optimizer and strategy. `params`: of one node, `[*]`."""
+    """Return what a run keeps of parameters, optimizer and strategy. `params`: of one node, `[*]`."""
     P = tree.num_bytes(params)
     mean = strategy.mean_gradient
     one = {name: p.detach()[None] for name, p in params.items()}
@@ -226,17 +225,17 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
     each = tree.num_bytes(optimizer)
     of_optimizer = Part(each, nodes=num_nodes) if _widest(slots) > 1 else Part(0, each)
     ratios = {name: p.numel() / max(1, tiny[name].numel()) for name, p in one.items()}
-    whole, each_node = _state_bytes(modules, num_nodes, ratios)
-    strategy_part = Part(round(each_node), round(whole), num_nodes)
+    shared, each_node = _state_bytes(modules, num_nodes, ratios)
+    strategy_part = Part(round(each_node), round(shared), num_nodes)
     return Kept(Part(P, nodes=num_nodes) if wide else Part(0, P), of_optimizer, strategy_part, mean and not wide)
 
 
 def _state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float], name: str = "") -> tuple[float, float]:
-    """(shared, per node) bytes of modules' states on tiny parameters, at the size that the real ones have."""
+    """Return (shared, per node) bytes of modules' states on tiny parameters, at the size of the real ones."""
     if isinstance(state, Tensor):
-        found = state.numel() * state.element_size() * ratios.get(name, 1.0)
+        num_bytes = state.numel() * state.element_size() * ratios.get(name, 1.0)
         wide = state.dim() > 0 and state.shape[0] == num_nodes > 1
-        return (0.0, found / num_nodes) if wide else (found, 0.0)
+        return (0.0, num_bytes / num_nodes) if wide else (num_bytes, 0.0)
     items = state.items() if isinstance(state, Mapping) else ((name, x) for x in state)
     parts = [_state_bytes(x, num_nodes, ratios, key) for key, x in items]
     return sum(shared for shared, _ in parts), sum(each for _, each in parts)
@@ -246,10 +245,10 @@ def _widest(values: Any) -> int:
     return max((x.shape[0] for x in tree.leaves(values) if x.dim()), default=1)
 
 
-def _parts(
-    kept: Kept, buffer_bytes: int, batch_bytes: int, found: Activations, plan: Plan, num_nodes: int
+def parts_of(
+    kept: Kept, buffer_bytes: int, batch_bytes: int, passing: Activations, plan: Plan, num_nodes: int
 ) -> dict[str, Part]:
-    """The rows of the table: `batch_bytes` are those of one node."""
+    """Return the rows of the table: `batch_bytes` are those of one node."""
     P = kept.params.per_node_bytes + kept.params.shared_bytes
     chunk = min(plan.chunk_size or num_nodes, num_nodes)
     threads = min(plan.node_threads, num_nodes)
@@ -257,7 +256,6 @@ def _parts(
     # A part of the nodes has gradients of its own before they are copied to where all are.
     parts = at_a_time < num_nodes
     gradients = Part(0, P + parts * P) if kept.mean else Part(P, parts * at_a_time * P, num_nodes)
-    passing = Part(found.saved_bytes + 2 * found.largest_bytes, 0, at_a_time)
     wide = kept.params.nodes if kept.params.per_node_bytes else 0
     return {
         "parameters": kept.params,
@@ -266,178 +264,34 @@ def _parts(
         "strategy": kept.strategy,
         "buffers": Part(buffer_bytes, nodes=num_nodes),
         "batch": Part(batch_bytes, nodes=num_nodes),
-        "activations": passing,
+        "activations": Part(passing.saved_bytes + 2 * passing.largest_bytes, 0, at_a_time),
         "exchange": Part(P, P, wide) if wide else Part(0, P),
     }
 
 
 def _device(device: torch.device | str) -> torch.device:
-    """It need not be there."""
+    """Return a device, which need not be there."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(f'device={device!r} is not a device, such as "cpu" or "cuda".') from None
 
 
-def _batch_of_one(data: Any, num_nodes: int, batch_size: int) -> Any:
-    """One node's batch, `[B, ...]`, of a dataset; or what was given as one."""
+def _batch_of_one(data: Any, options: FitOptions) -> Any:
+    """Return one node's batch, `[B, ...]`, of a dataset; or what was given as one."""
     if isinstance(data, (tuple, list, Mapping)):
         if not any(True for _ in tree.leaves(data)):
             raise ValueError("data holds no tensor: give one node's batch [B, ...], as the model takes it.")
         return data
-    batches = Batches(data, num_nodes, batch_size, shuffle=False, node_ids=[0], name="data")
+    batches = Batches(data, options.num_nodes, options.batch_size, shuffle=False, node_ids=[0], name="data")
     return tree.map_leaves(lambda x: x[0], batches.batch(0))
 
 
-# ------------------------------------------------------------------------------------------- what fits
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How a step is cut so that it fits: nodes in one call, and examples at a time; None: all."""
-
-    chunk_size: int | None
-    minibatch_size: int | None
-    report: dict[str, Any]
-
-
-_FOUND: dict[tuple[Any, ...], Sizes] = {}  # of this process
-
-
-def fitting_sizes(
-    engine: Engine,
-    strategy: Strategy,
-    batch: Any,
-    num_nodes: int,
-    max_steps: int,
-    fraction: float,
-    minibatch_size: int | None = None,
-    num_processes: int = 1,
-) -> Sizes:
-    """The largest cut of a step that fits into `fraction` of the device's memory.
-
-    Tried in this order: all nodes in one call; half of them, a quarter ... one; then parts of the batch, of the largest
-    divisor of its size downwards. So the choice depends on the machine's memory, the model, the data's shapes and
-    the settings alone, and is the same at every run. The batch is never cut for a model whose buffers change in
-    training (batch norm): its statistics would be of the parts.
-
-    On CUDA a call of `engine.gradients` is measured, in what the allocator gave out at most; elsewhere it is estimated,
-    and `report["measured"]` says so. Answers are kept for the process.
-
-    Args:
-        engine: prepared; its plan is where the search begins.
-        batch: of the nodes here, `[L, B, ...]`.
-        num_nodes: K.
-        fraction: of the memory, `max_memory_usage`.
-        minibatch_size: given by the user: then only the nodes are cut.
-        num_processes: that share a machine's memory.
-
-    Raises:
-        MemoryError: when nothing fits, saying what would.
-    """
-    limit = int(fraction * memory_limit(engine.device) / (1 if engine.device.type == "cuda" else num_processes))
-    shapes = [(tuple(x.shape), x.dtype) for x in tree.leaves([batch, engine.params])]
-    key = (limit, num_nodes, max_steps, minibatch_size, engine.autocast, str(engine.device),
-           *map(repr, (strategy, engine.model, engine.plan, shapes)))  # fmt: skip
-    if key not in _FOUND:
-        _FOUND[key] = _search(engine, strategy, batch, num_nodes, max_steps, limit, minibatch_size)
-    return _FOUND[key]
-
-
-def _search(
-    engine: Engine,
-    strategy: Strategy,
-    batch: Any,
-    num_nodes: int,
-    max_steps: int,
-    limit: int,
-    minibatch_size: int | None,
-) -> Sizes:
-    assert engine.facts is not None
-    num_local, batch_size = next((x.shape[0], x.shape[1] if x.dim() > 1 else 1) for x in tree.leaves(batch))
-    all_of_it = kept_by(strategy, engine.params, num_nodes, max_steps)
-    # Other nodes are in other processes.
-    params, optimizer, modules = (replace(part, nodes=min(part.nodes, num_local)) for part in all_of_it[:3])
-    kept = Kept(params, optimizer, modules, all_of_it.mean)
-    measured = engine.device.type == "cuda"
-    buffers, of_one = tree.num_bytes(engine.buffers), tree.num_bytes(batch) // num_local
-    passing: dict[int | None, Activations] = {}
-    needed = 0
-    for plan, size in _cuts(engine, num_local, batch_size, minibatch_size):
-        if size not in passing:
-            passing[size] = activations_of(engine, batch, size)
-        parts = _parts(kept, buffers, of_one, passing[size], plan, num_local)
-        estimate = MemoryEstimate(parts, num_local, str(engine.device))
-        needed = _measured(engine, plan, batch, size, estimate) if measured else round(MARGIN * estimate.total_bytes)
-        if needed <= limit:
-            report = {"limit_bytes": limit, "needed_bytes": needed, "measured": measured}
-            return Sizes(plan.chunk_size, size, report)
-    cut = " The batch is not cut, since the model has batch norm or the like." if engine.facts.mutated else ""
-    raise MemoryError(
-        f"{num_nodes} nodes with batch_size={batch_size} need {readable_bytes(needed)} at least, "
-        f"{'measured' if measured else 'estimated'}, and max_memory_usage allows {readable_bytes(limit)}.{cut} Give a "
-        "smaller batch_size, fewer nodes, or a larger max_memory_usage; vecgym.estimate_memory shows what takes how "
-        "much."
-    )
-
-
-def _cuts(engine: Engine, num_local: int, batch_size: int, given: int | None) -> Iterator[tuple[Plan, int | None]]:
-    """Plans and minibatch sizes, from the largest down."""
-    assert engine.facts is not None
-    plan = engine.plan
-    yield plan, given
-    if plan.engine == "vmap":
-        chunk = min(plan.chunk_size or num_local, num_local)
-        while chunk > 1:
-            chunk = -(-chunk // 2)
-            yield replace(plan, chunk_size=chunk), given
-        plan = replace(plan, chunk_size=1)
-    if given is None and not engine.facts.mutated:
-        for size in range(batch_size - 1, 0, -1):
-            if batch_size % size == 0:
-                yield plan, size
-
-
-def activations_of(engine: Engine, batch: Any, minibatch_size: int | None) -> Activations:
-    """`activations` by a copy of an engine, whose own plan and facts stay."""
-    model = copy.deepcopy(engine.model)
-    return activations(Engine(model, engine="loop", autocast=engine.autocast), batch, minibatch_size)
-
-
-def _measured(engine: Engine, plan: Plan, batch: Any, minibatch_size: int | None, estimate: MemoryEstimate) -> int:
-    """The allocator's peak over one call of `gradients`, and what else a run keeps; too much for the device: no end."""
-    device, parts = engine.device, estimate.parts
-    num_local = estimate.num_nodes
-    params = {name: p.detach()[None].expand(num_local, *p.shape).clone() for name, p in engine.params.items()}
-    buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before, usual = torch.cuda.memory_allocated(device), engine.plan
-    try:
-        engine.use(plan)
-        engine.gradients(params, buffers, batch, seed=0, step=0, minibatch_size=minibatch_size)
-        torch.cuda.synchronize(device)
-    except torch.cuda.OutOfMemoryError:
-        return sys.maxsize
-    finally:
-        engine.use(usual)
-        engine.release()
-        del params
-        torch.cuda.empty_cache()
-    passing = torch.cuda.max_memory_allocated(device) - before
-    lasting = sum(parts[name].total_bytes for name in ("parameters", "optimizer", "strategy", "batch", "buffers"))
-    return lasting + max(passing, parts["gradients"].total_bytes + parts["exchange"].total_bytes)
-
-
-def check_fraction(max_memory_usage: Any) -> None:
-    """Raise a ValueError for what is no part of the memory."""
-    if max_memory_usage is not None:
-        what = "the part of the device's memory that the run may take, such as 0.8"
-        check.number("max_memory_usage", max_memory_usage, "(0, 1]", what)
+# ------------------------------------------------------------------------------------- what a device has
 
 
 def memory_limit(device: torch.device) -> int:
-    """All memory of a device; of a CPU what this process may have, in a container too.
+    """Return all memory of a device; of a CPU what this process may have, in a container too.
 
     >>> memory_limit(torch.device("cpu")) > 2**28
     True
@@ -447,21 +301,21 @@ def memory_limit(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     try:
-        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        whole = 8 * 2**30
+        total = 8 * 2**30
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(file).read_text().strip()
         except OSError:
             continue
         if text.isdigit() and int(text) < NO_LIMIT:
-            whole = min(whole, int(text))
-    return whole
+            total = min(total, int(text))
+    return total
 
 
 def available_bytes(device: torch.device) -> int:
-    """Half of the memory that is free: what a sweep may use when nothing is said."""
+    """Return half of the memory that is free: what a sweep may use when nothing is said."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     try:
@@ -471,7 +325,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory so far: allocated on a CUDA device, else resident in this process; on MPS held by its driver now.
+    """Return the peak: allocated on a CUDA device, else resident in this process; on MPS what its driver holds now.
 
     >>> peak_bytes(torch.device("cpu")) > 2**20
     True

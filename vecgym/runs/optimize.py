@@ -95,8 +95,9 @@ def optimize_schedule(
     local = prepared(model, engine, steps[0])
 
     def run(weights: Tensor, data: tuple[Any, Any], segments: int | None = None) -> Outcome:
+        made = check.called("strategy", strategy, weights)
         return rollout(
-            model, strategy(weights), data[0], num_nodes=num_nodes, eval_batch=data[1], segments=segments,
+            model, made, data[0], num_nodes=num_nodes, eval_batch=data[1], segments=segments,
             params=params, seed=seed, num_examples=num_examples, engine=local,
         )  # fmt: skip
 

@@ -1,76 +1,309 @@
-"""What a run may be given, checked before it begins; and how Ctrl-C ends one between two steps."""
+"""The options of a run, written down once: types, defaults, checks and documentation.
+
+`Trainer.fit` takes them by name, flat or in groups: `fit(..., save_dir="runs/a")` is
+`fit(..., checkpoints=Checkpoints(save_dir="runs/a"))`. An option's check is part of its type.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 
 from vecgym import strategy as strategies
+from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
-from vecgym.engine import EngineName
+from vecgym.core.options import Options, checks_of
+from vecgym.engine import ENGINES, EngineName
+from vecgym.records.loggers import Logger, as_loggers
+from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
 
+Backend = Literal["stacked", "processes", "distributed"]
 OnDivergence = Literal["raise", "warn", "ignore"]
-ON_DIVERGENCE: tuple[str, ...] = get_args(OnDivergence)
 
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("num_nodes", "num_epochs", "batch_size", "log_interval", "keep_checkpoints"), check.integer),
-    **dict.fromkeys(("max_steps", "minibatch_size", "val_interval", "correlation_interval"), check.optional_integer),
-    **dict.fromkeys(("chunk_size", "node_threads", "checkpoint_interval", "num_processes"), check.optional_integer),
-    **dict.fromkeys(("shuffle", "autocast", "exact", "progress"), check.flag),
-    "seed": check.seed,
-    "val_size": partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples"),
-    "on_divergence": partial(check.choice, allowed=ON_DIVERGENCE),
-    "timeout_s": partial(check.number, within="(0, inf]", what="seconds"),
-}  # fmt: skip
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """Return the device asked for, if it is there; for None: cuda, else mps, else cpu.
+
+    >>> resolve_device("cpu")
+    device(type='cpu')
+    """
+    present = ["cpu"]
+    if torch.backends.mps.is_available():
+        present.insert(0, "mps")
+    if torch.cuda.is_available():
+        present.insert(0, "cuda")
+    if device is None:
+        return torch.device(present[0])
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not a device; allowed here: {', '.join(present)}, or None.") from None
+    count = torch.cuda.device_count() if chosen.type == "cuda" else 1
+    if chosen.type not in present or (chosen.index or 0) >= count:
+        raise ValueError(f"device={str(device)!r} is not there; present: {', '.join(present)}. None takes the best.")
+    return chosen
+
+
+def _folder(name: str, value: Any) -> Path | None:
+    """Return the folder `value` as an absolute path; None: there is none."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} must be the path of a folder, or None.")
+    folder = Path(value).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name}={str(value)!r} is a file; give a folder.")
+    return folder
+
+
+def _resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
+    if not isinstance(value, (bool, str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} must be True, False, or the path of a checkpoint or a folder of them.")
+    return value
+
+
+def _fraction(name: str, value: Any) -> float | None:
+    what = "the part of the device's memory that the run may take, such as 0.8"
+    return None if value is None else check.number(name, value, "(0, 1]", what)
+
+
+# The type of an option, and the function `(name, value) -> value` that checks it.
+Count = Annotated[int, check.integer]
+OptionalCount = Annotated[int | None, check.optional_integer]
+Chosen = Annotated[int | None, partial(check.optional_integer, what="None lets vecgym choose")]
+Flag = Annotated[bool, check.flag]
+NumExamples = Annotated[
+    int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
+]
+Device = Annotated[str | torch.device | None, lambda name, value: resolve_device(value)]
+OneOrMoreLoggers = Annotated[Logger | Sequence[Logger] | None, lambda name, value: as_loggers(value)]
+
+
+# ------------------------------------------------------------------------------------------------------ the options
 
 
 @dataclass(frozen=True)
-class FitOptions:
-    """What `Trainer.fit` was given beside strategy and nodes, the same in every process; its docstring says more."""
+class Simulated(Options):
+    """What is simulated.
 
-    num_epochs: int
-    max_steps: int | None
-    batch_size: int
-    minibatch_size: int | None
-    max_memory_usage: float | None
-    shuffle: bool
-    device: torch.device
-    seed: int
-    val_size: int | None
-    val_interval: int | None
-    correlation_interval: int | None
-    autocast: bool
-    engine: EngineName
-    chunk_size: int | None
-    node_threads: int | None
-    on_divergence: OnDivergence
-    log_interval: int
-    dataloader_kwargs: Mapping[str, Any] | None
-    exact: bool
-    save_dir: Path | None
-    checkpoint_interval: int | None
-    resume: bool | str | os.PathLike[str]
-    keep_checkpoints: int
+    Args:
+        strategy: what the nodes do and exchange, e.g. `DiLoCoStrategy(H=100)`.
+        num_nodes: K.
+    """
+
+    strategy: Strategy
+    num_nodes: Count
 
     def __post_init__(self) -> None:
-        for name, value in checked(vars(self)).items():
-            object.__setattr__(self, name, value)
+        check_strategy(self.strategy, self.num_nodes)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Options):
+    """How long a run trains, on what batches, and how it is evaluated.
+
+    Args:
+        num_epochs: passes over the data, unless `max_steps` is given.
+        max_steps: optimizer steps; the data repeats as needed.
+        batch_size: examples per node and step; of a node that has fewer, all that it has. Each node's loss is the
+            mean over its own. All make the same number of steps: local epochs, of as many steps as a node's own
+            data gives, there are none yet.
+        minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+        shuffle: a new order in each epoch.
+        seed: of data order, dropout and everything else that is random.
+        device: "cpu", "cuda", "mps"; None: the best one present.
+        val_size: validation examples; None: all; 0: never evaluate.
+        val_interval: steps between evaluations, besides one at the start and one at the end; None: only those.
+        dataloader_kwargs: for `torch.utils.data.DataLoader` (workers, collate_fn, drop_last ...).
+        progress: show a progress bar.
+    """
+
+    num_epochs: Count = 1
+    max_steps: OptionalCount = None
+    batch_size: Count = 16
+    minibatch_size: OptionalCount = None
+    shuffle: Flag = True
+    seed: Annotated[int, check.seed] = 42
+    device: Device = None
+    val_size: NumExamples = None
+    val_interval: OptionalCount = 100
+    dataloader_kwargs: Mapping[str, Any] | None = None
+    progress: Flag = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation(Options):
+    """How the nodes are computed.
+
+    Args:
+        engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.engine`. The choice is in `history.settings`.
+        chunk_size: the most nodes computed in one call, to bound memory.
+        node_threads: CPU threads over nodes; None: chosen by rule.
+    """
+
+    engine: Annotated[EngineName, partial(check.choice, allowed=ENGINES)] = "auto"
+    chunk_size: Chosen = None
+    node_threads: Chosen = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute(Computation):
+    """How the nodes are computed, in what precision, and within what memory: a group of options of `Trainer.fit`.
+
+    Args:
+        autocast: mixed precision in the forward passes.
+        max_memory_usage: a part of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
+            it is given, are chosen so that the run fits; see `vecgym.runs.fitting.fitting_sizes`. Measured on CUDA,
+            estimated elsewhere; `history.settings["memory"]` says what was found.
+
+    >>> Compute(engine="loop", node_threads=2).chunk_size is None
+    True
+    """
+
+    autocast: Flag = False
+    max_memory_usage: Annotated[float | None, _fraction] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes(Options):
+    """In which processes the nodes are: a group of options of `Trainer.fit`.
+
+    Args:
+        backend: "stacked": all nodes in this process; "processes": in `num_processes` processes that are started
+            here, for this run (see `vecgym.runs.multiprocess`); "distributed": in the processes of the
+            torch.distributed group that exists, or of torchrun, each of which calls `fit`. The first logs;
+            all return the same.
+        num_processes: W, which divides `num_nodes`; each process holds K / W nodes, stacked.
+        exact: on a CPU, give the same bits with any backend and any W: node by node, in one thread, and each
+            collective on all nodes in one place. Slow; for proof. Otherwise they differ by rounding.
+        timeout_s: with "processes", how long one may keep all others waiting before the run is ended.
+
+    >>> Processes(backend="processes", num_processes=4).exact
+    False
+    """
+
+    backend: Annotated[Backend, partial(check.choice, allowed=get_args(Backend))] = "stacked"
+    num_processes: OptionalCount = None
+    exact: Flag = False
+    timeout_s: Annotated[float, partial(check.number, within="(0, inf]", what="seconds")] = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend == "processes" and self.num_processes is None:
+            raise ValueError('backend="processes" needs num_processes=W, a divisor of num_nodes.')
+        if self.backend != "processes" and self.num_processes is not None:
+            raise ValueError(
+                f"num_processes={self.num_processes} with backend={self.backend!r} has no effect: give "
+                'backend="processes"; torchrun --nproc-per-node says how many it starts.'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Options):
+    """When a run is saved, and what it resumes from: a group of options of `Trainer.fit`.
+
+    Args:
+        save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can go on as if it had
+            never stopped; see `vecgym.runs.checkpoint`. One is written at the start and one at the end, and on
+            Ctrl-C.
+        checkpoint_interval: steps between further checkpoints; None: only those.
+        resume: True: go on from the newest checkpoint in `save_dir` that is whole; begin anew if it has none. Or
+            the path of a checkpoint, or of another folder of them.
+        keep_checkpoints: how many are kept; older ones are removed.
+
+    >>> Checkpoints(save_dir="runs/a", checkpoint_interval=100).keep_checkpoints
+    2
+    """
+
+    save_dir: Annotated[str | os.PathLike[str] | None, _folder] = None
+    checkpoint_interval: OptionalCount = None
+    resume: Annotated[bool | str | os.PathLike[str], _resume] = False
+    keep_checkpoints: Count = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.save_dir is None and self.resume is True:
+            raise ValueError("resume=True needs save_dir, the folder in which a run's checkpoints are.")
+        if self.save_dir is None and self.checkpoint_interval is not None:
+            raise ValueError(
+                f"checkpoint_interval={self.checkpoint_interval} needs save_dir, the folder to save them in."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
+    """All that `Trainer.fit` takes.
+
+    Args:
+        gradient_accumulation: the same as `minibatch_size`, said in parts: N means `minibatch_size=batch_size / N`.
+        correlation_interval: steps between measurements of the nodes' correlation; None: never.
+        on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore".
+        logger: one or several `Logger`s.
+        log_interval: steps between the rows that loggers get; the history has every step.
+        compute, processes, checkpoints: the options of `Compute`, `Processes` and `Checkpoints` as groups, in place of
+            their names.
+
+    >>> from vecgym.strategy import AllReduceStrategy
+    >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, compute=Compute(engine="loop"))
+    >>> options.minibatch_size, options.engine
+    (8, 'loop')
+    """
+
+    gradient_accumulation: int | None = None
+    correlation_interval: OptionalCount = None
+    on_divergence: Annotated[OnDivergence, partial(check.choice, allowed=get_args(OnDivergence))] = "raise"
+    logger: OneOrMoreLoggers = None
+    log_interval: Count = 1
+    compute: Compute | None = None
+    processes: Processes | None = None
+    checkpoints: Checkpoints | None = None
+
+    def __post_init__(self) -> None:
+        for name, group in GROUPS.items():
+            self.settle(**self._grouped(name, group), **{name: None})
+        minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
+        self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
+        super().__post_init__()
+        if self.minibatch_size is not None:
+            check_parts(self.batch_size, self.minibatch_size)
+        if self.num_processes is not None:
+            check_divides(self.num_processes, self.num_nodes)
+
+    def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
+        """Return the values of a group; each option is given once."""
+        given = vars(self)[name]
+        if given is None:
+            return {}
+        check.instance(name, given, group, f"a vecgym.{group.__name__}")
+        flat = [field.name for field in fields(group) if vars(self)[field.name] != field.default]
+        if flat:
+            raise ValueError(f"{flat[0]} is given beside {name}={group.__name__}(...): give it there.")
+        return {field.name: vars(given)[field.name] for field in fields(group)}
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers as a list."""
+        return as_loggers(self.logger)
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What a run's settings say of them."""
+        """What a run's settings say of its options."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
-        return {name: getattr(self, name) for name in names}
+        return {name: vars(self)[name] for name in names}
+
+
+GROUPS: dict[str, type[Options]] = {"compute": Compute, "processes": Processes, "checkpoints": Checkpoints}
+
+
+# ----------------------------------------------------------------------------------------------------- checks
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +314,8 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     ...
     ValueError: batch_size=0 must be an integer >= 1.
     """
-    plain = {name: CHECKS[name](name, value) if name in CHECKS else value for name, value in settings.items()}
+    checks = checks_of(FitOptions)
+    plain = {name: checks[name](name, value) if name in checks else value for name, value in settings.items()}
     if plain.get("minibatch_size") is not None:
         check_parts(plain["batch_size"], plain["minibatch_size"])
     return plain
@@ -136,54 +370,3 @@ def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulati
         )
     check_parts(batch_size, gradient_accumulation, "gradient_accumulation")
     return batch_size // gradient_accumulation
-
-
-@contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
-
-    Yields a list that is empty until the first Ctrl-C. Outside the main thread, where no handler can be set, it
-    stays empty.
-    """
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-
-    def handler(signum: int, frame: Any) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(signum)
-
-    try:
-        before = signal.signal(signal.SIGINT, handler)
-    except ValueError:  # a sub-interpreter
-        yield seen
-        return
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, if it is there; None: cuda, else mps, else cpu.
-
-    >>> resolve_device("cpu")
-    device(type='cpu')
-    """
-    present = ["cpu"]
-    if torch.backends.mps.is_available():
-        present.insert(0, "mps")
-    if torch.cuda.is_available():
-        present.insert(0, "cuda")
-    if device is None:
-        return torch.device(present[0])
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is not a device; allowed here: {', '.join(present)}, or None.") from None
-    count = torch.cuda.device_count() if chosen.type == "cuda" else 1
-    if chosen.type not in present or (chosen.index or 0) >= count:
-        raise ValueError(f"device={str(device)!r} is not there; present: {', '.join(present)}. None takes the best.")
-    return chosen

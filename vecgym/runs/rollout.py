@@ -7,25 +7,24 @@ follows that gradient.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.func import jvp, vjp
+from torch.func import jvp
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import check, nodes, tree
-from vecgym.core.held import reachable, replaced
+from vecgym.core.held import reachable
 from vecgym.core.transforms import Readable
-from vecgym.core.tree import Tree, differentiated
+from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
-from vecgym.engine.simulation import Simulation, State
-from vecgym.optim.formulas import root
+from vecgym.engine.simulation import Simulation
 from vecgym.optim.per_node import PerNodeRule
+from vecgym.runs.segments import differentiable_tensors, run, run_in_segments
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import is_per_rank
 
@@ -129,7 +128,7 @@ def rollout(
     local = prepared(model, engine, steps[0])
     _check_devices(local.device, {"batches": steps, "eval_batch": eval_batch, "params": params, "strategy": strategy})
     initial = None if params is None else _initial(params, local, num_nodes)
-    outside = _differentiated((strategy, steps, eval_batch, params))
+    outside = differentiable_tensors((strategy, steps, eval_batch, params))
     if outside:
         _check_rules(strategy)
     if segments is not None and any(not x.requires_grad or is_functorch_wrapped_tensor(x) for x in outside):
@@ -144,9 +143,9 @@ def rollout(
         )  # fmt: skip
         state = simulation.init(initial)
     if segments is None:
-        state, record = _run(simulation, state, steps)
+        state, record = run(simulation, state, steps)
     else:
-        state, record = _run_in_segments(simulation, state, steps, segments)
+        state, record = run_in_segments(simulation, state, steps, segments)
     loss = local.loss(nodes.mean(state.params), nodes.mean(state.buffers), eval_batch)
     return _connected(Outcome(loss, *record, state.params), outside)
 
@@ -194,7 +193,7 @@ def rollout_jvp(
     >>> outcome.loss, slope.loss  # (1 - 2 lr)^2 and its derivative
     (tensor(0.6400), tensor(-3.2000))
     """
-    if isinstance(strategy, Strategy) or not callable(strategy):
+    if isinstance(strategy, (Strategy, nn.Module)) or not callable(strategy):
         raise TypeError(
             f"strategy is of type {type(strategy).__name__}; rollout_jvp takes a function of the primals, such as "
             "lambda outer_lr: DiLoCoStrategy(outer_lr=outer_lr)."
@@ -208,171 +207,11 @@ def rollout_jvp(
     local = prepared(model, engine, as_steps(batches, num_nodes)[0])
 
     def outcome(*values: Tensor) -> Outcome:
-        return rollout(
-            model, strategy(*values), batches, num_nodes=num_nodes, eval_batch=eval_batch, engine=local, **settings
-        )
+        made = check.called("strategy", strategy, *values)
+        return rollout(model, made, batches, num_nodes=num_nodes, eval_batch=eval_batch, engine=local, **settings)
 
     value, slope = jvp(outcome, primals, tangents)[:2]
     return value, slope
-
-
-# ----------------------------------------------------------------------------------------------- the run
-
-Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T], bytes [T]
-
-
-def _run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[State, Record]:
-    losses, distances, sent = [], [], []
-    for batch in batches:
-        with Readable():
-            state, metrics = simulation.step(state, batch, differentiable=True)
-        losses.append(metrics.losses)
-        distances.append(root(nodes.squared_consensus_distance(state.params)))
-        step_bytes = sum(transfer.sent_bytes for transfer in metrics.transfers)
-        sent.append(torch.as_tensor(step_bytes, dtype=torch.float64))
-    return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))
-
-
-def _run_in_segments(
-    simulation: Simulation, state: State, batches: Sequence[Any], segments: int
-) -> tuple[State, Record]:
-    size = -(-len(batches) // segments)
-    records = []
-    for start in range(0, len(batches), size):
-        part = _Part(simulation, state, batches[start : start + size])
-        state, record = part.result(_Recomputed.apply(part, *part.tensors))
-        records.append(record)
-    losses, distances, sent = (torch.cat(parts) for parts in zip(*records))
-    return state, (losses, distances, sent)
-
-
-class _Part:
-    """A part of a run as a function of tensors alone.
-
-    In: `tensors`, of the state before it, and those that can be differentiated of its strategy and batches. Out: those
-    of the state after it and of the record.
-    """
-
-    def __init__(self, simulation: Simulation, state: State, batches: Sequence[Any]) -> None:
-        self.simulation = simulation
-        self.step = state.step
-        self.reads = simulation.strategy, list(batches)
-        self.outside = _differentiated(self.reads)
-        held, self._before = _flatten(_trees(state))
-        self.tensors = [*held, *self.outside]
-        self._after: Any = None
-
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        own = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
-        simulation = copy.copy(self.simulation)
-        simulation.strategy, batches = replaced(self.reads, own)
-        state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
-        found, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
-        return found
-
-    def result(self, tensors: Sequence[Tensor]) -> tuple[State, Record]:
-        """What the tensors of a call stand for."""
-        after = _filled(self._after, tensors)
-        return State(self.step + len(self.reads[1]), **after["state"]), tuple(after["record"].values())
-
-
-class _Recomputed(torch.autograd.Function):
-    """A part of a run of which only what went in is stored: the backward pass computes it again.
-
-    torch.utils.checkpoint cannot be used: the nodes' gradients are made by torch.func, which allows no hooks on what
-    is saved.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.part = part
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        return tuple(part(tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        part, tensors = ctx.part, ctx.saved_tensors
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed and tensors[i].is_floating_point()]
-        sent = [i for i, g in enumerate(grads) if g is not None]
-
-        def outputs(*values: Tensor) -> list[Tensor]:
-            given = dict(enumerate(tensors)) | dict(zip(wanted, values))
-            found = part(list(given.values()))
-            return [found[i] for i in sent]
-
-        given, by = [tensors[i] for i in wanted], [grads[i] for i in sent]
-        found: list[Tensor | None] = [None] * len(tensors)
-        if not sent:
-            slopes: Sequence[Tensor | None] = ()
-        elif torch.is_grad_enabled():  # derivatives will be taken of this, too
-            slopes = vjp(outputs, *given)[1](by)
-        else:
-            slopes = _slopes(outputs, [x.detach().requires_grad_() for x in given], by, check=part.step == 0)
-        for i, slope in zip(wanted, slopes):
-            found[i] = slope
-        return None, *found
-
-
-@torch.enable_grad()
-def _slopes(
-    outputs: Callable[..., list[Tensor]], given: list[Tensor], by: list[Any], check: bool
-) -> Sequence[Tensor | None]:
-    """The derivatives of sum by * outputs by what is given."""
-    pairs = [(y, g) for y, g in zip(outputs(*given), by) if y.requires_grad]
-    if not pairs:
-        return [None] * len(given)
-    ys, gs = zip(*pairs)
-    if check:
-        _check_all_found(ys, given)
-    return torch.autograd.grad(ys, given, gs, allow_unused=True)
-
-
-def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Raise a ValueError if `outputs` depend on another leaf that requires grad than those given."""
-    known = {id(x) for x in given}
-    seen: set[Any] = set()
-    todo = [y.grad_fn for y in outputs]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        if leaf is not None and id(leaf) not in known:
-            raise ValueError(
-                f"segments: the strategy reads a tensor of shape {list(leaf.shape)} that requires grad and is not "
-                "held by any of its objects, nor by a function's closure: keep it in one, or give segments=None."
-            )
-        todo += [after for after, _ in node.next_functions]
-
-
-def _trees(state: State) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in ("params", "buffers", "optimizer", "strategy")}
-
-
-class _Slot(int):
-    """The place of a tensor in a list."""
-
-
-def _flatten(values: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of nested dicts, each once; and the dicts with each tensor's place in its stead."""
-    tensors: list[Tensor] = []
-    places: dict[int, _Slot] = {}
-
-    def place(x: Tensor) -> Any:
-        if id(x) not in places:
-            places[id(x)] = _Slot(len(tensors))
-            tensors.append(x)
-        return places[id(x)]
-
-    return tensors, tree.map_leaves(place, values)
-
-
-def _filled(outline: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(outline, dict):
-        return {key: _filled(value, tensors) for key, value in outline.items()}
-    return tensors[outline] if isinstance(outline, _Slot) else outline
 
 
 def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
@@ -381,9 +220,6 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
         return outcome
     zero = torch.stack([x.reshape(-1)[:0].sum().to("cpu", torch.float64) for x in tensors]).sum()
     return Outcome(*tree.map_leaves(lambda x: x + zero.to(x), tuple(outcome)))
-
-
-# ---------------------------------------------------------------------------------------------- arguments
 
 
 def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engine:
@@ -517,8 +353,3 @@ def _check_names(settings: dict[str, Any]) -> None:
     unknown = sorted(set(settings) - {"params", "seed", "num_examples"})
     if unknown:
         raise TypeError(f"rollout_jvp has no argument {unknown[0]!r}; there are also params, seed and num_examples.")
-
-
-def _differentiated(root: Any) -> list[Tensor]:
-    """The tensors that an object holds and derivatives may be taken by."""
-    return [x for x in reachable(root) if differentiated(x)]

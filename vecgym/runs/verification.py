@@ -30,10 +30,10 @@ from vecgym.core import tree
 from vecgym.core.check import integer, kind_of
 from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
-from vecgym.engine import Engine, check_settings
+from vecgym.engine import Engine, check_settings, hooks
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records.rows import counted
-from vecgym.runs import multiprocess
+from vecgym.runs import links, multiprocess
 from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
 from vecgym.runs.options import check_strategy, checked
 from vecgym.strategy import (
@@ -215,7 +215,8 @@ def verify(
 
     Returns:
         A `Report`; `report.passed`, and `print(report)`. A check that fails names the first step, tensor and node that
-        differ, and the rule of the contract (README) that is most probably broken: `check.finding`.
+        differ, and the rule of the contract that is most probably broken, see
+        `vecgym.guide.writing_a_strategy`: `check.finding`.
 
     Raises:
         ValueError, TypeError: for arguments that cannot work.
@@ -239,7 +240,9 @@ def verify(
     check_settings(engine, None, None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {kind_of(model)}; give an nn.Module whose forward(batch) returns a loss.")
-    if dtype not in BOUNDS:
+    hooks.check_hooks(model)
+    hooks.check_pickled(model, "verify the strategy with a model that has none")
+    if not isinstance(dtype, torch.dtype) or dtype not in BOUNDS:
         raise ValueError(f"dtype={dtype} has no bound; allowed: {', '.join(map(str, BOUNDS))}.")
     check_divides(num_processes, num_nodes)
     strategy.check(num_nodes, steps)
@@ -247,16 +250,16 @@ def verify(
     [checks, *_] = multiprocess.run(
         _verify_in_process,
         num_processes,
-        (Run(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine), dtype),
+        (Case(strategy, model, dataset, num_nodes, steps, batch_size, seed, engine), dtype),
         labels=lambda rank: f"nodes {rank * per_process}-{(rank + 1) * per_process - 1}",
         timeout_s=timeout_s,
     )
     return Report(repr(strategy), num_nodes, num_processes, dtype, tuple(checks))
 
 
-def _verify_in_process(link: multiprocess.Link, given: Run, dtype: torch.dtype) -> list[Check]:
+def _verify_in_process(link: multiprocess.Link, given: Case, dtype: torch.dtype) -> list[Check]:
     torch.set_num_threads(1)
-    wire = Wire(watch=multiprocess.watch, announce=multiprocess.announce)
+    wire = Wire(watch=links.watch, announce=links.announce)
     given = given._replace(model=copy.deepcopy(given.model).to("cpu", dtype))
     [exact], [native] = (compare(given, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:
@@ -270,7 +273,7 @@ def _verify_in_process(link: multiprocess.Link, given: Run, dtype: torch.dtype) 
 # --------------------------------------------------------------------------------------- in every process alike
 
 
-class Run(NamedTuple):
+class Case(NamedTuple):
     """What is trained in both forms."""
 
     strategy: Strategy
@@ -313,7 +316,7 @@ class Run(NamedTuple):
         return tuple(Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed).shard_sizes)
 
 
-def compare(given: Run, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     """Step the stacked form and, in the processes of each wire, the distributed form; a `Check` for each wire.
 
     Every process of every wire calls it; this process must belong to all wires that it gives.
@@ -349,7 +352,7 @@ def compare(given: Run, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
 class _Form:
     """One of the two forms, as far as it has got."""
 
-    def __init__(self, given: Run, comm: Any, exact: bool) -> None:
+    def __init__(self, given: Case, comm: Any, exact: bool) -> None:
         self.given = given
         self.comm = comm
         self.simulation, self.batches = given.simulation(comm, exact)
@@ -411,7 +414,7 @@ def _calls(entries: Sequence[Entry]) -> str:
     return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "none"
 
 
-def _draws(given: Run, exact: bool, last_step: int) -> bool:
+def _draws(given: Case, exact: bool, last_step: int) -> bool:
     """Whether stacked runs differ when the global generators do."""
     before = GlobalStates.now()
     forms = []
@@ -506,7 +509,7 @@ class _Accounted(DistributedCollectives):
 # ----------------------------------------------------------------------------- against DistributedDataParallel
 
 
-def compare_with_ddp(given: Run, wire: Wire) -> tuple[Difference, ...]:
+def compare_with_ddp(given: Case, wire: Wire) -> tuple[Difference, ...]:
     """AllReduce's parameters against those of torch's DistributedDataParallel: same model, data and optimizer.
 
     A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm, that is the same.

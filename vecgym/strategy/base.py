@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
 from vecgym.core import check, nodes, rng
-from vecgym.core.tree import Tree, leaves, map_leaves
+from vecgym.core.tree import Tree, leaves
 from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
@@ -433,7 +433,7 @@ def optimizer_step(
     """Step `step` of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
     now = spec.at(step)
     everyone = ctx.rows is None and not ctx.exact
-    if everyone or all(x.numel() == 1 for x in leaves([now.kwargs, lr])):
+    if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
         return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
     rows = ctx.comm.node_ids if ctx.rows is None else ctx.rows
     # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
@@ -441,7 +441,7 @@ def optimizer_step(
     found = []
     for i, part in enumerate(parts):
         here = replace(ctx, rows=part)
-        own = now.replace(**map_leaves(here.own, now.kwargs)).rule()
+        own = now.mapped(here.own).rule()
         if len(parts) == 1:
             return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
         p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Mixing
+from vecgym.core import check
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
@@ -96,7 +97,7 @@ class GossipCommunicator(CommunicationModule):
             matrices = _cycle(self.topology)
             return Mixing.of(matrices[exchange % len(matrices)])
         if not isinstance(self.topology, str):
-            weights = _as_matrix(self.topology(step))
+            weights = _as_matrix(check.called("topology", self.topology, step), f"topology({step})")
             graphs.check_doubly_stochastic(weights, f"topology({step})")
             return Mixing.of(weights)
         if self.topology == "random_matching":
@@ -196,10 +197,7 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
         raise ValueError(f"topology={topology!r}: {allowed} An optimizer goes by name: inner_optim={topology!r}.")
     if callable(topology):
         return topology
-    try:
-        matrices = _as_matrix(topology)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"topology={topology!r}: {allowed}") from error
+    matrices = _as_matrix(topology, "topology", allowed)
     if matrices.dim() not in (2, 3) or len(matrices) == 0:
         raise ValueError(f"topology has shape {list(matrices.shape)}. {allowed}")
     for t, weights in enumerate(_cycle(matrices)):
@@ -207,9 +205,12 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
     return matrices if matrices.requires_grad else matrices.clone()
 
 
-def _as_matrix(weights: Any) -> Tensor:
+def _as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
     """A tensor as it is; Python's numbers in float64, as they are, not in torch's default type."""
-    return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
+    try:
+        return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}={weights!r}: {allowed}") from error
 
 
 def _warn(message: str) -> None:

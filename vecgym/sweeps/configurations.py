@@ -44,6 +44,15 @@ def _arguments(function: Any) -> tuple[set[str], set[str], bool]:
     return names, needed, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+def _has_signature(function: Any) -> bool:
+    """False for some that are written in C, such as int."""
+    try:
+        inspect.signature(function)
+    except ValueError:
+        return False
+    return True
+
+
 def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
     """Every axis is somebody's, and every function gets what it asks for."""
     axes = list(axes)
@@ -56,7 +65,7 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
     if model is None:
         raise TypeError(f"model is None; give {_WANTED['model']}.")
     for what, function in functions.items():
-        if not callable(function):
+        if not callable(function) or not _has_signature(function):
             raise TypeError(f"{what} is {check.kind_of(function)}; give {_WANTED[what]}.")
     if strategy is None and "strategy" not in axes:
         raise ValueError("there is no strategy: give strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr), say.")

@@ -4,68 +4,46 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import torch
 from torch import nn
 
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check
-from vecgym.core.errors import VecgymWarning
-from vecgym.engine import EngineName, check_settings
+from vecgym.core.errors import warn
+from vecgym.core.options import Options, function_of
 from vecgym.runs import multiprocess
 from vecgym.runs.memory import available_bytes
-from vecgym.runs.options import checked, resolve_device
+from vecgym.runs.options import Computation, Count, Flag, OptionalCount, Training, resolve_device
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Point, Uniform, checked_axes, count_points, points
-from vecgym.sweeps.configurations import check_axes, make_configurations
+from vecgym.sweeps.configurations import SETTINGS, check_axes, make_configurations
 from vecgym.sweeps.result import SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
 
 
-def sweep(
-    model: nn.Module | Callable[..., nn.Module],
-    train_dataset: Any,
-    val_dataset: Any = None,
-    *,
-    strategy: Strategy | Callable[..., Strategy] | None = None,
-    grid: Mapping[str, Iterable[Any] | Uniform],
-    num_nodes: int | None = None,
-    samples: int | None = None,
-    sample_seed: int = 0,
-    num_epochs: int = 1,
-    max_steps: int | None = None,
-    batch_size: int = 16,
-    minibatch_size: int | None = None,
-    shuffle: bool = True,
-    seed: int = 42,
-    device: str | torch.device | None = None,
-    val_size: int | None = None,
-    val_interval: int | None = 100,
-    engine: EngineName = "auto",
-    chunk_size: int | None = None,
-    node_threads: int | None = None,
-    dataloader_kwargs: Mapping[str, Any] | None = None,
-    chunk_configs: int | None = None,
-    max_memory_bytes: int | None = None,
-    max_configs: int = 10_000,
-    keep_models: bool = False,
-    resume: str | os.PathLike[str] | None = None,
-    dry_run: bool = False,
-    progress: bool = True,
-) -> SweepResult:
-    """Train every configuration of a grid, or a random choice, in as few stacked programs as possible.
-
-    Each configuration's curve is that of `Trainer.fit` for it alone, up to rounding (and dropout masks). All those
-    with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies;
-    those whose parameters are one copy for all nodes, as in AllReduce, are stacked apart from the others.
+@dataclass(frozen=True)
+class Swept(Options):
+    """What is trained, and on what.
 
     Args:
         model: an `nn.Module`, or a function of axes that returns one, such as `lambda seed: make(seed)`.
         train_dataset, val_dataset: see `vecgym.Trainer`.
+    """
+
+    model: nn.Module | Callable[..., nn.Module]
+    train_dataset: Any
+    val_dataset: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(Computation, Training, Swept):
+    """All that `sweep` takes; options of `Trainer.fit` are the same.
+
+    Args:
         strategy: a function of axes that returns a `Strategy`; or a `Strategy`; None: the grid has an axis
             "strategy" of strategies.
         grid: axis -> its values. Axes are arguments of `strategy` and `model`, and the settings "num_nodes",
@@ -81,8 +59,40 @@ def sweep(
         resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
             there already, the sweep goes on from it.
         dry_run: train nothing: look at `result.explain()`.
-        num_epochs, max_steps, batch_size, minibatch_size, shuffle, seed, device, val_size, val_interval, engine,
-            chunk_size, node_threads, dataloader_kwargs, progress: see `Trainer.fit`.
+    """
+
+    strategy: Strategy | Callable[..., Strategy] | None = None
+    grid: Mapping[str, Iterable[Any] | Uniform]
+    num_nodes: OptionalCount = None
+    samples: OptionalCount = None
+    sample_seed: Annotated[int, check.seed] = 0
+    chunk_configs: OptionalCount = None
+    max_memory_bytes: OptionalCount = None
+    max_configs: Count = 10_000
+    keep_models: Flag = False
+    resume: str | os.PathLike[str] | None = None
+    dry_run: Flag = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train_dataset", "val_dataset"):
+            data = vars(self)[name]
+            if isinstance(data, (nn.Module, Strategy)):
+                raise TypeError(
+                    f"{name} is {check.kind_of(data)}; the order is sweep(model, train_dataset, val_dataset)."
+                )
+
+
+@function_of(SweepOptions)
+def sweep(options: SweepOptions) -> SweepResult:
+    """Train every configuration of a grid, or a random choice, in as few stacked programs as possible.
+
+    Each configuration's curve is that of `Trainer.fit` for it alone, up to rounding (and dropout masks). All those
+    with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies;
+    those whose parameters are one copy for all nodes, as in AllReduce, are stacked apart from the others.
+
+    Args:
+        {arguments}
 
     Returns:
         A `SweepResult`. A configuration whose loss becomes NaN or infinite ends there, marked "diverged". On Ctrl-C
@@ -91,6 +101,7 @@ def sweep(
     Raises:
         ValueError, TypeError: for what cannot work, before training starts.
 
+    >>> import torch
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -106,63 +117,51 @@ def sweep(
     (4, 2, [0, 1, 2, 3, 4])
     """
     multiprocess.check_alone("the sweep")
-    axes = checked_axes(grid, samples)
-    check_axes(axes, strategy, model)
-    for name, data in (("train_dataset", train_dataset), ("val_dataset", val_dataset)):
-        if isinstance(data, (nn.Module, Strategy)):
-            raise TypeError(f"{name} is {check.kind_of(data)}; the order is sweep(model, train_dataset, val_dataset).")
-    check_settings(engine, chunk_size, node_threads)
-    checked({"val_size": val_size, "val_interval": val_interval, "progress": progress})
-    for name, value in (("samples", samples), ("chunk_configs", chunk_configs), ("max_memory_bytes", max_memory_bytes)):
-        check.optional_integer(name, value)
-    check.integer("max_configs", max_configs)
-    check.seed("sample_seed", sample_seed)
-    for name, value in (("keep_models", keep_models), ("dry_run", dry_run)):
-        check.flag(name, value)
-    if ("num_nodes" in axes) == (num_nodes is not None):
+    axes = checked_axes(options.grid, options.samples)
+    check_axes(axes, options.strategy, options.model)
+    if ("num_nodes" in axes) == (options.num_nodes is not None):
         raise ValueError('give the number of nodes once: num_nodes=8, or an axis grid["num_nodes"]=[4, 8].')
-    settings = {
-        "num_nodes": num_nodes, "batch_size": batch_size, "minibatch_size": minibatch_size, "max_steps": max_steps,
-        "num_epochs": num_epochs, "seed": seed, "shuffle": shuffle,
-    }  # fmt: skip
-    where = resolve_device(device)
-    memory = available_bytes(where) if max_memory_bytes is None else max_memory_bytes
-
-    def runner_of(points: Iterable[Point]) -> Runner:
-        return Runner(
-            train_dataset, val_dataset, axes, make_configurations(points, strategy, model, settings),
-            device=where, val_size=val_size, val_interval=val_interval,
-            engine=(engine, chunk_size, node_threads), dataloader_kwargs=dataloader_kwargs,
-            chunk_configs=chunk_configs, max_memory_bytes=memory, keep_models=keep_models,
-        )  # fmt: skip
-
-    count = count_points(axes, samples)
-    if count > max_configs:
-        few = runner_of(itertools.islice(points(axes, samples, sample_seed), 8))
+    count = count_points(axes, options.samples)
+    if count > options.max_configs:
+        few = _runner(options, axes, itertools.islice(points(axes, options.samples, options.sample_seed), 8))
         seconds, needed = few.estimate(count)
         raise ValueError(
-            f"the grid has {count:,} configurations, more than max_configs={max_configs:,}: about "
+            f"the grid has {count:,} configurations, more than max_configs={options.max_configs:,}: about "
             f"{duration(seconds)} and {readable_bytes(needed)} here, going by a few steps of the first ones. Give "
             f"samples=100 for a random choice, shorter axes, or max_configs={count}."
         )
-    runner = runner_of(points(axes, samples, sample_seed))
+    runner = _runner(options, axes, points(axes, options.samples, options.sample_seed))
     save = None
-    if resume is not None:
-        file = ResultsFile(runner, resume)
+    if options.resume is not None:
+        file = ResultsFile(runner, options.resume)
         file.load()
         save = file.save
     result = SweepResult(runner)
-    if dry_run:
+    if options.dry_run:
         return result
     try:
-        finished = runner.run(save, progress)
+        finished = runner.run(save, options.progress)
     finally:
         if save is not None:
             save()
     if not finished:
-        on = "" if resume is not None else " With resume=path it would go on from here."
-        warnings.warn(f"interrupted: {result!r}.{on}", VecgymWarning, stacklevel=2)
+        on = "" if options.resume is not None else " With resume=path it would go on from here."
+        warn(f"interrupted: {result!r}.{on}")
     return result
+
+
+def _runner(options: SweepOptions, axes: dict[str, Any], chosen: Iterable[Point]) -> Runner:
+    device = resolve_device(options.device)
+    memory = options.max_memory_bytes
+    settings = {name: vars(options)[name] for name in SETTINGS}
+    return Runner(
+        options.train_dataset, options.val_dataset, axes,
+        make_configurations(chosen, options.strategy, options.model, settings),
+        device=device, val_size=options.val_size, val_interval=options.val_interval,
+        engine=(options.engine, options.chunk_size, options.node_threads),
+        dataloader_kwargs=options.dataloader_kwargs, chunk_configs=options.chunk_configs,
+        max_memory_bytes=available_bytes(device) if memory is None else memory, keep_models=options.keep_models,
+    )  # fmt: skip
 
 
 def duration(seconds: float) -> str:

@@ -19,8 +19,8 @@ from vecgym.core import nodes, tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.records.rows import counted
+from vecgym.runs.interrupts import interrupts
 from vecgym.runs.memory import activations
-from vecgym.runs.options import interrupts
 from vecgym.strategy import Context
 from vecgym.sweeps.configurations import Configuration, alike
 from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve, Record, selected

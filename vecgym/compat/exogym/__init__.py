@@ -9,7 +9,7 @@ which random numbers (all nodes are seeded alike, node 0 evaluates and stays in 
 and FedAvg first after H + 1 steps), and what EXO Gym ignores. One thing is mended: DiLoCo's outer parameters are node
 0's own there on a CPU. It runs rank by rank, node after node: for comparison with old results.
 
-Reference: exo-explore/gym at 9fa323c. The quirks, and what becomes of each, are a table in the README.
+Reference: exo-explore/gym at 9fa323c. The quirks, and what becomes of each, are a table in `vecgym.guide.compat`.
 """
 
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, barrier, broadcast

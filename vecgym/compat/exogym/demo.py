@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from vecgym.compat.exogym.communicate import all_gather
+from vecgym.compat.exogym.options import checked
 from vecgym.compat.exogym.strategies import AnySpec, Spec, Strategy, take_inner_spec
 from vecgym.compress import grid
 
@@ -23,6 +24,7 @@ class DeMoStrategy(Strategy):
     gradient; EXO Gym does not read that either.
     """
 
+    @checked
     def __init__(
         self,
         compression_decay: float = 0.999,

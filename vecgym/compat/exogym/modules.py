@@ -13,7 +13,7 @@ from typing import Any
 
 import vecgym.records.loggers
 from vecgym.compat.exogym import communicate, demo, logger, strategies, strict, trainer, utils
-from vecgym.core import check
+from vecgym.compat.exogym.options import checked
 from vecgym.core.errors import warn
 
 _COMMUNICATE = {
@@ -96,6 +96,7 @@ ABSENT = {
 }
 
 
+@checked
 def install(strict_timing: bool = False) -> None:
     """Make `import exogym...` find vecgym's classes, in this process, from now on. More calls change only the mode.
 
@@ -159,7 +160,8 @@ class _Module(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-def run_script(path: str, args: Sequence[str] = (), strict_timing: bool = False) -> None:
+@checked
+def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), strict_timing: bool = False) -> None:
     """Run a script as `python path args` would, with `exogym` being vecgym's. What it raises comes out.
 
     Args:
@@ -167,13 +169,12 @@ def run_script(path: str, args: Sequence[str] = (), strict_timing: bool = False)
         args: its command line.
         strict_timing: see `install`.
     """
-    path, args = str(check.path("path", path)), list(args)
     before = sys.argv, list(sys.path)
-    sys.argv = [path, *args]
+    sys.argv = [str(path), *args]
     sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
     install(strict_timing)
     try:
-        runpy.run_path(path, run_name="__main__")
+        runpy.run_path(os.fspath(path), run_name="__main__")
     finally:
         uninstall()
         sys.argv, sys.path[:] = before

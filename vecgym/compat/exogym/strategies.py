@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from vecgym import optim as vecgym_optim
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, broadcast, broadcast_object_list
-from vecgym.compat.exogym.options import OF_STRATEGIES, warn_without_effect
+from vecgym.compat.exogym.options import OF_STRATEGIES, checked, warn_without_effect
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.core import check
 from vecgym.optim.schedule import NAMES as SCHEDULES
@@ -78,6 +78,7 @@ class Strategy(ABC, LogModule):
 
     strict_timing = False  # of the run; the trainer sets it
 
+    @checked
     def __init__(
         self,
         lr_scheduler: str | Callable[..., Any] | None = None,
@@ -157,6 +158,7 @@ class Strategy(ABC, LogModule):
 class SimpleReduceStrategy(Strategy):
     """AllReduce: the optimizer's step on the mean gradient."""
 
+    @checked
     def __init__(self, optim_spec: AnySpec = None, max_norm: float | None = None, **options: Any) -> None:
         self.optim_spec = take_inner_spec(self, optim_spec, options)
         self.max_norm = max_norm
@@ -204,6 +206,7 @@ class CommunicationModule(ABC):
 class CommunicateOptimizeStrategy(Strategy):
     """The optimizer's step, then each communication module in turn."""
 
+    @checked
     def __init__(
         self,
         communication_modules: Sequence[CommunicationModule],
@@ -212,7 +215,12 @@ class CommunicateOptimizeStrategy(Strategy):
         **options: Any,
     ) -> None:
         self.optim_spec = take_inner_spec(self, optim_spec, options)
-        self.communication_modules = list(communication_modules)
+        self.communication_modules = [
+            check.instance(
+                f"communication_modules[{i}]", module, CommunicationModule, "a communication module of exogym"
+            )
+            for i, module in enumerate(communication_modules)
+        ]
         self.max_norm = max_norm
         super().__init__(**options)
         for module in self.communication_modules:
@@ -251,6 +259,7 @@ class DiLoCoCommunicator(CommunicationModule):
     first is 0.
     """
 
+    @checked
     def __init__(self, H: int = 100, outer_optim_spec: AnySpec = None, **options: Any) -> None:
         check.keywords(type(self).__name__, options, ())
         self.H = H
@@ -296,6 +305,7 @@ class DiLoCoCommunicator(CommunicationModule):
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
     """H local steps, then one step of an outer optimizer on the nodes' mean movement."""
 
+    @checked
     def __init__(
         self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: int = 100, **options: Any
     ) -> None:
@@ -311,6 +321,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 class AveragingCommunicator(CommunicationModule):
     """The mean of the parameters over all nodes, or over random islands that node 0 draws and sends."""
 
+    @checked
     def __init__(self, island_size: int | None = None, **options: Any) -> None:
         check.keywords(type(self).__name__, options, ())
         self.island_size = island_size
@@ -350,6 +361,7 @@ class AveragingCommunicator(CommunicationModule):
 class FedAvgStrategy(CommunicateOptimizeStrategy):
     """H local steps, then the mean of the parameters, over all nodes or random islands."""
 
+    @checked
     def __init__(
         self,
         inner_optim: AnySpec = None,
@@ -379,6 +391,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 class IndexSelector:
     """Which coordinates of a tensor are exchanged: here all. Node 0's answer counts."""
 
+    @checked
     def __init__(self, p: float) -> None:
         self.p = p
         self.state: dict[Tensor, Any] = {}
@@ -432,6 +445,7 @@ class PartitionedIndexSelector(IndexSelector):
 class SparseCommunicator(CommunicationModule):
     """The mean of the coordinates that a selector draws on node 0, which sends the mask."""
 
+    @checked
     def __init__(
         self,
         index_selector: IndexSelector | float | None = None,
@@ -463,6 +477,7 @@ class SparseCommunicator(CommunicationModule):
 class SPARTAStrategy(CommunicateOptimizeStrategy):
     """After every step, the mean of a random part of the parameters."""
 
+    @checked
     def __init__(
         self, optim_spec: AnySpec = None, p_sparta: float = 0.005, async_sparta_delay: int = 0, **options: Any
     ) -> None:
@@ -477,6 +492,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     """SPARTA every `sparta_interval` steps, and DiLoCo every H."""
 
+    @checked
     def __init__(
         self,
         inner_optim_spec: AnySpec = None,

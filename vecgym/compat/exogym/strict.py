@@ -27,7 +27,7 @@ from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.core.rng import GlobalStates
 from vecgym.records.history import History
-from vecgym.runs.options import interrupts
+from vecgym.runs.interrupts import interrupts
 from vecgym.runs.recorder import Loggers
 from vecgym.strategy import per_rank
 
@@ -63,7 +63,7 @@ class TrainConfig:
 
 
 @dataclass
-class Run:
+class StrictRun:
     """What came of a run."""
 
     history: History
@@ -71,7 +71,7 @@ class Run:
     nodes: Nodes
 
 
-class Recorder:
+class StrictRecorder:
     """What the nodes observe, as rows; node 0 writes them."""
 
     def __init__(self, history: History, ledger: Ledger, loggers: Loggers, bar: tqdm, num_nodes: int) -> None:
@@ -99,7 +99,7 @@ class Recorder:
 class TrainNode(LogModule):
     """One node: its model, data and strategy, and its training loop. Made in the node's thread by `run`."""
 
-    def __init__(self, config: TrainConfig, recorder: Recorder | None = None) -> None:
+    def __init__(self, config: TrainConfig, recorder: StrictRecorder | None = None) -> None:
         if recorder is None:
             raise TypeError("a TrainNode is a part of a run: call Trainer(...).fit(..., num_nodes=K).")
         assert config.rank is not None
@@ -231,7 +231,7 @@ class TrainNode(LogModule):
         return super().__config__(hidden)
 
 
-def run(config: TrainConfig, loggers: Loggers, settings: dict[str, Any], progress: bool, result: Run) -> None:
+def run(config: TrainConfig, loggers: Loggers, settings: dict[str, Any], progress: bool, result: StrictRun) -> None:
     """Train, and put what comes of it into `result`, also when it is interrupted."""
     num_nodes = config.num_nodes
     comm = StackedCollectives(num_nodes, ledger=result.ledger)
@@ -243,7 +243,7 @@ def run(config: TrainConfig, loggers: Loggers, settings: dict[str, Any], progres
         interrupts() as interrupted,
         tqdm(disable=not progress, unit="step") as bar,
     ):
-        recorder = Recorder(result.history, comm.ledger, loggers, bar, num_nodes)
+        recorder = StrictRecorder(result.history, comm.ledger, loggers, bar, num_nodes)
         recorder.interrupted = interrupted
 
         def work(rank: int) -> None:
@@ -266,7 +266,7 @@ def run(config: TrainConfig, loggers: Loggers, settings: dict[str, Any], progres
         raise KeyboardInterrupt(f"interrupted after step {len(result.history)}")
 
 
-def _gather(config: TrainConfig, trained: list[TrainNode | None], result: Run) -> None:
+def _gather(config: TrainConfig, trained: list[TrainNode | None], result: StrictRun) -> None:
     models = [node.model for node in trained if node is not None]
     if len(models) == config.num_nodes:
         for kind in ("params", "buffers"):

@@ -16,7 +16,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.compat.exogym import strict
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
-from vecgym.compat.exogym.options import OF_RUNS, warn_without_effect
+from vecgym.compat.exogym.options import OF_RUNS, checked, warn_without_effect
 from vecgym.compat.exogym.strategies import Strategy
 from vecgym.compat.exogym.utils import create_config
 from vecgym.compat.exogym.vectorised import vectorised
@@ -24,7 +24,7 @@ from vecgym.core import check, nodes
 from vecgym.core.errors import warn
 from vecgym.core.nodes import Nodes
 from vecgym.records.history import History
-from vecgym.records.loggers import Logger
+from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs import trainer as vecgym_trainer
 from vecgym.runs.options import accumulated, resolve_device
 from vecgym.runs.recorder import Loggers
@@ -75,6 +75,7 @@ class Trainer:
     tensor(0.7000, requires_grad=True)
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -96,6 +97,7 @@ class Trainer:
         self.ledger = Ledger()
         self.nodes: Nodes | None = None
 
+    @checked
     def fit(
         self,
         num_epochs: int = 1,
@@ -139,10 +141,6 @@ class Trainer:
             )
         if num_nodes is None:
             raise TypeError("fit() needs num_nodes=K.")
-        num_nodes, batch_size = check.integer("num_nodes", num_nodes), check.integer("batch_size", batch_size)
-        val_interval = check.integer("val_interval", val_interval)
-        minibatch_size = check.optional_integer("minibatch_size", minibatch_size)
-        max_steps = check.optional_integer("max_steps", max_steps)
         if minibatch_size is not None and minibatch_size > batch_size:
             raise ValueError(f"minibatch_size={minibatch_size} must not be larger than batch_size={batch_size}.")
         device = resolve_device(options.get("device") or self.device or None)
@@ -181,7 +179,8 @@ class Trainer:
                     save_dir=None if checkpoint_interval is None else os.path.join(save_dir, name),
                 )  # fmt: skip
         finally:
-            self.history, self.ledger, self.nodes = trainer.history, trainer.ledger, trainer._nodes
+            self.history, self.ledger = trainer.history, trainer.ledger
+            self.nodes = None if trainer.run is None else trainer.run.nodes
 
     def _fit_strict(self, config: strict.TrainConfig, loggers: Loggers, progress: bool) -> nn.Module:
         for text in (*config.strategy.ignored, *self._ignored_modules(config.strategy)):
@@ -194,7 +193,7 @@ class Trainer:
         settings = {"num_nodes": config.num_nodes, "batch_size": config.batch_size, "strict_timing": True}
         self.history, self.ledger = History(settings), Ledger()
         self.nodes = Nodes(copy.deepcopy(self.model_orig), config.num_nodes, {}, {})
-        strict.run(config, loggers, settings, progress, strict.Run(self.history, self.ledger, self.nodes))
+        strict.run(config, loggers, settings, progress, strict.StrictRun(self.history, self.ledger, self.nodes))
         average = {**nodes.mean(self.nodes.params), **nodes.mean(self.nodes.buffers)}
         return nodes.fill(self.model_orig, average)
 
@@ -211,7 +210,7 @@ class Trainer:
             return []
         given = options.get("logger")
         if given is not None:
-            return list(given) if isinstance(given, (list, tuple)) else [given]
+            return as_loggers(given)
         extra = {**settings, "kwargs": options.get("kwargs") or {}}
         config = create_config(self.model_orig, strategy, None, extra)
         project = options.get("wandb_project")
@@ -224,6 +223,7 @@ class Trainer:
             warn("fit(): log_x_axis='examples' has no effect without wandb_project: train.csv has both columns.")
         return [CSVLogger(name, config)]
 
+    @checked
     def find_minibatch_size(self, num_nodes: int, batch_size: int, force_recalculate: bool = False) -> int:
         """`batch_size`: nothing is probed here."""
         return batch_size

@@ -1,0 +1,92 @@
+"""The options of a run: written once, flat or in groups, shown and checked alike."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tests.fitting import dataset
+from tests.models import make_model
+from vecgym import Checkpoints, Compute, Processes, Trainer, sweep
+from vecgym.runs.options import GROUPS, FitOptions
+from vecgym.strategy import AllReduceStrategy
+from vecgym.sweeps.run import SweepOptions
+
+
+def options(**given: Any) -> FitOptions:
+    return FitOptions(AllReduceStrategy("sgd", lr=0.1), 4, **given)
+
+
+def values(given: FitOptions) -> dict[str, Any]:
+    return {name: value for name, value in vars(given).items() if name != "strategy"}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        Checkpoints(save_dir="runs", checkpoint_interval=5, resume=True, keep_checkpoints=3),
+        Processes(backend="processes", num_processes=2, exact=True, timeout_s=9.0),
+        Compute(engine="loop", chunk_size=2, node_threads=3, autocast=True, max_memory_usage=0.5),
+    ],
+    ids=lambda group: type(group).__name__,
+)
+def test_a_group_is_its_flat_names(group: Any) -> None:
+    name = next(name for name, cls in GROUPS.items() if type(group) is cls)
+    assert all(vars(group)[field.name] != field.default for field in fields(group)), "each is tested"
+    assert values(options(**{name: group})) == values(options(**vars(group)))
+
+
+def test_an_option_is_given_once() -> None:
+    with pytest.raises(ValueError, match=r"save_dir is given beside checkpoints=Checkpoints\(\.\.\.\): give it there"):
+        options(save_dir="runs", checkpoints=Checkpoints(save_dir="runs"))
+    with pytest.raises(TypeError, match=r"processes is of type str; give a vecgym.Processes"):
+        options(processes="all")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Checkpoints(resume=True), "resume=True needs save_dir"),
+        (lambda: Checkpoints(checkpoint_interval=3), "checkpoint_interval=3 needs save_dir"),
+        (lambda: Processes(num_processes=2), "num_processes=2 with backend='stacked' has no effect"),
+        (lambda: Processes(backend="process"), "did you mean 'processes'"),  # type: ignore[arg-type]
+        (lambda: Compute(chunk_size=0), "chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose"),
+        (lambda: options(backend="processes", num_processes=3), "num_processes=3 must divide num_nodes=4"),
+    ],
+)
+def test_a_group_is_checked_where_it_is_made(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_settled_options_can_be_settled_again() -> None:
+    given = options(gradient_accumulation=4, checkpoints=Checkpoints(save_dir="runs"))
+    assert (given.minibatch_size, given.gradient_accumulation, given.checkpoints) == (4, None, None)
+    assert values(replace(given, seed=42)) == values(given)
+
+
+@pytest.mark.parametrize(
+    ("function", "cls", "first"), [(Trainer.fit, FitOptions, ["self"]), (sweep, SweepOptions, [])], ids=["fit", "sweep"]
+)
+def test_all_options_are_shown_and_documented_once(function: Any, cls: Any, first: list[str]) -> None:
+    names = [field.name for field in fields(cls)]
+    shown = [name for name in inspect.signature(function).parameters if name not in first]
+    assert sorted(shown) == sorted(names)
+    section = re.search(r"Args:\n(.*?)\n\nReturns", function.__doc__ or "", re.DOTALL)
+    assert section is not None
+    documented = ", ".join(re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE)).split(", ")
+    assert sorted(documented) == sorted(names)
+
+
+def test_an_unknown_option_names_the_one_that_was_meant() -> None:
+    trainer: Any = Trainer(make_model("MLP"), dataset("MLP"))
+    with pytest.raises(TypeError, match=r"fit\(\) has no argument 'batchsize'; did you mean 'batch_size'\?"):
+        trainer.fit(AllReduceStrategy(), 2, batchsize=4)
+    with pytest.raises(TypeError, match=r"fit\(\): missing a required argument: 'num_nodes'"):
+        trainer.fit(AllReduceStrategy())
+    with pytest.raises(TypeError, match=r"sweep\(\) has no argument 'max_step'; did you mean 'max_steps'\?"):
+        sweep(make_model("MLP"), dataset("MLP"), grid={"lr": [0.1]}, max_step=4)  # type: ignore[call-arg]

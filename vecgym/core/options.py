@@ -1,0 +1,122 @@
+"""Options as dataclasses whose types say how each is checked, and functions that take them by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
+
+from vecgym.core import check
+
+P = ParamSpec("P")
+Given = TypeVar("Given")
+Owner = TypeVar("Owner")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of frozen dataclasses: every field of type `Annotated[..., check]` becomes `check(name, value)`.
+
+    >>> @dataclass(frozen=True)
+    ... class Sizes(Options):
+    ...     rows: Annotated[int, check.integer] = 1
+    >>> Sizes(rows=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: rows=0 must be an integer >= 1.
+    """
+
+    def __post_init__(self) -> None:
+        own: Any = type(self)
+        checks = checks_of(own)
+        self.settle(**{name: checks[name](name, value) for name, value in vars(self).items() if name in checks})
+
+    def settle(self, **values: Any) -> None:
+        """Set fields while the object is made; from then on it is frozen."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@functools.cache
+def checks_of(options: Any) -> dict[str, Callable[[str, Any], Any]]:
+    """Return the checks of a class of options by the names of its fields."""
+    hints = get_type_hints(options, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def takes(
+    options: Callable[P, Given],
+) -> Callable[[Callable[[Owner, Given], Result]], Callable[Concatenate[Owner, P], Result]]:
+    """Let a method that takes an options object be called with the options by name.
+
+    Type checkers and `help` see all of them; `{arguments}` in its docstring becomes their documentation.
+
+    >>> @dataclass(frozen=True)
+    ... class Sizes(Options):
+    ...     rows: Annotated[int, check.integer] = 1
+    >>> class Table:
+    ...     @takes(Sizes)
+    ...     def make(self, options):
+    ...         return options.rows
+    >>> Table().make(rows=3), str(inspect.signature(Table.make))
+    (3, "(self, rows: 'int' = 1)")
+    >>> Table().make(row=3)
+    Traceback (most recent call last):
+    ...
+    TypeError: make() has no argument 'row'; did you mean 'rows'? It has: rows.
+    """
+
+    def decorate(method: Callable[[Owner, Given], Result]) -> Callable[Concatenate[Owner, P], Result]:
+        @functools.wraps(method)
+        def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+            _check_call(method.__name__, options, *args, **kwargs)
+            return method(self, options(*args, **kwargs))
+
+        _show(call, options, inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        return call
+
+    return decorate
+
+
+def function_of(options: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
+    """Do as `takes` for a function."""
+
+    def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            _check_call(function.__name__, options, *args, **kwargs)
+            return function(options(*args, **kwargs))
+
+        _show(call, options)
+        return call
+
+    return decorate
+
+
+def _check_call(name: str, options: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Raise a TypeError for a call that lacks an option, or has one that there is not."""
+    signature = inspect.signature(options)
+    check.keywords(f"{name}()", kwargs, signature.parameters)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}.") from None
+
+
+def _show(function: Any, options: Any, *first: inspect.Parameter) -> None:
+    """Give a function the signature and the documentation of its options."""
+    given, hints = inspect.signature(options).parameters.items(), get_type_hints(options)
+    shown = [p.replace(annotation=inspect.formatannotation(hints[name])) for name, p in given]
+    function.__signature__ = inspect.Signature([*first, *shown])
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("    {arguments}", _arguments(options))
+
+
+def _arguments(options: Any) -> str:
+    """Return what the docstrings of options say below "Args:", those that are inherited first."""
+    texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(options.__mro__)]
+    found = [re.search(r"^Args:\n(.*?)(\n\n|\Z)", text, re.DOTALL | re.MULTILINE) for text in texts]
+    return "\n".join(match[1] for match in found if match)

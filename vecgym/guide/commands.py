@@ -1,0 +1,56 @@
+"""Commands: the command line
+
+| command | what it does |
+|---|---|
+| `vecgym compare` | trains a small GPT with several strategies, and compares them |
+| `vecgym run` | trains as a function in a file says |
+| `vecgym sweep` | runs a grid of configurations as a function in a file says |
+| `vecgym plot` | draws runs that a `CSVLogger` or `vecgym run` wrote |
+| `vecgym verify` | compares strategies with themselves on real processes |
+| `vecgym exogym` | runs a script that was written for EXO Gym |
+| `vecgym info` | shows versions, devices, threads and engines |
+
+Each has `--help`.
+
+## Configurations
+
+A configuration is a function in a file. It returns a dict with `model`, `train_dataset`, `val_dataset` and the
+arguments of `Trainer.fit`:
+
+```python
+# experiment.py
+import torch
+from vecgym.models import Classifier
+from vecgym.strategy import DiLoCoStrategy
+
+
+def diloco(H=20, lr=3e-3):
+    torch.manual_seed(0)
+    x = torch.randn(4096, 20)
+    dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+    return {
+        "model": Classifier(torch.nn.Linear(20, 4)), "train_dataset": dataset, "val_dataset": dataset,
+        "strategy": DiLoCoStrategy("adamw", H=H, lr=lr), "num_nodes": 16, "max_steps": 500,
+    }
+```
+
+```bash
+vecgym run experiment.py:diloco --output runs/diloco-20
+vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50
+vecgym plot runs/diloco-20 runs/diloco-50 --x bytes --output both.png
+```
+
+`--set` passes an argument to the function, or else replaces an item of the dict that it returns. `vecgym sweep
+FILE.py:function` takes the arguments of `vecgym.sweep` in the same way, and writes rows, figures, and which
+configurations shared a program. `vecgym verify FILE.py:function` compares what the function returns with itself on
+processes. Earlier results are replaced only with `--overwrite`.
+
+## Exit codes
+
+| code | meaning |
+|--:|---|
+| 0 | done |
+| 1 | an error: one line on stderr, with the line of your code that it came through; `--traceback` shows all of it |
+| 2 | an invalid command line |
+| 130 | interrupted with Ctrl-C |
+"""

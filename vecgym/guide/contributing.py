@@ -1,0 +1,58 @@
+"""Contributing: where to add what, and the checks
+
+README.md has the picture of the floors on which the packages stand, and the three files to read first.
+
+## Ideas behind the code
+
+- **The node dimension comes first**, and size 1 means "the same on every node". Hence AllReduce keeps one copy of
+  parameters and optimizer state for all nodes and computes one gradient, and DiLoCo keeps one outer copy.
+- **State is explicit.** What evolves is a tree of tensors that `init` returns and `step` takes and gives back. `step`
+  may overwrite the state that it is given, unless it runs with `differentiable=True`: then it is a pure function, and
+  gradients with respect to learning rates, momenta or anything else flow through whole runs.
+- **What was sent is a value, too.** A step returns its `Transfer`s, and the ledger of a run is made of them.
+- **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees and a `comm` object. That
+  is what lets one source run stacked, distributed, swept and differentiated.
+
+## Where to add what
+
+| what | where | its tests |
+|---|---|---|
+| a strategy | see `vecgym.guide.writing_a_strategy` | |
+| a codec | a `Codec` in `vecgym/compress/codecs.py`, its name in `METHODS` | `CODECS` in `tests/test_compression.py` |
+| a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
+| a selector of coordinates | a `Selector` in `vecgym/strategy/sparta.py` | `SELECTORS` in `tests/test_sparta.py` |
+| an optimizer | none is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |
+| a collective | `vecgym/collectives/base.py`, and both backends beside it | `tests/test_collectives.py`, `tests/test_distributed.py` |
+| a partition of data | `vecgym/data/partition.py` | `tests/test_partition.py` |
+| a logger | a `Logger` in `vecgym/records/loggers.py` | `tests/test_logger.py` |
+| a column of the history | `SCALARS` in `vecgym/records/history.py` | `tests/test_trainer.py` |
+| a plot | a function in a file of `vecgym/plot/` that returns a figure | `tests/test_plot.py`; look at it |
+| a benchmark | `benchmarks/NAME.py` that prints a table, says how long it takes, and has `--quick` | `benchmarks/test_benchmarks.py` |
+| a command | `vecgym/cli/NAME.py` with `options(parser)` and `run(args)`, a row in `COMMANDS` | `tests/test_commands.py` |
+| a page of this guide | `vecgym/guide/NAME.py`, one docstring; a row in README's table and in `vecgym/guide/__init__.py` | `tests/test_readme.py`, `.ci/docs` |
+| a package | on a floor, in `FLOORS` of `tests/test_floors.py` and in README's picture | `tests/test_floors.py`, `tests/test_api.py` |
+
+## Checks
+
+```bash
+pip install -e ".[dev]"
+pytest                                           # all tests and all examples in docstrings, on all cores
+pytest -n 0 tests/test_properties.py -k diloco   # what every strategy must do, of some
+pytest -n 0 vecgym/strategy/diloco.py            # the examples of one module
+pytest benchmarks; .ci/notebooks                 # every benchmark in short, every notebook
+.ci/docs site                                    # guide and API as web pages, with all links checked
+ruff check . && ruff format --check . && mypy
+.ci/run                                          # all of these in a fresh virtual environment
+.ci/run ends                                     # a part of the tests with the oldest and the newest torch
+```
+
+vecgym needs torch 2.6 or later and Python 3.10 or later. `.ci/run` tests everything with torch 2.13.0, and then engine,
+collectives, optimizers, ledger, twins, second derivatives and golden traces with 2.6.0 and 2.14.1. If one of these
+cannot be installed, it says so. All this runs in one Python, the `python3` that it finds; for the others there is only
+the linter, which refuses syntax that Python 3.10 lacks.
+
+Tests have fixed seeds, measure no time, run in any order, and fit into ten minutes on two cores.
+
+Each algorithm has a naive twin in `tests/reference/`, written from the paper without vecgym. The guide is executed too:
+its `>>>` examples are doctests, and its `python` blocks, which are whole files, run in `tests/test_readme.py`.
+"""

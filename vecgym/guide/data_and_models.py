@@ -1,0 +1,79 @@
+"""Data and models: what a node trains, and on which examples
+
+## Models
+
+A model is any `torch.nn.Module` that is called as `model(batch)` and returns the mean loss of the batch. The batch has
+the form in which the dataset yields its examples.
+
+>>> import torch
+>>> class Regression(torch.nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.linear = torch.nn.Linear(20, 1)
+...
+...     def forward(self, batch):
+...         x, y = batch
+...         return (self.linear(x).squeeze(-1) - y).square().mean()
+
+`vecgym.models.Classifier` wraps a network that returns logits, and `vecgym.models.GPT` is a small nanoGPT.
+
+- Batch norm keeps the statistics of each node. They are never exchanged during a run, and averaged at its end.
+- Dropout differs between nodes and is reproducible. Tied weights stay tied, frozen parameters stay frozen.
+- `fit` returns a new module and leaves yours untouched.
+- A parameter without influence on the loss in the first step is assumed never to have any, and is not updated.
+
+## Datasets
+
+One dataset is dealt to the nodes exactly as `torch.utils.data.DistributedSampler` does with `set_epoch`. To choose the
+examples of each node yourself, pass a factory `(rank, num_nodes, train_dataset) -> Dataset`.
+
+>>> from vecgym import Trainer
+>>> from vecgym.data import partition_dirichlet
+>>> from vecgym.models import Classifier
+>>> from vecgym.strategy import FedAvgStrategy
+>>> _ = torch.manual_seed(0)
+>>> x = torch.randn(1024, 20)
+>>> labels = x[:, :4].argmax(1)
+>>> dataset = torch.utils.data.TensorDataset(x, labels)
+>>> partition = partition_dirichlet(labels, 8, alpha=0.3)  # unlike mixtures of classes
+>>> trainer = Trainer(Classifier(torch.nn.Linear(20, 4)), partition.datasets(dataset))
+>>> averaged = trainer.fit(FedAvgStrategy("sgd", H=5, lr=0.1), num_nodes=8, max_steps=10)
+
+The other partitions are `partition_iid`, `partition_shards` (a few classes on each node) and `partition_quantity_skew`.
+`vecgym.plot.plot_partition` draws any of them.
+
+- `TensorDataset`, a `Subset` of it, and datasets with `__getitems__` are read without Python code per example. Others
+  go through a `DataLoader` with your `dataloader_kwargs`.
+- A batch depends on (seed, step, node) alone, so a run can resume at any step.
+- The last batch of an epoch may be smaller, on all nodes alike; `drop_last` drops it.
+- A node whose own dataset is shorter repeats its examples until the longest dataset is through. A node with fewer than
+  `batch_size` examples uses all of them as its batch.
+- All nodes make the same number of steps. There are no local epochs yet.
+
+## Engines
+
+The engine computes the gradients of all nodes.
+
+| `engine=` | how |
+|---|---|
+| `"auto"` | the default: chooses by a fixed rule, and spreads the nodes over CPU threads where that pays |
+| `"vmap"` | all nodes in one call, or `chunk_size` at a time |
+| `"loop"` | one node after the other, for any model |
+| `"fastest"` | measures on the first steps, and so may choose differently from run to run |
+
+`"auto"` never measures, so a script gives the same bits at every run on one machine. `history.settings` records the
+choice.
+
+Where `vmap` cannot run a model, a message names the line of the model, and the loop takes over. The CPU cores then work
+on different nodes. This happens with LSTMs, activation checkpointing, Python branches on tensor values, hooks on
+gradients, and embeddings with `max_norm` or `scale_grad_by_freq`. Hooks on `p.grad` are refused.
+
+Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
+They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over
+CPU threads, since all threads share torch's one generator.
+
+## When a run stops
+
+A loss that becomes NaN stops the run and names node and step (`on_divergence`). Ctrl-C ends the run after the current
+step. In both cases `trainer.history` and `trainer.nodes` hold the run so far.
+"""

@@ -1,0 +1,82 @@
+"""Gradients: differentiate through whole training runs
+
+A run is a differentiable function of every number that its strategy takes: learning rates (one, one per node `[K]`, or
+one per step `[T, 1]`), momenta, betas, weight decay and mixing matrices. It is also differentiable in the initial
+parameters, in the batches, and in *how much* the nodes exchange after each step. That is `sync_weight`, a tensor `[T]`
+that takes the place of `H`: 0 means no exchange and 1 a full one; in between, state and parameters go part of the way.
+
+## Rollouts
+
+>>> import torch, vecgym
+>>> from vecgym.data import Batches
+>>> from vecgym.models import Classifier
+>>> from vecgym.strategy import DiLoCoStrategy
+>>> _ = torch.manual_seed(0)
+>>> x = torch.randn(1024, 20)
+>>> dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+>>> model = Classifier(torch.nn.Linear(20, 4))
+
+>>> batches = list(Batches(dataset, num_nodes=4, batch_size=16).iterate(0, 20))  # 20 steps of [K, B, ...], as in fit
+>>> outer_lr = torch.tensor(0.7, requires_grad=True)
+>>> weights = torch.full((20,), 0.2, requires_grad=True)
+>>> strategy = DiLoCoStrategy("sgd", lr=0.1, outer_lr=outer_lr, sync_weight=weights)
+>>> outcome = vecgym.rollout(model, strategy, batches, num_nodes=4, eval_batch=dataset[:256])
+>>> outcome.loss.shape, outcome.losses.shape, outcome.consensus_distance.shape
+(torch.Size([]), torch.Size([20, 4]), torch.Size([20]))
+>>> by_lr, by_weights = torch.autograd.grad(outcome.loss, [outer_lr, weights])
+>>> by_weights.shape
+torch.Size([20])
+
+`outcome.loss` is the loss of the average of the nodes on `eval_batch`. The trajectory is that of `Trainer.fit`. In the
+tests, gradients equal finite differences to 1e-6 for every strategy and every number. What has no influence has
+gradient 0.
+
+- `segments=32` stores the state between 32 parts of the run only, and computes each part again in the backward pass.
+- `vecgym.rollout_jvp` is forward mode: the derivative by one number, with memory that does not grow with the run.
+- `torch.func.grad`, `hessian` and `jvp` work over `rollout`, and `torch.autograd` can be applied repeatedly.
+
+Some choices are constants for derivatives: which coordinates a mask or a top-k selects, and the sign in DeMo.
+`compressed` passes derivatives straight through its code. Refused, with an error that says what to do instead:
+optimizers that run node by node, strategies written for one rank, models with hooks on gradients, activation
+checkpointing inside the model, and `p_sparta` as a tensor.
+
+## Optimized schedules
+
+![Above, the derivative of the final loss by the weight of an exchange at each of 48 steps; below, six exchanges placed by descent beside every 8 steps, and the loss of both](../../notebooks/figures/schedule.png)
+
+Above: what an exchange at each step would do to the final loss of a run that exchanges every 8 steps. Below: the same
+number of exchanges, placed by descent on that gradient. Most of the gain holds only for the batches that the descent
+saw: of 0.095, 0.010 are left on others (`python benchmarks/figures.py --figures schedule`).
+
+>>> optimized = vecgym.optimize_schedule(
+...     model, lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w), batches, num_nodes=4,
+...     eval_batch=dataset[:256], H=5, iterations=4,
+... )
+>>> optimized.schedule.unique().tolist(), optimized.schedule.sum().item()  # [T] of 0 and 1, at the bytes of H=5
+([0.0, 1.0], 4.0)
+>>> trained = DiLoCoStrategy("sgd", lr=0.1, sync_weight=optimized.schedule)  # trains with this schedule
+
+`print(optimized)` says what was gained over the uniform schedule at the same bytes, or that nothing was. A schedule is
+made for the batches that it saw: `held_out=(batches, eval_batch)` measures it on others. `mixing=W` optimizes a mixing
+matrix instead, which stays doubly stochastic and keeps its links. `vecgym.plot.plot_sensitivity` draws the gradient by
+`sync_weight`, `vecgym.plot.plot_schedule` an optimized schedule next to the uniform one.
+
+## What it costs
+
+In units of the plain steps, for DiLoCo on 8 nodes of the MLP (2 threads of a 2-core machine,
+`python benchmarks/rollout.py`):
+
+| | SGD inside | AdamW inside |
+|---|--:|--:|
+| loss and gradient, 100 steps | 3.9 times | 8.2 times |
+| memory per step | 6.9 MB | 33 MB |
+| loss and gradient, 1000 steps in 32 segments | 5.9 times | 13 times |
+| memory of that run | 0.54 GB | 1.9 GB |
+| forward mode, for each number | 5 times | 13 to 15 times |
+
+AdamW needs more memory because each of its formulas leaves tensors behind when it runs out of place. About half of the
+time is the run itself. The first call takes two seconds more, in which torch imports its compiler.
+
+Known gap: torch 2.6 has no second derivative of `grid_sample`, and the backward pass of a rollout says so.
+The notebook `notebooks/3_differentiable_schedules.ipynb` is a longer example.
+"""

@@ -1,0 +1,37 @@
+"""Limits: what vecgym does not do, or does not do well
+
+## Time and scale
+
+- There is no network model. Bytes are counted and never waited for; the only seconds in a history are those of this
+  machine.
+- A node is never split over devices, and all nodes of a process are in its memory at once.
+- About 1 ms of a step is Python. AllReduce takes 2.2 times as long as one big batch on the tiny MLP, 1.3 times on the
+  MLP. Convolution and max-pooling take as long as in a loop, and the arithmetic of a large model is what it is: see
+  `vecgym.guide.performance`.
+- Processes are tested with gloo on CPUs, and have never been run on GPUs.
+- All nodes make the same number of steps. There are no local epochs, and nothing is asynchronous.
+
+## Models
+
+- `vmap` has no fast form of some operations (LSTMs, activation checkpointing, Python branches on tensor values). Such
+  models run node by node, and the CPU cores work on different nodes.
+- Models with hooks on gradients run node by node. Their rollouts, and hooks on `p.grad`, are refused.
+- Embeddings with `max_norm` or `scale_grad_by_freq` run node by node, because vmap would compute them wrongly.
+- Random numbers of a model, such as dropout, are keyed by seed, step and node, but engines and chunk sizes draw them in
+  different orders. They are reproducible for one engine and chunk size, and differ between them. Such models are not
+  spread over CPU threads, since all threads share torch's one generator.
+- A parameter that has no influence on the loss in the first step is assumed never to have any, and is not updated.
+- Batch-norm statistics are never exchanged during a run, and averaged at its end.
+
+## Sweeps and rollouts
+
+- Dropout masks of a sweep differ from those of the single run, except with `engine="loop"`. Everything else is the same
+  up to rounding.
+- A strategy written for one rank is not saved in the middle of a stack: `resume` starts that stack again.
+- torch 2.6 has no second derivative of `grid_sample`, and says so in the backward pass of a rollout.
+
+## Versions
+
+Everything is tested with one version of torch, a part of the tests with the oldest and the newest supported one, and
+all of it in one Python: see `vecgym.guide.contributing`.
+"""

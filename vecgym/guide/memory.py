@@ -1,0 +1,62 @@
+"""Memory: how many nodes fit
+
+>>> import torch, vecgym
+>>> from vecgym import Trainer
+>>> from vecgym.models import Classifier
+>>> from vecgym.strategy import DiLoCoStrategy
+>>> _ = torch.manual_seed(0)
+>>> x = torch.randn(4096, 20)
+>>> dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+>>> model, strategy = Classifier(torch.nn.Linear(20, 4)), DiLoCoStrategy("adamw", H=20, lr=3e-3)
+
+>>> estimate = vecgym.estimate_memory(model, strategy, num_nodes=64, batch_size=32, data=dataset)  # trains nothing
+>>> estimate.total_bytes > 64 * 84 * 16  # at least 16 bytes for each of the 84 parameters of each node
+True
+
+The estimate counts parameters, gradients, optimizer, strategy state, batch and activations, per node and shared.
+`print(estimate)` shows them.
+
+>>> trainer = Trainer(model, dataset)
+>>> averaged = trainer.fit(strategy, num_nodes=64, batch_size=32, max_steps=20, max_memory_usage=0.8)
+>>> trainer.nodes.num_nodes
+64
+
+`max_memory_usage` splits a step until it fits into that part of the device's memory: first fewer nodes in one call
+(`chunk_size`), then parts of the batch (`minibatch_size`). The batch of a model with batch norm is never split, since
+that would change its statistics. The choice is the same at every run on a machine with that memory. If nothing fits, a
+`MemoryError` says what would.
+
+On CUDA the allocator's peak is measured. On CPU and MPS it is the estimate; `history.settings["memory"]` says which.
+The estimate counts tensors, but not Python, the allocator's reserves, or the workspace of convolutions. On a CPU a
+whole step took 1 to 1.5 times the estimate for MLP and GPT, 1.5 to 1.8 times for a CNN, and steps of few nodes at a
+time, of some 20 MB, up to 3.5 times. So on a CPU the limit counts the estimate twice (`python benchmarks/memory.py`).
+
+## How many nodes fit on how many GPUs
+
+P parameters of 4 bytes, everything in float32, AdamW (two moments). Each node needs 4 P for its parameters, 4 P for its
+gradient, and 8 P for the moments:
+
+| | bytes per node | once per process |
+|---|--:|--:|
+| AllReduce | 0 | 16 P, gradients in flight 4 P |
+| FedAvg, SPARTA | 16 P | the mean: 4 P |
+| DiLoCo | 16 P | outer parameters, momentum, movement: 12 P |
+| gossip | 16 P + 4 P for the mixed parameters | |
+| DeMo | gradient and residual: 8 P | parameters, mean: 8 P |
+| SGD in place of AdamW; with momentum | 8 P less; 4 P less | |
+
+Add the activations A of the nodes computed at a time (`chunk_size`; with 1, those of one node). A GPU of 80 GB, 8 of
+which stay free, then holds L = (72 GB - 12 P - A) / 16 P nodes of DiLoCo, and K = W L. By this arithmetic, with A = 2,
+5, 12 and 12 GB (nothing here was measured):
+
+| DiLoCo, AdamW | 1 GPU | 8 GPUs | 64 GPUs |
+|---|--:|--:|--:|
+| P = 10 million: 0.16 GB per node | K = 436 | 3488 | 27904 |
+| P = 124 million: 2.0 GB per node | K = 33 | 264 | 2112 |
+| P = 1.3 billion: 21 GB per node | K = 2 | 16 | 128 |
+| P = 2.1 billion: 34 GB per node, the largest | K = 1 | 8 | 64 |
+
+A node is never split over GPUs. Exchanges are joined into messages of 25 MiB. In a round of DiLoCo each process sends
+2 (W - 1) / W · 4 P bytes, whatever L is, while the ledger counts what K separate nodes would send.
+`vecgym.guide.processes` says how to start such a run.
+"""

@@ -1,0 +1,89 @@
+"""Results: history, metrics, loggers and plots
+
+## History
+
+>>> import torch
+>>> from vecgym import CSVLogger, Trainer
+>>> from vecgym.models import Classifier
+>>> from vecgym.strategy import DiLoCoStrategy
+>>> _ = torch.manual_seed(0)
+>>> x = torch.randn(1024, 20)
+>>> dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+>>> trainer = Trainer(Classifier(torch.nn.Linear(20, 4)), dataset, val_dataset=dataset)
+>>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=20, val_interval=10)
+>>> trainer.history.series("val_loss")[0]  # the steps at which there is a value
+[0, 10, 20]
+>>> trainer.history["train_loss"][0], len(trainer.history["train_loss"])  # row 0 is the start, before any step
+(None, 21)
+
+`trainer.history` records, per step:
+
+- training loss, mean and per node; validation loss of the averaged model, mean and per node;
+- whatever else the model offers, such as accuracy or perplexity;
+- inner and outer learning rate;
+- bytes sent, and the bandwidth that they imply;
+- the consensus distance before and after the exchange, and the correlation between nodes;
+- steps and examples per second, and memory.
+
+`trainer.history.columns` lists the columns, `vecgym.records.history.SCALARS` says what each is,
+`trainer.history.settings` what the run was given, and `to_pandas()` makes a data frame. `trainer.ledger` has every
+collective: its operation, bytes, and the nodes that took part.
+
+## Metrics of a model
+
+A model with a method `val_metrics(batch)` is validated by it. It returns a dict of scalars, means over the batch, with
+"loss" among them. They become the columns `val_NAME` (averaged model) and `val_NAME_local` (mean of the nodes). It is
+computed like the forward pass, for all nodes at once where `vmap` can. Functions of the mean loss go into a dict
+`loss_metrics`:
+
+>>> class Accurate(torch.nn.Module):
+...     loss_metrics = {"perplexity": torch.exp}
+...
+...     def __init__(self):
+...         super().__init__()
+...         self.net = torch.nn.Linear(20, 4)
+...
+...     def forward(self, batch):
+...         x, y = batch
+...         return torch.nn.functional.cross_entropy(self.net(x), y)
+...
+...     def val_metrics(self, batch):
+...         x, y = batch
+...         return {"loss": self(batch), "accuracy": (self.net(x).argmax(1) == y).float().mean()}
+>>> measured = Trainer(Accurate(), dataset, val_dataset=dataset)
+>>> averaged = measured.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10)
+>>> [name for name in measured.history.columns if name.startswith("val_") and not name.endswith("_local")]
+['val_loss', 'val_losses', 'val_accuracy', 'val_perplexity']
+
+`vecgym.models.GPT` offers its perplexity, `vecgym.models.Classifier` its accuracy.
+
+## Loggers
+
+A logger is one of these, or a list:
+
+>>> import tempfile
+>>> from vecgym import TensorBoardLogger, WandbLogger
+>>> folder = tempfile.mkdtemp()
+>>> loggers = [
+...     CSVLogger(f"{folder}/runs/a"),
+...     TensorBoardLogger(f"{folder}/tb/a"),
+...     WandbLogger(project="research", experiment_name="a", mode="offline", directory=folder),
+... ]
+>>> averaged = trainer.fit(
+...     DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=20, logger=loggers, log_interval=10
+... )
+
+`pip install vecgym[wandb]` and `pip install vecgym[tensorboard]` install what the last two need. Without an account, or
+with `mode="offline"`, wandb writes files only. A logger that fails warns and is dropped; the training continues. A
+logger of your own subclasses `vecgym.Logger` and has `start(settings)`, `log(row)` and `finish()`.
+
+The progress bar shows loss, bytes and steps per second; `progress=False` turns it off.
+
+## Plots
+
+>>> figure = trainer.plot(f"{folder}/run.png", x="bytes")
+
+draws losses, the spread of the nodes and their distance against steps, examples, bytes or seconds.
+`vecgym.plot.plot_runs({"a": history, ...})` compares several runs, and `vecgym plot runs/a runs/b` those that a
+`CSVLogger` wrote.
+"""

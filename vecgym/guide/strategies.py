@@ -1,0 +1,131 @@
+"""Strategies: what the nodes exchange, and when
+
+A strategy is an inner optimizer and a list of communication modules. Every node takes its own optimizer step; the
+modules say what the nodes exchange of their gradients before it, and of their parameters after it.
+
+The examples of this page use 8 nodes and a small classifier:
+
+>>> import torch, vecgym
+>>> from vecgym import OptimSpec, Trainer
+>>> from vecgym.core import tree
+>>> from vecgym.models import Classifier
+>>> from vecgym.strategy import (
+...     AllReduceStrategy, AveragingCommunicator, CommunicateOptimizeStrategy, CommunicationModule, DiLoCoStrategy,
+...     SparseCommunicator, Strategy, all_reduce, every,
+... )
+>>> _ = torch.manual_seed(0)
+>>> x = torch.randn(1024, 20)
+>>> dataset = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+>>> model = Classifier(torch.nn.Linear(20, 4))
+>>> trainer = Trainer(model, dataset)
+
+## The built-in strategies
+
+P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node sends in a ring all-reduce.
+
+| strategy | what the nodes exchange | bytes sent per node and step |
+|---|---|--:|
+| `AllReduceStrategy` (`SimpleReduceStrategy`) | the mean gradient, every step: DDP | AR |
+| `FedAvgStrategy` | the mean of the parameters every H steps, over all nodes or random islands | AR / H |
+| ... with `participation=0.1` | each round, a new sample of nodes starts from the server's parameters and sends its own back | b · P / H per participant |
+| ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
+| `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
+| ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | the code's / H |
+| `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late | p · AR |
+| ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 p P |
+| `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
+| `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |
+| `DeMoStrategy` | the k strongest cosine components of each chunk of a local momentum, every step; the sign of their mean is the update | k · (8 + b) per chunk |
+| `CommunicateOptimizeStrategy` | what its modules say | what the ledger says |
+
+The docstring of each strategy has the update rule in the paper's symbols, what the strategy keeps, its bytes, and every
+deviation from the paper.
+
+>>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10)
+>>> [(transfer.step, transfer.operation) for transfer in trainer.ledger]
+[(4, 'mean'), (9, 'mean')]
+
+## Composing modules
+
+The modules behind these strategies can be combined freely. They act in the order of the list:
+
+>>> composed = CommunicateOptimizeStrategy(
+...     [SparseCommunicator(0.01), every(10, AveragingCommunicator(island_size=4))], "adamw", lr=3e-3
+... )
+>>> averaged = trainer.fit(composed, num_nodes=8, max_steps=10)
+
+- `every(n, module)` lets a module act at every n-th step only.
+- `delayed(module, d)` applies the module's change d steps later.
+- `compressed(module, method)` compresses the average that the module takes, with error feedback. The methods are
+  `"topk"`, `"randomk"`, `"int8"`, `"int4"`, `"sign"`, `"powersgd"`, or a codec from `vecgym.compress`.
+
+## Optimizers and learning rates
+
+An optimizer is a name, an `OptimSpec`, or any subclass of `torch.optim.Optimizer`, including your own. SGD, Adam,
+AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta and Rprop update all nodes in one call. Any other class runs
+node by node, with the result that it would have on K machines.
+
+>>> AllReduceStrategy("adam", lr=1e-3).inner_optim
+OptimSpec(Adam, lr=0.001)
+>>> AllReduceStrategy(OptimSpec(torch.optim.SGD, lr=0.1, momentum=0.9)).inner_optim
+OptimSpec(SGD, lr=0.1, momentum=0.9)
+
+Every strategy takes `lr`, `max_norm` (clips each node's gradient), `lr_scheduler` and `warmup_steps`. The scheduler is
+`"cosine"`, `"lambda_cosine"` or a function from the step to a factor.
+
+## A strategy of your own
+
+A module works on stacked tensors `[K, *]`. A node dimension of size 1 means "the same on every node". This one averages
+the parameters every H steps, but sends only 8 bits of each node's change since the last exchange, and adds the rounding
+error to the next one:
+
+>>> class QuantisedAverage(CommunicationModule):
+...     def __init__(self, H):
+...         self.H = H
+...
+...     def init(self, params, ctx):  # what evolves: a tree of tensors, returned by every exchange
+...         return {"shared": params, "error": tree.map(torch.zeros_like, params)}
+...
+...     def exchange_parameters(self, params, state, ctx):
+...         if (ctx.step + 1) % self.H:
+...             return params, state
+...         change = tree.map(lambda p, s, e: p - s + e, params, state["shared"], state["error"])
+...         sent = tree.map(self.to_8_bits, change)
+...         shared = tree.map(torch.add, state["shared"], ctx.comm.mean(sent))
+...         return shared, {"shared": shared, "error": tree.map(torch.sub, change, sent)}
+...
+...     def to_8_bits(self, x):  # one scale for each node's tensor
+...         scale = x.abs().flatten(1).amax(1).clamp(min=1e-12).view(-1, *[1] * (x.dim() - 1)) / 127
+...         return (x / scale).round() * scale
+>>> strategy = CommunicateOptimizeStrategy([QuantisedAverage(H=5)], "adamw", lr=3e-3)
+>>> averaged = trainer.fit(strategy, num_nodes=8, max_steps=10)
+>>> len(trainer.ledger)
+2
+>>> report = vecgym.verify(strategy, model, dataset, num_nodes=4, num_processes=2, steps=10, dtype=torch.float64)
+>>> report.passed  # the same numbers on two real processes
+True
+
+The ledger counts the tensors handed to a collective. Here that is 4 bytes per value, since the rounded values are still
+floats. `vecgym.guide.writing_a_strategy` says what such a module may do and what it may not.
+
+## Written for one rank
+
+A strategy may also be written as in EXO Gym, for a single rank. It then runs on one thread per node, and the threads
+meet in the collectives. Results and ledger are the same, but it is slower. The two forms of DDP side by side:
+
+>>> class PerRank(Strategy):  # what one node does
+...     def step(self):
+...         for p in self.model.parameters():
+...             all_reduce(p.grad, op="mean")
+...         self.optim.step()
+...         super().step()  # advances the learning-rate schedule
+>>> class AllNodes(CommunicationModule):  # what all nodes do, on [K, *] tensors
+...     def exchange_gradients(self, grads, state, ctx):
+...         return ctx.comm.mean(grads), state
+>>> native = CommunicateOptimizeStrategy([AllNodes()], "sgd", lr=0.1)
+>>> one, other = [
+...     trainer.fit(strategy, num_nodes=8, max_steps=10) for strategy in (PerRank("sgd", lr=0.1), native)
+... ]
+>>> for p, q in zip(one.parameters(), other.parameters()):
+...     torch.testing.assert_close(p, q)
+"""

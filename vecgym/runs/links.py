@@ -1,0 +1,155 @@
+"""What connects the processes of a run with the one that started them: messages, and how far each has got."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vecgym.core import tree
+
+
+class Progress:
+    """What the processes say of themselves, in memory that they share with the process that started them."""
+
+    LENGTH = 200  # bytes of a text
+
+    def __init__(self, context: Any, num_processes: int) -> None:
+        self.num_processes = num_processes
+        self.counts = context.RawArray("q", 2 * num_processes)  # how often each got on; whether it waits for others
+        self._texts = context.RawArray(ctypes.c_char, self.LENGTH * num_processes)
+
+    def say(self, rank: int, text: str) -> None:
+        self._texts[self._at(rank)] = text.encode()[: self.LENGTH].ljust(self.LENGTH, b"\0")
+
+    def said(self) -> str:
+        """Return who was about to do what, where that differs between the processes; else ""."""
+        texts = [self._texts[self._at(rank)].rstrip(b"\0") for rank in range(self.num_processes)]
+        if len(set(texts)) == 1:
+            return ""
+        each = [f"process {rank}: {text.decode(errors='ignore') or 'nothing yet'}" for rank, text in enumerate(texts)]
+        return f". The last exchange of {'; of '.join(each)}"
+
+    def _at(self, rank: int) -> slice:
+        return slice(rank * self.LENGTH, (rank + 1) * self.LENGTH)
+
+
+class Link:
+    """A process's connection to the one that started it.
+
+    Attributes:
+        rank, num_processes: of this process, and W.
+
+    >>> def work(link):
+    ...     link.announce("nothing")  # what the error would say if it hung now
+    ...     link.watch(inside=False)  # it gets on
+    ...     link.send({"rank": link.rank})
+    >>> from vecgym.runs.multiprocess import run
+    >>> run(work, 1, start_method="fork", on_message=print)
+    0 {'rank': 0}
+    [None]
+    """
+
+    def __init__(self, rank: int, num_processes: int, pipe: Any, progress: Progress) -> None:
+        self.rank = rank
+        self.num_processes = num_processes
+        self._pipe = pipe
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.began = False
+        self.inside = False
+
+    def send(self, message: Any) -> None:
+        """Hand nested dicts, lists and tuples of tensors, numpy arrays and plain values to `on_message`."""
+        self.began = True
+        self.put("message", message)
+
+    def watch(self, inside: bool) -> None:
+        """Say that this process gets on, and whether it now waits for others."""
+        self.inside = inside
+        self._progress.counts[2 * self.rank] += 1
+        self._progress.counts[2 * self.rank + 1] = int(inside)
+
+    def announce(self, text: str) -> None:
+        """Say what this process is about to do together with others, for the error if it comes to one."""
+        self._progress.say(self.rank, text)
+
+    def put(self, kind: str, value: Any) -> None:
+        """Send a message of any kind: "message", "warning", "return" or "error"."""
+        with self._lock:  # warnings may come from other threads
+            self._pipe.send((kind, packed(value)))
+
+
+_current: Link | None = None  # of this process, where `multiprocess.run` has started it
+
+
+def current() -> Link | None:
+    """Return the link of this process; None where `multiprocess.run` has not started it."""
+    return _current
+
+
+def enter(link: Link | None) -> None:
+    """Make `link` the one of this process."""
+    global _current
+    _current = link
+
+
+def watch(inside: bool) -> None:
+    """Call `Link.watch` of this process, if it has a link."""
+    if _current is not None:
+        _current.watch(inside)
+
+
+def announce(text: str) -> None:
+    """Call `Link.announce` of this process, if it has a link."""
+    if _current is not None:
+        _current.announce(text)
+
+
+# --------------------------------------------------------------------------------------------- what crosses a pipe
+
+
+class _Packed(NamedTuple):
+    """A tensor as bytes: torch's own way through a pipe is shared memory, which is small in containers."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+def packed(value: Any) -> Any:
+    """Return `value` with its tensors as numpy arrays of bytes.
+
+    >>> message = packed({"a": torch.ones(2), "b": 3})
+    >>> message["a"].data.nbytes, message["b"]
+    (8, 3)
+    """
+
+    def pack(x: Tensor) -> Any:
+        flat = x.detach().cpu().contiguous().view(-1)
+        return _Packed(x.dtype, tuple(x.shape), flat.view(torch.uint8).numpy())
+
+    return tree.map_leaves(pack, value)
+
+
+def unpacked(value: Any) -> Any:
+    """Invert `packed`.
+
+    >>> unpacked(packed({"a": torch.tensor([1.5, 2.0], dtype=torch.bfloat16), "b": (3, "text")}))
+    {'a': tensor([1.5000, 2.0000], dtype=torch.bfloat16), 'b': (3, 'text')}
+    """
+    if isinstance(value, _Packed):
+        if not value.data.size:  # no view of another type is taken of nothing
+            return torch.empty(value.shape, dtype=value.dtype)
+        # A copy: what came through the pipe cannot be written to.
+        return torch.from_numpy(value.data.copy()).view(value.dtype).view(value.shape)
+    if isinstance(value, dict):
+        return {key: unpacked(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [unpacked(x) for x in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -1,0 +1,140 @@
+"""A run in processes of its own: what the first of them records arrives here, row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from vecgym.collectives.ledger import Ledger
+from vecgym.core.errors import DivergenceError
+from vecgym.core.nodes import Nodes
+from vecgym.core.tree import Tree
+from vecgym.engine import hooks
+from vecgym.records.history import History
+from vecgym.records.loggers import Logger
+from vecgym.runs import multiprocess
+from vecgym.runs.links import Link
+from vecgym.runs.options import FitOptions, resolve_device
+from vecgym.runs.recorder import Loggers, advance
+from vecgym.runs.run import Run
+from vecgym.runs.session import joined_nodes
+
+M = TypeVar("M", bound=nn.Module)
+WAY_OUT = 'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model itself'
+
+
+class ProcessesRun(Generic[M]):
+    """A `Run` in `options.num_processes` processes that are started for it; it has the same attributes.
+
+    Its `state` is None: that of each process is there alone.
+    """
+
+    def __init__(self, model: M, train_dataset: Any, val_dataset: Any, options: FitOptions) -> None:
+        hooks.check_pickled(model, WAY_OUT)
+        self.model = model
+        self.datasets = train_dataset, val_dataset
+        self.options = options
+        self.history = History()
+        self.ledger = Ledger()
+        self.state = None
+        self.nodes: Nodes[M] | None = None
+        self._loggers = Loggers(options.loggers, options.log_interval)
+
+    def loop(self) -> None:
+        """Train, and fetch the final state of all nodes."""
+        options = self.options
+        # Of every row that arrives this process chooses those that are logged.
+        theirs = replace(
+            options, backend="distributed", num_processes=None, logger=None, log_interval=1, progress=False
+        )
+
+        def on_message(rank: int, message: tuple[str, Any]) -> None:
+            self._receive(*message, bar)
+
+        try:
+            with tqdm(disable=not options.progress, unit="step") as bar:
+                parts = multiprocess.run(
+                    _run_part, options.num_processes or 1, (self.model, *self.datasets, theirs),
+                    device=resolve_device(options.device), labels=self._label, timeout_s=options.timeout_s,
+                    on_message=on_message,
+                )  # fmt: skip
+        finally:
+            self._loggers.finish()
+        first = parts[0]
+        self.ledger = first["ledger"]
+        params, buffers = (_joined([part[kind] for part in parts]) for kind in ("params", "buffers"))
+        self.nodes = Nodes(copy.deepcopy(self.model), options.num_nodes, params, buffers)
+        if first["diverged"] is not None:
+            raise DivergenceError(*first["diverged"])
+        if first["interrupted"] is not None:
+            raise KeyboardInterrupt(first["interrupted"])
+
+    def average(self) -> M:
+        """Return a copy of the model with the mean of the nodes."""
+        assert self.nodes is not None
+        return self.nodes.average()
+
+    def _receive(self, kind: str, value: Any, bar: tqdm) -> None:
+        """Take what the first process records: the start of the run, or a row."""
+        if kind == "start":
+            settings, rows = {**value[0], "backend": "processes"}, value[1]
+            self.history = History(settings, rows)
+            self._loggers.start(settings, self.history.rows)
+            bar.total = settings["max_steps"]
+            bar.update(rows[-1]["step"] if rows else 0)
+        else:
+            self.history.append(value)
+            self._loggers.log(value)
+            advance(bar, value)
+
+    def _label(self, rank: int) -> str:
+        """Name the nodes of a process, for errors."""
+        per_process = self.options.num_nodes // (self.options.num_processes or 1)
+        first, last = rank * per_process, (rank + 1) * per_process - 1
+        return f"node {first}" if first == last else f"nodes {first}-{last}"
+
+
+def _run_part(
+    link: Link, model: nn.Module, train_dataset: Any, val_dataset: Any, options: FitOptions
+) -> dict[str, Any]:
+    """Make one process's part of the run, and return the final state of its nodes."""
+    ended: dict[str, Any] = {"diverged": None, "interrupted": None}
+    options = replace(options, logger=_Relay(link))
+    with joined_nodes(options) as (comm, device):
+        run = Run(model, train_dataset, val_dataset, options, comm, device)
+        try:
+            run.loop()
+        except DivergenceError as error:
+            ended["diverged"] = error.step, error.nodes, error.loss
+        except KeyboardInterrupt as error:
+            ended["interrupted"] = str(error)
+    assert run.nodes is not None
+    ledger = run.ledger if link.rank == 0 else None
+    return {**ended, "params": run.nodes.params, "buffers": run.nodes.buffers, "ledger": ledger}
+
+
+class _Relay(Logger):
+    """Hand rows to the process that has started this one."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self.link.send(("start", (settings, [])))
+
+    def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.link.send(("start", (settings, rows)))
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.link.send(("row", row))
+
+
+def _joined(parts: Sequence[Tree]) -> Tree:
+    """Join the `[L, *]` trees of all processes to one of `[K, *]`."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

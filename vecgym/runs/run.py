@@ -1,0 +1,224 @@
+"""A run: `Run.loop` is all of it, on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from vecgym.collectives import Collectives
+from vecgym.core import nodes
+from vecgym.core.nodes import Nodes
+from vecgym.core.tree import Tree
+from vecgym.data import Batches, EvalBatches, num_steps
+from vecgym.engine import Engine, hooks
+from vecgym.engine.simulation import Simulation
+from vecgym.records.history import History
+from vecgym.runs.checkpoint import Checkpointer
+from vecgym.runs.evaluation import average, consensus_distance, correlation, evaluate
+from vecgym.runs.fitting import fitting_sizes
+from vecgym.runs.interrupts import interrupts
+from vecgym.runs.memory import peak_bytes
+from vecgym.runs.options import FitOptions
+from vecgym.runs.recorder import Loggers, Recorder
+from vecgym.runs.session import Session
+from vecgym.strategy.described import described
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Run(Generic[M]):
+    """The training of one model on the nodes of `comm`; all processes of it make the same steps together.
+
+    Everything is prepared and checked when it is made, and `loop` trains. Afterwards, or after an interrupt or an
+    error in the loop, it holds the run up to there.
+
+    Args:
+        model: is copied.
+        train_dataset, val_dataset: see `vecgym.Trainer`.
+        options: of the run.
+        comm: the collectives of the nodes in this process.
+        device: of these nodes.
+        after_step: called with the row of each step once it is complete, and before the first with that of 0.
+
+    Attributes:
+        history, ledger: of the run.
+        state: of the simulation, after the last step made.
+        nodes: the stacked final state; None until the loop has ended.
+    """
+
+    def __init__(
+        self,
+        model: M,
+        train_dataset: Any,
+        val_dataset: Any,
+        options: FitOptions,
+        comm: Collectives,
+        device: torch.device,
+        after_step: Callable[[dict[str, Any]], None] = lambda row: None,
+    ) -> None:
+        self.comm = comm
+        self.session = session = Session(comm)
+        self.after_step = after_step
+        self.train = _training_batches(train_dataset, options, session, device)
+        self.num_steps = num_steps(self.train, options.num_epochs, options.max_steps)
+        options.strategy.check(comm.num_nodes, self.num_steps)
+
+        self.model: M = hooks.copied(model).to(device)
+        self.engine = _engine(self.model, options, self.train.batch(0), session)
+        self.options, memory = _fitted(options, self.engine, self.train, self.num_steps, session)
+        self.val = _validation_batches(val_dataset, self.options, session, device)
+
+        num_examples = session.joined(self.train.shard_sizes)
+        limits = self.train.limits_of(num_examples)
+        self.simulation = Simulation(
+            self.model, options.strategy, comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
+            minibatch_size=self.options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
+        )  # fmt: skip
+        self.ledger = comm.ledger
+        self.history = History({**self._settings(), **memory})
+        self.progress = options.progress and session.rank == 0
+        loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
+        self.recorder = Recorder(self.history, self.ledger, self.train, options.on_divergence, loggers, limits)
+        self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
+        if self.checkpoints.run_id is not None:
+            self.history.settings["run_id"] = self.checkpoints.run_id
+        self.state = self.checkpoints.resumed or self.simulation.init()
+        self.nodes: Nodes[M] | None = None
+
+    def loop(self) -> None:
+        """Train: for each batch step, record, evaluate, log, save a checkpoint, and stop where that was asked for."""
+        options, recorder, checkpoints = self.options, self.recorder, self.checkpoints
+        shown = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit="step")
+        try:
+            with torch.enable_grad(), interrupts() as interrupted, shown as bar:
+                recorder.start(self.history.settings, bar)
+                checkpoints.begin()
+                if checkpoints.resumed is None:
+                    self.evaluate()
+                    self.after_step(recorder.row)
+                    checkpoints.save_if_due(self.state, last=False)
+                for batch in self.train.iterate(self.state.step, self.num_steps):
+                    step = self.state.step + 1
+                    last = step == self.num_steps
+                    evaluated = last or _is_due(step, options.val_interval)
+
+                    observe = self._observe if evaluated else None
+                    self.state, metrics = self.simulation.step(self.state, batch, observe=observe)
+                    recorder.step(self.state, self.session.observed(metrics, interrupted))
+
+                    if _is_due(step, options.correlation_interval):
+                        recorder.add(correlation=correlation(self.state.params, self.comm))
+                    if evaluated:
+                        recorder.add(consensus_distance_before=self._distance_before)
+                        self.evaluate()
+                    self.after_step(recorder.row)
+
+                    stop = self.session.stop(interrupted)
+                    checkpoints.save_if_due(self.state, last=last or stop)
+                    if stop:
+                        break
+                recorder.flush()
+                if self.session.stop(interrupted):
+                    how = checkpoints.how_to_resume()
+                    raise KeyboardInterrupt(f"interrupted after step {self.state.step} of {self.num_steps}{how}")
+        finally:
+            self.nodes = self._final_nodes()
+            self.engine.close()
+            recorder.finish()
+
+    def evaluate(self) -> None:
+        """Record the validation losses, and how far the nodes are apart."""
+        columns: dict[str, Any] = {}
+        if self.val is not None:
+            columns = evaluate(self.engine, self.state, self.val, self.comm).columns
+        if self.state.step > 0:
+            columns["consensus_distance"] = consensus_distance(self.state.params, self.comm)
+        if columns:
+            self.recorder.add(**columns, memory_bytes=peak_bytes(self.engine.device))
+
+    def average(self) -> M:
+        """Return a copy of the model with the mean of the nodes; all processes call it."""
+        params, buffers = (average(values, self.comm) for values in (self._all_params(), self.state.buffers))
+        return nodes.fill(self.model, {**params, **buffers})
+
+    def _observe(self, params: Tree) -> None:
+        self._distance_before = consensus_distance(params, self.comm)
+
+    def _all_params(self) -> Tree:
+        """Return all parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""
+        values = {**self.state.params, **{name: p[None] for name, p in self.engine.frozen.items()}}
+        return {name: values[name] for name, _ in self.model.named_parameters()}
+
+    def _final_nodes(self) -> Nodes[M]:
+        num_local = len(self.comm.node_ids)
+        params, buffers = (nodes.expand(x, num_local) for x in (self._all_params(), self.state.buffers))
+        return Nodes(self.model, num_local, params, buffers)
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what the history says of the run: what was given, and what was chosen for it."""
+        options, plan = self.options, self.engine.plan
+        return {
+            "strategy": repr(options.strategy), "hyperparameters": described(options.strategy),
+            "num_nodes": options.num_nodes, "max_steps": self.num_steps, **options.recorded,
+            "device": str(self.engine.device), "backend": options.backend, "num_processes": self.session.num_processes,
+            "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
+            "engine_reason": plan.reason,
+        }  # fmt: skip
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
+
+
+def _training_batches(dataset: Any, options: FitOptions, session: Session, device: torch.device) -> Batches:
+    return Batches(
+        dataset, options.num_nodes, options.batch_size, shuffle=options.shuffle, agree=session.largest,
+        seed=options.seed, device=device, node_ids=session.comm.node_ids, dataloader_kwargs=options.dataloader_kwargs,
+    )  # fmt: skip
+
+
+def _validation_batches(
+    dataset: Any, options: FitOptions, session: Session, device: torch.device
+) -> EvalBatches | None:
+    if dataset is None or options.val_size == 0:
+        return None
+    size = options.minibatch_size or options.batch_size
+    return EvalBatches(
+        dataset, size, options.val_size, options.num_nodes, agree=session.smallest,
+        seed=options.seed, device=device, node_ids=session.comm.node_ids, dataloader_kwargs=options.dataloader_kwargs,
+    )  # fmt: skip
+
+
+def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session) -> Engine:
+    """Return an engine that has looked at the model."""
+    kind, chunk_size, node_threads = options.engine, options.chunk_size, options.node_threads
+    if options.exact:
+        kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
+    engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
+    with torch.enable_grad():
+        engine.prepare(batch, session.facts)
+    return engine
+
+
+def _fitted(
+    options: FitOptions, engine: Engine, train: Batches, max_steps: int, session: Session
+) -> tuple[FitOptions, dict[str, Any]]:
+    """Cut the batch, and the engine's plan, so that the run fits into memory; the same in every process."""
+    if options.max_memory_usage is None:
+        return options, {}
+    sizes = fitting_sizes(
+        engine, options.strategy, train.batch(0), options.num_nodes, max_steps, options.max_memory_usage,
+        options.minibatch_size, session.num_processes,
+    )  # fmt: skip
+    chunk_size = session.smallest(sizes.chunk_size or options.num_nodes)
+    minibatch_size = session.smallest(sizes.minibatch_size or options.batch_size)
+    if sizes.chunk_size is not None:
+        engine.use(replace(engine.plan, chunk_size=chunk_size))
+    if minibatch_size < options.batch_size:
+        options = replace(options, minibatch_size=minibatch_size)
+    return options, {"memory": sizes.report}

@@ -1,0 +1,181 @@
+"""Run the steps of a rollout, all of them stored or in segments that the backward pass computes again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from vecgym.core import nodes, tree
+from vecgym.core.held import reachable, replaced
+from vecgym.core.transforms import Readable
+from vecgym.core.tree import differentiated
+from vecgym.engine.simulation import Simulation, State
+from vecgym.optim.formulas import root
+
+Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T], bytes [T]
+
+
+def run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[State, Record]:
+    """Take the steps one after the other; everything is stored for the backward pass."""
+    losses, distances, sent = [], [], []
+    for batch in batches:
+        with Readable():
+            state, metrics = simulation.step(state, batch, differentiable=True)
+        losses.append(metrics.losses)
+        distances.append(root(nodes.squared_consensus_distance(state.params)))
+        step_bytes = sum(transfer.sent_bytes for transfer in metrics.transfers)
+        sent.append(torch.as_tensor(step_bytes, dtype=torch.float64))
+    return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))
+
+
+def run_in_segments(
+    simulation: Simulation, state: State, batches: Sequence[Any], segments: int
+) -> tuple[State, Record]:
+    """Take the steps in `segments` parts, of which only the states between are stored."""
+    size = -(-len(batches) // segments)
+    records = []
+    for start in range(0, len(batches), size):
+        part = _Part(simulation, state, batches[start : start + size])
+        state, record = part.result(_Recomputed.apply(part, *part.tensors))
+        records.append(record)
+    losses, distances, sent = (torch.cat(parts) for parts in zip(*records))
+    return state, (losses, distances, sent)
+
+
+class _Part:
+    """A part of a run as a function of tensors alone.
+
+    In: `tensors`, of the state before it, and those that can be differentiated of its strategy and batches. Out: those
+    of the state after it and of the record.
+    """
+
+    def __init__(self, simulation: Simulation, state: State, batches: Sequence[Any]) -> None:
+        self.simulation = simulation
+        self.step = state.step
+        self.reads = simulation.strategy, list(batches)
+        self.outside = differentiable_tensors(self.reads)
+        held, self._before = _flatten(_trees(state))
+        self.tensors = [*held, *self.outside]
+        self._after: Any = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        own = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
+        simulation = copy.copy(self.simulation)
+        simulation.strategy, batches = replaced(self.reads, own)
+        state, record = run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
+        found, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
+        return found
+
+    def result(self, tensors: Sequence[Tensor]) -> tuple[State, Record]:
+        """What the tensors of a call stand for."""
+        after = _filled(self._after, tensors)
+        return State(self.step + len(self.reads[1]), **after["state"]), tuple(after["record"].values())
+
+
+class _Recomputed(torch.autograd.Function):
+    """A part of a run of which only what went in is stored: the backward pass computes it again.
+
+    torch.utils.checkpoint cannot be used: the nodes' gradients are made by torch.func, which allows no hooks on what
+    is saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        return tuple(part(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        part, tensors = ctx.part, ctx.saved_tensors
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed and tensors[i].is_floating_point()]
+        sent = [i for i, g in enumerate(grads) if g is not None]
+
+        def outputs(*values: Tensor) -> list[Tensor]:
+            given = dict(enumerate(tensors)) | dict(zip(wanted, values))
+            found = part(list(given.values()))
+            return [found[i] for i in sent]
+
+        given, by = [tensors[i] for i in wanted], [grads[i] for i in sent]
+        found: list[Tensor | None] = [None] * len(tensors)
+        if not sent:
+            slopes: Sequence[Tensor | None] = ()
+        elif torch.is_grad_enabled():  # derivatives will be taken of this, too
+            slopes = vjp(outputs, *given)[1](by)
+        else:
+            slopes = _slopes(outputs, [x.detach().requires_grad_() for x in given], by, check=part.step == 0)
+        for i, slope in zip(wanted, slopes):
+            found[i] = slope
+        return None, *found
+
+
+@torch.enable_grad()
+def _slopes(
+    outputs: Callable[..., list[Tensor]], given: list[Tensor], by: list[Any], check: bool
+) -> Sequence[Tensor | None]:
+    """The derivatives of sum by * outputs by what is given."""
+    pairs = [(y, g) for y, g in zip(outputs(*given), by) if y.requires_grad]
+    if not pairs:
+        return [None] * len(given)
+    ys, gs = zip(*pairs)
+    if check:
+        _check_all_found(ys, given)
+    return torch.autograd.grad(ys, given, gs, allow_unused=True)
+
+
+def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Raise a ValueError if `outputs` depend on another leaf that requires grad than those given."""
+    known = {id(x) for x in given}
+    seen: set[Any] = set()
+    todo = [y.grad_fn for y in outputs]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if leaf is not None and id(leaf) not in known:
+            raise ValueError(
+                f"segments: the strategy reads a tensor of shape {list(leaf.shape)} that requires grad and is not "
+                "held by any of its objects, nor by a function's closure: keep it in one, or give segments=None."
+            )
+        todo += [after for after, _ in node.next_functions]
+
+
+def _trees(state: State) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in ("params", "buffers", "optimizer", "strategy")}
+
+
+class _Slot(int):
+    """The place of a tensor in a list."""
+
+
+def _flatten(values: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of nested dicts, each once; and the dicts with each tensor's place in its stead."""
+    tensors: list[Tensor] = []
+    places: dict[int, _Slot] = {}
+
+    def place(x: Tensor) -> Any:
+        if id(x) not in places:
+            places[id(x)] = _Slot(len(tensors))
+            tensors.append(x)
+        return places[id(x)]
+
+    return tensors, tree.map_leaves(place, values)
+
+
+def _filled(outline: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(outline, dict):
+        return {key: _filled(value, tensors) for key, value in outline.items()}
+    return tensors[outline] if isinstance(outline, _Slot) else outline
+
+
+def differentiable_tensors(root: Any) -> list[Tensor]:
+    """The tensors that an object holds and derivatives may be taken by."""
+    return [x for x in reachable(root) if differentiated(x)]
