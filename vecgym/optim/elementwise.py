@@ -121,7 +121,7 @@ class _Group:
                 f"{stacked_names()}"
             )
         self.formula = FORMULAS[spec.cls]
-        self.kernel = self.formula.kernel or _functional(spec.cls)
+        self.kernel = None if self.formula.kernel else _functional(spec.cls)
         hyper = dict(spec.hyper)
         for pair, halves in self.formula.pairs.items():
             hyper.update(zip(halves, hyper.pop(pair)))
@@ -133,10 +133,9 @@ class _Group:
         # Read anew at every step: their values may be changed, and every step needs a graph of its own.
         self.tensors = {key: value for key, value in hyper.items() if isinstance(value, Tensor)}
         self.slots = [slot for slot in self.formula.slots if _used(hyper.get(OPTIONAL.get(slot, ""), True))]
-        taken = inspect.signature(self.kernel).parameters
+        taken = inspect.signature(self.kernel).parameters if self.kernel else {}
         self.keywords = [key for key in hyper if key in taken and key not in ("differentiable", "capturable")]
         self.takes_fused, self.takes_steps = "fused" in taken, "state_steps" in taken
-        self.takes_foreach = "foreach" in taken
 
     def check_shapes(self, params: Tree) -> None:
         """Raise a ValueError for parameters that the rule cannot take."""
@@ -236,9 +235,22 @@ class _Group:
             ) from None
 
     def call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
-        """torch's kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
+        """The kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
         params, grads, *held = lists
         slots: dict[str, list[Tensor]] = dict(zip(self.slots, held))
+        if self.kernel is not None:
+            self._call_torch(self.kernel, params, grads, slots, numbers)
+        elif self.formula.kernel is not None:
+            self.formula.kernel(params, grads, slots, SimpleNamespace(**numbers))
+
+    def _call_torch(
+        self,
+        kernel: Callable[..., None],
+        params: list[Tensor],
+        grads: list[Tensor],
+        slots: dict[str, list[Tensor]],
+        numbers: dict[str, Any],
+    ) -> None:
         t = int(numbers["step"]) + 1
         self.formula.prepare(slots, numbers, t)
         products = slots.get(NUMBER, [])  # [run] each: torch wants one number
@@ -254,9 +266,7 @@ class _Group:
             device = params[0].device if fused else torch.device("cpu")
             counts = torch.full((len(params),), t - 1.0, dtype=torch.float32, device=device)
             arguments.append(list(counts.unbind()))
-        if self.takes_foreach:
-            keywords["foreach"] = foreach
-        self.kernel(params, grads, *arguments, **keywords)
+        kernel(params, grads, *arguments, foreach=foreach, **keywords)
         for product in products:
             product[1:] = product[0].item()
 
@@ -264,7 +274,9 @@ class _Group:
         """(fused, foreach): as the spec says, else fused where torch has that kernel, else foreach."""
         fused, foreach = self.choice
         if fused is None:
-            fused = not foreach and self.takes_fused and _has_fused(self.kernel.__name__, p.device.type, p.dtype)
+            fused = (
+                not foreach and self.takes_fused and _has_fused(self.spec.cls.__name__.lower(), p.device.type, p.dtype)
+            )
         if foreach is None:
             foreach = not fused  # on the CPU as fast as torch's plain loop or faster
         return fused, foreach

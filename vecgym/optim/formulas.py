@@ -36,8 +36,8 @@ class Formula:
     """One rule: its state, in the order in which torch's functional API takes it, and its pure body.
 
     `pairs` names the parts of a hyperparameter that is a tuple; `prepare(slots, numbers, t)` adjusts the
-    numbers or the state lists before the kernel makes step `t`. `kernel`: a step in place, called as torch's functional
-    ones are; None: torch's own.
+    numbers or the state lists before the kernel makes step `t`. `kernel(params, grads, slots, h)`: a step in place;
+    None: torch's functional one.
     """
 
     slots: tuple[str, ...]

@@ -1,6 +1,7 @@
-"""Steps in place of the optimizers that torch has no stacked kernel for, called as torch's functional ones are.
+"""Steps in place of the optimizers that torch has no stacked kernel for.
 
-`params`, `grads` and slots are lists with an entry for each parameter, `[L, *shape]` or, of one model, `[*shape]`.
+`params`, `grads` and each slot are lists with an entry for each parameter, `[L, *shape]` or, of one model, `[*shape]`;
+`h` holds the hyperparameters, as numbers.
 """
 
 from __future__ import annotations
@@ -11,68 +12,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.core import check
 from vecgym.core.transforms import plain
 from vecgym.core.tree import differentiated
+
+Slots = dict[str, list[Tensor]]
 
 # Up to this many multiplications torch computes a product of two bfloat16 matrices by another kernel on the CPU, which
 # rounds differently from that of many products at once.
 _SMALL_PRODUCT = 16**3
 
 
-def lion(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool = False,
-) -> None:
+def lion(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
     """One step of Lion; `vecgym.optim.formulas.lion` says what it computes."""
-    if maximize:
+    if h.maximize:
         grads = list(torch._foreach_neg(grads))
-    signs = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
+    signs = torch._foreach_lerp(slots["exp_avg"], grads, 1 - h.beta1)
     torch._foreach_sign_(signs)
-    if weight_decay != 0:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_add_(params, signs, alpha=-lr)
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta2)
+    if h.weight_decay != 0:
+        torch._foreach_mul_(params, 1 - h.lr * h.weight_decay)
+    torch._foreach_add_(params, signs, alpha=-h.lr)
+    torch._foreach_lerp_(slots["exp_avg"], grads, 1 - h.beta2)
 
 
-def muon(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor | None],
-    *,
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool,
-    a: float,
-    b: float,
-    c: float,
-    eps: float,
-    ns_steps: int,
-    adjust_lr_fn: str | None,
-) -> None:
+def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
     """One step of Muon; `vecgym.optim.formulas.muon` says what it computes. Equal layers are taken together."""
-    updates = []
-    for g, buffer in zip(grads, momentum_buffers):
-        if buffer is not None:
-            buffer.lerp_(g, 1 - momentum)
-            g = g.lerp(buffer, momentum) if nesterov else buffer
-        updates.append(g.bfloat16().reshape(-1, *g.shape[-2:]))
+    updates = list(grads)
+    for i, buffer in enumerate(slots.get("momentum_buffer", [])):
+        buffer.lerp_(grads[i], 1 - h.momentum)
+        updates[i] = grads[i].lerp(buffer, h.momentum) if h.nesterov else buffer
+    updates = [u.bfloat16().reshape(-1, *u.shape[-2:]) for u in updates]
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, update in enumerate(updates):
         alike.setdefault(tuple(update.shape[1:]), []).append(i)
     for shape, layers in alike.items():
         joined = torch.cat([updates[i] for i in layers]) if len(layers) > 1 else updates[layers[0]]
-        orthogonal = _newton_schulz(joined, a, b, c, eps, ns_steps).split([len(updates[i]) for i in layers])
+        orthogonal = _newton_schulz(joined, h.a, h.b, h.c, h.eps, h.ns_steps).split([len(updates[i]) for i in layers])
         for i, update in zip(layers, orthogonal):
-            params[i].mul_(1 - lr * weight_decay)
-            params[i].add_(update.reshape(params[i].shape), alpha=-lr * muon_lr_ratio(adjust_lr_fn, *shape))
+            params[i].mul_(1 - h.lr * h.weight_decay)
+            params[i].add_(update.reshape(params[i].shape), alpha=-h.lr * muon_lr_ratio(h.adjust_lr_fn, *shape))
 
 
 def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> float:
@@ -109,10 +87,11 @@ def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, step
         matrices = u.expand(counts[0], *u.shape[1:])
         return torch.cat([orthogonalised(m[None], (a, b, c), *rest) for m, (a, b, c, *rest) in zip(matrices, each)])
     a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
-    rounded = _newton_schulz(u.detach(), a, b, c, least, int(count)).to(u.dtype)
+    count = check.integer("ns_steps", int(count) if count == int(count) else count, 0)  # in a stack they are floats
+    rounded = _newton_schulz(u.detach(), a, b, c, least, count).to(u.dtype)
     if not any(differentiated(x) for x in (u, *settings)):
         return rounded
-    smooth = _smooth(u, *coefficients, eps, int(count))
+    smooth = _smooth(u, *coefficients, eps, count)
     return smooth + (rounded - smooth).detach()
 
 

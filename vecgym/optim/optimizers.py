@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from vecgym.core import check
@@ -40,20 +40,15 @@ class Lion(Optimizer):
     ) -> None:
         check.number("lr", lr, "[0, inf)", "the learning rate")
         check.number("weight_decay", weight_decay, "[0, inf)")
-        for beta in betas:
+        beta1, beta2 = betas
+        for beta in (beta1, beta2):
             check.number("betas", beta, "[0, 1]", "two of them, such as (0.9, 0.99)")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step; `closure` computes the loss again."""
-        return _step(self, closure, "exp_avg", _lion)
-
-
-def _lion(params: list[Tensor], grads: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    options = {key: group[key] for key in ("lr", "weight_decay", "maximize")}
-    kernels.lion(params, grads, slots, beta1=beta1, beta2=beta2, **options)
+        return _step(self, closure, "exp_avg", kernels.lion, {"betas": ("beta1", "beta2")})
 
 
 class Muon(Optimizer):
@@ -96,20 +91,15 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step; `closure` computes the loss again."""
-        return _step(self, closure, "momentum_buffer", _muon)
-
-
-def _muon(params: list[Tensor], grads: list[Tensor], slots: list[Tensor], group: dict[str, Any]) -> None:
-    a, b, c = group["ns_coefficients"]
-    options = {key: value for key, value in group.items() if key not in ("params", "ns_coefficients")}
-    kernels.muon(params, grads, slots, a=a, b=b, c=c, **options)  # type: ignore[arg-type]
+        return _step(self, closure, "momentum_buffer", kernels.muon, {"ns_coefficients": ("a", "b", "c")})
 
 
 if hasattr(torch.optim, "Muon"):
     Muon = torch.optim.Muon  # type: ignore[misc, assignment]
 
 
-def _step(optimizer: Optimizer, closure: Any, slot: str, kernel: Any) -> Any:
+def _step(optimizer: Optimizer, closure: Any, slot: str, kernel: Any, tuples: dict[str, tuple[str, ...]]) -> Any:
+    """One step by a kernel of vecgym; `tuples` names the parts of hyperparameters that are tuples."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -119,7 +109,9 @@ def _step(optimizer: Optimizer, closure: Any, slot: str, kernel: Any) -> Any:
         for p in params:
             optimizer.state[p].setdefault(slot, torch.zeros_like(p))
         if params:
-            kernel(params, [p.grad for p in params], [optimizer.state[p][slot] for p in params], group)
+            parts = {part: x for name, names in tuples.items() for part, x in zip(names, group[name])}
+            slots = {slot: [optimizer.state[p][slot] for p in params]}
+            kernel(params, [p.grad for p in params], slots, SimpleNamespace(**group, **parts))
     return loss
 
 
