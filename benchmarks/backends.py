@@ -31,7 +31,7 @@ from workloads import WORKLOADS, header, machine, markdown
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire
 from vecgym.core import tree
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation
 from vecgym.runs import links, multiprocess
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy

@@ -38,7 +38,7 @@ SETTINGS = {  # name: (environment, torch's threads, node threads)
 def measure_here(name: str, threads: int, node_threads: int, blocks: int, steps: int) -> float:
     """Seconds per step in this process."""
     from vecgym.collectives import StackedCollectives
-    from vecgym.engine.local import Engine
+    from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
     from vecgym.strategy import DiLoCoStrategy
 

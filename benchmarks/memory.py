@@ -29,7 +29,7 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, chunk_size: int 
     """Estimated and measured bytes of one configuration, in this process."""
     from vecgym import estimate_memory
     from vecgym.collectives import StackedCollectives
-    from vecgym.engine.local import Engine
+    from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
     from vecgym.runs.memory import peak_bytes
     from vecgym.strategy import AllReduceStrategy, DeMoStrategy, DiLoCoStrategy

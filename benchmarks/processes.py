@@ -141,7 +141,7 @@ def measure_processes(name: str, num_nodes: int, blocks: int, timeout_s: float) 
 def run_vecgym(name: str, num_nodes: int, blocks: int, threads: int) -> Result:
     """The same in this process."""
     from vecgym.collectives import StackedCollectives
-    from vecgym.engine.local import Engine
+    from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 

@@ -50,7 +50,7 @@ def measure_here(name: str, inner: str, mode: str, num_steps: int, threads: int,
     """Seconds of the plain steps, of the rollout and of all, and the peak bytes, of one row, in this process."""
     from vecgym import rollout, rollout_jvp
     from vecgym.collectives import StackedCollectives
-    from vecgym.engine.local import Engine
+    from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
     from vecgym.strategy import DiLoCoStrategy
 

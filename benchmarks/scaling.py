@@ -53,7 +53,7 @@ def peak_bytes() -> int:
 def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, repeats: int) -> dict[str, float]:
     """Seconds per step and peak bytes of one configuration, in this process."""
     from vecgym.collectives import StackedCollectives
-    from vecgym.engine.local import Engine
+    from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
     from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 

@@ -6,7 +6,7 @@ medians over the rounds. The unit is a block of H = 20 steps, which holds one sy
 - loop: K plain modules, each with fused AdamW, one after the other; every H steps DiLoCo's outer step in the
   obvious way (mean over the modules, torch's SGD with Nesterov momentum, copy back).
 - vecgym: `Simulation.step` with `DiLoCoStrategy(H)`, `engine="auto"`; with `--engines`, also each engine with 1 and
-  with all threads: the figures by which `vecgym.engine.local.choose_plan` is calibrated.
+  with all threads: the figures by which `vecgym.engine.choose_plan` is calibrated.
 - big: one model with fused AdamW on the K batches together; the floor for AllReduce.
 - allreduce: `Simulation.step` with `AllReduceStrategy`.
 - fit: `Trainer.fit` with a progress bar (into nothing) on a `TensorDataset`, without validation. What it costs to
@@ -36,7 +36,7 @@ from workloads import WORKLOADS, Batch, Workload, header, machine, markdown
 from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 

@@ -27,7 +27,7 @@ from workloads import WORKLOADS, Batch, Workload, header, machine, markdown
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import Grid, basis, grid
 from vecgym.core import tree
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import DiLoCoStrategy, GossipStrategy, SPARTAStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE

@@ -145,6 +145,13 @@ def test_busy(tmp_path: Path) -> None:
     assert all(row["alone_s"] > 0 < row["busy_s"] for row in result["settings"].values())
 
 
+def test_optimizers(tmp_path: Path) -> None:
+    table, result = run_quick("optimizers.py", tmp_path)
+    assert "| ratio | target | met |" in table
+    assert set(result["optimizers"]) == {"muon", "lion", "adamw"}
+    assert all(seconds > 0 for row in result["optimizers"].values() for seconds in row.values())
+
+
 def test_rollout(tmp_path: Path) -> None:
     table, result = run_quick("rollout.py", tmp_path)
     assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table

@@ -15,7 +15,7 @@ from vecgym.collectives.base import T
 from vecgym.collectives.topology import Groups
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import Strategy
 

@@ -31,7 +31,7 @@ MODULES = (
     "vecgym.runs.evaluation",
     "vecgym.runs.multiprocess",
     "vecgym.collectives.ledger",
-    "vecgym.engine.local",
+    "vecgym.engine",
     "vecgym.records.loggers",
     "vecgym.runs.memory",
     "vecgym.records.history",
@@ -55,8 +55,12 @@ MODULES = (
 EXEMPT = {
     # Tables and type aliases, which cannot have a docstring of their own.
     "Batch": "of vecgym.data: a tensor, or nested dicts, lists and tuples of tensors",
+    "BACKENDS": "of vecgym.engine: name -> Backend",
     "Compressor": "of vecgym.compress: Codec | PowerSGD, which have theirs",
     "ELEMENTWISE": "of vecgym.optim: optimizer class -> formulas",
+    "ENGINES": "of vecgym.engine: the names that EngineName allows",
+    "EngineName": "of vecgym.engine: a Literal",
+    "FORMULAS": "of vecgym.optim: optimizer class -> formulas, those of ELEMENTWISE and Muon's",
     "Factory": "of vecgym.data: a function (rank, num_nodes, train) -> dataset; Batches says what it does",
     "OPTIMIZERS": "of vecgym.optim: name -> optimizer class; OptimSpec's docstring lists the names",
     "OptState": "of vecgym.optim: nested dicts of tensors",

@@ -20,7 +20,7 @@ from tests.fitting import STRATEGIES, alone, dataset, fit, params
 from tests.models import MLP, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning, optimize_schedule, sweep
 from vecgym.data import Batches, partition_dirichlet
-from vecgym.engine.local import EngineName
+from vecgym.engine import EngineName
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,

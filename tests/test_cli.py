@@ -19,7 +19,7 @@ from vecgym.cli import main
 from vecgym.cli.compare import allreduce_bytes, comparison_table
 from vecgym.cli.values import ENGINES as ENGINE_NAMES
 from vecgym.data.text import read_text, split_text, standard_library_text
-from vecgym.engine.local import ENGINES
+from vecgym.engine import ENGINES
 from vecgym.models import GPT
 
 # Twelve steps of a model of a few hundred parameters.

@@ -19,8 +19,8 @@ from tests.models import make_batches, make_model
 from vecgym.collectives import StackedCollectives
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
+from vecgym.engine import Engine
 from vecgym.engine.batching_rules import TwiceDifferentiable
-from vecgym.engine.local import Engine
 from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
 from vecgym.strategy import (

@@ -21,8 +21,9 @@ from tests.fitting import STRATEGIES, alone, dataset, fit, params, same_run
 from tests.models import MODELS, NO_VMAP, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
-from vecgym.engine import local
-from vecgym.engine.local import EngineName, ModelFacts, choose_plan
+from vecgym.engine import Engine, EngineName, Local, ModelFacts, Plan, choose_plan, plan
+from vecgym.engine.backend import Part
+from vecgym.engine.loop import Loop
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ENGINES = ["vmap", "loop", "auto", "fastest"]
@@ -96,7 +97,7 @@ def test_a_node_thread_uses_one_thread_in_its_operations() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine = local.Engine(make_model("MLP"), engine="loop", node_threads=2)
+        engine = Engine(make_model("MLP"), engine="loop", node_threads=2)
         engine.prepare(Batches(dataset("MLP"), 4, 3).batch(0))
         assert engine._pool is not None
         both = threading.Barrier(2)  # so that each thread answers once
@@ -748,7 +749,7 @@ def test_the_rule_of_auto(facts: ModelFacts, num_nodes: int, num_threads: int, d
 @pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg", "FedAvg participation"])
 def test_chunks_that_keep_tensors_small_change_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run("CNN", strategy, engine="auto")
-    monkeypatch.setattr(local, "MAX_TENSOR_BYTES", 20_000)
+    monkeypatch.setattr(plan, "MAX_TENSOR_BYTES", 20_000)
     chunked = run("CNN", strategy, engine="auto")
     assert whole.history.settings["chunk_size"] is None
     assert 1 <= chunked.history.settings["chunk_size"] < 5
@@ -767,7 +768,7 @@ def test_what_the_rule_knows_of_a_model() -> None:
             def forward(self, x: Tensor) -> Tensor:
                 return self.layer(x + 1).square().mean()
 
-        engine = local.Engine(Wide())
+        engine = Engine(Wide())
         engine.prepare(torch.zeros(3, 8, 16))
         assert engine.facts is not None
         assert engine.facts.flop == 3 * 2 * 8 * 16 * width
@@ -811,3 +812,47 @@ def test_validation_has_no_part_in_the_training(strategy: Any, settings: dict[st
     if "sparse" in settings:
         dense = trained(None)
         torch.testing.assert_close(never.nodes.params["embedding.weight"], dense.nodes.params["embedding.weight"])
+
+
+class Counted(Loop):
+    """A third backend: what `loop` does, and how often."""
+
+    calls = 0
+
+    def gradients(self, part: Part, out: Any, thread: int = 0) -> Local:
+        Counted.calls += 1
+        return super().gradients(part, out, thread)
+
+
+def test_a_third_backend_is_one_class_and_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run("MLP", engine="loop")
+    monkeypatch.setitem(plan.BACKENDS, "counted", Counted)
+    found = run("MLP", engine="counted")
+    assert found.history.settings["engine"] == "counted"
+    assert Counted.calls > 0
+    assert same_run(found, expected)
+    with pytest.raises(ValueError, match=r"did you mean 'counted'"):
+        run("MLP", engine="countet")
+
+
+def test_a_plan_is_given() -> None:
+    engine = Engine(make_model("MLP"), engine="vmap")
+    batch = Batches(dataset("MLP"), 4, 3).batch(0)
+    engine.prepare(batch)
+    params = {name: p.detach()[None] for name, p in engine.params.items()}
+    whole = engine.gradients(params, {}, batch, seed=0, step=0).grads
+    engine.use(Plan("loop", node_threads=2, chunk_size=1))
+    assert engine.plan.engine == "loop"
+    torch.testing.assert_close(engine.gradients(params, {}, batch, seed=0, step=0).grads, whole)
+    engine.close()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_validation_is_cast_however_many_nodes_there_are(num_rows: int) -> None:
+    engine = Engine(make_model("MLP"), engine="vmap", autocast=True)
+    batch = Batches(dataset("MLP"), 4, 3).batch(0)
+    engine.prepare(batch)
+    params = {n: p.detach()[None].expand(num_rows, *p.shape) for n, p in engine.params.items()}
+    one = {name: x[0] for name, x in params.items()}
+    cast = engine.loss(one, {}, (batch[0][0], batch[1][0]))
+    torch.testing.assert_close(engine.losses(params, {}, (batch[0][0], batch[1][0])), cast.expand(num_rows))

@@ -14,7 +14,7 @@ from tests.models import Quadratic, make_batches, make_model
 from vecgym import OptimSpec
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.topology import random_islands
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import FedAvgStrategy, ServerOptimizer
 from vecgym.strategy.average import Weighting, participants

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from vecgym.engine.batching_rules import LARGE_WEIGHT, Folding, Observer, TwiceDifferentiable
+from vecgym.engine.batching_rules import LARGE_WEIGHT, Folding, TwiceDifferentiable
+from vecgym.engine.observe import Observer
 
 L, N, IN, OUT = 3, 5, 256, 128
 assert IN * OUT >= LARGE_WEIGHT

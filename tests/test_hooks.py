@@ -15,8 +15,8 @@ from torch.nn.modules import module as of_all_modules
 from tests.fitting import alone, dataset
 from vecgym import Trainer
 from vecgym.core.errors import VecgymWarning
+from vecgym.engine import Engine
 from vecgym.engine.hooks import copied
-from vecgym.engine.local import Engine
 from vecgym.runs.rollout import rollout
 from vecgym.strategy import AllReduceStrategy, FedAvgStrategy
 from vecgym.sweeps.configurations import alike

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from tests.fitting import alone, dataset, fit
 from vecgym import Trainer
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.runs.rollout import rollout
 from vecgym.strategy import FedAvgStrategy
 

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from vecgym import Trainer
 from vecgym.data import TokenWindows
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.models import GPT
 from vecgym.strategy import AllReduceStrategy
 

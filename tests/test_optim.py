@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import vecgym.optim.elementwise as elementwise
+from tests.reference import optimizers as reference
 from vecgym.core.errors import VecgymWarning
 from vecgym.optim import (
     ELEMENTWISE,
@@ -20,7 +21,9 @@ from vecgym.optim import (
     check_max_norm,
     clip_grad_norm,
     ensure_optim_spec,
+    kernels,
 )
+from vecgym.optim.merge import merge_key, merged_spec
 
 K, STEPS = 3, 12
 SHAPES = {"w": (4, 3), "conv": (2, 3, 2, 2), "b": (5,), "scale": ()}
@@ -57,6 +60,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("adadelta", {"lr": 0.5, "rho": 0.7, "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
     ("rprop", {}),
     ("rprop", {"lr": 0.03, "etas": (0.45, 1.3), "step_sizes": (1e-2, 5e-2), "maximize": True}),
+    ("lion", {}),
+    ("lion", {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True}),
 ]
 ONE_OF_EACH = [next(case for case in reversed(CASES) if case[0] == cls.__name__.lower()) for cls in ELEMENTWISE]
 # Hyperparameters that differ per node: nodes 0 and 1 are equal neighbours, so that a run holds two nodes.
@@ -74,6 +79,7 @@ PER_NODE: dict[str, dict[str, Any]] = {
         "etas": [(0.5, 0.5, 0.4), (1.2, 1.2, 1.3)],
         "step_sizes": [(1e-6, 1e-6, 1e-2), (50.0, 50.0, 0.1)],
     },
+    "lion": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "weight_decay": (0.1, 0.1, 0.0)},
 }
 
 
@@ -441,7 +447,9 @@ HYPER: dict[str, dict[str, Any]] = {
     "adamax": {"lr": 0.1, "betas": (0.8, 0.7), "eps": 1e-2, "weight_decay": 0.1},
     "adadelta": {"lr": 0.1, "rho": 0.8, "eps": 1e-2, "weight_decay": 0.1},
     "rprop": {"lr": 0.1, "etas": (0.5, 1.2), "step_sizes": (1e-3, 1.0)},
+    "lion": {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1},
 }
+WITHOUT_DERIVATIVE = {"rprop": ["step_sizes", "step_sizes"], "lion": ["betas", "betas"]}  # in clamp, under the sign
 
 
 def unrolled(name, steps=None, extra=None, zero=False):
@@ -504,7 +512,7 @@ def test_every_hyperparameter_has_a_derivative():
         grads = torch.autograd.grad(f(*[a.requires_grad_() for a in arguments]).sin().sum(), arguments)
         names = [key for key, v in HYPER[name].items() for _ in (v if isinstance(v, tuple) else (v,))]
         dead = [key for key, g in zip(names, grads) if (g == 0).all()]
-        assert dead == (["step_sizes", "step_sizes"] if name == "rprop" else []), name
+        assert dead == WITHOUT_DERIVATIVE.get(name, []), name
 
 
 @pytest.mark.parametrize("name", HYPER)
@@ -695,7 +703,6 @@ PER_NODE_CASES = [
     (NotAdam, {"lr": 0.03}),
     (torch.optim.ASGD, {"lr": 0.03}),
     *([(torch.optim.Adafactor, {"lr": 0.03})] if hasattr(torch.optim, "Adafactor") else []),
-    *([(torch.optim.Muon, {"lr": 0.03})] if hasattr(torch.optim, "Muon") else []),
 ]
 
 
@@ -802,11 +809,171 @@ def test_state_that_no_checkpoint_can_hold_is_refused():
         rule.update(draw(0), gradient(0), rule.init(draw(0)))
 
 
+# Lion and Muon
+
+LAYERS = {"w": (4, 3), "v": (3, 5), "s": (20, 24), "t": (24, 20), "again": (20, 24)}
+MUON_CASES: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.03, "nesterov": False, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"},
+    {"lr": 0.03, "momentum": 0.0, "ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
+    {"lr": torch.tensor([0.1, 0.2, 0.3]), "momentum": torch.tensor([0.0, 0.5, 0.9])},
+    {"weight_decay": torch.tensor([0.1, 0.2, 0.3]), "ns_steps": torch.tensor([2, 5, 1]), "lr": 0.03},
+    {"ns_coefficients": (torch.tensor([3.0, 3.4445, 2.0]), -4.7750, 2.0315), "eps": torch.tensor([1e-7, 1e-3, 0.1])},
+]
+
+
+def on_layers(step):
+    return gradient(step, shapes=LAYERS)
+
+
+@pytest.mark.parametrize(("name", "twin", "options"), [
+    ("lion", reference.Lion, {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1}),
+    ("muon", reference.Muon, {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.3, "ns_steps": 4}),
+])  # fmt: skip
+def test_lion_and_muon_are_those_of_the_papers(name, twin, options):
+    expected = draw(0, shapes=LAYERS)
+    models = [[nn.Parameter(p[i]) for p in expected.values()] for i in range(K)]
+    optimizers = [twin(model, **options) for model in models]
+    for step in range(STEPS):
+        for i, optimizer in enumerate(optimizers):
+            for name_of, p in zip(LAYERS, models[i]):
+                p.grad = on_layers(step)[name_of][i]
+            optimizer.step()
+    for inplace in (True, False):
+        params, _ = stacked(OptimSpec(name, **options), draw(0, shapes=LAYERS), grad=on_layers, inplace=inplace)
+        assert_close(params, {n: torch.stack([m[j].detach() for m in models]) for j, n in enumerate(LAYERS)})
+
+
+@pytest.mark.parametrize("options", MUON_CASES)
+def test_muon_equals_torchs_node_by_node(options):
+    spec = OptimSpec("muon", **options)
+    assert isinstance(spec.rule(), ElementwiseRule)
+    if hasattr(torch.optim, "Muon"):
+        assert spec.cls is torch.optim.Muon
+    expected = separate(spec, draw(0, shapes=LAYERS), grad=on_layers)
+    for inplace in (True, False):
+        assert_close(stacked(spec, draw(0, shapes=LAYERS), grad=on_layers, inplace=inplace)[0], expected)
+    if not isinstance(options.get("lr"), torch.Tensor):
+        lrs = [torch.tensor([0.01, 0.02, 0.03]) * (1 + step % 3) for step in range(STEPS)]
+        expected = separate(spec, draw(0, shapes=LAYERS), grad=on_layers, lrs=lrs)
+        for inplace in (True, False):
+            assert_close(stacked(spec, draw(0, shapes=LAYERS), grad=on_layers, lrs=lrs, inplace=inplace)[0], expected)
+
+
+def test_muon_takes_nodes_and_equal_layers_together(monkeypatch):
+    shapes = []
+    newton_schulz = kernels._newton_schulz
+
+    def counted(u, *rest):
+        shapes.append(u.shape)
+        return newton_schulz(u, *rest)
+
+    monkeypatch.setattr(kernels, "_newton_schulz", counted)
+    stacked(OptimSpec("muon"), draw(0, shapes=LAYERS), steps=1, grad=on_layers)
+    assert [tuple(shape) for shape in shapes] == [(K, 4, 3), (K, 3, 5), (2 * K, 20, 24), (K, 24, 20)]
+
+
+def test_muon_stored_once_stays_one_and_goes_through_a_checkpoint():
+    spec = OptimSpec("muon", lr=0.03)
+    same = lambda step: gradient(step, num_nodes=1, shapes=LAYERS)  # noqa: E731
+    params, state = stacked(spec, draw(0, num_nodes=1, shapes=LAYERS), steps=5, grad=same)
+    assert all(x.shape[0] == 1 for x in [*params.values(), *state["momentum_buffer"].values()])
+    file = io.BytesIO()
+    torch.save((params, state), file)
+    file.seek(0)
+    params, state = torch.load(file, weights_only=True)
+    rule = spec.rule()
+    for step in range(5, STEPS):
+        params, state = rule.update(params, same(step), state)
+    assert_close(params, stacked(spec, draw(0, num_nodes=1, shapes=LAYERS), grad=same)[0], rtol=0, atol=0)
+
+
+def smooth_muon(lr, momentum, decay, a, eps, p, g):
+    numbers = {"lr": lr, "momentum": momentum, "weight_decay": decay, "eps": eps, "ns_coefficients": (a, -1.5, 0.5)}
+    rule = OptimSpec("muon", **numbers, ns_steps=2).rule()
+    params, state = {"w": p}, rule.init({"w": p})
+    for step in range(2):
+        params, state = rule.update(params, {"w": g[step]}, state, inplace=False)
+    return params["w"]
+
+
+def muon_arguments():
+    numbers = [torch.tensor(x, requires_grad=True) for x in (0.1, 0.8, 0.3, 2.0, 1e-2)]
+    return [*numbers, torch.randn(2, 3, 2, requires_grad=True), torch.randn(2, 2, 3, 2, requires_grad=True)]
+
+
+def test_derivatives_of_muon_are_those_of_its_polynomial(monkeypatch):
+    """By every number, parameter and gradient: finite differences cannot see through bfloat16, so float64 here."""
+    torch.manual_seed(0)
+    arguments = muon_arguments()
+    (rounded,) = torch.autograd.grad(smooth_muon(*arguments).sin().sum(), arguments[:1], retain_graph=True)
+    monkeypatch.setattr(kernels, "_newton_schulz", kernels._smooth)
+    assert torch.autograd.gradcheck(smooth_muon, arguments, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *a: smooth_muon(*a).sin().sum(), arguments, fast_mode=True)
+    (exact,) = torch.autograd.grad(smooth_muon(*arguments).sin().sum(), arguments[:1])
+    assert_close(rounded, exact, rtol=0.05)
+    grads = torch.func.grad(lambda *a: smooth_muon(*a).sin().sum(), argnums=tuple(range(7)))(*arguments)
+    expected = torch.autograd.grad(smooth_muon(*arguments).sin().sum(), arguments)
+    assert_close(dict(enumerate(grads)), dict(enumerate(expected)), rtol=1e-10)
+
+
+def test_the_derivative_of_muon_is_finite_where_the_gradient_is_zero():
+    g = torch.zeros(1, 3, 2, requires_grad=True)
+    rule = OptimSpec("muon").rule()
+    params = {"w": torch.ones(1, 3, 2)}
+    new, _ = rule.update(params, {"w": g}, rule.init(params), inplace=False)
+    assert torch.isfinite(torch.autograd.grad(new["w"].sum(), g)[0]).all()
+
+
+def matrices_by_muon(name, p):
+    return {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-3}
+
+
+def test_muon_refuses_what_is_no_matrix_and_says_what_to_do():
+    with pytest.raises(ValueError, match=r"Muon takes matrices, and parameter 'conv' .*\[2, 3, 2, 2\].*param_groups"):
+        OptimSpec("muon").rule().init(draw(0))
+    with pytest.raises(ValueError, match=r"Adafactor.*does not run stacked"):
+        OptimSpec("muon", param_groups=lambda n, p: {"optim": "adafactor"}).rule().init(draw(0))
+    with pytest.raises(ValueError, match="lr"):
+        OptimSpec("lion", lr=-1.0)
+    with pytest.raises(ValueError, match="betas"):
+        OptimSpec("lion", betas=(0.9, 1.5))
+
+
+def test_groups_may_have_another_optimizer():
+    spec = OptimSpec("muon", lr=0.02, param_groups=matrices_by_muon)
+    expected = separate(spec, draw(0))
+    assert_close({"w": expected["w"]}, separate(OptimSpec("muon", lr=0.02), {"w": draw(0)["w"]}))
+    assert_close({"b": expected["b"]}, separate(OptimSpec("adamw", lr=3e-3), {"b": draw(0)["b"]}))
+    for inplace in (True, False):
+        params, state = stacked(spec, draw(0), inplace=inplace)
+        assert_close(params, expected)
+    assert list(state["momentum_buffer"]) == ["w"]
+    assert list(state["exp_avg"]) == ["conv", "b", "scale"]
+    rule = spec.rule()
+    half, _ = rule.update(draw(0), gradient(0), rule.init(draw(0)), lr=0.01)  # a schedule is everyone's
+    assert_close({"b": half["b"]}, stacked(OptimSpec("adamw", lr=1.5e-3), {"b": draw(0)["b"]}, steps=1,
+                                           grad=lambda s: {"b": gradient(s)["b"]})[0])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_lion_and_muon_of_several_runs_are_merged(name):
+    specs = [OptimSpec(name, lr=0.01, weight_decay=0.1), OptimSpec(name, lr=0.03, weight_decay=0.2)]
+    assert merge_key(specs[0]) == merge_key(specs[1])
+    merged = merged_spec(specs, [1, 2])
+    params, _ = stacked(merged, draw(0, shapes=LAYERS), grad=on_layers)
+    for spec, rows in zip(specs, (slice(0, 1), slice(1, 3))):
+        alone = stacked(spec, {n: p[rows] for n, p in draw(0, shapes=LAYERS).items()},
+                        grad=lambda s, rows=rows: {n: g[rows] for n, g in on_layers(s).items()})[0]  # fmt: skip
+        assert_close({n: p[rows] for n, p in params.items()}, alone)
+
+
 # The specification
 
 
 @pytest.mark.parametrize(
-    "name", ["adam", "AdamW", "SGD", "rmsprop", "adagrad", "nadam", "radam", "adamax", "Adadelta", "rprop"]
+    "name",
+    ["adam", "AdamW", "SGD", "rmsprop", "adagrad", "nadam", "radam", "adamax", "Adadelta", "rprop", "Lion", "muon"],
 )
 def test_names(name):
     assert OptimSpec.from_string(name).cls.__name__.lower() == name.lower()

@@ -15,7 +15,7 @@ from tests.helpers import stack
 from tests.models import make_batches, make_model
 from vecgym import OptimSpec, Trainer
 from vecgym.collectives import StackedCollectives
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation
 from vecgym.strategy import AllReduceStrategy, Context, DiLoCoStrategy, RankStrategy, Strategy
 from vecgym.strategy.per_rank import all_gather, all_reduce, as_strategy, broadcast

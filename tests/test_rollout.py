@@ -25,7 +25,7 @@ from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import ring
 from vecgym.core import nodes, tree
 from vecgym.data import Batches
-from vecgym.engine.local import Engine, EngineName
+from vecgym.engine import Engine, EngineName
 from vecgym.engine.simulation import Simulation
 from vecgym.optim import OptimSpec
 from vecgym.records.optimized import OptimizedSchedule

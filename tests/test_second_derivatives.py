@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.runs.rollout import rollout
 from vecgym.strategy import FedAvgStrategy
 

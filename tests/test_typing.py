@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import vecgym
-from vecgym.engine.local import ENGINES, EngineName
+from vecgym.engine import ENGINES, EngineName
 from vecgym.strategy import AveragingCommunicator, DiLoCoStrategy, FedAvgStrategy
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ same on every node".
   `plot_schedule` and others
 - Options: `Compute`, `Processes`, `Checkpoints`: the rarer options of `Trainer.fit`, in groups
 - Processes: `Trainer.fit(backend="processes", num_processes=W)`, `verify`
-- Underneath: `vecgym.engine.simulation`, the pure step; `vecgym.engine.local`, the gradients of all nodes;
+- Underneath: `vecgym.engine.simulation`, the pure step; `vecgym.engine`, the gradients of all nodes;
   `vecgym.collectives`, what they exchange, with topology and ledger; `vecgym.compress`, what is sent instead;
   `vecgym.records`, `vecgym.runs`, `vecgym.sweeps`, `vecgym.core`
 - Errors: `DivergenceError`, `ProcessError`, `VecgymWarning`; all others are `ValueError` and `TypeError`, with the fix

@@ -72,7 +72,7 @@ WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps as were as
 # What only vecgym's own code hands on: of these modules everything, ...
 UNDERNEATH = (
     "vecgym.collectives", "vecgym.compress", "vecgym.core.errors", "vecgym.runs.evaluation",
-    "vecgym.runs.multiprocess", "vecgym.collectives.ledger", "vecgym.engine.local", "vecgym.runs.memory",
+    "vecgym.runs.multiprocess", "vecgym.collectives.ledger", "vecgym.engine", "vecgym.runs.memory",
     "vecgym.records.history.", "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.engine.simulation", "vecgym.collectives.topology",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",

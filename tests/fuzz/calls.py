@@ -31,7 +31,7 @@ from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
-from vecgym.engine import local
+from vecgym.engine import Engine, ModelFacts
 from vecgym.engine.simulation import Simulation
 from vecgym.records import loggers
 from vecgym.records.history import History
@@ -149,8 +149,8 @@ def saved() -> vecgym.Saved:
     return vecgym.Saved(1, K, history(), {}, tree_of_nodes(), {}, {"w": "w"}, {})
 
 
-def engine() -> local.Engine:
-    made = local.Engine(Line())
+def engine() -> Engine:
+    made = Engine(Line())
     made.prepare(steps()[0])
     return made
 
@@ -360,12 +360,12 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
                                  "batches": lambda: data.EvalBatches(examples(4), 2, None, K)},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
     "vecgym.runs.multiprocess.run": {"function": lambda: work},
-    "vecgym.engine.local.ModelFacts": {
+    "vecgym.engine.ModelFacts": {
         "unused": frozenset, "mutated": frozenset, "random": lambda: False, "flop": lambda: 1},
-    "vecgym.engine.local.Engine.gradients": {"seed": lambda: 1},
-    "vecgym.engine.local.choose_plan": {"facts": lambda: local.ModelFacts(frozenset(), frozenset(), False, flop=1),
+    "vecgym.engine.Engine.gradients": {"seed": lambda: 1},
+    "vecgym.engine.choose_plan": {"facts": lambda: ModelFacts(frozenset(), frozenset(), False, flop=1),
                                  "num_threads": lambda: 1},
-    "vecgym.engine.local.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
+    "vecgym.engine.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
     "vecgym.records.loggers.read_csv": {"directory": lambda: file("log")},
     "vecgym.models.GPT": {**_TOKENS, **_PAIR, "context": lambda: 4},
     "vecgym.models.Classifier": {"batch": lambda: (torch.zeros(2, DIM), torch.zeros(2, dtype=torch.long))},
@@ -447,7 +447,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.compress.TopK": lambda: compress.TopK(0.5),
     "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
     "vecgym.data.Partition": partition,
-    "vecgym.engine.local.Engine": engine,
+    "vecgym.engine.Engine": engine,
     "vecgym.engine.simulation.Simulation": simulation,
     "vecgym.runs.verification.Check": check,
     "vecgym.compat.diloco_sim.DilocoSimulator": simulator,

@@ -24,7 +24,7 @@ from tests.fuzz.settings import ELEMENTWISE, Settings, draw_settings, optimizer,
 from vecgym import DivergenceError, rollout
 from vecgym import Outcome as Trained
 from vecgym.data import Batches
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 
 NAME = "rollouts"
 

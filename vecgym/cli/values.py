@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-ENGINES = ("auto", "vmap", "loop", "fastest")  # those of vecgym.engine.local, which would import torch
+ENGINES = ("auto", "vmap", "loop", "fastest")  # those of vecgym.engine, which would import torch
 
 
 def count(text: str) -> int:

@@ -17,7 +17,7 @@ MOVED = {
     "evaluate": "runs.evaluation",
     "launch": "runs.multiprocess",
     "ledger": "collectives.ledger",
-    "local": "engine.local",
+    "local": "engine",
     "logger": "records.loggers",
     "memory": "runs.memory",
     "metrics": "records.history",

@@ -1,1 +1,24 @@
-"""The gradients of all nodes, and the pure step of a simulation."""
+"""What the nodes compute by themselves: losses and gradients.
+
+Engine:     Engine, its settings (check_settings, EngineName, ENGINES), what it sees of a model (ModelFacts), how it
+            computes (Plan, choose_plan) and what it gives (Local)
+Backends:   vecgym.engine.backend.Backend is the protocol of `vmap` and `loop`; a third one is a file and a name in
+            BACKENDS
+"""
+
+from vecgym.engine.backend import Local
+from vecgym.engine.engine import Engine
+from vecgym.engine.observe import ModelFacts
+from vecgym.engine.plan import BACKENDS, ENGINES, EngineName, Plan, check_settings, choose_plan
+
+__all__ = [
+    "BACKENDS",
+    "ENGINES",
+    "Engine",
+    "EngineName",
+    "Local",
+    "ModelFacts",
+    "Plan",
+    "check_settings",
+    "choose_plan",
+]

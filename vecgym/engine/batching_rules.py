@@ -1,12 +1,10 @@
-"""Operations that vmap runs badly, done on the whole stack; and a look at which operations a model uses.
+"""Operations that vmap runs badly, done on the whole stack.
 
 The classes are torch function modes: while one is entered, all calls of torch's functions go through it.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,61 +38,6 @@ class TwiceDifferentiable(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
-
-
-class Observer(TorchFunctionMode):
-    """Counts the arithmetic of matrix products and convolutions, and looks for the largest tensor.
-
-    Attributes:
-        flop: floating-point operations of the calls seen.
-        largest_bytes: of the tensors that the calls gave.
-        unsafe: what vmap would do wrong without a word; empty if nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flop = 0
-        self.largest_bytes = 0
-        self.unsafe = ""
-
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.largest_bytes = max(self.largest_bytes, out.numel() * out.element_size())
-        if func is F.scaled_dot_product_attention:
-            query, key = args[:2] if len(args) > 1 else (kwargs["query"], kwargs["key"])
-            self.flop += 4 * query.numel() * key.shape[-2]
-        elif func is F.embedding:
-            bound = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
-            for option in ("max_norm", "scale_grad_by_freq"):
-                if bound.get(option):
-                    self.unsafe = f"its gradient of an embedding with {option} would be wrong"
-        elif func is Tensor.register_hook:
-            self.unsafe = "its forward puts a hook on a tensor's gradient (register_hook), which would be left out"
-        elif isinstance(out, Tensor) and func in _PRODUCTS:
-            self.flop += _PRODUCTS[func](out, [x for x in args if isinstance(x, Tensor)])
-        return out
-
-
-def _contraction(out: Tensor, given: list[Tensor]) -> int:
-    """2 M N K of a product [M, K] x [K, N] -> [M, N], from the numbers of elements."""
-    if len(given) < 2 or out.numel() == 0:
-        return 0
-    a, b = given[-2:]
-    return round(2 * math.sqrt(out.numel() * a.numel() * b.numel()))
-
-
-def _weighted(out: Tensor, given: list[Tensor]) -> int:
-    """Each output value is a product with one row of the weight `[out, ...]`."""
-    return 2 * out.numel() * given[1][0].numel() if len(given) > 1 and given[1].dim() > 0 else 0
-
-
-_PRODUCTS: dict[Callable, Callable[[Tensor, list[Tensor]], int]] = {
-    **dict.fromkeys([F.linear, F.conv1d, F.conv2d, F.conv3d], _weighted),
-    **dict.fromkeys([torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum], _contraction),
-    **dict.fromkeys([Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__], _contraction),
-    **dict.fromkeys([F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d], _contraction),
-}
 
 
 # ------------------------------------------------------------------------------- inside and outside of vmap
@@ -134,9 +77,6 @@ def _open(*values: Tensor | None) -> _Opened | None:
             dims[i] = dim = _functorch.maybe_get_bdim(x)
             level, size = _functorch.maybe_get_level(x), raw.shape[dim]
     return _Opened(level, size, tensors, dims) if size else None
-
-
-_EMBEDDING = inspect.signature(F.embedding)
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -193,3 +196,82 @@ def _shown(value: Any) -> str:
         if isinstance(value, Tensor)
         else f"a {type(value).__name__}"
     )
+
+
+# ------------------------------------------------------------------------------------- what is told of an error
+
+
+def vmap_error(cause: str) -> RuntimeError:
+    """What to tell of a model that fails under vmap only, with the way out.
+
+    >>> print(str(vmap_error("it asks for .item()")).splitlines()[0])
+    vmap cannot run this model: it asks for .item().
+    """
+    return RuntimeError(
+        f'vmap cannot run this model: {cause}.\nUse engine="loop" (node after node, any model), or engine="auto", '
+        "which falls back to it."
+    )
+
+
+def derivative_error(cause: str) -> RuntimeError:
+    """What to do where a model's gradient has no derivative."""
+    return RuntimeError(
+        f"the gradient of this model cannot be differentiated: {cause}.\nNo derivatives exist through activation "
+        "checkpointing, .item(), or an operation with a backward pass of its own: leave them out of the model. What "
+        'branches on values needs engine="loop".'
+    )
+
+
+def check_memory(error: Exception) -> None:
+    """Where the memory was not enough, say what to do."""
+    on_device = isinstance(error, torch.OutOfMemoryError)
+    if on_device or "allocate memory" in str(error):
+        kind = torch.OutOfMemoryError if on_device else RuntimeError
+        raise kind(
+            f"{cause(error)}.\nUse a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
+        ) from error
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say of which node, and when, an error of the model is, and in which line of it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"{what}: {type(error).__name__}: {error}{_place(error)}") from error
+
+
+@contextlib.contextmanager
+def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
+    """Say what the model was given, and what it must do, where its first call fails."""
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        way_out = f" {fix(model)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
+        raise RuntimeError(
+            f"the model fails on its first batch, {shown_batch(batch)}: {type(error).__name__}: {error}{_place(error)}."
+            + way_out
+        ) from error
+
+
+def cause(error: Exception) -> str:
+    """What failed in one line, and the line of the model's code that did it."""
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = first_line.split(" (see ")[0].split(". ")[0][:200].rstrip(".")
+    if "escaped from inside a function being vmapped" in text:
+        text = "something in it runs parts of the model again, as activation checkpointing does"
+    return f"{text}{_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """The line of the model's own code that an error comes from."""
+    package = Path(__file__).parent.parent
+    not_the_models = (str(Path(torch.__file__).parent), str(package / "engine"), str(package / "core"))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(not_the_models)]
+    return f', at {Path(frames[-1].filename).name}:{frames[-1].lineno}, "{frames[-1].line}"' if frames else ""

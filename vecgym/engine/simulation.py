@@ -13,7 +13,7 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
-from vecgym.engine.local import Engine, Local
+from vecgym.engine import Engine, Local
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import moments_in, with_moments
 from vecgym.strategy.per_rank import as_strategy

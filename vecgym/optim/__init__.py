@@ -1,21 +1,27 @@
 """Optimizers on stacked tensors: every parameter is `[L, *shape]`, and L = 1 means the same on every node.
 
 Given:     OptimSpec, or what ensure_optim_spec makes one of: a name in OPTIMIZERS, or a torch.optim.Optimizer class
-Run:       a Rule: ElementwiseRule, all nodes in one call, for the classes in ELEMENTWISE; PerNodeRule, one torch
-           optimizer per node, for any other. What evolves is an OptState
+Run:       a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
+           Muon); PerNodeRule, one torch optimizer per node, for any other. What evolves is an OptState
+Classes:   Lion, Muon (torch's where it has one): beyond torch.optim
 Clipping:  clip_grad_norm, check_max_norm
 """
 
 from vecgym.optim.clip import check_max_norm, clip_grad_norm
-from vecgym.optim.elementwise import ElementwiseRule, OptState
-from vecgym.optim.formulas import ELEMENTWISE
+from vecgym.optim.elementwise import ElementwiseRule
+from vecgym.optim.formulas import ELEMENTWISE, FORMULAS
+from vecgym.optim.interface import OptState
+from vecgym.optim.optimizers import Lion, Muon
 from vecgym.optim.per_node import PerNodeRule
-from vecgym.optim.spec import OPTIMIZERS, OptimSpec, Rule, ensure_optim_spec
+from vecgym.optim.spec import OPTIMIZERS, OptimSpec, Rule, ensure_optim_spec, rule_of
 
 __all__ = [
     "ELEMENTWISE",
+    "FORMULAS",
     "OPTIMIZERS",
     "ElementwiseRule",
+    "Lion",
+    "Muon",
     "OptState",
     "OptimSpec",
     "PerNodeRule",
@@ -23,4 +29,5 @@ __all__ = [
     "check_max_norm",
     "clip_grad_norm",
     "ensure_optim_spec",
+    "rule_of",
 ]

@@ -1,7 +1,7 @@
-"""Elementwise rules on stacked tensors: one interface, two bodies that agree to the last bits in float64.
+"""Rules with a formula on stacked tensors: one interface, two bodies that agree to the last bits in float64.
 
-In place, a step is one call of torch's own functional kernel (fused where torch has one) on explicit state
-tensors; the pure body (`formulas`) is for differentiation, and for many small configurations at once.
+In place, a step is one call of a kernel on explicit state tensors, mostly torch's own functional one (fused where torch
+has that); the pure body (`formulas`) is for differentiation, and for many small configurations at once.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated, per_node
-from vecgym.optim.formulas import ELEMENTWISE, NUMBER, OPTIONAL
-
-if TYPE_CHECKING:
-    from vecgym.optim.spec import OptimSpec
-
-OptState = dict[str, Any]  # {"step": int64 [1 or L], slot: Tree, ...}: nested dicts of tensors
+from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, stacked_names
+from vecgym.optim.interface import OptState, Spec
 
 # Below this many values per run of equal nodes, one broadcast pure step is faster than a kernel call per run.
 # Measured on 2 cores with 4 to 64 runs: they meet at 12,000 values (AdamW) to 60,000 (SGD).
@@ -31,7 +27,7 @@ _SMALL_RUN = 16384
 
 
 class ElementwiseRule:
-    """An optimizer whose rule is elementwise, on trees of stacked parameters.
+    """An optimizer that has a formula, elementwise or of matrices, on trees of stacked parameters.
 
     >>> from vecgym.optim import OptimSpec
     >>> rule = OptimSpec("sgd", lr=0.5).rule()
@@ -41,7 +37,7 @@ class ElementwiseRule:
             [-0.5000, -1.0000]])
     """
 
-    def __init__(self, spec: OptimSpec):
+    def __init__(self, spec: Spec):
         self.spec = spec
         self._groups_of: dict[Any, list[_Group]] = {}
         for option in ("differentiable", "capturable"):
@@ -64,6 +60,7 @@ class ElementwiseRule:
                 )
         state: OptState = {"step": torch.zeros(1, dtype=torch.int64)}
         for group in self._groups(params):
+            group.check_shapes(params)
             for slot in group.slots:
                 state.setdefault(slot, {}).update({name: group.start(slot, params[name]) for name in group.names})
         return state
@@ -111,25 +108,42 @@ class ElementwiseRule:
 class _Group:
     """Parameters that share their hyperparameters, and what does not change from step to step."""
 
-    def __init__(self, spec: OptimSpec, names: Sequence[str], base_lr: float | Tensor | None):
+    def __init__(self, spec: Spec, names: Sequence[str], base_lr: float | Tensor | None):
         self.spec = spec
         self.names = tuple(names)
         self.base_lr = base_lr  # the rule's, where the group has a learning rate of its own
-        self.formula = ELEMENTWISE[spec.cls]
-        self.kernel = _functional(spec.cls)
+        if spec.cls not in FORMULAS:
+            raise ValueError(
+                f"param_groups gives optim={spec.cls.__name__!r}, which does not run stacked: allowed are "
+                f"{stacked_names()}"
+            )
+        self.formula = FORMULAS[spec.cls]
+        self.kernel = None if self.formula.kernel else _functional(spec.cls)
         hyper = dict(spec.hyper)
         for pair, halves in self.formula.pairs.items():
             hyper.update(zip(halves, hyper.pop(pair)))
         # torch 2.6 tells Adam from AdamW by the class alone
-        hyper["decoupled_weight_decay"] = hyper.get("decoupled_weight_decay", spec.cls is torch.optim.AdamW)
+        hyper["decoupled_weight_decay"] = hyper.get("decoupled_weight_decay", self.formula.decoupled)
+        hyper.setdefault("maximize", False)
         self.choice = (hyper.pop("fused", None), hyper.pop("foreach", None))
         self.constants = {key: value for key, value in hyper.items() if not isinstance(value, Tensor)}
         # Read anew at every step: their values may be changed, and every step needs a graph of its own.
         self.tensors = {key: value for key, value in hyper.items() if isinstance(value, Tensor)}
         self.slots = [slot for slot in self.formula.slots if _used(hyper.get(OPTIONAL.get(slot, ""), True))]
-        taken = inspect.signature(self.kernel).parameters
+        taken = inspect.signature(self.kernel).parameters if self.kernel else {}
         self.keywords = [key for key in hyper if key in taken and key not in ("differentiable", "capturable")]
         self.takes_fused, self.takes_steps = "fused" in taken, "state_steps" in taken
+
+    def check_shapes(self, params: Tree) -> None:
+        """Raise a ValueError for parameters that the rule cannot take."""
+        for name in self.names:
+            shape = list(params[name].shape[1:])
+            if self.formula.of_matrices and len(shape) != 2:
+                raise ValueError(
+                    f"{self.spec.cls.__name__} takes matrices, and parameter {name!r} has the shape {shape}: give "
+                    "the others another optimizer, such as param_groups=lambda name, p: "
+                    '{} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4}'
+                )
 
     def start(self, slot: str, p: Tensor) -> Tensor:
         """A slot before the first step, `[1 or L, *shape]`."""
@@ -196,7 +210,8 @@ class _Group:
             numbers["step"] = steps[0]
         runs = list(_runs(columns))
         rows = self._rows(params, grads, state)
-        if len(runs) > 1 and sum(row[0].numel() for row in rows) < _SMALL_RUN * len(runs):
+        small = sum(row[0].numel() for row in rows) < _SMALL_RUN * len(runs)
+        if len(runs) > 1 and (small or self.formula.of_matrices):  # products of matrices gain from being one call
             return self.step_pure(params, grads, state, lr)
         counts = {len(values) for values in columns.values()}
         lists = [list(column) for column in zip(*[_aligned(row, counts) for row in rows])]
@@ -217,9 +232,22 @@ class _Group:
             ) from None
 
     def call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
-        """torch's kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
+        """The kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
         params, grads, *held = lists
         slots: dict[str, list[Tensor]] = dict(zip(self.slots, held))
+        if self.kernel is not None:
+            self._call_torch(self.kernel, params, grads, slots, numbers)
+        elif self.formula.kernel is not None:
+            self.formula.kernel(params, grads, slots, SimpleNamespace(**numbers))
+
+    def _call_torch(
+        self,
+        kernel: Callable[..., None],
+        params: list[Tensor],
+        grads: list[Tensor],
+        slots: dict[str, list[Tensor]],
+        numbers: dict[str, Any],
+    ) -> None:
         t = int(numbers["step"]) + 1
         self.formula.prepare(slots, numbers, t)
         products = slots.get(NUMBER, [])  # [run] each: torch wants one number
@@ -235,7 +263,7 @@ class _Group:
             device = params[0].device if fused else torch.device("cpu")
             counts = torch.full((len(params),), t - 1.0, dtype=torch.float32, device=device)
             arguments.append(list(counts.unbind()))
-        self.kernel(params, grads, *arguments, foreach=foreach, **keywords)
+        kernel(params, grads, *arguments, foreach=foreach, **keywords)
         for product in products:
             product[1:] = product[0].item()
 
@@ -243,7 +271,9 @@ class _Group:
         """(fused, foreach): as the spec says, else fused where torch has that kernel, else foreach."""
         fused, foreach = self.choice
         if fused is None:
-            fused = not foreach and self.takes_fused and _has_fused(self.kernel.__name__, p.device.type, p.dtype)
+            fused = (
+                not foreach and self.takes_fused and _has_fused(self.spec.cls.__name__.lower(), p.device.type, p.dtype)
+            )
         if foreach is None:
             foreach = not fused  # on the CPU as fast as torch's plain loop or faster
         return fused, foreach

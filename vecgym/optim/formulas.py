@@ -1,4 +1,4 @@
-"""The elementwise update rules as pure functions, one per rule, in the order of operations of `torch.optim`.
+"""The update rules that run stacked as pure functions, one per rule, in the order of operations of `torch.optim`.
 
 A body is `body(p, g, s, t, h, x) -> (p, s)`:
 
@@ -23,6 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.optim import kernels
+from vecgym.optim.kernels import muon_lr_ratio, orthogonalised
+from vecgym.optim.optimizers import Lion, Muon
+
 Scalar = Any  # a number, or a tensor [] or [L]
 Slots = dict[str, Tensor]
 
@@ -31,14 +35,18 @@ Slots = dict[str, Tensor]
 class Formula:
     """One rule: its state, in the order in which torch's functional API takes it, and its pure body.
 
-    `pairs` names the two halves of a hyperparameter that is a pair; `prepare(slots, numbers, t)` adjusts the
-    numbers or the state lists before torch's kernel makes step `t`.
+    `pairs` names the parts of a hyperparameter that is a tuple; `prepare(slots, numbers, t)` adjusts the
+    numbers or the state lists before the kernel makes step `t`. `kernel(params, grads, slots, h)`: a step in place;
+    None: torch's functional one.
     """
 
     slots: tuple[str, ...]
     body: Callable[..., tuple[Tensor, Slots]]
-    pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    pairs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prepare: Callable[[dict[str, list[Tensor]], dict[str, Any], int], None] = lambda slots, numbers, t: None
+    kernel: Callable[..., None] | None = None
+    decoupled: bool = False  # weight decay shrinks the parameter, unless the hyperparameters say otherwise
+    of_matrices: bool = False  # not elementwise: every parameter of a node must be a matrix
 
 
 # A slot that only exists when an option is on, and that option.
@@ -214,6 +222,33 @@ def rprop(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tup
     return p - g.sign() * eta, {"prev": g, "step_size": eta}
 
 
+def lion(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """p <- p - lr (sign(b1 m + (1 - b1) g) + wd p);  m <- b2 m + (1 - b2) g.
+
+    Chen et al. 2023, arXiv 2302.06675, algorithm 2.
+    """
+    p, g = _decay(p, g, h, x)
+    m = s["exp_avg"]
+    sign = _lerp(m, g, x(1 - h.beta1)).sign()
+    return p - x(h.lr) * sign, {"exp_avg": _lerp(m, g, x(1 - h.beta2))}
+
+
+def muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """m <- mu m + (1 - mu) g;  u = mu m + (1 - mu) g (Nesterov), or m;  p <- (1 - lr wd) p - lr r NS(u).
+
+    NS: Newton-Schulz iteration, roughly the orthogonal factor of u, see `kernels.orthogonalised`; r: sqrt(max(1, rows /
+    columns)), or what `adjust_lr_fn` says. As `torch.optim.Muon`.
+    Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+    """
+    p, u = _decay(p, g, h, x)
+    if "momentum_buffer" in s:
+        m = _lerp(s["momentum_buffer"], u, x(1 - h.momentum))
+        s = {"momentum_buffer": m}
+        u = _lerp(u, m, x(h.momentum)) if h.nesterov else m
+    update = orthogonalised(u, (h.a, h.b, h.c), h.eps, h.ns_steps)
+    return p - x(h.lr * muon_lr_ratio(h.adjust_lr_fn, *p.shape[-2:])) * update, s
+
+
 def _undamped_first(slots: dict[str, list[Tensor]], numbers: dict[str, Any], t: int) -> None:
     if t == 1:
         numbers["dampening"] = 0.0  # then mu * 0 + g = g, torch's first buffer
@@ -233,7 +268,7 @@ _RPROP = {"etas": ("etaminus", "etaplus"), "step_sizes": ("step_size_min", "step
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
     torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first),
     torch.optim.Adam: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, _BETAS),
-    torch.optim.AdamW: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, _BETAS),
+    torch.optim.AdamW: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, _BETAS, decoupled=True),
     torch.optim.RMSprop: Formula(("square_avg", "grad_avg", "momentum_buffer"), rmsprop),
     torch.optim.Adagrad: Formula(("sum",), adagrad),
     torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam, _BETAS),
@@ -241,4 +276,22 @@ ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
     torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax, _BETAS),
     torch.optim.Adadelta: Formula(("square_avg", "acc_delta"), adadelta),
     torch.optim.Rprop: Formula(("prev", "step_size"), rprop, _RPROP, _first_step_size),
+    Lion: Formula(("exp_avg",), lion, _BETAS, kernel=kernels.lion, decoupled=True),
 }
+_OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
+    Muon: Formula(
+        ("momentum_buffer",),
+        muon,
+        {"ns_coefficients": ("a", "b", "c")},
+        kernel=kernels.muon,
+        decoupled=True,
+        of_matrices=True,
+    ),
+}
+# All that run stacked.
+FORMULAS = {**ELEMENTWISE, **_OF_MATRICES}
+
+
+def stacked_names() -> str:
+    """The optimizers that run stacked, for messages."""
+    return ", ".join(cls.__name__ for cls in FORMULAS)

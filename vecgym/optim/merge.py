@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.core.tree import leaves
-from vecgym.optim.formulas import ELEMENTWISE
+from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.spec import OptimSpec
 
 Key = tuple[Any, ...]
@@ -24,7 +24,7 @@ def merge_key(spec: OptimSpec) -> Key | None:
     >>> merge_key(OptimSpec("sgd", lr=0.1)) == merge_key(OptimSpec("sgd", lr=0.1, nesterov=True, momentum=0.9))
     False
     """
-    if spec.cls not in ELEMENTWISE or any(x.dim() > 0 or x.requires_grad for x in leaves(spec.kwargs)):
+    if spec.cls not in FORMULAS or any(x.dim() > 0 or x.requires_grad for x in leaves(spec.kwargs)):
         return None
     fixed = tuple(sorted((key, repr(value)) for key, value in spec.hyper.items() if not _is_number(value)))
     groups = None if spec.param_groups is None else id(spec.param_groups)

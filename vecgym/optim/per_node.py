@@ -6,18 +6,16 @@ For rules that look at a whole tensor (its norm, its rank) and so are not elemen
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from vecgym.core.tree import Tree, leaves, map_leaves
-from vecgym.optim.elementwise import OptState, check_names, count_nodes
-from vecgym.optim.formulas import ELEMENTWISE
-
-if TYPE_CHECKING:
-    from vecgym.optim.spec import OptimSpec
+from vecgym.optim.elementwise import check_names, count_nodes
+from vecgym.optim.formulas import stacked_names
+from vecgym.optim.interface import OptState, Spec
 
 
 class PerNodeRule:
@@ -43,12 +41,12 @@ class PerNodeRule:
             [1.5000, 0.5000]])
     """
 
-    def __init__(self, spec: OptimSpec):
+    def __init__(self, spec: Spec):
         closure = inspect.signature(spec.cls.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(
                 f"{spec.cls.__name__} evaluates the loss again inside of step(closure), and here gradients"
-                f" come before the optimizer: use one of {_names()}, or a class whose step() needs no closure"
+                f" come before the optimizer: use one of {stacked_names()}, or a class whose step() needs no closure"
             )
         self.spec = spec
 
@@ -77,7 +75,7 @@ class PerNodeRule:
         if any(_differentiated(x) for x in leaves(settings if inplace else [settings, params, grads, state])):
             raise ValueError(
                 f"{self.spec.cls.__name__} has no pure body and cannot be differentiated: use one of"
-                f" {_names()}, or detach what requires grad"
+                f" {stacked_names()}, or detach what requires grad"
             )
         if "tensors" not in state:
             raise ValueError(f"a state of {list(state)} is not of {self.spec!r}: start with rule.init(params)")
@@ -103,7 +101,7 @@ class PerNodeRule:
 class _Node:
     """Node i's optimizer: a new one, whose parameters are views of the stacked ones."""
 
-    def __init__(self, spec: OptimSpec, params: Tree, i: int):
+    def __init__(self, spec: Spec, params: Tree, i: int):
         self.i = i
         self.views = {name: p.detach()[i] for name, p in params.items()}
         self.params = {name: nn.Parameter(view) for name, view in self.views.items()}
@@ -189,7 +187,3 @@ def _differentiated(x: Tensor) -> bool:
     if x.requires_grad and torch.is_grad_enabled():
         return True
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
-
-
-def _names() -> str:
-    return ", ".join(cls.__name__ for cls in ELEMENTWISE)

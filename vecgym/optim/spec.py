@@ -14,15 +14,13 @@ from torch.optim import Optimizer
 from vecgym.core import check
 from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import ElementwiseRule
-from vecgym.optim.formulas import ELEMENTWISE
+from vecgym.optim.formulas import FORMULAS
+from vecgym.optim.interface import ParamGroups
+from vecgym.optim.optimizers import Joined
 from vecgym.optim.per_node import PerNodeRule
 
-ParamGroups = Callable[[str, Tensor], dict[str, Any]]
-
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    cls.__name__.lower(): cls
-    for cls in [*ELEMENTWISE, getattr(torch.optim, "Adafactor", None), getattr(torch.optim, "Muon", None)]
-    if cls is not None
+    cls.__name__.lower(): cls for cls in [*FORMULAS, getattr(torch.optim, "Adafactor", None)] if cls is not None
 }
 
 
@@ -30,11 +28,12 @@ class OptimSpec:
     """An optimizer class with its hyperparameters.
 
     `optim`: a `torch.optim.Optimizer` class or one of the names `adam adamw sgd rmsprop adagrad nadam radam
-    adamax adadelta rprop` (`adafactor` and `muon` where torch has them).
+    adamax adadelta rprop lion muon` (and `adafactor` where torch has it).
     `kwargs`: what the class takes; a number may be a tensor, `[]`, `[N]` (one per node), `[T, 1]` (one per step) or
     `[T, N]`, which may require grad. `param_groups(name, p)`: the hyperparameters that parameter `p` (of one node:
     `p.dim()` is the model's) does not share, none of them one per step; a learning rate given there keeps its ratio to
-    the spec's under a schedule.
+    the spec's under a schedule. A group may have another optimizer, by its name or class, and all of its
+    hyperparameters: `{"optim": "adamw", "lr": 3e-4}`; those of the spec are then not its own.
 
     Errors: ValueError for an unknown name or a value that the class refuses; TypeError for an unknown keyword
     or a class that is no optimizer.
@@ -130,12 +129,22 @@ class OptimSpec:
             return self.cls([p[1] if isinstance(p, tuple) else p for p in pairs], **kwargs)
         if not all(isinstance(p, tuple) for p in pairs):
             raise ValueError("param_groups needs names: give the model, or model.named_parameters()")
-        grouped = _grouped(self.param_groups, pairs)
-        groups = [
-            {"params": [p for _, p in members], **{key: _number(key, v, node) for key, v in options.items()}}
-            for options, members in grouped
-        ]
-        return self.cls(groups, **kwargs)
+        own: list[dict[str, Any]] = []
+        others: list[Optimizer] = []
+        for options, members in _grouped(self.param_groups, pairs):
+            if "optim" in options:
+                others.append(self._of_group(options).build(members, node))
+            else:
+                numbers = {key: _number(key, v, node) for key, v in options.items()}
+                own.append({"params": [p for _, p in members], **numbers})
+        optimizers = [*([self.cls(own, **kwargs)] if own else []), *others]
+        return optimizers[0] if own and not others else Joined(optimizers, {**self._defaults, **kwargs})
+
+    def _of_group(self, options: dict[str, Any]) -> OptimSpec:
+        """The spec of the parameters for which `param_groups` gives these options."""
+        if "optim" not in options:
+            return self.replace(param_groups=None, **options)
+        return OptimSpec(options["optim"], **{key: value for key, value in options.items() if key != "optim"})
 
     def groups(self, params: Tree) -> Iterator[tuple[OptimSpec, list[str], Any]]:
         """Groups of stacked parameters: (spec, names, this spec's lr if the group has its own).
@@ -150,13 +159,14 @@ class OptimSpec:
             yield from [(self, list(params), None)] if params else []
             return
         for options, members in _grouped(self.param_groups, [(name, p[0]) for name, p in params.items()]):
-            spec = self.replace(param_groups=None, **options)
-            if "lr" in options and not isinstance(self.lr, Tensor) and self.lr == 0:
+            spec = self._of_group(options)
+            has_own_lr = "lr" in options or "optim" in options
+            if has_own_lr and not isinstance(self.lr, Tensor) and self.lr == 0:
                 raise ValueError(
-                    f"param_groups gives lr={options['lr']!r}, and a schedule keeps its ratio to the spec's,"
+                    f"param_groups gives lr={spec.lr!r}, and a schedule keeps its ratio to the spec's,"
                     " which is 0: give the spec a positive lr"
                 )
-            yield spec, [name for name, _ in members], self.lr if "lr" in options else None
+            yield spec, [name for name, _ in members], self.lr if has_own_lr else None
 
     def at(self, step: int) -> OptimSpec:
         """The spec of one step, counted from 0: row `step` of what is `[T, 1]` or `[T, N]`; itself if nothing is.
@@ -198,15 +208,24 @@ class OptimSpec:
                     )
 
     def rule(self) -> Rule:
-        """The update on stacked tensors: elementwise where exact, else one torch optimizer per node.
+        """The update on stacked tensors: by a formula where there is one, else one torch optimizer per node.
 
         >>> type(OptimSpec("adamw").rule()).__name__, type(OptimSpec(torch.optim.ASGD).rule()).__name__
         ('ElementwiseRule', 'PerNodeRule')
         """
-        return ElementwiseRule(self) if self.cls in ELEMENTWISE else PerNodeRule(self)
+        return rule_of(self)
 
 
 Rule: TypeAlias = ElementwiseRule | PerNodeRule
+
+
+def rule_of(spec: OptimSpec) -> Rule:
+    """The update of a spec on stacked tensors, by its formula where it has one.
+
+    >>> type(rule_of(OptimSpec("lion"))).__name__
+    'ElementwiseRule'
+    """
+    return ElementwiseRule(spec) if spec.cls in FORMULAS else PerNodeRule(spec)
 
 
 def ensure_optim_spec(

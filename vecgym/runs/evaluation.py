@@ -16,7 +16,7 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
 from vecgym.data.chosen import chosen_batches, places
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import State
 from vecgym.runs.memory import peak_bytes
 

@@ -12,7 +12,7 @@ import torch
 
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
-from vecgym.engine.local import Engine, Plan
+from vecgym.engine import Engine, Plan
 from vecgym.runs.memory import Activations, Kept, MemoryEstimate, activations, kept_by, memory_limit, parts_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
@@ -138,18 +138,20 @@ def _measured(engine: Engine, plan: Plan, batch: Any, minibatch_size: int | None
     device, parts, num_local = engine.device, estimate.parts, estimate.num_nodes
     params = {name: p.detach()[None].expand(num_local, *p.shape).clone() for name, p in engine.params.items()}
     buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
-    tried = copy.copy(engine)  # with gradients and a plan of its own
-    tried.plan = plan
+    usual = engine.plan
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     try:
-        tried.gradients(params, buffers, batch, seed=0, step=0, minibatch_size=minibatch_size)
+        engine.use(plan)
+        engine.gradients(params, buffers, batch, seed=0, step=0, minibatch_size=minibatch_size)
         torch.cuda.synchronize(device)
     except torch.cuda.OutOfMemoryError:
         return sys.maxsize
     finally:
-        del params, tried
+        engine.use(usual)
+        engine.release()
+        del params
         torch.cuda.empty_cache()
     passing = torch.cuda.max_memory_allocated(device) - before
     lasting = sum(parts[name].total_bytes for name in ("parameters", "optimizer", "strategy", "batch", "buffers"))

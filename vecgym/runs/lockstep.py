@@ -17,7 +17,7 @@ from vecgym.collectives.ledger import Entry
 from vecgym.core import tree
 from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.runs.accounting import AccountedCollectives
 from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps

@@ -21,8 +21,8 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import check, tree
 from vecgym.data import Batches
+from vecgym.engine import Engine, EngineName, Plan, choose_plan
 from vecgym.engine.contract import check_model
-from vecgym.engine.local import Engine, EngineName, Plan, choose_plan
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import as_strategy

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
 from vecgym.core.tree import Tree
-from vecgym.engine.local import Engine, EngineName
+from vecgym.engine import Engine, EngineName
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout
 from vecgym.strategy import Strategy

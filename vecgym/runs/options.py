@@ -19,7 +19,7 @@ from vecgym import strategy as strategies
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, checks_of
-from vecgym.engine.local import ENGINES, EngineName
+from vecgym.engine import ENGINES, EngineName
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
@@ -144,7 +144,7 @@ class Computation(Options):
     """How the nodes are computed.
 
     Args:
-        engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.engine.local`. The choice is in `history.settings`.
+        engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.engine`. The choice is in `history.settings`.
         chunk_size: the most nodes computed in one call, to bound memory.
         node_threads: CPU threads over nodes; None: chosen by rule.
     """

@@ -20,8 +20,8 @@ from vecgym.core import check, nodes, tree
 from vecgym.core.objects import reachable
 from vecgym.core.transforms import Readable
 from vecgym.core.tree import Tree
+from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
-from vecgym.engine.local import Engine, EngineName
 from vecgym.engine.simulation import Simulation
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.segments import differentiable_tensors, run, run_in_segments

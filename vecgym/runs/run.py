@@ -15,8 +15,7 @@ from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
-from vecgym.engine import hooks
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine, hooks
 from vecgym.engine.simulation import Simulation
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
@@ -214,7 +213,7 @@ def _fitted(
     chunk_size = session.smallest(sizes.chunk_size or options.num_nodes)
     minibatch_size = session.smallest(sizes.minibatch_size or options.batch_size)
     if sizes.chunk_size is not None:
-        engine.plan = replace(engine.plan, chunk_size=chunk_size)
+        engine.use(replace(engine.plan, chunk_size=chunk_size))
     if minibatch_size < options.batch_size:
         options = replace(options, minibatch_size=minibatch_size)
     return options, {"memory": sizes.report}

@@ -13,7 +13,7 @@ from torch import Tensor
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, Wire
 from vecgym.core import tree
-from vecgym.engine.local import ModelFacts
+from vecgym.engine import ModelFacts
 from vecgym.engine.simulation import Metrics
 from vecgym.records.runfile import plain
 from vecgym.runs import links, multiprocess

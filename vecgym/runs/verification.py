@@ -17,8 +17,7 @@ from torch import nn
 
 from vecgym.collectives.distributed import Wire, check_divides
 from vecgym.core.check import integer, kind_of
-from vecgym.engine import hooks
-from vecgym.engine.local import check_settings
+from vecgym.engine import check_settings, hooks
 from vecgym.records.rows import counted
 from vecgym.runs import links, multiprocess
 from vecgym.runs.diagnosis import KINDS, Finding

@@ -15,7 +15,7 @@ from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches
 from vecgym.data.chosen import chosen_batches, places
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.runs.evaluation import consensus_distances, evaluated_columns
 from vecgym.strategy.per_rank import as_strategy

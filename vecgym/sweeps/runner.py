@@ -17,8 +17,7 @@ from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.data.chosen import combined
-from vecgym.engine import hooks
-from vecgym.engine.local import Engine
+from vecgym.engine import Engine, hooks
 from vecgym.records.rows import counted
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.memory import activations

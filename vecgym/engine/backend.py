@@ -1,0 +1,134 @@
+"""What a backend is: a way to compute the losses and gradients of stacked nodes. `vmap` and `loop` are two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from vecgym.core import rng, tree
+from vecgym.core.nodes import take_rows
+from vecgym.core.tree import Tree
+from vecgym.engine.stateless import StatelessModel
+
+
+class Local(NamedTuple):
+    """The result of the nodes' own work.
+
+    >>> import torch
+    >>> local = Local(grads={"w": torch.tensor([[2.0], [4.0]])}, losses=torch.tensor([1.0, 2.0]), buffers={})
+    >>> local.grads["w"].mean(0)
+    tensor([3.])
+    """
+
+    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss
+    losses: Tensor  # [L]
+    buffers: Tree  # [1 or L, *]
+
+
+class Keys(NamedTuple):
+    """What the random numbers of a pass are keyed by."""
+
+    seed: int | Sequence[int]  # one for all nodes, or one for each
+    step: int
+    node_ids: Sequence[int]
+    start: int = 0  # first example of the part of the batch
+
+    def of(self, row: int) -> int:
+        """The key of one node."""
+        return rng.key(self.seeds([row])[0], "model", self.step, self.node_ids[row], self.start)
+
+    def seeds(self, rows: Sequence[int]) -> list[int]:
+        return [self.seed[row] if isinstance(self.seed, Sequence) else self.seed for row in rows]
+
+    def take(self, rows: Sequence[int]) -> Keys:
+        """Those of some nodes."""
+        seed = self.seeds(rows) if isinstance(self.seed, Sequence) else self.seed
+        return self._replace(seed=seed, node_ids=[self.node_ids[row] for row in rows])
+
+
+class Part(NamedTuple):
+    """Some of the nodes, n of them, and some of their examples: all that their gradients depend on."""
+
+    params: Tree  # [1 or n, *]
+    buffers: Tree  # [1 or n, *]; those that training changes [n, *], and overwritten
+    batch: Any  # leaves [n, B, ...]
+    keys: Keys
+
+    @property
+    def size(self) -> int:
+        return len(self.keys.node_ids)
+
+    def nodes(self, a: int, b: int) -> Part:
+        """Nodes a to b, as views."""
+        if (a, b) == (0, self.size):
+            return self
+        batch = tree.map_leaves(lambda x: x[a:b], self.batch)
+        return Part(rows(self.params, a, b), rows(self.buffers, a, b), batch, self.keys.take(range(a, b)))
+
+    def examples(self, start: int, stop: int, batch_size: int) -> Part:
+        """Examples start to stop of each node."""
+        if (start, stop) == (0, batch_size):
+            return self
+        batch = tree.map_leaves(lambda x: x[:, start:stop], self.batch)
+        return self._replace(batch=batch, keys=self.keys._replace(start=start))
+
+    def take(self, chosen: Tensor, batch_size: int) -> Part:
+        """The first examples of some nodes, copied."""
+        batch = tree.map_leaves(lambda x: x[chosen.to(x.device), :batch_size], self.batch)
+        params, buffers = take_rows(self.params, chosen), take_rows(self.buffers, chosen)
+        return Part(params, buffers, batch, self.keys.take(chosen.tolist()))
+
+
+class Backend(Protocol):
+    """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`.
+
+    It holds no state but the model and memory that it uses again. It may raise whatever it likes: the engine lets the
+    `Loop` do the same work, to find an error of the model itself.
+    """
+
+    def __init__(self, model: StatelessModel) -> None: ...
+
+    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
+        """Loss and gradient of every node, and its buffers after it.
+
+        Args:
+            part: its buffers may be overwritten.
+            out: gives tensors `[n, *]` into which the gradients may be written.
+            thread: which of the node threads calls.
+        """
+
+    def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
+        """What these nodes add to the gradient `[*]` of the mean of `num_nodes` losses, and their losses `[n]`.
+
+        In as many pieces as suit the backend. The parameters are `[1, *]`.
+        """
+
+    def pure(self, part: Part) -> Local:
+        """`gradients` through which derivatives can be taken. Nothing given is overwritten; parameters are `[n, *]`."""
+
+    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
+        """What validation measures of `size` nodes in eval mode, `[size]` each.
+
+        Args:
+            tensors: parameters and buffers, `[1 or size, *]`.
+            batch: an ordinary one for all, or with `own_batches` leaves `[size, B, ...]`.
+        """
+
+
+def rows(values: Tree, a: int, b: int) -> Tree:
+    """Nodes a to b; what is the same on every node stays `[1, *]`."""
+    return {name: x[a:b] if x.shape[0] > 1 else x for name, x in values.items()}
+
+
+def row(values: Tree, i: int) -> Tree:
+    """One node, `[*]`."""
+    return {name: x[i if x.shape[0] > 1 else 0] for name, x in values.items()}
+
+
+def settle(buffers: Tree, after: Tree) -> None:
+    """Write the buffers after a pass into their storage, where the model has not changed them in place."""
+    for name, new in after.items():
+        if new.data_ptr() != buffers[name].data_ptr():
+            buffers[name].copy_(new.detach())

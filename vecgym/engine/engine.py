@@ -1,0 +1,369 @@
+"""What each node computes by itself: its loss and its gradient.
+
+A backend runs the L nodes of this process on the same stacked state; the results are equal up to rounding:
+
+- `vmap`: all nodes in one vectorised call (or in chunks of `chunk_size` nodes, to bound memory);
+- `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster.
+
+Either way the nodes can be spread over CPU threads, `node_threads` of them, each of which then uses one thread
+inside its operations. Which way is taken is a `Plan`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vecgym.core import nodes, rng, tree
+from vecgym.core.errors import warn
+from vecgym.core.transforms import plain
+from vecgym.core.tree import Tree
+from vecgym.engine import hooks
+from vecgym.engine.backend import Backend, Keys, Local, Part, rows
+from vecgym.engine.batching_rules import TwiceDifferentiable
+from vecgym.engine.contract import (
+    cause,
+    check_differentiable,
+    check_memory,
+    check_model,
+    derivative_error,
+    naming,
+    vmap_error,
+)
+from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
+from vecgym.engine.observe import ModelFacts, examine
+from vecgym.engine.plan import BACKENDS, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
+from vecgym.engine.stateless import StatelessModel, plain_attention
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Losses and gradients of the L nodes in this process.
+
+    Args:
+        model: returns a scalar loss from a batch; only its structure and its frozen parameters are used.
+        engine: "vmap", "loop", "auto" (a deterministic rule) or "fastest" (measures when it starts).
+        chunk_size: the most nodes in one vectorised call; None: no bound.
+        node_threads: CPU threads over nodes; None: the rule decides.
+        autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
+
+    Attributes:
+        plan: how the nodes are computed; `prepare` chooses it, `use` gives another.
+        facts: what `prepare` has seen of the model; None before.
+        params, frozen, buffers: the model's own, `[*]`: what is trained, what is not, and the rest of its state.
+
+    >>> class Line(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...     def forward(self, x):
+    ...         return (self.w - x).square().mean()
+    >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
+    >>> engine.prepare(batch).engine, engine.device
+    ('vmap', device(type='cpu'))
+    >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
+    >>> local.losses, local.grads
+    (tensor([1., 9.]), {'w': tensor([-2., -6.])})
+    >>> engine.losses(params, {}, batch, own_batches=True), engine.loss({"w": torch.ones(())}, {}, batch[1])
+    (tensor([1., 9.]), tensor(4.))
+    >>> engine.measures(params, {}, batch, own_batches=True)
+    {'loss': tensor([1., 9.])}
+    >>> engine.use(Plan("loop", node_threads=2))
+    >>> engine.gradients(params, {}, batch, seed=0, step=0).losses
+    tensor([1., 9.])
+    >>> engine.close()
+    >>> engine.release()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        engine: str = "auto",
+        chunk_size: int | None = None,
+        node_threads: int | None = None,
+        autocast: bool = False,
+    ) -> None:
+        check_settings(engine, chunk_size, node_threads)
+        check_model(model)
+        self.settings = (engine, chunk_size, node_threads)
+        self.autocast = autocast
+        self.model = model
+        self.facts: ModelFacts | None = None
+        self._stateless = StatelessModel(model, autocast)
+        self.params, self.frozen = self._stateless.params, self._stateless.frozen
+        self.buffers = self._stateless.buffers
+        self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
+        by_node = engine == "loop" or bool(hooks.on_gradients(model))
+        self.plan = Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for")
+        self._pool: ThreadPoolExecutor | None = None
+        self._grads: Tree = {}
+
+    # ------------------------------------------------------------------------------------------- set-up
+
+    def prepare(self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None) -> Plan:
+        """Look at the model on one step's batch `[L, B, ...]`, check it, and settle the plan.
+
+        `agree` makes of what this process has seen what all processes go by.
+        """
+        engine = self.settings[0]
+        of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
+        stacked = None if engine == "loop" else self._backends.get(engine, self._backends["vmap"])
+        required = engine in BACKENDS
+        facts = _outside_transforms(lambda: examine(self._stateless, of_one, stacked, required))
+        self.facts = facts = facts if agree is None else agree(facts)
+        self._stateless.learn(facts.random, facts.mutated)
+        self._stateless.freeze(facts.unused)
+        if required and facts.vmap_error is not None:
+            raise facts.vmap_error
+        plan = self._settled(facts, sizes_of(batch)[0])
+        if facts.vmap_error is not None and engine in ("auto", "fastest"):
+            warn(
+                f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
+                'engine="loop" chooses that without this warning.'
+            )
+        self.use(self._measured_plan(batch, facts, plan) if engine == "fastest" else plan)
+        return self.plan
+
+    def use(self, plan: Plan) -> None:
+        """Compute by this plan from now on."""
+        self.close()
+        self.plan = plan
+        self._stateless.serve(plan.node_threads)
+        self._pool = start_threads(plan.node_threads)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and so all that is computed."""
+        return self._stateless.device
+
+    def close(self) -> None:
+        """End the node threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def release(self) -> None:
+        """Give back the memory that is kept from one call to the next."""
+        self._grads = {}
+
+    def _settled(self, facts: ModelFacts, num_nodes: int) -> Plan:
+        """What the rule chooses, but for what the user has."""
+        engine, chunk_size, node_threads = self.settings
+        plan = choose_plan(facts, num_nodes, self.device, torch.get_num_threads(), engine)
+        if node_threads is not None:
+            plan = replace(plan, node_threads=min(node_threads, num_nodes))
+            if node_threads > 1 and (why := one_thread(facts, self.device)):
+                warn(f"node_threads={node_threads} has no effect: the model {why}.")
+                plan = replace(plan, node_threads=1)
+        return plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
+
+    def _measured_plan(self, batch: Any, facts: ModelFacts, plan: Plan) -> Plan:
+        """The fastest of the possible plans."""
+        num_nodes = sizes_of(batch)[0]
+        names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
+        counts = {1} if one_thread(facts, self.device) else {1, torch.get_num_threads()}
+        candidates = [Plan(name, min(t, num_nodes), plan.chunk_size) for name in names for t in sorted(counts)]
+        params = {name: p.detach()[None].repeat(num_nodes, *[1] * p.dim()) for name, p in self.params.items()}
+        buffers = {name: b[None] for name, b in self.buffers.items()}
+
+        def step(candidate: Plan) -> None:
+            if candidate != self.plan:
+                self.use(candidate)
+            self.gradients(params, buffers, batch, seed=0, step=0)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        return fastest(candidates, step)
+
+    # -------------------------------------------------------------------------------------------- training
+
+    def gradients(
+        self,
+        params: Tree,
+        buffers: Tree,
+        batch: Any,
+        *,
+        seed: int | Sequence[int],
+        step: int,
+        node_ids: Sequence[int] | None = None,
+        minibatch_size: int | None = None,
+        mean: bool = False,
+        differentiable: bool = False,
+        limits: Sequence[int] | None = None,
+    ) -> Local:
+        """Loss and gradient of every node on its own batch; the gradients may be overwritten by the next call.
+
+        Args:
+            params: `[L, *]`, or `[1, *]`: the same on every node.
+            buffers: likewise; those that training changes may be overwritten, unless `differentiable`.
+            batch: leaves `[L, B, ...]`.
+            seed, step, node_ids: what dropout is keyed by; one seed for all, or one for each node.
+            minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
+            mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
+            differentiable: derivatives can be taken through the result; nothing given is overwritten.
+            limits: of each node, how many of the B examples are its own: the first of them; None: all.
+        """
+        if differentiable:
+            check_differentiable(self.model)
+        num_nodes, batch_size = sizes_of(batch)
+        keys = Keys(seed, step, range(num_nodes) if node_ids is None else list(node_ids))
+        part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
+
+        def compute(some: Part) -> Local:
+            with self._explaining(lambda: self._run_plainly(some), derivative_error if differentiable else None):
+                return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
+
+        by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
+        if limits is None or min(limits) >= batch_size:
+            return by_minibatches(part)
+        return by_batch_size(part, limits, by_minibatches, mean, inplace=not differentiable)
+
+    def _pure(self, part: Part) -> Local:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self._backend.pure(part._replace(params=nodes.expand(part.params, part.size)))
+
+    def _mean(self, part: Part) -> Local:
+        """The gradient of the mean loss at parameters stored once."""
+        pieces = []
+        total: Tree | None = None
+        for a, b in self.plan.chunks(part.size, 1):
+            for grads, losses in self._backend.mean_gradients(part.nodes(a, b), part.size):
+                total = grads if total is None else tree.map(torch.add, total, grads)
+                pieces.append(losses)
+        assert total is not None
+        return Local(tree.map(lambda g: g[None], total), torch.cat(pieces), part.buffers)
+
+    def _each(self, part: Part) -> Local:
+        """The gradient of every node, chunk after chunk and on all node threads."""
+        chunks = self.plan.chunks(part.size, self.plan.node_threads)
+        if len(chunks) == 1:
+            return self._backend.gradients(part, lambda: self._gradient_storage(part.params, part.size))
+        storage = self._gradient_storage(part.params, part.size)
+        losses = [torch.empty(0)] * len(chunks)
+
+        def run(thread: int) -> None:
+            for index in range(thread, len(chunks), self.plan.node_threads):
+                a, b = chunks[index]
+                grads = {name: g[a:b] for name, g in storage.items()}
+                local = self._backend.gradients(part.nodes(a, b), lambda: grads, thread)  # noqa: B023
+                for name, g in local.grads.items():
+                    if g is not grads[name]:
+                        grads[name].copy_(g)
+                losses[index] = local.losses
+
+        if self._pool is None:
+            run(0)
+        else:
+            list(self._pool.map(run, range(self.plan.node_threads)))
+        return Local(storage, torch.cat(losses), part.buffers)
+
+    @property
+    def _backend(self) -> Backend:
+        return self._backends[self.plan.engine]
+
+    def _gradient_storage(self, params: Tree, num_nodes: int) -> Tree:
+        """Where the parts of the nodes write their gradients, `[L, *]`: that of the step before, if it fits.
+
+        What it held has been used by then. New memory of this size would cost more than the copy into it.
+        """
+
+        def storage(name: str, p: Tensor) -> Tensor:
+            kept, shape = self._grads.get(name), (num_nodes, *p.shape[1:])
+            fits = kept is not None and kept.shape == shape and kept.dtype == p.dtype and kept.device == p.device
+            return kept if fits and kept is not None else p.new_empty(shape)
+
+        self._grads = {name: storage(name, p) for name, p in params.items()}
+        return dict(self._grads)
+
+    @contextlib.contextmanager
+    def _explaining(
+        self, by_node: Callable[[], Any], describe: Callable[[str], Exception] | None = None
+    ) -> Iterator[None]:
+        """Raise the model's own error where a node by itself has one, and otherwise say what cannot be done.
+
+        Args:
+            describe: what cannot be done, from the cause; None: to run the model by the backend. What the loop raises
+                is then the model's own.
+        """
+        try:
+            yield
+        except Exception as error:
+            if describe is None and self.plan.engine == "loop":
+                raise
+            check_memory(error)
+            _outside_transforms(by_node)
+            raise (describe or vmap_error)(cause(error)) from error
+
+    def _run_plainly(self, part: Part) -> None:
+        """Node after node, for the error of the first that has one."""
+        params, batch = tree.map_leaves(plain, [part.params, part.batch])
+        part = part._replace(params=params, buffers=tree.map(lambda b: plain(b).clone(), part.buffers), batch=batch)
+        with torch.enable_grad():
+            self._backends["loop"].gradients(part, lambda: self._gradient_storage(params, part.size))
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
+        """The loss of one model in eval mode, differentiable in everything as often as wanted: a scalar.
+
+        Args:
+            params, buffers: of one model, `[*]`.
+            batch: an ordinary one.
+        """
+        with (
+            TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), plain_attention(), self._stateless.casting(),
+            self._stateless.seeded(rng.key(0, "evaluation", 0)), naming("in evaluation"),
+        ):  # fmt: skip
+            return self._stateless.eval_loss(params, buffers, batch)
+
+    def losses(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tensor:
+        """The loss of each row of `params` in eval mode, `[L]`; see `measures`."""
+        return self.measures(params, buffers, batch, own_batches=own_batches)["loss"]
+
+    @torch.no_grad()
+    def measures(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tree:
+        """What validation measures of each row of `params` in eval mode, `[L]` each; nothing is changed.
+
+        That is the loss. A model that defines `val_metrics(batch)` is asked for that instead of its forward: a dict of
+        scalars, each a mean over the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`.
+
+        Args:
+            params, buffers: `[L, *]` or `[1, *]`.
+            batch: one ordinary batch for all, or `[L, B, ...]` with `own_batches`.
+        """
+        params, buffers = self._stateless.spared(params, buffers)
+        sizes = [x.shape[0] for x in tree.leaves([params, buffers])]
+        num_nodes = sizes_of(batch)[0] if own_batches else max(sizes, default=1)
+        measured = []
+        for a, b in self.plan.chunks(num_nodes, 1):
+            examples = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
+            given = ({**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a)
+            loop = self._backends["loop"]
+            backend = loop if b - a == 1 else self._backend
+            with (
+                self._stateless.seeded(rng.key(0, "evaluation", a)),
+                self._explaining(lambda: loop.measures(*given)),  # noqa: B023
+            ):
+                measured.append(backend.measures(*given))
+        return {name: torch.cat([each[name] for each in measured]) for name in measured[0]}
+
+
+# ------------------------------------------------------------------------------------------- small helpers
+
+
+def _outside_transforms(fn: Callable[[], T]) -> T:
+    """Call `fn` as if no transform of `torch.func` were around it: they hold for the thread that entered them."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return fn()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()

@@ -1,0 +1,75 @@
+"""The backend `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+from vecgym.core import tree
+from vecgym.core.tree import Tree
+from vecgym.engine.backend import Local, Part, row, settle
+from vecgym.engine.batching_rules import TwiceDifferentiable
+from vecgym.engine.contract import naming
+from vecgym.engine.stateless import StatelessModel
+
+
+class Loop:
+    """Every node by itself, each with its own random key; an error of the model names the node and the step."""
+
+    def __init__(self, model: StatelessModel) -> None:
+        self.model = model
+
+    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
+        grads, losses = out(), []
+        for i in range(part.size):
+            loss, gradient = self._one(part, i, thread)
+            for name, g in gradient.items():
+                grads[name][i].copy_(g)
+            losses.append(loss)
+        return Local(grads, torch.stack(losses), part.buffers)
+
+    def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
+        for i in range(part.size):
+            loss, gradient = self._one(part, i, thread=0)
+            yield tree.map(lambda g: g / num_nodes, gradient), loss[None]
+
+    def _one(self, part: Part, i: int, thread: int) -> tuple[Tensor, Tree]:
+        """Loss and gradient of one node; its row of the buffers is overwritten."""
+        leaves = {name: self.model.leaf(name, p) for name, p in row(part.params, i).items()}
+        buffers = row(part.buffers, i)
+        batch = tree.map_leaves(lambda x: x[i], part.batch)
+        with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.step}"):
+            loss, after, grads = self.model.gradient(leaves, buffers, batch, thread)
+        settle(buffers, {name: b for name, b in after.items() if self.model.changes(name)})
+        dense = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}
+        return loss.detach(), dense
+
+    def pure(self, part: Part) -> Local:
+        of_one = grad_and_value(self.model.loss, has_aux=True)
+        results = []
+        with TwiceDifferentiable(), self.model.casting():
+            for i in range(part.size):
+                changed, shared = self.model.split(part.buffers)
+                own = {name: b[i].clone() for name, b in changed.items()}
+                with self.model.seeded(part.keys.of(i)):
+                    batch = tree.map_leaves(lambda x: x[i], part.batch)  # noqa: B023
+                    results.append(of_one(row(part.params, i), own, shared, batch))
+        grads, values = zip(*results)
+        losses, after = zip(*values)
+        return Local(_stacked(grads), torch.stack(losses), {**part.buffers, **_stacked(after)})
+
+    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
+        measured = []
+        for i in range(size):
+            examples = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
+            with self.model.casting(), naming("in validation"):
+                measured.append(self.model.measure(row(tensors, i), examples))
+        return _stacked(measured)
+
+
+def _stacked(trees: Sequence[Tree]) -> Tree:
+    return {name: torch.stack([each[name] for each in trees]) for name in trees[0]}

@@ -1,0 +1,163 @@
+"""What a model uses: one forward and backward pass of one node is looked at before training begins."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vecgym.core import tree
+from vecgym.core.tree import Tree
+from vecgym.engine import hooks
+from vecgym.engine.backend import Backend, Keys, Part
+from vecgym.engine.contract import cause, first_call, vmap_error
+from vecgym.engine.stateless import StatelessModel, clones, seeded
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What one forward and backward pass of one node shows.
+
+    >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True, flop=1000)  # a model with dropout
+    >>> facts.random, facts.vmap_error is None
+    (True, True)
+    """
+
+    unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
+    mutated: frozenset[str]  # buffers that a training step changes
+    random: bool  # draws random numbers (dropout)
+    hooked: bool = False  # has hooks on its gradients
+    flop: int = 0  # floating-point operations of one node's forward and backward pass
+    largest_bytes: int = 0  # of one node's tensors: parameters, and what its operations give
+    vmap_error: Exception | None = None
+    vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
+
+
+def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required: bool = False) -> ModelFacts:
+    """Run one node forward and backward on a batch `[B, ...]`: check what the model returns, and note what it does.
+
+    Args:
+        stacked: whether this backend can run two nodes is tried too; the model then knows what it does.
+        required: raise the error of that, instead of noting it.
+    """
+    hooked = hooks.on_gradients(model.model)
+    with seeded(0, model.device), Observer() as observer, first_call(model.model, batch):
+        facts = replace(_facts(model, batch), hooked=bool(hooked))
+    facts = replace(
+        facts,
+        flop=3 * observer.flop,  # a backward pass costs about two forward passes
+        largest_bytes=max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values())),
+    )
+    if stacked is None:
+        return facts
+    if unsafe := observer.unsafe or (hooked and f"{hooked}, which sees one node at a time"):
+        return replace(facts, vmap_error=vmap_error(unsafe))
+    model.learn(facts.random, facts.mutated)
+    try:
+        return replace(facts, vmap_slow=_slow_operations(model, batch, stacked, facts.unused))
+    except Exception as error:  # whatever the model's code raises there: the loop can run it
+        refusal = vmap_error(cause(error))
+        if required:
+            raise refusal from error
+        return replace(facts, vmap_error=refusal)
+
+
+def _facts(model: StatelessModel, batch: Any) -> ModelFacts:
+    params = {name: p.detach().requires_grad_() for name, p in model.params.items()}
+    before = clones(model.buffers)
+    states = torch.get_rng_state(), _device_rng_state(model.device)
+    _, after, grads = model.gradient(params, clones(before), batch)
+    random = not (_same(states[0], torch.get_rng_state()) and _same(states[1], _device_rng_state(model.device)))
+    return ModelFacts(
+        unused=frozenset(name for name, g in zip(params, grads) if g is None),
+        mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
+        random=random,
+    )
+
+
+def _slow_operations(model: StatelessModel, batch: Any, stacked: Backend, unused: frozenset[str]) -> tuple[str, ...]:
+    """Run two equal nodes at once: the operations that torch says it then runs one after the other."""
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.stack([x, x])
+
+    params: Tree = {name: twice(p) for name, p in model.params.items() if name not in unused}
+    buffers = {name: twice(b) if model.changes(name) else b[None] for name, b in model.buffers.items()}
+    part = Part(params, buffers, tree.map_leaves(twice, batch), Keys(0, 0, [0, 1]))
+    with warnings.catch_warnings(record=True) as caught, seeded(0, model.device):
+        warnings.simplefilter("always")
+        stacked.gradients(part, lambda: tree.map(torch.empty_like, params))
+    messages = [str(w.message) for w in caught if "batching rule for " in str(w.message)]
+    return tuple(dict.fromkeys(text.split("batching rule for ")[1].split(".")[0] for text in messages))
+
+
+def _device_rng_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+class Observer(TorchFunctionMode):
+    """Counts the arithmetic of matrix products and convolutions, and looks for the largest tensor.
+
+    Attributes:
+        flop: floating-point operations of the calls seen.
+        largest_bytes: of the tensors that the calls gave.
+        unsafe: what vmap would do wrong without a word; empty if nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flop = 0
+        self.largest_bytes = 0
+        self.unsafe = ""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest_bytes = max(self.largest_bytes, out.numel() * out.element_size())
+        if func is F.scaled_dot_product_attention:
+            query, key = args[:2] if len(args) > 1 else (kwargs["query"], kwargs["key"])
+            self.flop += 4 * query.numel() * key.shape[-2]
+        elif func is F.embedding:
+            bound = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
+            for option in ("max_norm", "scale_grad_by_freq"):
+                if bound.get(option):
+                    self.unsafe = f"its gradient of an embedding with {option} would be wrong"
+        elif func is Tensor.register_hook:
+            self.unsafe = "its forward puts a hook on a tensor's gradient (register_hook), which would be left out"
+        elif isinstance(out, Tensor) and func in _PRODUCTS:
+            self.flop += _PRODUCTS[func](out, [x for x in args if isinstance(x, Tensor)])
+        return out
+
+
+def _contraction(out: Tensor, given: list[Tensor]) -> int:
+    """2 M N K of a product [M, K] x [K, N] -> [M, N], from the numbers of elements."""
+    if len(given) < 2 or out.numel() == 0:
+        return 0
+    a, b = given[-2:]
+    return round(2 * math.sqrt(out.numel() * a.numel() * b.numel()))
+
+
+def _weighted(out: Tensor, given: list[Tensor]) -> int:
+    """Each output value is a product with one row of the weight `[out, ...]`."""
+    return 2 * out.numel() * given[1][0].numel() if len(given) > 1 and given[1].dim() > 0 else 0
+
+
+_EMBEDDING = inspect.signature(F.embedding)
+_PRODUCTS: dict[Callable, Callable[[Tensor, list[Tensor]], int]] = {
+    **dict.fromkeys([F.linear, F.conv1d, F.conv2d, F.conv3d], _weighted),
+    **dict.fromkeys([torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum], _contraction),
+    **dict.fromkeys([Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__], _contraction),
+    **dict.fromkeys([F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d], _contraction),
+}

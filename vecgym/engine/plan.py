@@ -1,0 +1,163 @@
+"""How the nodes are computed: which backend, how many nodes at a time, how many threads.
+
+`choose_plan` is a deterministic function of the model and the machine, so that the same script gives the same bits, run
+after run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+
+from vecgym.core import check
+from vecgym.engine.backend import Backend
+from vecgym.engine.loop import Loop
+from vecgym.engine.observe import ModelFacts
+from vecgym.engine.vmap import Vmap
+
+EngineName = Literal["auto", "vmap", "loop", "fastest"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
+BACKENDS: dict[str, type[Backend]] = {"vmap": Vmap, "loop": Loop}
+
+# Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
+# the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
+MIN_FLOP_PER_THREAD = 1e9
+# On a CPU, a node with more arithmetic than this in a step is computed faster by itself, within the cache.
+MAX_FLOP_IN_STACK = 2e9
+# On a CPU, memory for a larger tensor is mapped afresh at every operation (glibc's allocator keeps no more), and the
+# page faults cost as much as the arithmetic: so the nodes are taken in chunks whose largest tensor is smaller.
+MAX_TENSOR_BYTES = 2**25 - 2**16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes.
+
+    >>> print(Plan("loop", node_threads=2, reason="asked for"))
+    loop, 2 node threads (asked for)
+    """
+
+    engine: str
+    node_threads: int = 1
+    chunk_size: int | None = None
+    reason: str = ""
+
+    def chunks(self, num_nodes: int, num_threads: int) -> list[tuple[int, int]]:
+        """Equal parts of the nodes, (first, after last): one for each thread, or more where `chunk_size` bounds them.
+
+        >>> Plan("vmap", chunk_size=2).chunks(num_nodes=5, num_threads=1)
+        [(0, 2), (2, 4), (4, 5)]
+        """
+        size = min(-(-num_nodes // num_threads), self.chunk_size or num_nodes)
+        return [(a, min(a + size, num_nodes)) for a in range(0, num_nodes, size)]
+
+    def __str__(self) -> str:
+        threads = f", {self.node_threads} node threads" if self.node_threads > 1 else ""
+        chunk = f", chunks of {self.chunk_size}" if self.chunk_size else ""
+        return f"{self.engine}{threads}{chunk} ({self.reason})"
+
+
+def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str) -> Plan:
+    """How to compute the nodes, from what is known of the model and the machine; nothing is measured.
+
+    1. `loop` where vmap cannot run the model, or would run part of it node by node anyway; and on CPU where each node
+       has much arithmetic (`MAX_FLOP_IN_STACK`).
+    2. On CPU the nodes are spread over the threads when each gets enough arithmetic
+       (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
+    3. On CPU `vmap` takes as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
+
+    >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=False, flop=10**9)
+    >>> print(choose_plan(facts, num_nodes=8, device=torch.device("cpu"), num_threads=2, engine="auto"))
+    vmap, 2 node threads (all nodes in one call; 8 GFLOP a step are worth 2 node threads)
+    """
+    if engine in BACKENDS:
+        chosen, reason = engine, "asked for"
+    elif facts.vmap_error is not None:
+        chosen, reason = "loop", "vmap cannot run the model"
+    elif facts.vmap_slow:
+        chosen, reason = "loop", f"vmap has no fast form of {', '.join(facts.vmap_slow)}"
+    elif device.type == "cpu" and facts.flop > MAX_FLOP_IN_STACK:
+        chosen, reason = "loop", f"{facts.flop / 1e9:.2g} GFLOP a node and step"
+    else:
+        chosen, reason = "vmap", "all nodes in one call"
+    flop = facts.flop * num_nodes
+    threads = min(num_threads, num_nodes)
+    if device.type != "cpu" or facts.random or facts.hooked or flop < MIN_FLOP_PER_THREAD * threads:
+        threads = 1
+    if threads > 1:
+        reason += f"; {flop / 1e9:.2g} GFLOP a step are worth {threads} node threads"
+    chunk_size = None
+    if device.type == "cpu" and chosen != "loop" and facts.largest_bytes * num_nodes > MAX_TENSOR_BYTES * threads:
+        chunk_size = max(1, MAX_TENSOR_BYTES // facts.largest_bytes)
+    return Plan(chosen, threads, chunk_size, reason)
+
+
+def check_settings(engine: str, chunk_size: int | None, node_threads: int | None) -> None:
+    """Raise a ValueError for settings of the engine that cannot work.
+
+    >>> check_settings("vmap", chunk_size=0, node_threads=None)
+    Traceback (most recent call last):
+    ...
+    ValueError: chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose.
+    """
+    check.choice("engine", engine, ("auto", *BACKENDS, "fastest"))
+    for name, value in (("chunk_size", chunk_size), ("node_threads", node_threads)):
+        check.optional_integer(name, value, what="None lets vecgym choose")
+
+
+def one_thread(facts: ModelFacts, device: torch.device) -> str:
+    """Why the nodes cannot be spread over threads; "" if they can.
+
+    >>> one_thread(ModelFacts(frozenset(), frozenset(), random=True), torch.device("cpu"))
+    'draws random numbers'
+    """
+    if device.type != "cpu":
+        return f"runs on {device.type}"
+    if facts.hooked:
+        return "has hooks, which are called node after node"
+    return "draws random numbers" if facts.random else ""
+
+
+def fastest(plans: Sequence[Plan], step: Callable[[Plan], None]) -> Plan:
+    """The plan whose `step` takes the least time, measured twice.
+
+    >>> fastest([Plan("vmap"), Plan("loop")], lambda plan: time.sleep(0.01 * (plan.engine == "vmap"))).engine
+    'loop'
+    """
+    timed = []
+    for plan in plans:
+        seconds = []
+        for _ in range(3):  # the first warms up
+            start = time.perf_counter()
+            step(plan)
+            seconds.append(time.perf_counter() - start)
+        timed.append(min(seconds[1:]))
+    best = plans[min(range(len(timed)), key=timed.__getitem__)]
+    report = ", ".join(f"{p.engine} x{p.node_threads}: {1e3 * s:.1f} ms" for p, s in zip(plans, timed))
+    return replace(best, reason=f"fastest measured: {report}")
+
+
+def start_threads(count: int) -> ThreadPoolExecutor | None:
+    """The node threads, all of them running; None: one, which is the caller's.
+
+    >>> start_threads(1) is None
+    True
+    """
+    if count == 1:
+        return None
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, "vecgym-node", initializer=_take_one_thread)
+    list(pool.map(time.sleep, [0.01] * count))  # start every thread now
+    torch.set_num_threads(before)  # set_num_threads in a thread changes the default for later threads too
+    return pool
+
+
+def _take_one_thread() -> None:
+    """Let the operations of this thread use it alone: the nodes are spread over threads, not their operations."""
+    torch.get_num_threads()  # a thread's first question sets its number, which would undo what was set before
+    torch.set_num_threads(1)

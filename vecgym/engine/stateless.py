@@ -1,0 +1,224 @@
+"""A model as a function of its tensors: parameters and buffers are given at every call, as are the random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vecgym.core import tree
+from vecgym.core.tree import Tree
+from vecgym.engine import hooks
+from vecgym.engine.contract import check_loss, check_val_metrics, offers_metrics
+
+
+class Skeleton:
+    """The model's structure, to be given the tensors of one node, or of all.
+
+    It does what `torch.func.functional_call` does, for a model that is called again and again: where each tensor
+    belongs, tied ones to several places, is looked up once. Until then it shares the model's own tensors and never
+    uses them. The buffers are returned as the call leaves them, whether it changed them in place or replaced them.
+    """
+
+    def __init__(self, model: nn.Module, training: bool) -> None:
+        shared = {id(x): x for x in (*model.parameters(), *model.buffers())} | hooks.computed(model)
+        self.model = copy.deepcopy(model, shared).train(training)
+        names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
+        for module in self.model.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                module.sparse = False  # stacked gradients are dense
+            for holder in (module._parameters, module._buffers):
+                for key, x in holder.items():
+                    if x is not None:
+                        self._places[names[id(x)]].append((holder, key))
+        self._buffers = [name for name, _ in model.named_buffers()]
+
+    def call(self, tensors: Tree, batch: Any, wrt: Tree) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
+        """The loss, the buffers after it, and its gradient with respect to each of `wrt`; None: unused."""
+        with self._holding(tensors):
+            loss = self.model(batch)
+            # Activation checkpointing runs the model again in the backward pass, which must find these tensors.
+            grads = self._gradient_of(loss, wrt) if wrt else ()
+            places = {name: self._places[name][0] for name in self._buffers}
+            return loss, {name: holder[key] for name, (holder, key) in places.items()}, grads
+
+    def _gradient_of(self, loss: Any, wrt: Tree) -> tuple[Tensor | None, ...]:
+        check_loss(loss, self.model)
+        grads = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
+        # An embedding may give a sparse one, which has no place in stacked storage.
+        return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
+
+    def measure(self, tensors: Tree, batch: Any) -> Tree:
+        """What validation measures: the loss, or all of what the model's own `val_metrics` gives."""
+        with self._holding(tensors):
+            if not offers_metrics(self.model):
+                return {"loss": self.model(batch)}
+            metrics = self.model.val_metrics(batch)  # type: ignore[operator]
+            check_val_metrics(metrics)
+            return dict(metrics)
+
+    @contextlib.contextmanager
+    def _holding(self, tensors: Tree) -> Iterator[None]:
+        """Hold other tensors for a while."""
+        before = [(holder, key, holder[key]) for name in tensors for holder, key in self._places[name]]
+        try:
+            for name, x in tensors.items():
+                for holder, key in self._places[name]:
+                    holder[key] = x
+            yield
+        finally:
+            for holder, key, x in before:
+                holder[key] = x
+
+
+class StatelessModel:
+    """The model of one node, called with that node's tensors: what every backend computes with.
+
+    Attributes:
+        params: that are trained.
+        frozen: parameters that are not: those without `requires_grad`, and those that get no gradient.
+        buffers: before training.
+        random: whether it draws random numbers in training; True until that is known.
+
+    >>> model = StatelessModel(nn.Linear(2, 1).requires_grad_(True))
+    >>> list(model.params), model.device, model.changes("bias")
+    (['weight', 'bias'], device(type='cpu'), True)
+    """
+
+    def __init__(self, model: nn.Module, autocast: bool = False) -> None:
+        self.model = model
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+        self.buffers = {name: b.detach() for name, b in model.named_buffers()}
+        self.random = True
+        self._autocast = autocast
+        self._mutated: Collection[str] | None = None
+        self._hooks = hooks.of_parameters(model)
+        self._train = [Skeleton(model, training=True)]
+        self._eval = Skeleton(model, training=False)
+        # nn.Embedding with max_norm scales rows of its weight in every forward pass, also in eval mode.
+        self._writes_params = any(getattr(module, "max_norm", None) is not None for module in model.modules())
+
+    # ------------------------------------------------------------------------------------ what is known of it
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and so all that is computed."""
+        values = self.params or self.frozen
+        return next(iter(values.values())).device if values else torch.device("cpu")
+
+    def learn(self, random: bool, mutated: Collection[str]) -> None:
+        """Take note of whether a training step draws random numbers, and of the buffers that it changes."""
+        self.random, self._mutated = random, mutated
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Train these parameters no more."""
+        for name in names:
+            self.frozen[name] = self.params.pop(name).detach()
+
+    def changes(self, name: str) -> bool:
+        """Whether a training step may change this buffer."""
+        return self._mutated is None or name in self._mutated
+
+    def serve(self, num_threads: int) -> None:
+        """Make a structure for each thread: a call changes it for a while."""
+        while len(self._train) < num_threads:
+            self._train.append(Skeleton(self.model, training=True))
+
+    # -------------------------------------------------------------------------------------------- training
+
+    def split(self, buffers: Tree) -> tuple[Tree, Tree]:
+        """Buffers that training changes, `[n, *]` as they are, and the others, `[*]`."""
+        shared = {name: b[0] for name, b in buffers.items() if not self.changes(name)}
+        return {name: b for name, b in buffers.items() if name not in shared}, shared
+
+    def loss(self, params: Tree, changed: Tree, shared: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree]:
+        """Loss in training mode, and the buffers `changed` after it; `shared` are all other tensors."""
+        tensors = {**self.frozen, **shared, **changed, **params}
+        loss, after, _ = self._train[thread].call(tensors, batch, {})
+        return loss, {name: after[name] for name in changed}
+
+    def gradient(self, leaves: Tree, buffers: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
+        """Loss in training mode, buffers after it, and the gradient by each of `leaves`; None: unused."""
+        with self.casting():
+            return self._train[thread].call({**leaves, **self.frozen, **buffers}, batch, leaves)
+
+    def leaf(self, name: str, p: Tensor) -> Tensor:
+        """One node's parameter, to take the gradient by; the parameter's hooks get that gradient."""
+        leaf = p.detach().requires_grad_()
+        for hook in self._hooks.get(name, ()):
+            leaf.register_hook(hook)
+        return leaf
+
+    def own_buffers(self, buffers: Tree, num_nodes: int, differentiable: bool) -> Tree:
+        """Give each node its own storage for the buffers that training changes."""
+
+        def own(name: str, b: Tensor) -> Tensor:
+            if not self.changes(name) or b.shape[0] == num_nodes > 1:
+                return b
+            wide = b.expand(num_nodes, *b.shape[1:])
+            return wide if differentiable else wide.clone()
+
+        return {name: own(name, b) for name, b in buffers.items()}
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def eval_loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
+        """Loss in eval mode."""
+        return self._eval.call({**params, **self.frozen, **clones(buffers)}, batch, {})[0]
+
+    def measure(self, tensors: Tree, batch: Any) -> Tree:
+        """What validation measures of one node in eval mode: name -> scalar."""
+        return self._eval.measure({**tensors, **self.frozen}, batch)
+
+    def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
+        """The same, with copies of what a forward pass in eval mode may change."""
+        params = clones(params) if self._writes_params else params
+        return params, {name: b.clone() if self.changes(name) else b for name, b in buffers.items()}
+
+    # --------------------------------------------------------------------------------------------- around a call
+
+    def casting(self) -> contextlib.AbstractContextManager:
+        """The precision of the forward pass."""
+        return torch.autocast(self.device.type) if self._autocast else contextlib.nullcontext()
+
+    def seeded(self, key: int) -> contextlib.AbstractContextManager:
+        """The random numbers of a pass; nothing at all for a model that draws none."""
+        return seeded(key, self.device) if self.random else contextlib.nullcontext()
+
+
+_GENERATORS = threading.RLock()  # torch's global generators, while a run has seeded them: two runs may share a process
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Run with torch's global generators seeded, and put them back."""
+    devices = [device] if device.type == "cuda" else []
+    with _GENERATORS, torch.random.fork_rng(devices=devices, device_type="cuda"):
+        # Not torch.manual_seed, which also seeds what is not used: a hundred times slower, with a traceback for each.
+        torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            getattr(torch, device.type).manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def plain_attention() -> Iterator[None]:
+    """Keep `nn.MultiheadAttention` from a fast form for evaluation that vmap runs node by node."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def clones(values: Tree) -> Tree:
+    """Every tensor, in storage of its own."""
+    return tree.map(torch.clone, values)

@@ -1,0 +1,128 @@
+"""Steps in place of the optimizers that torch has no stacked kernel for.
+
+`params`, `grads` and each slot are lists with an entry for each parameter, `[L, *shape]` or, of one model, `[*shape]`;
+`h` holds the hyperparameters, as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check
+from vecgym.core.transforms import plain
+from vecgym.core.tree import differentiated
+
+Slots = dict[str, list[Tensor]]
+
+# Up to this many multiplications torch computes a product of two bfloat16 matrices by another kernel on the CPU, which
+# rounds differently from that of many products at once.
+_SMALL_PRODUCT = 16**3
+
+
+def lion(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
+    """One step of Lion; `vecgym.optim.formulas.lion` says what it computes."""
+    if h.maximize:
+        grads = list(torch._foreach_neg(grads))
+    signs = torch._foreach_lerp(slots["exp_avg"], grads, 1 - h.beta1)
+    torch._foreach_sign_(signs)
+    if h.weight_decay != 0:
+        torch._foreach_mul_(params, 1 - h.lr * h.weight_decay)
+    torch._foreach_add_(params, signs, alpha=-h.lr)
+    torch._foreach_lerp_(slots["exp_avg"], grads, 1 - h.beta2)
+
+
+def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
+    """One step of Muon; `vecgym.optim.formulas.muon` says what it computes. Equal layers are taken together."""
+    updates = list(grads)
+    for i, buffer in enumerate(slots.get("momentum_buffer", [])):
+        buffer.lerp_(grads[i], 1 - h.momentum)
+        updates[i] = grads[i].lerp(buffer, h.momentum) if h.nesterov else buffer
+    updates = [u.bfloat16().reshape(-1, *u.shape[-2:]) for u in updates]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, update in enumerate(updates):
+        alike.setdefault(tuple(update.shape[1:]), []).append(i)
+    for shape, layers in alike.items():
+        joined = torch.cat([updates[i] for i in layers]) if len(layers) > 1 else updates[layers[0]]
+        orthogonal = _newton_schulz(joined, h.a, h.b, h.c, h.eps, h.ns_steps).split([len(updates[i]) for i in layers])
+        for i, update in zip(layers, orthogonal):
+            params[i].mul_(1 - h.lr * h.weight_decay)
+            params[i].add_(update.reshape(params[i].shape), alpha=-h.lr * muon_lr_ratio(h.adjust_lr_fn, *shape))
+
+
+def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> float:
+    """What a matrix's learning rate is multiplied by, as `torch.optim.Muon` does.
+
+    >>> muon_lr_ratio("original", 8, 2), muon_lr_ratio("match_rms_adamw", 25, 4)
+    (2.0, 1.0)
+    """
+    ratio = num_rows / num_columns
+    ratios = {
+        "match_rms_adamw": 0.2 * math.sqrt(max(num_rows, num_columns)),
+        "spectral_unclamped": math.sqrt(ratio),
+    }
+    return ratios.get(adjust_lr_fn or "original", math.sqrt(max(1, ratio)))
+
+
+def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, steps: Any) -> Tensor:
+    """The Newton-Schulz iteration on each matrix of `[L, m, n]`, in bfloat16 as `torch.optim.Muon` computes it.
+
+    With X = u / max(|u|, eps), `steps` times X <- a X + (b A + c A A) X, A = X X^T: U V^T roughly, of u = U S V^T.
+    A setting may have a value for each node, `[L]`.
+
+    Derivatives are those of the same polynomial in the precision of `u`: bfloat16 has 3 digits, and a derivative
+    through it would have none.
+
+    >>> u = torch.tensor([[[2.0, 0.0], [0.0, 0.1]]])
+    >>> orthogonalised(u, (3.4445, -4.7750, 2.0315), eps=1e-7, steps=5).diagonal(dim1=1, dim2=2)
+    tensor([[0.6992, 1.0312]])
+    """
+    settings = (*coefficients, eps, steps)
+    counts = [len(x) for x in settings if isinstance(x, Tensor) and x.dim() == 1]
+    if counts:
+        each = [[x[i] if isinstance(x, Tensor) and x.dim() == 1 else x for x in settings] for i in range(counts[0])]
+        matrices = u.expand(counts[0], *u.shape[1:])
+        return torch.cat([orthogonalised(m[None], (a, b, c), *rest) for m, (a, b, c, *rest) in zip(matrices, each)])
+    a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
+    count = check.integer("ns_steps", int(count) if count == int(count) else count, 0)  # in a stack they are floats
+    rounded = _newton_schulz(u.detach(), a, b, c, least, count).to(u.dtype)
+    if not any(differentiated(x) for x in (u, *settings)):
+        return rounded
+    smooth = _smooth(u, *coefficients, eps, count)
+    return smooth + (rounded - smooth).detach()
+
+
+def _newton_schulz(u: Tensor, a: float, b: float, c: float, eps: float, steps: int) -> Tensor:
+    x = u.bfloat16()
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    tall = u.shape[-2] > u.shape[-1]
+    x = x.mT if tall else x
+    for _ in range(steps):
+        gram = _product(x, x.mT)
+        x = _product(_product(gram, gram, gram, b, c), x, x, a)
+    return x.mT if tall else x
+
+
+def _product(left: Tensor, right: Tensor, add: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """`beta add + alpha left right`, rounded once, each matrix as it is by itself."""
+    if left.device.type == "cpu" and left.shape[-2:].numel() * right.shape[-1] <= _SMALL_PRODUCT:
+        pairs = zip(left, right)
+        if add is None:
+            return torch.stack([x @ y for x, y in pairs])
+        return torch.stack([torch.addmm(z, x, y, beta=beta, alpha=alpha) for z, (x, y) in zip(add, pairs)])
+    return left @ right if add is None else torch.baddbmm(add, left, right, beta=beta, alpha=alpha)
+
+
+def _smooth(u: Tensor, a: Any, b: Any, c: Any, eps: Any, steps: int) -> Tensor:
+    square = (u * u).sum((-2, -1), keepdim=True)
+    norm = torch.where(square == 0, 0.0, torch.where(square == 0, 1.0, square).sqrt())
+    x = u / torch.where(norm > eps, norm, eps)
+    tall = u.shape[-2] > u.shape[-1]
+    x = x.mT if tall else x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
