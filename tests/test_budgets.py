@@ -15,7 +15,7 @@ MAX_UNITS = 15  # modules and packages directly in vecgym
 MAX_MODULE = 400  # lines
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
-MAX_CODE_LINES = 15_600  # of the whole package
+MAX_CODE_LINES = 17_300  # of the whole package
 
 NO_CODE = (
     tokenize.COMMENT,
@@ -28,9 +28,26 @@ NO_CODE = (
 
 # What is longer, and why.
 LONG_MODULES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
+LONG_FUNCTIONS = {
+    "compat/exogym/trainer.py:Trainer.fit": "EXO Gym's positional signature, handed on by name",
+    "runs/optimize.py:optimize_schedule": "its signature, and the checks of what goes together",
+    "runs/rollout.py:rollout": "its signature, and the checks of what goes together",
+    "strategy/fedavg.py:FedAvgStrategy.__init__": "its signature",
+}
 # What users call with keywords, each documented. (Constructors of strategies may have many anyway.)
-MANY_PARAMETERS: set[str] = set()
+MANY_PARAMETERS = {
+    "compat/exogym/trainer.py:Trainer.fit",
+    "data/batches.py:Batches.__init__",
+    "data/batches.py:EvalBatches.__init__",
+    "engine/engine.py:Engine.gradients",
+    "engine/simulation.py:Simulation.__init__",
+    "optim/optimizers.py:Muon.__init__",
+    "runs/memory.py:estimate_memory",
+    "runs/optimize.py:optimize_schedule",
+    "runs/rollout.py:rollout",
+    "runs/verification.py:verify",
+    "sweeps/runner.py:Runner.__init__",
+}
 
 
 def functions(source: str) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -97,7 +114,7 @@ def test_functions() -> None:
 
 
 def is_constructor_of_strategy(name: str) -> bool:
-    return name.startswith("strategy/") and name.endswith("Strategy.__init__")
+    return name.startswith("strategy/") and name.endswith(("Strategy.__init__", "Communicator.__init__"))
 
 
 def test_the_measures() -> None:

@@ -116,16 +116,10 @@ class Batches:
         self.batch_size = check.integer("batch_size", batch_size, 1)
         self.seed = check.seed("seed", seed)
         self.shuffle = check.flag("shuffle", shuffle)
+        train = check.flag("train", train)
         self._source = Source(
-            dataset,
-            self.num_nodes,
-            self.node_ids,
-            check.flag("train", train),
-            self.seed,
-            device,
-            dataloader_kwargs,
-            name,
-        )
+            dataset, self.num_nodes, self.node_ids, train, self.seed, device, dataloader_kwargs, name
+        )  # fmt: skip
         lengths, shared = self._source.lengths, self._source.shared
         # examples of each node here, before padding
         self.shard_sizes = _dealt_sizes(lengths[0], self.num_nodes, self.node_ids) if shared else lengths
