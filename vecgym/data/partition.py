@@ -105,6 +105,7 @@ class Partition:
         Raises:
             ValueError: for a dataset of another length.
 
+        >>> from torch.utils.data import TensorDataset
         >>> x, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
         >>> shards = partition_shards(y, num_nodes=2, shards_per_node=1).datasets(TensorDataset(x, y))
         >>> [sorted({int(label) for _, label in shards(rank, 2)}) for rank in range(2)]
