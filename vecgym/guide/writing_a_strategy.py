@@ -41,6 +41,7 @@ it is the same on every node.
 | `active_nodes(ctx)` | each step | list the ids of the nodes that train in this step, perhaps none; None: all |
 | `local_gradients(grads, params, state, ctx)` | after the gradients | add to each node's own gradient; no communication |
 | `exchange_gradients(grads, state, ctx)` | before clipping and optimizer; refused next to a module with `active_nodes` | anything with `ctx.comm`; return gradients and state |
+| `exchange_moments(moments, state, ctx)` | after the optimizer, before the parameters | what it keeps in the shape of the parameters, such as AdamW's `exp_avg`: anything with `ctx.comm`; return moments and state |
 | `exchange_parameters(params, state, ctx)` | after the optimizer | anything with `ctx.comm`; return parameters and state |
 | `outer_learning_rate(ctx)` | each step | return that of its own optimizer, to be recorded; None: it has none |
 | `stack_key()`, `stacked(modules, num_nodes)` | in a sweep | merge the modules of all configurations into one, which is faster; optional |

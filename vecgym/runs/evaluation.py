@@ -67,6 +67,14 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     """`evaluate` of C configurations, each on its own of `sets`, in as few calls as for one.
 
     Their nodes are those of `comm`, one configuration after the other; of more than one, all are here.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.models import Line
+    >>> params = {"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}  # two configurations of two nodes
+    >>> state = State(0, params, {}, {}, {}, node_steps=torch.zeros(4))
+    >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
+    >>> [each.average for each in evaluate_each(Engine(Line()), state, [batches] * 2, StackedCollectives(4))]
+    [0.0, 9.0]
     """
     C, num_local = len(sets), len(comm.node_ids)
     values = state.params, state.buffers
@@ -125,14 +133,24 @@ def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[tuple[Any,
 
 
 def averages(values: Tree, num_configs: int, comm: Collectives) -> Tree:
-    """The averages of C configurations, `[C, *]`; of one see `average`."""
+    """Return the average of each of C configurations, `[C, *]`; of one see `average`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> averages({"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}, 2, StackedCollectives(4))
+    {'w': tensor([2., 5.])}
+    """
     if num_configs == 1:
         return tree.map(lambda x: x[None], average(values, comm))
     return tree.map(lambda x: x if len(x) in (1, num_configs) else nodes.means(x, num_configs), values)
 
 
 def consensus_distances(params: Tree, num_configs: int, comm: Collectives) -> list[float]:
-    """`consensus_distance` of the nodes of each of C configurations."""
+    """Return the `consensus_distance` of the nodes of each of C configurations.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> consensus_distances({"w": torch.tensor([1.0, 3.0, 4.0, 4.0])}, 2, StackedCollectives(4))
+    [1.0, 0.0]
+    """
     if num_configs == 1:
         return [consensus_distance(params, comm)]
     parts = zip(*[x.chunk(num_configs) for x in params.values()])
@@ -142,7 +160,15 @@ def consensus_distances(params: Tree, num_configs: int, comm: Collectives) -> li
 def evaluated_columns(
     engine: Engine, state: State, sets: Sequence[EvalBatches | None], comm: Collectives
 ) -> list[dict[str, Any]]:
-    """The columns that the history of each of C configurations has of an evaluation; none where there is nothing."""
+    """Return the columns that an evaluation adds to the history of each of C configurations.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.models import Line
+    >>> state = State(1, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {}, node_steps=torch.ones(2))
+    >>> [columns] = evaluated_columns(Engine(Line()), state, [None], StackedCollectives(2))
+    >>> columns["consensus_distance"]
+    1.0
+    """
     chosen = [batches for batches in sets if batches is not None]
     found: list[dict[str, Any]] = [{} for _ in sets]
     if chosen:

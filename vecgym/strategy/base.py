@@ -187,11 +187,20 @@ class Strategy:
         return with_moments(optimizer, moments), state
 
     def take_rows(self, state: State, rows: Tensor) -> State:
-        """Return the rows of some nodes of the optimizer's state, or the modules'."""
+        """Return the rows of some nodes of the optimizer's state, or the modules'.
+
+        >>> Strategy("sgd").take_rows({"momentum": torch.tensor([1.0, 2.0, 3.0])}, torch.tensor([0, 2]))
+        {'momentum': tensor([1., 3.])}
+        """
         return nodes.take_rows(state, rows)
 
     def put_rows(self, state: State, rows: Tensor, new: State, num_nodes: int, inplace: bool) -> State:
-        """Return the state with the rows of some nodes replaced; see `vecgym.core.nodes.put_rows`."""
+        """Return the state with the rows of some nodes replaced; see `vecgym.core.nodes.put_rows`.
+
+        >>> new, rows = {"momentum": torch.tensor([7.0])}, torch.tensor([1])
+        >>> Strategy("sgd").put_rows({"momentum": torch.tensor([1.0, 2.0])}, rows, new, num_nodes=2, inplace=False)
+        {'momentum': tensor([1., 7.])}
+        """
         return nodes.put_rows(state, rows, new, num_nodes, inplace)
 
     def _told(self, ctx: Context) -> Context:
