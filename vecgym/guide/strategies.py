@@ -59,11 +59,35 @@ The modules behind these strategies can be combined freely. They act in the orde
 - `compressed(module, method)` compresses the average that the module takes, with error feedback. The methods are
   `"topk"`, `"randomk"`, `"int8"`, `"int4"`, `"sign"`, `"powersgd"`, or a codec from `vecgym.compress`.
 
+### From independent parts
+
+How nodes agree, when, and on what are three choices. Underneath, every strategy is made of them:
+
+| choice | parts |
+|---|---|
+| how nodes agree on a value | `Mean` (with islands, participation, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean) |
+| ... and around one of these | `Sparse` (some coordinates), `Compressed` (codes, with error feedback), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
+| on what | `Gradients`, `Parameters`, `OuterStep` (the movement since the last round, for an outer optimizer), `Moments` (of the inner optimizer) |
+| when | every H steps, with an offset (`Rounds`), or weights that can be differentiated (`SyncWeight`) |
+
+DiLoCo in islands of four, with half of the nodes in each round and 5 % of the coordinates sent:
+
+>>> from vecgym.compress import TopK
+>>> from vecgym.strategy import Compressed, Mean, OuterStep
+>>> module = OuterStep(Compressed(Mean(island_size=4, participation=0.5), TopK(0.05)), H=5)
+>>> averaged = trainer.fit(CommunicateOptimizeStrategy([module], "adamw", lr=3e-3), num_nodes=8, max_steps=10)
+
 ## Optimizers and learning rates
 
 An optimizer is a name, an `OptimSpec`, or any subclass of `torch.optim.Optimizer`, including your own. SGD, Adam,
 AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta and Rprop update all nodes in one call. Any other class runs
-node by node, with the result that it would have on K machines.
+node by node, with the result that it would have on K machines. `"lion"` and `"muon"`, which torch lacks or has since
+2.9, update all nodes in one call, too. Muon is for matrices; `param_groups` gives the other parameters another optimizer:
+
+>>> def groups(name, p):
+...     return {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4}
+>>> muon = OptimSpec("muon", lr=0.02, param_groups=groups)
+>>> averaged = trainer.fit(AllReduceStrategy(muon), num_nodes=8, max_steps=2)
 
 >>> AllReduceStrategy("adam", lr=1e-3).inner_optim
 OptimSpec(Adam, lr=0.001)

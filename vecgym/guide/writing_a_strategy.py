@@ -12,18 +12,17 @@ shall run everywhere that the built-in ones do: on processes, in sweeps, in roll
    with shapes; the bytes sent per node and step; the arguments; an example, which the tests execute; the paper, and
    every deviation from it, or "No deviation".
 3. **Export it** in `vecgym/strategy/__init__.py`: in `__all__`, and under its theme in the docstring.
-4. **Write a naive twin**, `tests/reference/NAME.py`: a loop over K plain modules that follows the paper's pseudo-code
-   and
+4. **Write a naive twin**, `tests/reference/NAME.py`: a loop over K plain modules that follows the paper's pseudo-code and
    imports nothing from vecgym. 50 steps of both must agree to 1e-10 in float64. The comparison is a case in
    `tests/test_twins.py`, or a file of its own such as `tests/test_demo.py`.
-5. **Add rows to the tables** of `tests/test_properties.py`: the strategy and its bytes in closed form in `STRATEGIES`;
-   a value for each constructor argument that changes a run in `ARGUMENTS`; what cannot work in `REFUSED`.
-   `tests/test_distributed.py` and `tests/test_checkpoint.py` also run the rows of `STRATEGIES`.
+5. **Add a row to the catalogue**, `CATALOGUE` in `vecgym/strategy/catalogue.py`: how to make the strategy, its twin, its
+   bytes in closed form, its properties. `vecgym verify`, `vecgym compare`, the benchmarks, `tests/test_properties.py` and
+   `tests/test_distributed.py` take theirs from it. In `tests/test_properties.py` add a value for each constructor
+   argument that changes a run to `ARGUMENTS`, and what cannot work to `REFUSED`.
 6. **Add a case** to `CASES` of `tests/test_sweep.py` (the curve in a stack equals the one alone), and to
    `tests/test_rollout.py` for each number that it takes (the gradient equals finite differences).
-7. **Announce it**: a row in the tables of strategies in `README.md` and `vecgym/guide/strategies.py`, a line in
-   `CHANGELOG.md`, a name in `STRATEGIES` of `vecgym/runs/verification.py`, so that `vecgym verify --strategy all`
-   includes it.
+7. **Announce it**: a row in the tables of strategies in `README.md` and `vecgym/guide/strategies.py`, and a
+   line in `CHANGELOG.md`.
 8. **Break the code once**, and watch each of these tests fail.
 
 Tests name what an exported strategy lacks of 2, 3, 5 and of the sweeps in 6. The notebook
