@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from tests.fitting import STRATEGIES, alone, dataset, fit, params, same_run
+from tests.fitting import STRATEGIES, alone, dataset, fit, params, same, same_run
 from tests.models import MODELS, NO_VMAP, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
@@ -835,6 +835,27 @@ def test_a_third_backend_is_one_class_and_one_name(monkeypatch: pytest.MonkeyPat
         run("MLP", engine="countet")
 
 
+def test_threads_start_with_the_first_gradients_and_again_after_a_close() -> None:
+    """So that a run which is refused after its engine has been prepared leaves none behind."""
+
+    def alive() -> int:
+        return sum(thread.name.startswith("vecgym-node") for thread in threading.enumerate())
+
+    before = alive()
+    engine = Engine(make_model("MLP"), engine="loop", node_threads=2)
+    batch = Batches(dataset("MLP"), 4, 3).batch(0)
+    engine.prepare(batch)
+    assert alive() == before
+    params = {name: p.detach()[None] for name, p in engine.params.items()}
+    first = {n: g.clone() for n, g in engine.gradients(params, {}, batch, seed=0, step=0).grads.items()}
+    assert alive() == before + 2
+    engine.close()
+    assert alive() == before
+    engine.release()
+    assert same(engine.gradients(params, {}, batch, seed=0, step=0).grads, first)
+    engine.close()
+
+
 def test_a_plan_is_given() -> None:
     engine = Engine(make_model("MLP"), engine="vmap")
     batch = Batches(dataset("MLP"), 4, 3).batch(0)
@@ -847,12 +868,25 @@ def test_a_plan_is_given() -> None:
     engine.close()
 
 
+class Rounded(nn.Module):
+    """Its loss is the sum of sixteen weights, each of which bfloat16 rounds from 1 + 2^-10 to 1: no other rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 1, bias=False)
+        nn.init.constant_(self.layer.weight, 1 + 2**-10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).float().mean()
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_validation_is_cast_however_many_nodes_there_are(num_rows: int) -> None:
-    engine = Engine(make_model("MLP"), engine="vmap", autocast=True)
-    batch = Batches(dataset("MLP"), 4, 3).batch(0)
-    engine.prepare(batch)
-    params = {n: p.detach()[None].expand(num_rows, *p.shape) for n, p in engine.params.items()}
-    one = {name: x[0] for name, x in params.items()}
-    cast = engine.loss(one, {}, (batch[0][0], batch[1][0]))
-    torch.testing.assert_close(engine.losses(params, {}, (batch[0][0], batch[1][0])), cast.expand(num_rows))
+def test_validation_is_cast_however_many_nodes_there_are(num_rows: int, engine: EngineName) -> None:
+    """With weights that tell a cast pass from another one exactly, whatever order the processor adds in."""
+    for autocast, loss in ((True, 16.0), (False, 16 + 2**-6)):
+        local = Engine(Rounded(), engine=engine, autocast=autocast)
+        local.prepare(torch.ones(3, 4, 16))
+        params = {n: p.detach()[None].expand(num_rows, *p.shape) for n, p in local.params.items()}
+        assert local.losses(params, {}, torch.ones(4, 16)).tolist() == [loss] * num_rows
+        assert local.loss({n: p[0] for n, p in params.items()}, {}, torch.ones(4, 16)).item() == loss

@@ -139,7 +139,6 @@ class Engine:
         self.close()
         self.plan = plan
         self._stateless.serve(plan.node_threads)
-        self._pool = start_threads(plan.node_threads)
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +146,7 @@ class Engine:
         return self._stateless.device
 
     def close(self) -> None:
-        """End the node threads."""
+        """End the node threads, which start with the first gradients."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
@@ -183,7 +182,10 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
-        return fastest(candidates, step)
+        try:
+            return fastest(candidates, step)
+        finally:
+            self.close()
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -261,6 +263,8 @@ class Engine:
                         grads[name].copy_(g)
                 losses[index] = local.losses
 
+        if self._pool is None:  # started here and not by `use`: a run that fails before its first step has no threads
+            self._pool = start_threads(self.plan.node_threads)
         if self._pool is None:
             run(0)
         else:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -97,6 +97,17 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
     return Plan(chosen, threads, chunk_size, reason)
 
 
+def check_engine(name: str, value: Any) -> str:
+    """Return `value` if it names a backend of `BACKENDS` as they are now, "auto" or "fastest".
+
+    >>> check_engine("engine", "lop")
+    Traceback (most recent call last):
+    ...
+    ValueError: engine='lop' is not known; did you mean 'loop'? Allowed: 'auto', 'vmap', 'loop', 'fastest'.
+    """
+    return check.choice(name, value, ("auto", *BACKENDS, "fastest"))
+
+
 def check_settings(engine: str, chunk_size: int | None, node_threads: int | None) -> None:
     """Raise a ValueError for settings of the engine that cannot work.
 
@@ -105,7 +116,7 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
     ...
     ValueError: chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose.
     """
-    check.choice("engine", engine, ("auto", *BACKENDS, "fastest"))
+    check_engine("engine", engine)
     for name, value in (("chunk_size", chunk_size), ("node_threads", node_threads)):
         check.optional_integer(name, value, what="None lets vecgym choose")
 

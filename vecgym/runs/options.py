@@ -19,7 +19,8 @@ from vecgym import strategy as strategies
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, checks_of
-from vecgym.engine import ENGINES, EngineName
+from vecgym.engine import EngineName
+from vecgym.engine.plan import check_engine
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
@@ -149,7 +150,7 @@ class Computation(Options):
         node_threads: CPU threads over nodes; None: chosen by rule.
     """
 
-    engine: Annotated[EngineName, partial(check.choice, allowed=ENGINES)] = "auto"
+    engine: Annotated[EngineName, check_engine] = "auto"
     chunk_size: Chosen = None
     node_threads: Chosen = None
 
