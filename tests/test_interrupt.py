@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tests.fitting import STRATEGIES, dataset, fit, params, same
 from tests.models import make_model
-from vecgym import CSVLogger, Logger, Trainer
-from vecgym.strategy import DiLoCoStrategy
+from vecgym import CSVLogger, Logger, Trainer, sweep
+from vecgym.strategy import DiLoCoStrategy, RankStrategy
 
 STEPS = 6
 
@@ -186,14 +186,42 @@ def test_two_fits_at_the_same_time(model: str) -> None:
         assert same(trainer.nodes.params, fit(model, name, max_steps=5)[0].nodes.params)
 
 
-def test_node_threads_end_with_the_run() -> None:
-    def alive() -> int:
-        return sum(thread.name.startswith("vecgym") for thread in threading.enumerate())
+def new_threads(before: list[threading.Thread]) -> list[str]:
+    """Those of vecgym that are still there; another test may have left some."""
+    return [t.name for t in threading.enumerate() if t not in before and t.name.startswith("vecgym")]
 
-    fit("CNN", max_steps=2, node_threads=2)
-    assert alive() == 0
-    interrupted(engine="loop")
-    assert alive() == 0
+
+def test_threads_end_with_the_run() -> None:
+    before = threading.enumerate()
+    kept = [fit("CNN", max_steps=2, node_threads=2)[0]]
+    assert new_threads(before) == []
+    kept.append(interrupted(engine="loop"))
+    assert new_threads(before) == []
+    kept.append(fit("MLP", Ranks("sgd", lr=0.1), max_steps=2)[0])
+    assert new_threads(before) == []
+    table = sweep(make_model("MLP"), dataset("MLP"), strategy=lambda lr: Ranks("sgd", lr=lr), grid={"lr": [0.1, 0.2]},
+                  num_nodes=2, max_steps=2, batch_size=4, device="cpu", progress=False)  # fmt: skip
+    assert new_threads(before) == []
+    assert len(kept) == 3
+    assert len(table) == 2
+
+
+def test_a_run_that_is_refused_has_no_threads(tmp_path: Path) -> None:
+    """After its engine has looked at the model: by a checkpoint of another run."""
+    fit("MLP", Ranks("sgd", lr=0.1), max_steps=2, save_dir=tmp_path)
+    before = threading.enumerate()
+    for settings in ({"strategy": Ranks("sgd", lr=0.2)}, {"strategy": "FedAvg", "engine": "loop", "node_threads": 2}):
+        with pytest.raises(ValueError, match="resume|checkpoint") as refused:
+            fit("MLP", max_steps=2, save_dir=tmp_path, resume=True, **settings)
+        assert new_threads(before) == [], refused  # which holds the run
+
+
+class Ranks(RankStrategy):
+    """Written for one rank: each node trains by itself, on a thread of its own."""
+
+    def step(self) -> None:
+        self.optim.step()
+        super().step()
 
 
 class Wait(nn.Module):

@@ -154,7 +154,7 @@ def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
         name, rows = "exact" if exact else "native", _over_processes([rows for rows, _ in everyone])
         checks.append(Check(name, comparison.bound, rows, finding))
     for form in (stacked, *forms):
-        form.simulation.engine.close()
+        form.simulation.close()
     return checks
 
 
@@ -233,7 +233,7 @@ def _draws(given: Case, exact: bool, last_step: int) -> bool:
         with torch.enable_grad():
             for step in range(last_step + 1):
                 forms[-1].step(step)
-        forms[-1].simulation.engine.close()
+        forms[-1].simulation.close()
     before.restore()
     return any(gap.largest > 0 for gap in _all_gaps(*forms))
 
@@ -282,5 +282,5 @@ def compare_with_ddp(given: Case, wire: Wire) -> tuple[Difference, ...]:
             trained = {name: trained[name] for name in form.state.params}
             gap = max(gap.largest for gap in gaps("params", trained, form.state.params, form.comm, {}))
             rows.append(Difference(step, gap, 0.0, 0.0, 0.0, 0.0, 0.0, 0))
-    form.simulation.engine.close()
+    form.simulation.close()
     return _over_processes(wire.all_gather_object([tuple(row) for row in rows]))

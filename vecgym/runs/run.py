@@ -127,7 +127,7 @@ class Run(Generic[M]):
                     raise KeyboardInterrupt(f"interrupted after step {self.state.step} of {self.num_steps}{how}")
         finally:
             self.nodes = self._final_nodes()
-            self.engine.close()
+            self.simulation.close()
             recorder.finish()
 
     def evaluate(self) -> None:

@@ -233,6 +233,12 @@ class Strategy:
         >>> Strategy("sgd", lr=0.1).load_hidden_state(None)
         """
 
+    def close(self) -> None:
+        """End the threads that the strategy has; a later step starts them again.
+
+        >>> Strategy("sgd", lr=0.1).close()
+        """
+
     def __repr__(self) -> str:
         parts = [repr(self.inner_optim), *map(repr, self.communication_modules)]
         defaults = {"max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}

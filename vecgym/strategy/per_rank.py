@@ -221,7 +221,6 @@ class _Ranks(Strategy):
                 f"{num_nodes} nodes must be in one process and one configuration."
             )
         self._ranks = [_copy_for_rank(self.strategy) for _ in range(num_nodes)]
-        self._threads = ThreadPoolExecutor(num_nodes, "vecgym-rank")
         self._states = [GlobalStates.seeded(rng.key(ctx.seed, "per rank"))] * num_nodes
 
         def start(node: int) -> None:
@@ -229,8 +228,22 @@ class _Ranks(Strategy):
             rank.max_steps = ctx.max_steps
             rank._init_node(copy.deepcopy(self._model), node, num_nodes)
 
-        run_ranks(start, Meeting(ctx.comm, self._states), self._threads)
+        try:
+            self._run(start, ctx)
+        finally:
+            self.close()  # between this and the first step the run may be refused
         return {}, {}
+
+    def _run(self, work: Callable[[int], None], ctx: Context) -> None:
+        """Run `work(node)` for all nodes, on threads that stay until `close`."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(ctx.comm.num_nodes, "vecgym-rank")
+        run_ranks(work, Meeting(ctx.comm, self._states), self._threads)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if not ctx.inplace:
@@ -252,8 +265,7 @@ class _Ranks(Strategy):
 
         groups = getattr(getattr(self._ranks[0], "optim", None), "param_groups", None)
         self._lr = groups[0]["lr"] if groups else self.inner_optim.lr
-        assert self._threads is not None
-        run_ranks(step, Meeting(ctx.comm, self._states), self._threads)
+        self._run(step, ctx)
         # A rank may have replaced a parameter's data by another tensor instead of writing into it.
         for node, rank in enumerate(self._ranks):
             own = dict(rank.model.named_parameters())

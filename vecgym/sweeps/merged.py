@@ -206,6 +206,10 @@ class Merged(Strategy):
         }
         return {**state, **changed}
 
+    def close(self) -> None:
+        for member in self.members:
+            member.strategy.close()
+
     def __repr__(self) -> str:
         return f"Merged({len(self.members)} configurations of {self.num_nodes} nodes)"
 

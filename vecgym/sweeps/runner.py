@@ -254,6 +254,12 @@ class Runner:
         """Train configurations together, from the start or from where they were left."""
         chunk = self._resumed(todo) or self._chunk(todo)
         bar.update(chunk.state.step * len(todo))
+        try:
+            self._train_chunk(chunk, interrupted, save, bar)
+        finally:
+            chunk.simulation.close()
+
+    def _train_chunk(self, chunk: Chunk, interrupted: list[int], save: Callable[[], None] | None, bar: tqdm) -> None:
         chunk.start()
         saved = time.perf_counter()
         if chunk.state.step == 0:
