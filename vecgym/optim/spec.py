@@ -225,6 +225,7 @@ def rule_of(spec: OptimSpec) -> Rule:
     >>> type(rule_of(OptimSpec("lion"))).__name__
     'ElementwiseRule'
     """
+    check.instance("spec", spec, OptimSpec, 'an OptimSpec, such as OptimSpec("adamw")')
     return ElementwiseRule(spec) if spec.cls in FORMULAS else PerNodeRule(spec)
 
 
