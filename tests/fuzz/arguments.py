@@ -66,6 +66,7 @@ UNKNOWN = {"seeds": 1, "batchsize": 2, "learning_rate": 0.1, "H_": 3, "deivce": 
 LONG = (
     "max_steps", "num_epochs", "iterations", "steps", "num_steps", "samples", "num_tokens", "max_rounds", "timeout_s",
     "eval_iters", "max_configs", "num_nodes", "tolerance", "count",
+    "d", "delay", "async_sparta_delay", "ns_steps",
 )  # fmt: skip
 WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps as were asked for are no hang
 
@@ -221,6 +222,7 @@ def _good(target: Target, given: dict[str, Any], name: str) -> Any:
 def _use(result: Any) -> None:
     """What an object refuses only when it is used, it must refuse in the same way."""
     chosen: Any = None
+    model = calls.Matrix() if isinstance(result, vecgym.OptimSpec) else calls.Line()
     if isinstance(result, Strategy):
         chosen = result
     elif isinstance(result, CommunicationModule):
@@ -232,7 +234,7 @@ def _use(result: Any) -> None:
     if chosen is None or type(chosen).__module__.startswith("vecgym.compat"):
         return
     with contextlib.suppress(vecgym.DivergenceError):
-        vecgym.Trainer(calls.Line(), calls.examples()).fit(chosen, calls.K, **calls.SETTINGS)
+        vecgym.Trainer(model, calls.examples()).fit(chosen, calls.K, **calls.SETTINGS)
 
 
 # ----------------------------------------------------------------------------------------------------- the judgment

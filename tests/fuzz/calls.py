@@ -106,6 +106,14 @@ class Line(nn.Module):
         return (self.w - x).square().mean()
 
 
+class Matrix(Line):
+    """The same with a parameter of two dimensions, which Muon needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(1.0, DIM + 1)[None])
+
+
 def examples(n: int = 16) -> Tensor:
     return torch.linspace(-1, 1, n * DIM).view(n, DIM)
 
@@ -140,7 +148,7 @@ def lion(
 
 def muon(
     lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
-    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315), eps: float = 1e-7,
+    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315), eps: float | Tensor = 1e-7,
     ns_steps: int = 5, adjust_lr_fn: str | None = None,
 ) -> vecgym.OptimSpec:  # fmt: skip
     """The keywords of `OptimSpec("muon", ...)`."""

@@ -230,7 +230,8 @@ class OuterStep(Exchange):
         self.delay = self._late.delay
         self.alpha = check.number("alpha", alpha, "[0, 1)", "what a node keeps of its own parameters")
         if offsets is not None and (not isinstance(offsets, (list, tuple)) or len(offsets) != fragments):
-            raise ValueError(f"offsets={offsets!r} and fragments={fragments}: give a list of one number for each fragment.")
+            given = f"offsets={offsets!r} and fragments={fragments}"
+            raise ValueError(f"{given}: give a list of one number for each fragment.")
         self.offsets = None if offsets is None else [check.integer("offsets", offset) for offset in offsets]
         if isinstance(self.when, SyncWeight) and (fragments > 1 or delay or offsets is not None):
             raise ValueError(f"{self.when!r} says when all exchange: leave out fragments, offsets and delay.")
