@@ -148,8 +148,8 @@ def lion(
 
 def muon(
     lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
-    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315), eps: float | Tensor = 1e-7,
-    ns_steps: int = 5, adjust_lr_fn: str | None = None,
+    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float | Tensor = 1e-7, ns_steps: float | Tensor = 5, adjust_lr_fn: str | None = None,
 ) -> vecgym.OptimSpec:  # fmt: skip
     """The keywords of `OptimSpec("muon", ...)`."""
     return vecgym.OptimSpec(
