@@ -68,11 +68,11 @@ def test_strategies(tmp_path: Path) -> None:
     # What each algorithm needs: nothing for SPARTA and gossip; an outer copy and a momentum in all for DiLoCo; one
     # residual per node for DeMo, whose parameters, like AllReduce's, are stored once.
     kept = {name: parts["strategy"] for name, parts in tiny["state_bytes"].items()}
-    assert [kept[name] for name in ("independent", "allreduce", "fedavg", "sparta", "gossip ring")] == [0] * 5
+    assert [kept[name] for name in ("independent", "allreduce", "fedavg", "sparta", "gossip")] == [0] * 5
     assert (kept["diloco"] - 2 * b, kept["demo"]) == (8, K * b)  # and the outer optimizer's step
     params = {name: parts["params"] for name, parts in tiny["state_bytes"].items()}
     assert params["allreduce"] == params["demo"] == b
-    assert params["diloco"] == params["sparta"] == params["gossip ring"] == K * b
+    assert params["diloco"] == params["sparta"] == params["gossip"] == K * b
 
 
 def test_scaling(tmp_path: Path) -> None:

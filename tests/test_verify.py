@@ -354,7 +354,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--list"]) == 0
     assert "diloco" in capsys.readouterr().out.split()
     assert cli.main(["verify", "--strategy", "x"]) == 1
-    assert "Allowed: 'all', 'allreduce'" in capsys.readouterr().err
+    assert "Allowed: 'all', 'independent', 'allreduce'" in capsys.readouterr().err
     assert cli.main(["verify", "--strategy", "diloco", "--num-processes", "3"]) == 1
     assert "one of [1, 2, 4]" in capsys.readouterr().err
 

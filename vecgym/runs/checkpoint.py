@@ -73,8 +73,9 @@ class Snapshots:
 
     def take(self, state: State) -> dict[str, Any] | None:
         """Return all that evolves, for a file; None in processes other than the first. All processes call it."""
-        evolving = {name: x for name, x in vars(state).items() if name != "step"}
-        everyone = self.session.gathered(evolving, self.device)
+        names = ("params", "buffers", "optimizer", "strategy")
+        everyone = self.session.gathered({name: vars(state)[name] for name in names}, self.device)
+        node_steps = torch.tensor(self.session.joined(state.node_steps.tolist()))
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
@@ -87,7 +88,7 @@ class Snapshots:
             "identity": self.identity,
             "arithmetic": self.arithmetic,
             "learning_rates": learning_rates(self.strategy, num_steps, num_nodes),
-            "state": everyone,
+            "state": {**everyone, "node_steps": node_steps},
             "ranks": self.simulation.strategy.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
@@ -128,8 +129,6 @@ class Snapshots:
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
-        # One row where all nodes, of a process each, have done the same.
-        values["node_steps"] = values["node_steps"].expand(comm.num_nodes).clone()
         placed = _placed(self.session.rows_here(values), vars(template), self.device)
         # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}

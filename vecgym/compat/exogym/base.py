@@ -118,6 +118,7 @@ class OptimizingStrategy(Strategy):
 
     @checked
     def __init__(self, optim_spec: AnySpec = None, max_norm: float | None = None, **options: Any) -> None:
+        """Take the inner optimizer, the norm to clip each node's gradients to, and the options of every strategy."""
         self._choice = inner_choice(type(self).__name__, optim_spec, options)
         self.optim_spec, self.max_norm = self._choice.asked, max_norm
         super().__init__(**options)
