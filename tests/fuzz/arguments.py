@@ -66,6 +66,7 @@ UNKNOWN = {"seeds": 1, "batchsize": 2, "learning_rate": 0.1, "H_": 3, "deivce": 
 LONG = (
     "max_steps", "num_epochs", "iterations", "steps", "num_steps", "samples", "num_tokens", "max_rounds", "timeout_s",
     "eval_iters", "max_configs", "num_nodes", "tolerance", "count",
+    "d", "delay", "async_sparta_delay", "ns_steps",
 )  # fmt: skip
 WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps as were asked for are no hang
 
@@ -73,7 +74,8 @@ WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps as were as
 UNDERNEATH = (
     "vecgym.collectives", "vecgym.compress", "vecgym.core.errors", "vecgym.runs.evaluation",
     "vecgym.runs.multiprocess", "vecgym.collectives.ledger", "vecgym.engine", "vecgym.runs.memory",
-    "vecgym.records.history.", "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng",
+    "vecgym.strategy.base.", "vecgym.compat.exogym.strict.",
+    "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.engine.simulation", "vecgym.collectives.topology",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
     "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",
@@ -82,7 +84,7 @@ UNDERNEATH = (
 )  # fmt: skip
 # ... but for these, which users call and give to a strategy, ...
 ENTRANCES = {
-    *(f"vecgym.compress.{name}" for name in ("PowerSGD", "Quantise", "RandomK", "TopK", "make_codec")),
+    *(f"vecgym.compress.{name}" for name in ("Chain", "PowerSGD", "Quantise", "RandomK", "TopK", "make_codec")),
     *(f"vecgym.collectives.topology.{name}" for name in (
         "check_doubly_stochastic", "complete", "exponential", "metropolis_weights", "one_peer_exponential", "ring",
         "second_eigenvalue", "spectral_gap", "torus")),
@@ -100,7 +102,7 @@ PROTOCOL = {
     "stack_key", "stacked", "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
     "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "start", "resume", "log", "finish",
     "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at", "after_step", "own", "count", "draw",
-    "build", "batch", "iterate",
+    "build", "batch", "iterate", "due", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.
 HANDED_ON = {"Tree", "State", "Context", "Code", "Draw", "Shapes", "Slots", "OptState", "T", "Engine", "Collectives",
@@ -220,6 +222,7 @@ def _good(target: Target, given: dict[str, Any], name: str) -> Any:
 def _use(result: Any) -> None:
     """What an object refuses only when it is used, it must refuse in the same way."""
     chosen: Any = None
+    model = calls.Matrix() if isinstance(result, vecgym.OptimSpec) else calls.Line()
     if isinstance(result, Strategy):
         chosen = result
     elif isinstance(result, CommunicationModule):
@@ -231,7 +234,7 @@ def _use(result: Any) -> None:
     if chosen is None or type(chosen).__module__.startswith("vecgym.compat"):
         return
     with contextlib.suppress(vecgym.DivergenceError):
-        vecgym.Trainer(calls.Line(), calls.examples()).fit(chosen, calls.K, **calls.SETTINGS)
+        vecgym.Trainer(model, calls.examples()).fit(chosen, calls.K, **calls.SETTINGS)
 
 
 # ----------------------------------------------------------------------------------------------------- the judgment

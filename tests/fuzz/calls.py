@@ -29,13 +29,16 @@ from vecgym import compress, data
 from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
+from vecgym.compat.exogym import strict
+from vecgym.compat.exogym.behaviour import Choice
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
-from vecgym.engine import Engine, ModelFacts
+from vecgym.engine import Engine, ModelFacts, Plan
 from vecgym.engine.simulation import Simulation
 from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
+from vecgym.runs.recorder import Loggers
 from vecgym.runs.verification import Check, Difference
 from vecgym.strategy import (
     AveragingCommunicator,
@@ -44,6 +47,7 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     Mean,
     RandomSelector,
+    RankStrategy,
     Rounds,
     ServerOptimizer,
     Sparse,
@@ -54,14 +58,14 @@ K, STEPS, DIM = 2, 2, 3
 
 UNCALLED = {
     "vecgym.data.Batch": "a type alias",
+    "vecgym.engine.EngineName": "a type alias",
     "vecgym.data.Examples": "a protocol",
     **{f"vecgym.runs.multiprocess.Link{name}": "made by multiprocess.run for each process" for name in
-       ("", ".send", ".watch", ".announce")},
+       ("", ".send", ".watch", ".announce", ".put")},
     "vecgym.runs.multiprocess.joined": "within the processes of a group",
     "vecgym.strategy.all_gather": "within the step of a strategy written for one rank",
     "vecgym.strategy.all_reduce": "within the step of a strategy written for one rank",
     "vecgym.strategy.broadcast": "within the step of a strategy written for one rank",
-    "vecgym.strategy.Strategy.step": "within a run of a strategy written for one rank",
     **{f"vecgym.compat.exogym.{name}.step": "within a run of a strategy written for one rank" for name in
        ("CommunicateOptimizeStrategy", "DeMoStrategy", "SimpleReduceStrategy", "Strategy")},
     **{f"vecgym.compat.exogym.{name}.communicate": "within a run of a strategy written for one rank" for name in
@@ -79,6 +83,9 @@ UNCALLED = {
     "vecgym.collectives.topology.Mixing": "made by Mixing.of",
     "vecgym.History.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.SweepResult.to_pandas": "needs pandas, which is not among the dependencies",
+    "vecgym.optim.Muon": "torch's own, where it has one",
+    **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by strict.run in the thread of each node" for name in
+       ("", ".train")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
@@ -99,6 +106,14 @@ class Line(nn.Module):
         return (self.w - x).square().mean()
 
 
+class Matrix(Line):
+    """The same with a parameter of two dimensions, which Muon needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(1.0, DIM + 1)[None])
+
+
 def examples(n: int = 16) -> Tensor:
     return torch.linspace(-1, 1, n * DIM).view(n, DIM)
 
@@ -113,6 +128,34 @@ def tree_of_nodes() -> dict[str, Tensor]:
 
 def context() -> Context:
     return Context(StackedCollectives(K), step=0, max_steps=STEPS)
+
+
+def rank() -> RankStrategy:
+    """As a run has made it for node 0."""
+    made = RankStrategy("sgd", lr=0.1)
+    made.max_steps = STEPS
+    made._init_node(Line(), 0, K)
+    return made
+
+
+def lion(
+    lr: float | Tensor = 0.1, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float | Tensor = 0.0,
+    maximize: bool = False,
+) -> vecgym.OptimSpec:  # fmt: skip
+    """The keywords of `OptimSpec("lion", ...)`, which `OptimSpec` itself takes as **kwargs."""
+    return vecgym.OptimSpec("lion", lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+
+
+def muon(
+    lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
+    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float | Tensor = 1e-7, ns_steps: float | Tensor = 5, adjust_lr_fn: str | None = None,
+) -> vecgym.OptimSpec:  # fmt: skip
+    """The keywords of `OptimSpec("muon", ...)`."""
+    return vecgym.OptimSpec(
+        "muon", lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps, ns_steps=ns_steps,
+        ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
+    )  # fmt: skip
 
 
 def steps() -> list[Tensor]:
@@ -286,6 +329,38 @@ def _state_of(module: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
     return {"state": lambda: module().init(tree_of_nodes(), context())}
 
 
+def _chain() -> compress.Chain:
+    return compress.Chain(compress.TopK(0.5), compress.Quantise())
+
+
+def _codes() -> dict[str, Any]:
+    """Of each node, as `of_codes` takes them."""
+    return {name: compress.Sign().encode(x, drawn()) for name, x in tree_of_nodes().items()}
+
+
+def _moments() -> dict[str, Any]:
+    return {"exp_avg": tree_of_nodes(), "exp_avg_sq": tree_of_nodes()}
+
+
+def _sgd() -> vecgym.OptimSpec:
+    return vecgym.OptimSpec("sgd")
+
+
+def _choice() -> Choice:
+    return Choice(_sgd(), _sgd(), ())
+
+
+def _no_nodes() -> vecgym.Nodes:
+    return vecgym.Nodes(Line(), K, {}, {})
+
+
+def _strict_config() -> strict.TrainConfig:
+    sgd = exogym.SimpleReduceStrategy("sgd")
+    return strict.TrainConfig(
+        Line(), examples(), None, sgd, K, device="cpu", max_steps=1, batch_size=2, minibatch_size=2
+    )
+
+
 def _cut() -> compress.Grid:
     return compress.grid((DIM,), 4)
 
@@ -325,7 +400,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "loss_fn": lambda: nn.functional.mse_loss, "train_dataset": lambda: pairs(64)},
     "vecgym.compat.diloco_sim.DilocoSimulator": {"config": config},
     "vecgym.compat.diloco_sim.DilocoSimulator.load_model": {"path": lambda: file("state.pt")},
-    "vecgym.compress.Codec": _coded(compress.Sign),
+    "vecgym.compress.Chain": {**_coded(_chain), "first": lambda: compress.TopK(0.5), "second": compress.Quantise},
+    "vecgym.compress.Codec": _coded(lambda: compress.TopK(0.5)),
     "vecgym.compress.Sign": _coded(compress.Sign),
     "vecgym.compress.Quantise": _coded(compress.Quantise),
     "vecgym.compress.RandomK": _coded(lambda: compress.RandomK(0.5)),
@@ -358,17 +434,29 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.data.EvalBatches": {"num_nodes": lambda: K},
     "vecgym.runs.evaluation.evaluate": {"engine": engine, "state": lambda: simulation().init(),
                                  "batches": lambda: data.EvalBatches(examples(4), 2, None, K)},
+    **{f"vecgym.runs.evaluation.{name}": {
+        "engine": engine, "state": lambda: simulation().init(),
+        "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]}
+       for name in ("evaluate_each", "evaluated_columns")},
+    "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
+    "vecgym.runs.evaluation.consensus_distances": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
     "vecgym.runs.multiprocess.run": {"function": lambda: work},
     "vecgym.engine.ModelFacts": {
         "unused": frozenset, "mutated": frozenset, "random": lambda: False, "flop": lambda: 1},
     "vecgym.engine.Engine.gradients": {"seed": lambda: 1},
+    "vecgym.engine.Engine.use": {"plan": lambda: Plan("vmap")},
+    "vecgym.engine.Plan.chunks": {"num_threads": lambda: 1},
     "vecgym.engine.choose_plan": {"facts": lambda: ModelFacts(frozenset(), frozenset(), False, flop=1),
                                  "num_threads": lambda: 1},
     "vecgym.engine.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
+    "vecgym.records.loggers.as_loggers": {"logger": lambda: loggers.CSVLogger("log")},
     "vecgym.records.loggers.read_csv": {"directory": lambda: file("log")},
     "vecgym.models.GPT": {**_TOKENS, **_PAIR, "context": lambda: 4},
     "vecgym.models.Classifier": {"batch": lambda: (torch.zeros(2, DIM), torch.zeros(2, dtype=torch.long))},
+    "vecgym.models.Line.forward": {"x": examples},
+    "vecgym.core.nodes.expanded": {"x": lambda: torch.ones(1, DIM)},
+    "vecgym.core.nodes.means": {"x": lambda: torch.ones(K, DIM), "number": lambda: 1},
     "vecgym.core.nodes.take_rows": {"rows": lambda: torch.tensor([0])},
     "vecgym.core.nodes.join_rows": {"parts": lambda: [tree_of_nodes(), tree_of_nodes()]},
     "vecgym.core.nodes.put_rows": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
@@ -376,6 +464,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.nodes.expand": {"values": lambda: {"w": torch.ones(1, DIM)}},
     "vecgym.core.nodes.fill": {"values": lambda: {"w": torch.ones(DIM)}},
     "vecgym.optim.ElementwiseRule.update": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
+    "vecgym.optim.Lion": {"params": lambda: Line().parameters()},
     "vecgym.optim.PerNodeRule": {"spec": lambda: vecgym.OptimSpec(torch.optim.ASGD)},
     "vecgym.optim.PerNodeRule.update": {
         "state": lambda: vecgym.OptimSpec(torch.optim.ASGD).rule().init(tree_of_nodes())},
@@ -395,12 +484,31 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.schedule.lambda_cosine": {},
     "vecgym.optim.schedule.check_schedule": {"name": lambda: "cosine"},
     "vecgym.optim.schedule.make_schedule": {"name": lambda: "cosine"},
-    "vecgym.engine.simulation.State": {"optimizer": dict, "strategy": dict},
+    "vecgym.engine.simulation.State": {
+        "optimizer": dict, "strategy": dict, "node_steps": lambda: torch.zeros(K)},
+    "vecgym.engine.simulation.exchange_moments": {"optimizer": dict, "modules": dict},
     "vecgym.engine.simulation.Simulation": {"params": lambda: None},
     "vecgym.engine.simulation.Simulation.step": {"state": lambda: simulation().init()},
     "vecgym.strategy.compressed": {},
     "vecgym.strategy.GossipCommunicator.mixing": {},
     "vecgym.strategy.Compressed": {"codec": lambda: "int8"},
+    "vecgym.strategy.Context.of_rows": {"rows": lambda: torch.tensor([0])},
+    "vecgym.strategy.CommunicationModule.exchange_moments": {"moments": _moments},
+    "vecgym.strategy.Moments.exchange_moments": {"moments": _moments},
+    **{f"vecgym.strategy.{name}.of_codes": {"codes": _codes, "codec": compress.Sign, "like": tree_of_nodes}
+       for name in ("Mean", "Robust", "ServerMean")},
+    "vecgym.strategy.Strategy.exchange_moments": {"optimizer": dict, "state": dict},
+    "vecgym.strategy.Strategy.take_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0])},
+    "vecgym.strategy.Strategy.put_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0]),
+                                         "new": lambda: {"w": torch.ones(1, DIM)}, "inplace": lambda: False},
+    "vecgym.strategy.When.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state), "state": dict},
+    "vecgym.strategy.base.check_interval": {"name": lambda: "H", "value": lambda: 1},
+    "vecgym.strategy.base.moments_in": {"optimizer": _moments},
+    "vecgym.strategy.base.with_moments": {"optimizer": _moments, "moments": _moments},
+    "vecgym.strategy.base.optimizer_step": {
+        "rule": lambda: vecgym.OptimSpec("sgd").rule(), "step": lambda: 0,
+        "state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
+    "vecgym.strategy.base.overrides": {"method": lambda: "active_nodes"},
     "vecgym.strategy.Corrupted": {"nodes": lambda: [0]},
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
     "vecgym.strategy.Sparse.write": {"agreed": lambda: Sparse(0.5, Mean()).empty(tree_of_nodes())},
@@ -413,8 +521,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
                                             "state": dict},
     "vecgym.strategy.ServerOptimizer.update": {"delta": tree_of_nodes, "slots": dict},
     "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
-    "vecgym.strategy.DiLoCoCommunicator.stacked": {"modules": lambda: [DiLoCoCommunicator(H=1)] * 2},
-    "vecgym.strategy.AveragingCommunicator.stacked": {"modules": lambda: [AveragingCommunicator()] * 2},
     "vecgym.collectives.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
     "vecgym.collectives.topology.torus": {"num_nodes": lambda: 4},
     "vecgym.collectives.topology.one_peer_exponential": {"round": lambda: 0},
@@ -422,6 +528,9 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.OptimSpec.mapped": {"function": lambda: torch.neg},
     "vecgym.core.tree.map": {"fn": lambda: torch.neg, "trees": lambda: (tree_of_nodes(),)},
     "vecgym.core.tree.map_leaves": {"fn": lambda: torch.neg},
+    "vecgym.core.tree.unflatten": {"leaves": lambda: {((dict, "w"),): torch.ones(1)}},
+    "vecgym.core.tree.path_name": {"path": lambda: ((dict, "w"),)},
+    "vecgym.core.tree.form": {"x": lambda: torch.ones(2, 3)},
     "vecgym.core.tree.per_node": {"like": lambda: tree_of_nodes()["w"]},
     "vecgym.runs.verification.Check": {"bound": lambda: 0.0, "rows": lambda: check().rows, "column": lambda: "params"},
     "vecgym.runs.verification.Report": {
@@ -432,6 +541,19 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compat.exogym.Trainer": {"val_dataset": lambda: None},
     "vecgym.compat.exogym.Trainer.fit": {
         "num_nodes": lambda: K, "strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
+    **{f"vecgym.compat.exogym.strategies.{name}IndexSelector.get_indices": {
+        "param": lambda: torch.ones(4), "iteration": lambda: 0}
+       for name in ("", "Partitioned", "Random", "ShuffledSequential")},
+    "vecgym.compat.exogym.strict.AsExoGym": {"local_step": lambda: 1, "interval": lambda: 1, "given": _sgd,
+                                             "choice": _choice, "progress": lambda: 0.5, "max_norm": lambda: None,
+                                             "spec": _sgd},
+    "vecgym.compat.exogym.strict.AsExoGym.check_demo": {"shape": lambda: [2, 2]},
+    "vecgym.compat.exogym.strict.ignored": {"strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
+    "vecgym.compat.exogym.strict.StrictRun": {"ledger": vecgym.Ledger, "nodes": _no_nodes},
+    "vecgym.compat.exogym.strict.TrainConfig": {"val_dataset": lambda: None},
+    "vecgym.compat.exogym.strict.run": {
+        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "settings": dict, "progress": lambda: False,
+        "result": lambda: strict.StrictRun(History(), vecgym.Ledger(), _no_nodes())},
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 
@@ -443,7 +565,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.SweepResult": lambda: copy.copy(_swept()),
     "vecgym.CSVLogger": started,
     "vecgym.collectives.Collectives": lambda: StackedCollectives(K),
-    "vecgym.compress.Codec": compress.Sign,
+    "vecgym.compress.Codec": lambda: compress.TopK(0.5),
     "vecgym.compress.TopK": lambda: compress.TopK(0.5),
     "vecgym.compress.RandomK": lambda: compress.RandomK(0.5),
     "vecgym.data.Partition": partition,
@@ -457,6 +579,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.strategy.Selector": lambda: RandomSelector(0.5),
     "vecgym.strategy.CommunicationModule": AveragingCommunicator,
     "vecgym.strategy.Strategy": strategy,
+    "vecgym.strategy.RankStrategy": rank,
     "vecgym.collectives.topology.Mixing": lambda: topology.Mixing.of(doubly_stochastic()),
 }
 
@@ -510,6 +633,8 @@ def targets() -> dict[str, Target]:
             seen.add(id(value))
             for target in (Target(full, "", value, True), *_methods(full, value)):
                 found.setdefault(target.name, target)
+    for spec in (lion, muon):
+        found[f'vecgym.OptimSpec("{spec.__name__}")'] = Target(f'vecgym.OptimSpec("{spec.__name__}")', "", spec, True)
     return found
 
 

@@ -45,9 +45,10 @@ def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> Non
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, update in enumerate(updates):
         alike.setdefault(tuple(update.shape[1:]), []).append(i)
+    num_steps = _num_steps(h.ns_steps)
     for shape, layers in alike.items():
         joined = torch.cat([updates[i] for i in layers]) if len(layers) > 1 else updates[layers[0]]
-        orthogonal = _newton_schulz(joined, h.a, h.b, h.c, h.eps, h.ns_steps).split([len(updates[i]) for i in layers])
+        orthogonal = _newton_schulz(joined, h.a, h.b, h.c, h.eps, num_steps).split([len(updates[i]) for i in layers])
         for i, update in zip(layers, orthogonal):
             params[i].mul_(1 - h.lr * h.weight_decay)
             params[i].add_(update.reshape(params[i].shape), alpha=-h.lr * muon_lr_ratio(h.adjust_lr_fn, *shape))
@@ -88,12 +89,16 @@ def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, step
         matrices = u.expand(counts[0], *u.shape[1:])
         return torch.cat([orthogonalised(m[None], (a, b, c), *rest) for m, (a, b, c, *rest) in zip(matrices, each)])
     a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
-    count = check.integer("ns_steps", int(count) if count == int(count) else count, 0)  # in a stack they are floats
+    count = _num_steps(count)
     rounded = _newton_schulz(u.detach(), a, b, c, least, count).to(u.dtype)
     if not any(differentiated(x) for x in (u, *settings)):
         return rounded
     smooth = _smooth(u, *coefficients, eps, count)
     return smooth + (rounded - smooth).detach()
+
+
+def _num_steps(value: Any) -> int:
+    return check.integer("ns_steps", int(value) if value == int(value) else value, 0)  # in a stack they are floats
 
 
 def _newton_schulz(u: Tensor, a: float, b: float, c: float, eps: float, steps: int) -> Tensor:

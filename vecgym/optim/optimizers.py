@@ -40,10 +40,17 @@ class Lion(Optimizer):
     ) -> None:
         check.number("lr", lr, "[0, inf)", "the learning rate")
         check.number("weight_decay", weight_decay, "[0, inf)")
-        beta1, beta2 = betas
-        for beta in (beta1, beta2):
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise ValueError(f"betas={betas!r} must be two numbers in [0, 1], such as (0.9, 0.99).")
+        for beta in betas:
             check.number("betas", beta, "[0, 1]", "two of them, such as (0.9, 0.99)")
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        check.flag("maximize", maximize)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        try:
+            super().__init__(params, defaults)
+        except (TypeError, ValueError, KeyError) as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"params must be what torch's optimizers take, such as model.parameters(): {error}") from error
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -103,7 +110,7 @@ def _step(optimizer: Optimizer, closure: Any, slot: str, kernel: Any, tuples: di
     loss = None
     if closure is not None:
         with torch.enable_grad():
-            loss = closure()
+            loss = check.called("closure", closure)
     for group in optimizer.param_groups:
         params = [p for p in group["params"] if p.grad is not None]
         for p in params:
@@ -140,7 +147,7 @@ class Joined(Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = check.called("closure", closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

@@ -225,6 +225,7 @@ def rule_of(spec: OptimSpec) -> Rule:
     >>> type(rule_of(OptimSpec("lion"))).__name__
     'ElementwiseRule'
     """
+    check.instance("spec", spec, OptimSpec, 'an OptimSpec, such as OptimSpec("adamw")')
     return ElementwiseRule(spec) if spec.cls in FORMULAS else PerNodeRule(spec)
 
 
@@ -304,6 +305,9 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
         if "lr" in values:
             check.number("lr", values["lr"], "[0, inf)", "the learning rate")
+        for p in parameters if cls in OPTIMIZERS.values() else ():
+            if p.name in values:
+                _check_kind(p.name, values[p.name], p.default)
     return dict(defaults)
 
 
@@ -312,6 +316,17 @@ def _check_finite(key: str, value: Any) -> None:
     for x in value if isinstance(value, tuple) else [value]:
         if isinstance(x, float) and (math.isnan(x) or (math.isinf(x) and key != "step_sizes")):
             raise ValueError(f"{key}={value!r} must be finite.")
+
+
+def _check_kind(key: str, value: Any, default: Any) -> None:
+    """Numbers where the default is one, and as many as it has, which torch does not look at everywhere."""
+    if isinstance(default, tuple):
+        if not isinstance(value, tuple) or len(value) != len(default):
+            raise ValueError(f"{key}={value!r} must be {len(default)} numbers, such as {default}.")
+        for x, usual in zip(value, default):
+            _check_kind(key, x, usual)
+    elif check.is_number(default) and not check.is_number(value):
+        raise ValueError(f"{key}={value!r} must be a number, such as {default}.")
 
 
 def _dummy(cls: type[Optimizer]) -> type[Optimizer]:

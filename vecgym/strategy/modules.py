@@ -229,9 +229,10 @@ class OuterStep(Exchange):
         self._late = Late(delay)
         self.delay = self._late.delay
         self.alpha = check.number("alpha", alpha, "[0, 1)", "what a node keeps of its own parameters")
-        self.offsets = None if offsets is None else list(offsets)
-        if offsets is not None and len(self.offsets or ()) != fragments:
-            raise ValueError(f"offsets={offsets!r} and fragments={fragments}: give one number for each fragment.")
+        if offsets is not None and (not isinstance(offsets, (list, tuple)) or len(offsets) != fragments):
+            given = f"offsets={offsets!r} and fragments={fragments}"
+            raise ValueError(f"{given}: give a list of one number for each fragment.")
+        self.offsets = None if offsets is None else [check.integer("offsets", offset) for offset in offsets]
         if isinstance(self.when, SyncWeight) and (fragments > 1 or delay or offsets is not None):
             raise ValueError(f"{self.when!r} says when all exchange: leave out fragments, offsets and delay.")
         self._times = self._all_times()

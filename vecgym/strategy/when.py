@@ -261,7 +261,7 @@ def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: i
     """
     if weights is None:
         return None
-    if default != H:
+    if not (check.is_integer(H) and default == H):
         raise ValueError(f"H={H} and sync_weight both say when the nodes exchange: leave H out.")
     return weights if isinstance(weights, SyncWeight) else SyncWeight(weights)
 
