@@ -80,10 +80,8 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(name: str, strategy: str, tm
 def test_exact_runs_in_processes_are_the_stacked_one(name: str) -> None:
     """Inside and outside at once."""
     strategy = DiLoCoStrategy(SPECS[name](), H=2, outer_optim=SPECS[name](lr=0.02))
-    alone, parts = (
-        trained(strategy, exact=True, **settings, max_steps=4)
-        for settings in ({}, {"backend": "processes", "num_processes": 2})
-    )
+    backends: tuple[dict[str, Any], ...] = ({}, {"backend": "processes", "num_processes": 2})
+    alone, parts = (trained(strategy, exact=True, **settings, max_steps=4) for settings in backends)
     assert same_run(alone, parts)
 
 
