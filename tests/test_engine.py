@@ -97,8 +97,12 @@ def test_a_node_thread_uses_one_thread_in_its_operations() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine = Engine(make_model("MLP"), engine="loop", node_threads=2)
-        engine.prepare(Batches(dataset("MLP"), 4, 3).batch(0))
+        model, batch = make_model("MLP"), Batches(dataset("MLP"), 4, 3).batch(0)
+        engine = Engine(model, engine="loop", node_threads=2)
+        engine.prepare(batch)
+        assert engine._pool is None  # no threads before there is work
+        params = {name: p.detach()[None] for name, p in model.named_parameters()}
+        engine.gradients(params, {}, batch, seed=0, step=0, node_ids=range(4))
         assert engine._pool is not None
         both = threading.Barrier(2)  # so that each thread answers once
         answers = list(engine._pool.map(lambda _: (both.wait(20), torch.get_num_threads())[1], range(2)))
