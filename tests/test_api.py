@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +187,44 @@ def test_the_overview_of_a_package_shows_all_of_it(name: str) -> None:
     module = module_of(name)
     words = set(re.findall(r"\w+", module.__doc__ or ""))
     assert [public for public in module.__all__ if public not in words] == []
+
+
+def test_the_names_of_the_package_are_found_by_python_and_by_type_checkers() -> None:
+    """What is imported when it is used is what type checkers are told."""
+    tests = {
+        ast.unparse(node.test): node for node in ast.parse(inspect.getsource(vecgym)).body if hasattr(node, "test")
+    }
+    told = tests["TYPE_CHECKING"]
+    homes = {alias.name: node.module for node in told.body for alias in node.names}  # type: ignore[attr-defined]
+    assert homes == {
+        **{name: f"vecgym.{home}" for name, home in vecgym._HOME.items()},
+        **dict.fromkeys(vecgym._PACKAGES, "vecgym"),
+    }
+    assert set(vecgym.__all__) == {*vecgym._HOME, "guide"}
+    assert homes.keys() <= set(dir(vecgym))
+    for name, home in vecgym._HOME.items():
+        assert getattr(vecgym, name) is getattr(importlib.import_module(f"vecgym.{home}"), name)
+    units = {path.stem for path in Path(vecgym.__file__).parent.iterdir() if path.stem[0] != "_"}
+    assert units - vecgym._PACKAGES == {"cli", "py"}  # py.typed
+    with pytest.raises(AttributeError, match="module 'vecgym' has no attribute 'unheard_of'"):
+        _ = vecgym.unheard_of  # type: ignore[attr-defined]
+
+
+def test_the_package_is_lazy_and_whole() -> None:
+    """In a new interpreter: modules as attributes, a star import, pickles and help."""
+    code = """if True:
+        import pickle, pydoc, sys
+        import vecgym
+        assert "torch" not in sys.modules
+        assert vecgym.strategy.DiLoCoStrategy and vecgym.sweep and vecgym.compat
+        scope = {}
+        exec("from vecgym import *", scope)
+        assert set(vecgym.__all__) <= scope.keys()
+        assert pickle.loads(pickle.dumps(vecgym.Trainer)) is vecgym.Trainer
+        text = pydoc.plain(pydoc.render_doc(vecgym))
+        assert "class Trainer" in text and "estimate_memory(" in text
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def code_blocks() -> str:

@@ -15,7 +15,7 @@ import torch
 import vecgym.cli.compare as compare
 import vecgym.data.text as corpus
 from vecgym import Trainer
-from vecgym.cli import main
+from vecgym.cli import COMMANDS, WAITING, main
 from vecgym.cli.compare import allreduce_bytes, comparison_table
 from vecgym.cli.values import ENGINES as ENGINE_NAMES
 from vecgym.data.text import read_text, split_text, standard_library_text
@@ -331,22 +331,48 @@ def test_help_exits_with_0(capsys, argv):
     assert "vecgym" in capsys.readouterr().out
 
 
+def in_a_process(code: str, **environment: str) -> str:
+    """What `code` prints in a Python of its own, in which nobody has said how threads wait, unless `environment` does."""
+    command = [sys.executable, "-c", code]
+    environment = {**{name: value for name, value in os.environ.items() if name not in WAITING}, **environment}
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+
+
 def test_help_imports_nothing_heavy():
-    """In a package that itself imports nothing."""
     code = f"""if True:
-        import sys, types
-        package = types.ModuleType("vecgym")
-        package.__path__, package.__version__ = [{str(Path(compare.__file__).parent.parent)!r}], "0"
-        sys.modules["vecgym"] = package
-        from vecgym.cli import main
-        try:
-            main(["compare", "--help"])
-        except SystemExit:
-            pass
+        import sys
+        from vecgym.cli import COMMANDS, WAITING, main
+        for argv in (["--help"], ["--version"], *([name, "--help"] for name in {list(COMMANDS)})):
+            try:
+                main(argv)
+            except SystemExit as end:
+                assert end.code == 0, argv
         found = [name for name in ("torch", "numpy", "matplotlib", "tqdm") if name in sys.modules]
         assert not found, found
     """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    in_a_process(code)
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen"),
+    [
+        ({}, "PASSIVE\nNone\n"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE\nNone\n"),
+        ({"GOMP_SPINCOUNT": "9"}, "None\nNone\n"),
+    ],
+)
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(environment, seen):
+    """It is in the environment before torch, which reads it once, is loaded; and not set any more afterwards."""
+    code = """if True:
+        import os
+        from vecgym import cli
+        cli.info.run = lambda args: print(os.environ.get("OMP_WAIT_POLICY"))
+        cli.main(["info"])
+        import torch
+        os.environ.pop("OMP_WAIT_POLICY", None)
+        cli.main(["info"])
+    """
+    assert in_a_process(code, **environment) == seen
 
 
 def test_as_a_program(text_file, tmp_path):

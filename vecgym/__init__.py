@@ -42,27 +42,44 @@ same on every node".
 - Other interfaces: `vecgym.compat.exogym`, `vecgym.compat.diloco_sim`
 """
 
+from __future__ import annotations
+
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
-from vecgym import guide
-from vecgym.collectives.ledger import Ledger
 from vecgym.core import moved
-from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
-from vecgym.core.nodes import Nodes
-from vecgym.optim import OptimSpec
-from vecgym.records.history import History
-from vecgym.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from vecgym.records.optimized import OptimizedSchedule
-from vecgym.records.runfile import Saved, load
-from vecgym.runs.memory import MemoryEstimate, estimate_memory
-from vecgym.runs.optimize import optimize_schedule
-from vecgym.runs.options import Checkpoints, Compute, Processes
-from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
-from vecgym.runs.trainer import LocalTrainer, Trainer
-from vecgym.runs.verification import verify
-from vecgym.sweeps import LogUniform, SweepResult, Uniform, sweep
 
-moved.install(sys.modules[__name__])
+if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
+    from vecgym import collectives as collectives
+    from vecgym import compat as compat
+    from vecgym import compress as compress
+    from vecgym import core as core
+    from vecgym import data as data
+    from vecgym import engine as engine
+    from vecgym import guide
+    from vecgym import models as models
+    from vecgym import optim as optim
+    from vecgym import plot as plot
+    from vecgym import records as records
+    from vecgym import runs as runs
+    from vecgym import strategy as strategy
+    from vecgym import sweeps as sweeps
+    from vecgym.collectives.ledger import Ledger
+    from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
+    from vecgym.core.nodes import Nodes
+    from vecgym.optim import OptimSpec
+    from vecgym.records.history import History
+    from vecgym.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+    from vecgym.records.optimized import OptimizedSchedule
+    from vecgym.records.runfile import Saved, load
+    from vecgym.runs.memory import MemoryEstimate, estimate_memory
+    from vecgym.runs.optimize import optimize_schedule
+    from vecgym.runs.options import Checkpoints, Compute, Processes
+    from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
+    from vecgym.runs.trainer import LocalTrainer, Trainer
+    from vecgym.runs.verification import verify
+    from vecgym.sweeps import LogUniform, SweepResult, Uniform, sweep
 
 __version__ = "0.2.0"
 
@@ -99,3 +116,45 @@ __all__ = [
     "sweep",
     "verify",
 ]
+
+# Where each public name is. It is imported when it is first used, so that `vecgym --help` need not wait for torch.
+_HOMES = {
+    "collectives.ledger": ("Ledger",),
+    "core.errors": ("DivergenceError", "ProcessError", "VecgymWarning"),
+    "core.nodes": ("Nodes",),
+    "optim": ("OptimSpec",),
+    "records.history": ("History",),
+    "records.loggers": ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"),
+    "records.optimized": ("OptimizedSchedule",),
+    "records.runfile": ("Saved", "load"),
+    "runs.memory": ("MemoryEstimate", "estimate_memory"),
+    "runs.optimize": ("optimize_schedule",),
+    "runs.options": ("Checkpoints", "Compute", "Processes"),
+    "runs.rollout": ("Outcome", "rollout", "rollout_jvp"),
+    "runs.trainer": ("LocalTrainer", "Trainer"),
+    "runs.verification": ("verify",),
+    "sweeps": ("LogUniform", "SweepResult", "Uniform", "sweep"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_PACKAGES = {
+    "collectives", "compat", "compress", "core", "data", "engine", "guide", "models", "optim", "plot", "records",
+    "runs", "strategy", "sweeps",
+}  # fmt: skip
+
+if not TYPE_CHECKING:  # to type checkers, an unknown name would be there
+
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"{__name__}.{name}")  # which makes it an attribute
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_PACKAGES})
+
+
+moved.install(sys.modules[__name__])

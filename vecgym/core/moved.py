@@ -66,5 +66,5 @@ def install(package: types.ModuleType) -> None:
     for old, new in MOVED.items():
         module = Moved(f"{package.__name__}.{old}", f"{package.__name__}.{new}")
         sys.modules[module.__name__] = module
-        if "." not in old and not hasattr(package, old):
+        if "." not in old and old not in dir(package):
             setattr(package, old, module)
