@@ -29,14 +29,12 @@ NO_CODE = (
 # What is longer, and why.
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
-    "compat/exogym/trainer.py:Trainer.fit": "EXO Gym's positional signature, handed on by name",
     "runs/optimize.py:optimize_schedule": "its signature, and the checks of what goes together",
     "runs/rollout.py:rollout": "its signature, and the checks of what goes together",
     "strategy/fedavg.py:FedAvgStrategy.__init__": "its signature",
 }
 # What users call with keywords, each documented. (Constructors of strategies may have many anyway.)
 MANY_PARAMETERS = {
-    "compat/exogym/trainer.py:Trainer.fit",
     "data/batches.py:Batches.__init__",
     "data/batches.py:EvalBatches.__init__",
     "engine/engine.py:Engine.gradients",

@@ -29,8 +29,8 @@ from vecgym import compress, data
 from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
-from vecgym.compat.exogym import strict
 from vecgym.compat.exogym.behaviour import Choice
+from vecgym.compat.exogym.config import TrainConfig
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
 from vecgym.engine import Engine, ModelFacts, Plan
@@ -84,7 +84,7 @@ UNCALLED = {
     "vecgym.History.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.SweepResult.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.optim.Muon": "torch's own, where it has one",
-    **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by strict.run in the thread of each node" for name in
+    **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
        ("", ".train")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
@@ -354,11 +354,11 @@ def _no_nodes() -> vecgym.Nodes:
     return vecgym.Nodes(Line(), K, {}, {})
 
 
-def _strict_config() -> strict.TrainConfig:
-    sgd = exogym.SimpleReduceStrategy("sgd")
-    return strict.TrainConfig(
-        Line(), examples(), None, sgd, K, device="cpu", max_steps=1, batch_size=2, minibatch_size=2
-    )
+def _strict_config() -> TrainConfig:
+    return TrainConfig(
+        1, exogym.SimpleReduceStrategy("sgd"), K, max_steps=1, batch_size=2, device="cpu",
+        model=Line(), train_dataset=examples(), val_dataset=None,
+    )  # fmt: skip
 
 
 def _cut() -> compress.Grid:
@@ -549,11 +549,8 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
                                              "spec": _sgd},
     "vecgym.compat.exogym.strict.AsExoGym.check_demo": {"shape": lambda: [2, 2]},
     "vecgym.compat.exogym.strict.ignored": {"strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
-    "vecgym.compat.exogym.strict.StrictRun": {"ledger": vecgym.Ledger, "nodes": _no_nodes},
-    "vecgym.compat.exogym.strict.TrainConfig": {"val_dataset": lambda: None},
-    "vecgym.compat.exogym.strict.run": {
-        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "settings": dict, "progress": lambda: False,
-        "result": lambda: strict.StrictRun(History(), vecgym.Ledger(), _no_nodes())},
+    "vecgym.compat.exogym.strict.StrictRun": {
+        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "progress": lambda: False, "row": dict},
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 

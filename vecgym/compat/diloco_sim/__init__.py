@@ -32,45 +32,31 @@ the average: SAVE_DIR/STEP.pt |
 | `devices`: the nodes' GPUs in turn; `port` | the first of `devices`; no port: other values warn |
 """
 
-from __future__ import annotations
-
-import sys
-import types
-
+from vecgym.compat import imports
 from vecgym.compat.diloco_sim.config import DilocoSimulatorConfig, EvalStats, TrainStats
 from vecgym.compat.diloco_sim.simulator import DilocoSimulator
 
 __all__ = ["DilocoSimulator", "DilocoSimulatorConfig", "EvalStats", "TrainStats", "install"]
 
+# The modules of the original, and the names in them.
+_MODULES: dict[str, tuple[type, ...]] = {
+    "diloco_sim": (DilocoSimulator, DilocoSimulatorConfig),
+    "diloco_sim.diloco": (DilocoSimulator, DilocoSimulatorConfig, TrainStats),
+    "diloco_sim.config": (DilocoSimulatorConfig,),
+    "diloco_sim.eval": (EvalStats,),
+}
+
 
 def install() -> None:
-    """Let `import diloco_sim` find this module, in this process.
+    """Make `import diloco_sim` find vecgym's classes in this process.
 
     Raises:
-        ImportError: if another diloco_sim is imported already.
+        ImportError: if another diloco_sim has been imported already.
 
     >>> install()
     >>> from diloco_sim import DilocoSimulator as found
     >>> found is DilocoSimulator
     True
     """
-    present = sys.modules.get("diloco_sim")
-    if present is not None and getattr(present, "DilocoSimulator", None) is not DilocoSimulator:
-        raise ImportError("diloco_sim is imported already: call install() before anything imports it.")
-    package = types.ModuleType("diloco_sim", __doc__)
-    package.__path__ = []  # a package, of the modules that the original has
-    for name, members in _MODULES.items():
-        module = package if name == "" else types.ModuleType(f"diloco_sim.{name}")
-        for member in members:
-            setattr(module, member.__name__, member)
-        sys.modules[module.__name__] = module
-        if name:
-            setattr(package, name, module)
-
-
-_MODULES: dict[str, tuple[type, ...]] = {
-    "": (DilocoSimulator, DilocoSimulatorConfig),
-    "diloco": (DilocoSimulator, DilocoSimulatorConfig, TrainStats),
-    "config": (DilocoSimulatorConfig,),
-    "eval": (EvalStats,),
-}
+    if not imports.is_installed("diloco_sim"):
+        imports.install({path: {cls.__name__: cls for cls in classes} for path, classes in _MODULES.items()}, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives.ledger import Ledger
+from vecgym.compat import perplexity
 from vecgym.compat.diloco_sim.config import PORT, DilocoSimulatorConfig, EvalStats, TrainStats
 from vecgym.core import check, nodes
 from vecgym.core.errors import warn
@@ -26,17 +26,17 @@ class DilocoSimulator:
     """Train one model on K nodes with DiLoCo, SPARTA or both, as diloco-sim does.
 
     Args:
-        config: a `DilocoSimulatorConfig`; or its arguments as keywords.
+        config: a `DilocoSimulatorConfig`, or its arguments as keywords.
 
     Attributes:
         config: the arguments.
-        max_local_step: local steps of the run.
-        local_step: those done.
-        master_model: the model: the average of the nodes after `train`, what they start from before.
+        max_local_step: the local steps of the run.
+        local_step: how many of them are done.
+        master_model: what the nodes start from; after `train`, their average.
         history, ledger, trainer: of the run; see `vecgym.Trainer`.
 
     Raises:
-        TypeError: for an unknown keyword, and for a subclass that overrides what only the original has.
+        TypeError: for an unknown keyword, and for a subclass that overrides a method that only the original has.
 
     >>> class Line(nn.Module):
     ...     def __init__(self):
@@ -57,13 +57,14 @@ class DilocoSimulator:
     def __init__(self, config: DilocoSimulatorConfig | None = None, **arguments: Any) -> None:
         _check_overridden(type(self))
         if config is None:
-            config = DilocoSimulatorConfig(**_known(arguments))
+            check.keywords("DilocoSimulator", arguments, [f.name for f in fields(DilocoSimulatorConfig)])
+            if "model_cls" not in arguments:
+                raise TypeError("model_cls is missing: give a config, or model_cls=a subclass of nn.Module.")
+            config = DilocoSimulatorConfig(**arguments)
         elif arguments:
             raise TypeError(f"give a config or keywords, not both: {', '.join(arguments)} can be in the config.")
-        if not isinstance(config, DilocoSimulatorConfig):
-            raise TypeError(
-                f"config is {check.kind_of(config)}; give a DilocoSimulatorConfig, or its arguments as keywords."
-            )
+        give = "a DilocoSimulatorConfig, or its arguments as keywords"
+        check.instance("config", config, DilocoSimulatorConfig, give)
         self.config = replace(config)  # checked once more: its fields may have been set
         self.max_local_step = config.num_local_steps
         self.local_step = 0
@@ -74,11 +75,11 @@ class DilocoSimulator:
             self.load_model(config.model_path)
 
     def load_model(self, path: str | os.PathLike[str]) -> None:
-        """Start from a checkpoint: a file with the `state_dict` of the model. To be called before `train`.
+        """Start from a checkpoint, a file with the model's `state_dict`. Call this before `train`.
 
         Raises:
-            FileNotFoundError: where there is no such file.
-            ValueError: for a damaged file, or one of another model, naming it.
+            FileNotFoundError: if there is no such file.
+            ValueError: for a damaged file, or another model's; the message names it.
 
         >>> import tempfile
         >>> x = torch.ones(64, 1)
@@ -109,21 +110,14 @@ class DilocoSimulator:
         config = self.config
         model = _WithLoss(self.master_model, config.loss_fn)
         evaluated = config.train_dataset if config.eval_dataset is None else config.eval_dataset
+        logger = WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
         self.trainer = _Trainer(self, model, config.train_dataset, evaluated)
         averaged: Any = self.trainer.fit(
-            config.strategy(),
-            config.num_nodes,
-            max_steps=self.max_local_step,
-            batch_size=config.batch_size,
-            minibatch_size=_minibatch_size(config),
-            val_size=config.eval_iters * config.batch_size,
-            val_interval=config.eval_interval,
-            correlation_interval=config.corr_interval,
-            seed=config.seed,
-            device=_device(config.devices),
-            logger=_logger(config),
-            progress=config.progress,
-        )
+            config.strategy(), config.num_nodes, max_steps=self.max_local_step, batch_size=config.batch_size,
+            minibatch_size=_minibatch_size(config), val_size=config.eval_iters * config.batch_size,
+            val_interval=config.eval_interval, correlation_interval=config.corr_interval, seed=config.seed,
+            device=_device(config.devices), logger=logger, progress=config.progress,
+        )  # fmt: skip
         self.master_model = averaged.model
         if config.save_dir is not None:
             self._save(self.master_model)
@@ -141,23 +135,24 @@ class DilocoSimulator:
 
     def _trained(self) -> Trainer:
         if self.trainer is None:
-            raise AttributeError("this is there once train() has begun.")
+            raise AttributeError("history and ledger are there once train() has begun.")
         return self.trainer
 
-    def _after_step(self, row: dict[str, Any], average: Callable[[], nn.Module]) -> None:
-        """What the original does between two local steps, besides exchanging; `row` 0 is before the first."""
+    def _after_step(self, row: dict[str, Any], averaged: Callable[[], nn.Module]) -> None:
+        """Call hooks and save as the original does between two local steps; row 0 is before the first."""
         config, self.local_step = self.config, row["step"]
         if "train_loss" in row and config.train_loss_hook is not None:
-            config.train_loss_hook(TrainStats(row["train_loss"], _exp(row["train_loss"])))
+            config.train_loss_hook(TrainStats(row["train_loss"], perplexity(row["train_loss"])))
         if self.local_step == self.max_local_step:
             return
         if "val_loss" in row and config.eval_loss_hook is not None:
-            config.eval_loss_hook(EvalStats(row["val_loss_local"], _exp(row["val_loss_local"]), glob=False))
+            own, average = row["val_loss_local"], row["val_loss"]
+            config.eval_loss_hook(EvalStats(own, perplexity(own), glob=False))
             if config.num_nodes > 1:
-                config.eval_loss_hook(EvalStats(row["val_loss"], _exp(row["val_loss"]), glob=True))
+                config.eval_loss_hook(EvalStats(average, perplexity(average), glob=True))
         between = (config.ckpt_interval or 0) * config.diloco_interval
         if between and self.local_step > 0 and self.local_step % between == 0:
-            self._save(average())
+            self._save(averaged())
 
     def _save(self, model: nn.Module) -> None:
         """Write its `state_dict`; the file appears whole or not at all."""
@@ -167,7 +162,7 @@ class DilocoSimulator:
 
 
 class _WithLoss(nn.Module):
-    """The model and `loss_fn` as vecgym wants a model: a batch in, its loss out."""
+    """The model and `loss_fn` as vecgym's kind of model, which maps a batch to its loss."""
 
     loss_metrics: ClassVar[dict[str, Any]] = {"perplexity": torch.exp}
 
@@ -207,14 +202,6 @@ def _check_overridden(cls: type) -> None:
             )
 
 
-def _known(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, if there is none that the configuration does not have."""
-    check.keywords("DilocoSimulator", arguments, [f.name for f in fields(DilocoSimulatorConfig)])
-    if "model_cls" not in arguments:
-        raise TypeError("model_cls is missing: give a config, or model_cls=a subclass of nn.Module.")
-    return arguments
-
-
 def _warn_without_effect(config: DilocoSimulatorConfig) -> None:
     if config.port != PORT:
         warn(f"port={config.port} has no effect: all nodes are in this process.")
@@ -236,12 +223,3 @@ def _minibatch_size(config: DilocoSimulatorConfig) -> int | None:
     if most is None or most >= config.batch_size:
         return None
     return max(n for n in range(1, most + 1) if config.batch_size % n == 0)
-
-
-def _logger(config: DilocoSimulatorConfig) -> WandbLogger | None:
-    return WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
-
-
-def _exp(loss: float) -> float:
-    """exp(loss), inf where a float cannot hold it."""
-    return math.exp(loss) if not loss > 709 else math.inf

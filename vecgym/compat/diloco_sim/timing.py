@@ -7,18 +7,14 @@ from typing import Any
 
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
-from vecgym.strategy import (
-    CommunicationModule,
-    Context,
-    SparseCommunicator,
-)
+from vecgym.strategy import CommunicationModule, Context, SparseCommunicator
 
 
 class BeforeSteps(CommunicationModule):
-    """`module`, exchanging before a step instead of after the one before it: so before the first too, if it does at 0.
+    """Exchange before each step, not after the one before it.
 
-    The same, but for both ends of the run: nothing follows the last step, and what is exchanged before the first, on
-    equal nodes, is written when its delay is over.
+    This differs only at the two ends of a run: nothing follows the last step, and sparse values that are exchanged
+    before the first, when all nodes are equal, are written when their delay is over.
     """
 
     def __init__(self, module: CommunicationModule, name: str, interval: int) -> None:

@@ -1,6 +1,6 @@
-"""The bases of strategies written for EXO Gym: what one node does in a step, and one thing that it exchanges.
+"""The bases of EXO Gym's strategies: what one node does in a step, and one thing that it exchanges.
 
-What a class does with its arguments is its `behaviour`: what they say (`AsAsked`), or what EXO Gym does with them
+How they interpret their arguments is their `behaviour`: as they say (`AsAsked`), or as EXO Gym does
 (`vecgym.compat.exogym.strict`).
 """
 
@@ -15,25 +15,25 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from vecgym.compat.exogym.behaviour import AsAsked, Choice
+from vecgym.compat.exogym.behaviour import AsAsked
 from vecgym.compat.exogym.optimizers import AnySpec, Spec, inner_choice
-from vecgym.compat.exogym.options import OF_STRATEGIES, checked, warn_without_effect
+from vecgym.compat.exogym.options import OF_STRATEGIES, Keywords, MaxNorm, Modules, checked, warn_without_effect
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.core import check
 from vecgym.optim.schedule import NAMES as SCHEDULES
 
-MODULE = __name__.rsplit(".", 1)[0]  # where the classes that are not a user's live
+PACKAGE = __name__.rsplit(".", 1)[0]  # of the classes that are not a user's
 
 
 class Strategy(ABC, LogModule):
-    """What one node does in a step. Subclasses override `step`, and end it with `super().step()`.
+    """What one node does in a step. Subclasses override `step` and end it with `super().step()`.
 
     Args:
         lr_scheduler: "lambda_cosine", "cosine" (the same with `cosine_anneal`), a class of
             `torch.optim.lr_scheduler`, or None.
-        lr_scheduler_kwargs: `warmup_steps` (1), `cosine_anneal` (False), `max_steps`; of a class: its arguments.
-        options: a user's class may give any, and finds them as attributes; for EXO Gym's own classes, one without
-            effect warns, an unknown one is a TypeError.
+        lr_scheduler_kwargs: `warmup_steps` (1), `cosine_anneal` (False), `max_steps`; for a class, its arguments.
+        options: of a user's class, become attributes. Of EXO Gym's own classes, one without effect warns, and an
+            unknown one is a TypeError.
     """
 
     behaviour: AsAsked = AsAsked()  # of the run
@@ -42,7 +42,7 @@ class Strategy(ABC, LogModule):
     def __init__(
         self,
         lr_scheduler: str | Callable[..., Any] | None = None,
-        lr_scheduler_kwargs: dict[str, Any] | None = None,
+        lr_scheduler_kwargs: Keywords = None,
         **options: Any,
     ) -> None:
         kwargs = dict(lr_scheduler_kwargs or {})
@@ -54,10 +54,9 @@ class Strategy(ABC, LogModule):
             check.keywords("lr_scheduler_kwargs", kwargs, ("warmup_steps", "cosine_anneal", "max_steps"))
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_kwargs = kwargs
-        if type(self).__module__.startswith(MODULE):
-            whose = type(self).__name__
-            check.keywords(whose, options, OF_STRATEGIES)
-            warn_without_effect(whose, options, OF_STRATEGIES)
+        if type(self).__module__.startswith(PACKAGE):
+            check.keywords(type(self).__name__, options, OF_STRATEGIES)
+            warn_without_effect(type(self).__name__, options, OF_STRATEGIES)
         self.kwargs = options
         for name, value in options.items():
             setattr(self, name, value)
@@ -66,7 +65,7 @@ class Strategy(ABC, LogModule):
         self.max_steps: float = 1  # known when the run begins
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Called once, with the node's own model."""
+        """Start on a node; called once, with the node's own model."""
         self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
         spec = self._inner_spec()
         if spec is not None:
@@ -77,7 +76,7 @@ class Strategy(ABC, LogModule):
 
     @abstractmethod
     def step(self) -> None:
-        """The end of every step: the learning-rate schedule, and the count."""
+        """End a step: advance the learning-rate schedule and the count."""
         self.nbytes = 0
         if self.scheduler is not None:
             self.scheduler.step()
@@ -87,7 +86,7 @@ class Strategy(ABC, LogModule):
         self.local_step += 1
 
     def zero_grad(self) -> None:
-        """Before the gradients of a step."""
+        """Clear the gradients; called before each step's are computed."""
         self.optim.zero_grad()
 
     def _setup_scheduler(self) -> None:
@@ -97,7 +96,7 @@ class Strategy(ABC, LogModule):
             self.scheduler = self.lr_scheduler(self.optim, **self.lr_scheduler_kwargs)
 
     def _lr_factor(self, step: int) -> float:
-        """A linear warm-up from 0, then 1, or a cosine down to 0.1."""
+        """Return the factor of the learning rate: a linear warm-up from 0, then 1, or a cosine down to 0.1."""
         kwargs = self.lr_scheduler_kwargs
         warmup = kwargs.get("warmup_steps", 1)
         if step < warmup:
@@ -106,7 +105,7 @@ class Strategy(ABC, LogModule):
             return 1.0
         end = min(kwargs.get("max_steps", math.inf), self.max_steps)
         progress = (step - warmup) / max(1, end - warmup)
-        return 0.9 * (0.5 * (1 + math.cos(math.pi * (self.behaviour.annealed(progress))))) + 0.1
+        return 0.9 * (0.5 * (1 + math.cos(math.pi * self.behaviour.annealed(progress)))) + 0.1
 
     def __config__(self, remove_keys: Sequence[str] | None = None) -> dict[str, Any]:
         hidden = ("iteration", "local_step", "lr_callbacks", "model", "optim", "scheduler", *(remove_keys or ()))
@@ -117,16 +116,11 @@ class OptimizingStrategy(Strategy):
     """A strategy with an inner optimizer, whose gradients may be clipped."""
 
     @checked
-    def __init__(self, optim_spec: AnySpec = None, max_norm: float | None = None, **options: Any) -> None:
-        """Take the inner optimizer, the norm to clip each node's gradients to, and the options of every strategy."""
+    def __init__(self, optim_spec: AnySpec = None, max_norm: MaxNorm = None, **options: Any) -> None:
+        """Take the inner optimizer, the norm to which each node clips its gradient, and every strategy's options."""
         self._choice = inner_choice(type(self).__name__, optim_spec, options)
         self.optim_spec, self.max_norm = self._choice.asked, max_norm
         super().__init__(**options)
-
-    @property
-    def choice(self) -> Choice:
-        """The inner optimizer that the arguments name."""
-        return self._choice
 
     def _inner_spec(self) -> Spec:
         return self.behaviour.spec(self.optim_spec, self._choice)
@@ -135,6 +129,11 @@ class OptimizingStrategy(Strategy):
         super()._init_node(model, rank, num_nodes)
         self._setup_scheduler()
 
+    def _optimize(self) -> None:
+        if self.max_norm:
+            clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optim.step()
+
 
 class CommunicationModule(ABC):
     """One thing that a node exchanges, after the optimizer's step."""
@@ -142,15 +141,11 @@ class CommunicationModule(ABC):
     strategy: Any = None  # the strategy that it belongs to
 
     @abstractmethod
-    def __init__(self) -> None: ...
-
-    @abstractmethod
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
         """Exchange. `local_step`: optimizer steps before this one."""
 
-    @abstractmethod
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Called once, with the node's own model."""
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:  # noqa: B027 - few have anything to do
+        """Start on a node; called once, with the node's own model."""
 
     @property
     def behaviour(self) -> AsAsked:
@@ -162,18 +157,12 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
 
     @checked
     def __init__(
-        self,
-        communication_modules: Sequence[CommunicationModule],
-        optim_spec: AnySpec = None,
-        max_norm: float | None = None,
-        **options: Any,
+        self, communication_modules: Modules, optim_spec: AnySpec = None, max_norm: MaxNorm = None, **options: Any
     ) -> None:
-        self.communication_modules = [
-            check.instance(
-                f"communication_modules[{i}]", module, CommunicationModule, "a communication module of exogym"
-            )
-            for i, module in enumerate(communication_modules)
-        ]
+        for i, module in enumerate(communication_modules):
+            name = f"communication_modules[{i}]"
+            check.instance(name, module, CommunicationModule, "a communication module of exogym")
+        self.communication_modules = list(communication_modules)
         super().__init__(optim_spec, max_norm, **options)
         for module in self.communication_modules:
             module.strategy = self
@@ -184,13 +173,15 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
             module._init_node(model, rank, num_nodes)
 
     def step(self) -> None:
-        if self.max_norm:
-            clip_grad_norm_(self.model.parameters(), self.max_norm)
-        self.optim.step()
+        self._optimize()
         self._communicate()
         super().step()
 
     def _communicate(self) -> None:
-        """What is exchanged in this step; override it for another timing."""
+        """Exchange what is due in this step; override it for another timing."""
         for module in self.communication_modules:
-            module.communicate(self.model, self.rank, self.num_nodes, self.local_step)
+            if self._is_due(module):
+                module.communicate(self.model, self.rank, self.num_nodes, self.local_step)
+
+    def _is_due(self, module: CommunicationModule) -> bool:
+        return True

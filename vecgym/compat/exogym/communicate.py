@@ -16,7 +16,7 @@ _OPS = {name: name.lower() for name in ("SUM", "MAX", "MIN", "PRODUCT")} | {"AVG
 
 
 class Done:
-    """The handle of a collective that is over, as `async_op=True` returns one."""
+    """The handle that `async_op=True` returns: of a collective that is already over."""
 
     def wait(self) -> bool:
         return True
@@ -27,61 +27,64 @@ class Done:
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done | None:
     """Replace `tensor` by its sum over all nodes, in place; `op` also AVG, MAX, MIN, PRODUCT."""
-    _check_group(group)
+    handle = _handle(group, async_op)
     name = str(op).rsplit(".", 1)[-1]  # an enum's member, or an object that prints as one
     if name not in _OPS:
         raise ValueError(f"op={op} is not simulated; allowed: {', '.join(_OPS)} of torch.distributed.ReduceOp.")
     per_rank.all_reduce(tensor, _OPS[name])
-    return _handle(async_op)
+    return handle
+
+
+def average_(tensor: Tensor, num_nodes: int) -> None:
+    """Replace `tensor` by its mean over all nodes, in place."""
+    all_reduce(tensor)
+    tensor.div_(num_nodes)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Done | None:
     """Replace `tensor` by that of node `src`, in place."""
-    _check_group(group)
+    handle = _handle(group, async_op)
     per_rank.broadcast(tensor, src)
-    return _handle(async_op)
+    return handle
 
 
 def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Done | None:
     """Write every node's tensor into `tensor_list`, in node order."""
-    _check_group(group)
+    handle = _handle(group, async_op)
     for place, value in zip(tensor_list, per_rank.all_gather(tensor)):
         place.data.copy_(value)
-    return _handle(async_op)
+    return handle
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
     """Replace what is in the list by what is in node `src`'s. Objects are not in the ledger."""
-    _check_group(group)
+    _handle(group)
     meeting, node = per_rank.here()
     object_list[:] = meeting.share(node, f"broadcast_object_list from {src}", list(object_list))[src]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """Write every node's object into the list. Objects are not in the ledger."""
-    _check_group(group)
+    _handle(group)
     meeting, node = per_rank.here()
     object_list[:] = meeting.share(node, "all_gather_object", obj)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Sequence[int] | None = None) -> Done | None:
     """Wait for all nodes."""
-    _check_group(group)
+    handle = _handle(group, async_op)
     per_rank.barrier()
-    return _handle(async_op)
+    return handle
 
 
 def mps_compatible(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Nothing to do: no backend is involved that could lack MPS."""
+    """Return `function`: no backend is involved that could lack MPS."""
     return function
 
 
-def _check_group(group: Any) -> None:
+def _handle(group: Any, async_op: bool = False) -> Done | None:
     if group is not None and group is not getattr(dist.group, "WORLD", None):
         raise ValueError("only the group of all nodes is simulated: leave group out.")
-
-
-def _handle(async_op: bool) -> Done | None:
     return Done() if async_op else None
 
 
@@ -101,7 +104,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def torch_distributed_calls() -> Iterator[None]:
-    """While it lasts, a node's calls of torch.distributed are those of this module; other threads' are left alone."""
+    """Redirect a node's calls of torch.distributed to this module; other threads' are left alone."""
     before = {name: getattr(dist, name) for name in _REPLACED}
     for name, mine in _REPLACED.items():
         setattr(dist, name, _for_nodes(mine, before[name]))

@@ -1,4 +1,4 @@
-"""DeMo written for one rank, with the arithmetic of EXO Gym's, whose signs hang on the last bits."""
+"""DeMo written for one rank, in EXO Gym's arithmetic: the signs of its updates depend on the last bits."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch.nn.utils import clip_grad_norm_
 from vecgym.compat.exogym.base import OptimizingStrategy
 from vecgym.compat.exogym.communicate import all_gather
 from vecgym.compat.exogym.optimizers import AnySpec, Spec
-from vecgym.compat.exogym.options import checked
+from vecgym.compat.exogym.options import Chunk, MaxNorm, NotNegative, Part, TopK, checked
 from vecgym.compress import grid
 
 
 class DeMoStrategy(OptimizingStrategy):
     """The k strongest cosine components of a local momentum, every step; the sign of their mean is the update.
 
-    The learning rate is the `optim_spec`'s; EXO Gym does not read it and takes 0.001. `max_norm` clips each node's
-    gradient; EXO Gym does not read that either.
+    The learning rate is that of `optim_spec`, and `max_norm` clips each node's gradient; EXO Gym reads neither, and
+    takes 0.001.
     """
 
     @checked
     def __init__(
         self,
-        compression_decay: float = 0.999,
-        compression_topk: int = 32,
-        compression_chunk: int = 64,
-        weight_decay: float = 0.0,
+        compression_decay: Part = 0.999,
+        compression_topk: TopK = 32,
+        compression_chunk: Chunk = 64,
+        weight_decay: NotNegative = 0.0,
         optim_spec: AnySpec = None,
-        max_norm: float | None = None,
+        max_norm: MaxNorm = None,
         **options: Any,
     ) -> None:
         self.compression_decay = compression_decay
@@ -42,7 +42,7 @@ class DeMoStrategy(OptimizingStrategy):
 
     @property
     def lr(self) -> Any:
-        """The learning rate of the signs."""
+        """The learning rate."""
         return self.behaviour.demo_lr(self.optim_spec)
 
     def _inner_spec(self) -> Spec:
@@ -69,7 +69,7 @@ class DeMoStrategy(OptimizingStrategy):
         super().step()
 
     def _exchanged(self, momentum: Tensor) -> Tensor:
-        """Send the strongest components, take them out of the momentum, and return the mean of all nodes'."""
+        """Send the strongest components, subtract them from the momentum, and return the mean over the nodes."""
         self.behaviour.check_demo(list(momentum.shape))
         shape = (1,) if momentum.dim() == 0 else (momentum.shape[0], momentum[0].numel()) if momentum.dim() > 2 else ()
         folded = momentum.view(shape) if shape else momentum
@@ -86,12 +86,12 @@ class DeMoStrategy(OptimizingStrategy):
         return self._decode(mean, coefficients.shape).reshape(momentum.shape).contiguous()
 
     def _placed(self, like: Tensor, index: Tensor, value: Tensor) -> Tensor:
-        """Each coefficient the mean of those sent for it."""
+        """Put each coefficient in its place: the mean of those that were sent for it."""
         return torch.zeros_like(like).scatter_reduce_(-1, index, value, "mean", include_self=False)
 
     def _encode(self, x: Tensor) -> Tensor:
-        """[(y h), (x w)] -> [y, x, h', w'] of chunks; [(x w)] -> [x, w']."""
-        sides = [self._side(n) for n in x.shape]
+        """Transform each chunk: [(y h), (x w)] -> [y, x, h', w']; [(x w)] -> [x, w']."""
+        sides = [grid((n,), self.compression_chunk).area for n in x.shape]
         basis = [self._basis(n, x)[0] for n in sides]
         if x.dim() == 1:
             return torch.einsum("...ij, jb -> ...ib", x.view(-1, sides[0]), basis[0])
@@ -106,9 +106,6 @@ class DeMoStrategy(OptimizingStrategy):
         rows = torch.einsum("...ijkl, kb, ld -> ...ibjd", x, *inverse)
         return rows.reshape(shape[0] * shape[2], shape[1] * shape[3])
 
-    def _side(self, length: int) -> int:
-        return grid((length,), self.compression_chunk).area
-
     def _basis(self, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if n not in self._bases:
             self._bases[n] = (cosine_basis(n).to(like), inverse_cosine_basis(n).to(like))
@@ -116,9 +113,9 @@ class DeMoStrategy(OptimizingStrategy):
 
 
 def cosine_basis(n: int) -> Tensor:
-    """The orthonormal DCT-II as a matrix to multiply from the right, `[n, n]`, rounded as the fast transform rounds.
+    """Return the orthonormal DCT-II as a matrix `[n, n]` to multiply from the right, with a fast transform's rounding.
 
-    By Makhoul's method: even entries, then odd ones backwards; a Fourier transform; a quarter-sample turn.
+    This is Makhoul's method: even entries, then odd ones backwards; a Fourier transform; a quarter-sample turn.
 
     >>> basis = cosine_basis(8)
     >>> torch.allclose(basis @ basis.T, torch.eye(8), atol=1e-6)
@@ -134,7 +131,7 @@ def cosine_basis(n: int) -> Tensor:
 
 
 def inverse_cosine_basis(n: int) -> Tensor:
-    """The inverse of `cosine_basis`, likewise.
+    """Return the inverse of `cosine_basis`, computed likewise.
 
     >>> torch.allclose(inverse_cosine_basis(6), cosine_basis(6).T, atol=1e-6)
     True

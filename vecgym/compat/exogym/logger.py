@@ -1,27 +1,30 @@
-"""Where a run is written as EXO Gym writes it: `logs/<run_name>/` with two tables, or a run of Weights & Biases."""
+"""Loggers that write as EXO Gym does: `logs/<run_name>/` with two tables, or a run of Weights & Biases."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 from pathlib import Path
 from typing import Any
 
+from vecgym.compat import perplexity
 from vecgym.records.loggers import Logger as BaseLogger
 
-TRAIN = ("step", "examples_trained", "train_loss", "train_perplexity", "lr")
-VALIDATION = ("step", "local_loss", "local_perplexity", "global_loss", "global_perplexity")
+# Table -> its columns.
+TABLES = {
+    "train": ("step", "examples_trained", "train_loss", "train_perplexity", "lr"),
+    "validation": ("step", "local_loss", "local_perplexity", "global_loss", "global_perplexity"),
+}
 
 
 class Logger(BaseLogger):
-    """What rows mean in EXO Gym's names.
+    """Translates rows into EXO Gym's tables; a subclass writes them.
 
-    `train`: after each step, whose number counts from 0. `validation`: `local_loss` is node 0's, `global_loss` that of
-    the average of the nodes.
+    `train` has a row after each step, which is counted from 0. In `validation`, `local_loss` is node 0's and
+    `global_loss` that of the average of the nodes.
 
     Args:
-        config: settings of the run, besides those that the trainer knows.
+        config: settings of the run, in addition to those that the trainer knows.
         run_name: None: the time at which it begins.
     """
 
@@ -31,22 +34,18 @@ class Logger(BaseLogger):
 
     def log(self, row: dict[str, Any]) -> None:
         if row.get("train_loss") is not None:
-            loss = float(row["train_loss"])
-            self.log_train({
-                "step": row["step"] - 1, "examples_trained": row["examples"],
-                "train_loss": loss, "train_perplexity": perplexity(loss), "lr": row["lr"],
-            })  # fmt: skip
+            self._write("train", row["step"] - 1, row, train=row["train_loss"])
         if row.get("val_loss") is not None:
-            found: dict[str, Any] = {"step": row["step"], "examples_trained": row["examples"]}
-            for name, loss in (("local", float(row["val_losses"][0])), ("global", float(row["val_loss"]))):
-                found |= {f"{name}_loss": loss, f"{name}_perplexity": perplexity(loss)}
-            self.log_validation(found)
+            self._write("validation", row["step"], row, **{"local": row["val_losses"][0], "global": row["val_loss"]})
 
-    def log_train(self, row: dict[str, Any]) -> None:
-        """One row of `TRAIN`."""
+    def _write(self, table: str, step: int, row: dict[str, Any], **losses: Any) -> None:
+        values = {"step": step, "examples_trained": row["examples"], "lr": row.get("lr")}
+        for name, loss in losses.items():
+            values |= {f"{name}_loss": float(loss), f"{name}_perplexity": perplexity(float(loss))}
+        self.write(table, values)
 
-    def log_validation(self, row: dict[str, Any]) -> None:
-        """One row of `VALIDATION`."""
+    def write(self, table: str, row: dict[str, Any]) -> None:
+        """Write a row of `TABLES[table]`, and the examples seen."""
 
 
 class CSVLogger(Logger):
@@ -60,25 +59,22 @@ class CSVLogger(Logger):
         self.directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**settings, **self.config}, indent=2, default=str)
         (self.directory / "config.json").write_text(text + "\n")
-        for name, columns in (("train", TRAIN), ("validation", VALIDATION)):
-            self._write("w", name, columns)
+        for table, columns in TABLES.items():
+            self._line("w", table, columns)
 
-    def log_train(self, row: dict[str, Any]) -> None:
-        self._write("a", "train", [row[column] for column in TRAIN])
+    def write(self, table: str, row: dict[str, Any]) -> None:
+        self._line("a", table, [row[column] for column in TABLES[table]])
 
-    def log_validation(self, row: dict[str, Any]) -> None:
-        self._write("a", "validation", [row[column] for column in VALIDATION])
-
-    def _write(self, mode: str, name: str, values: Any) -> None:
-        with (self.directory / f"{name}.csv").open(mode, newline="") as file:
+    def _line(self, mode: str, table: str, values: Any) -> None:
+        with (self.directory / f"{table}.csv").open(mode, newline="") as file:
             csv.writer(file).writerow(values)
 
 
 class WandbLogger(Logger):
-    """The same columns to a run of the `wandb` package, over steps or over examples.
+    """The same columns in a run of the package `wandb`, against steps or examples.
 
     Raises:
-        ModuleNotFoundError: where that is not installed.
+        ModuleNotFoundError: where that package is not installed.
     """
 
     def __init__(
@@ -90,6 +86,7 @@ class WandbLogger(Logger):
         import wandb
 
         self._wandb = wandb
+        self._run: Any = None
         self.wandb_project = wandb_project
         self.x_axis = x_axis
 
@@ -97,28 +94,11 @@ class WandbLogger(Logger):
         config = json.loads(json.dumps({**settings, **self.config}, default=str))
         self._run = self._wandb.init(project=self.wandb_project, name=self.run_name, config=config)
 
-    def log_train(self, row: dict[str, Any]) -> None:
-        self._log(row)
-
-    def log_validation(self, row: dict[str, Any]) -> None:
-        self._log(row)
+    def write(self, table: str, row: dict[str, Any]) -> None:
+        axes = {"step": "step", "examples": "examples_trained"}
+        shown = {column: row[column] for column in TABLES[table] if column not in axes.values()}
+        self._run.log(shown, step=int(row[axes[self.x_axis]]))
 
     def finish(self) -> None:
-        if getattr(self, "_run", None) is not None:
+        if self._run is not None:
             self._run.finish()
-
-    def _log(self, row: dict[str, Any]) -> None:
-        at = {"step": row.pop("step"), "examples": row.pop("examples_trained")}[self.x_axis]
-        self._run.log(row, step=int(at))
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), or infinity.
-
-    >>> perplexity(0.0), perplexity(1e4)
-    (1.0, inf)
-    """
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -1,20 +1,17 @@
-"""The modules of the package `exogym`, made of this one's classes, and how a script finds them."""
+"""EXO Gym's module paths, filled with this package's classes, and how a script finds them."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
-import vecgym.records.loggers
-from vecgym.compat.exogym import communicate, demo, logger, strategies, strict, trainer, utils
-from vecgym.compat.exogym.options import checked
+from vecgym.compat import imports
+from vecgym.compat.exogym import communicate, config, demo, logger, strategies, strict, trainer, utils
+from vecgym.compat.exogym.options import CommandLine, Flag, PathLike, checked
 from vecgym.core.errors import warn
+from vecgym.records import loggers
 
 _TRAINERS = "Trainer LocalTrainer"
 _COMMUNICATE = "all_reduce broadcast all_gather broadcast_object_list mps_compatible"
@@ -27,7 +24,7 @@ _STRATEGIES = (
     "SPARTADiLoCoStrategy DeMoStrategy"
 )
 
-# Path -> the names that are there.
+# Path -> the names in it.
 NAMES = {
     "exogym": f"{_TRAINERS} TrainNode",
     "exogym.trainer": f"{_TRAINERS} TrainConfig TrainNode",
@@ -35,7 +32,6 @@ NAMES = {
     "exogym.common": "TrainConfig",
     "exogym.utils": "",
     "exogym.minibatch_probe": "",
-    "exogym.logger": "",
     "exogym.aux": f"{_LOGGERS} {_UTILS}",
     "exogym.aux.utils": _UTILS,
     "exogym.aux.logger": _LOGGERS,
@@ -56,33 +52,34 @@ NAMES = {
     "exogym.strategy.demo": "DeMoStrategy",
 }
 _MEMBERS = {
-    name: value for module in (communicate, utils, strategies, demo, strict, trainer, logger)
+    name: value
+    for module in (communicate, utils, strategies, demo, strict, config, trainer, logger)
     for name, value in vars(module).items()
-}  # fmt: skip
+}
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
+# A path of the documents, which show vecgym's own loggers there.
+CONTENTS["exogym.logger"] = {name: getattr(loggers, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
 
-# (path, name) -> why it is not there.
+# What EXO Gym has and these modules have not, and why.
 ABSENT = {
-    ("exogym.utils", "init_process_group_portsafe"): "there are no processes",
-    ("exogym.minibatch_probe", "find_minibatch_size_isolated"): "nothing is probed",
-    ("exogym.aux", "CheckpointMixin"): "EXO Gym's checkpoints cannot be written: use vecgym.Trainer's",
-    ("exogym.aux.checkpointing", "CheckpointMixin"): "EXO Gym's checkpoints cannot be written: use vecgym.Trainer's",
-    ("exogym.aux", "CorrelationMixin"): "give correlation_interval to fit()",
-    ("exogym.aux.correlation", "CorrelationMixin"): "give correlation_interval to fit()",
+    "init_process_group_portsafe": "there are no processes",
+    "find_minibatch_size_isolated": "nothing is probed",
+    "CheckpointMixin": "EXO Gym's checkpoints cannot be written: use vecgym.Trainer's",
+    "CorrelationMixin": "give correlation_interval to fit()",
 }
 
 
 @checked
-def install(strict_timing: bool = False) -> None:
-    """Make `import exogym...` find vecgym's classes, in this process, from now on. More calls change only the mode.
+def install(strict_timing: Flag = False) -> None:
+    """Make `import exogym...` find vecgym's classes in this process. Calling it again only changes the mode.
+
+    Warns if a real exogym is installed, which stays hidden until `uninstall()`.
 
     Args:
-        strict_timing: trainers that are not told otherwise train exactly as EXO Gym's processes do.
-
-    Warns where a real exogym is installed: it stays hidden until `uninstall()`.
+        strict_timing: the default of trainers: train exactly as EXO Gym's processes do.
 
     Raises:
-        ImportError: where the real one has been imported already: its classes may be in use.
+        ImportError: if the real one has been imported already, as its classes may be in use.
 
     >>> install()
     >>> from exogym.strategy.diloco import DiLoCoStrategy
@@ -90,58 +87,26 @@ def install(strict_timing: bool = False) -> None:
     'vecgym.compat.exogym.strategies'
     >>> uninstall()
     """
-    present = sys.modules.get("exogym")
-    if present is not None and not isinstance(present, _Module):
-        raise ImportError(
-            f"exogym is imported already, from {getattr(present, '__file__', 'somewhere')}: call install() before "
-            "anything imports it."
-        )
-    if present is None:
+    if not imports.is_installed("exogym"):
         real = importlib.util.find_spec("exogym")
         if real is not None:
             warn(f"the exogym that is installed in {real.origin} is hidden: `import exogym` finds vecgym's classes.")
-        for path, content in CONTENTS.items():
-            sys.modules[path] = _Module(path, content)
-        for path in CONTENTS:
-            parent, _, name = path.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], name, sys.modules[path])
+        imports.install(CONTENTS, ABSENT)
     trainer.set_strict_timing(strict_timing)
 
 
 def uninstall() -> None:
-    """Undo `install`: `import exogym` finds what is installed, if anything is."""
-    for path in CONTENTS:
-        if isinstance(sys.modules.get(path), _Module):
-            del sys.modules[path]
+    """Undo `install`: `import exogym` finds the real one again, if it is installed."""
+    imports.uninstall("exogym")
     trainer.set_strict_timing(False)
 
 
-class _Module(ModuleType):
-    """A module of the package; says why a name is not in it."""
-
-    def __init__(self, path: str, content: dict[str, Any]) -> None:
-        super().__init__(path, f"{path} of EXO Gym, made of vecgym's classes.")
-        self.__path__: list[str] = []  # a package, with no other modules than those that are there
-        self.__spec__ = importlib.machinery.ModuleSpec(path, None, origin=__file__, is_package=True)
-        self.__all__ = list(content)
-        vars(self).update(content)
-
-    def __getattr__(self, name: str) -> Any:
-        if self.__name__ == "exogym.logger" and not name.startswith("_"):  # of the documents: vecgym's own loggers
-            return getattr(vecgym.records.loggers, name)
-        reason = ABSENT.get((self.__name__, name))
-        if reason is not None:
-            raise ImportError(f"{self.__name__}.{name} is not there: {reason}.")
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-
 @checked
-def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), strict_timing: bool = False) -> None:
-    """Run a script as `python path args` would, with `exogym` being vecgym's. What it raises comes out.
+def run_script(path: PathLike, args: CommandLine = (), strict_timing: Flag = False) -> None:
+    """Run a script as `python path args` would, with vecgym's `exogym`. Its exceptions are passed on.
 
     Args:
-        path: of the script; its directory is where it imports from first.
+        path: the script; it imports from its own directory first.
         args: its command line.
         strict_timing: see `install`.
     """

@@ -1,4 +1,4 @@
-"""Optimizers as EXO Gym's scripts and documents give them, under several names."""
+"""Optimizers, under the several names that EXO Gym's scripts and documents use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OUTER_SGD: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 class OptimSpec(Spec):
-    """`vecgym.OptimSpec`, whose first argument has the name `cls`."""
+    """`vecgym.OptimSpec`, with `cls` as the name of its first argument."""
 
     def __init__(self, cls: str | type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any) -> None:
         super().__init__(cls, **kwargs)
 
 
 def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any) -> Spec:
-    """An `OptimSpec` from a name, a spec, a class or None; `kwargs` win over what a spec has."""
+    """Make an `OptimSpec` of a name, a spec, a class or None; `kwargs` override what a spec has."""
     if optim is None:
         return Spec(torch.optim.AdamW, **kwargs) if default is None else default
     if isinstance(optim, Spec):
@@ -33,9 +33,9 @@ def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any
 
 
 def inner_choice(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
-    """Return the inner optimizer that was asked for, under whichever of its names; take these out of `options`.
+    """Return the inner optimizer asked for, under whichever of its names, and take these out of `options`.
 
-    EXO Gym reads `optim_spec` alone.
+    EXO Gym reads only `optim_spec`.
     """
     others = taken(options, "inner_optim", "inner_optim_spec")
     rates = taken(options, "lr", "inner_lr")
@@ -48,7 +48,7 @@ def inner_choice(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Ch
 
 
 def outer_choice(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
-    """The same of the outer optimizer, of which EXO Gym reads `outer_optim_spec` alone."""
+    """Do the same for the outer optimizer, of which EXO Gym reads only `outer_optim_spec`."""
     other, lr = (options.pop(name, None) for name in OUTER_NAMES)
     if other is not None and outer_optim_spec is not None:
         raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {other!r}.")
@@ -63,7 +63,7 @@ def outer_choice(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
 
 
 def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Take the named options out."""
+    """Remove the named options, and return them."""
     return {name: options.pop(name) for name in names if name in options}
 
 

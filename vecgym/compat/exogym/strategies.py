@@ -1,18 +1,18 @@
-"""EXO Gym's strategies, written for one rank as its own are: bases for a user's classes, and for its exact timing.
+"""EXO Gym's strategies, written for one rank: they are the bases of users' classes, and run with strict timing.
 
-Where nothing in a strategy is a user's own code, `vecgym.compat.exogym.vectorised` finds the strategy of vecgym that
-does the same for all nodes at once, and this code does not run.
+Where a strategy has no code of the user's, `vecgym.compat.exogym.vectorised` finds the strategy of vecgym that does
+the same for all nodes at once, and this code does not run.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch import Tensor, nn
 
 from vecgym.compat.exogym.base import (
     CommunicateOptimizeStrategy,
@@ -20,16 +20,16 @@ from vecgym.compat.exogym.base import (
     OptimizingStrategy,
     Strategy,
 )
-from vecgym.compat.exogym.behaviour import Choice
-from vecgym.compat.exogym.communicate import all_gather, all_reduce, broadcast, broadcast_object_list
+from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
 from vecgym.compat.exogym.optimizers import OUTER_NAMES, AnySpec, OptimSpec, ensure_optim_spec, outer_choice, taken
-from vecgym.compat.exogym.options import checked
-from vecgym.compat.exogym.sparse import (
-    IndexSelector,
-    PartitionedIndexSelector,
-    RandomIndexSelector,
-    ShuffledSequentialIndexSelector,
-    SparseCommunicator,
+from vecgym.compat.exogym.options import (
+    CountFrom0,
+    Fraction,
+    Interval,
+    IslandSize,
+    MaxNorm,
+    OptionalFraction,
+    checked,
 )
 from vecgym.core import check
 
@@ -47,11 +47,8 @@ class SimpleReduceStrategy(OptimizingStrategy):
     def step(self) -> None:
         for p in self.model.parameters():
             if p.grad is not None:
-                all_reduce(p.grad)
-                p.grad.div_(self.num_nodes)
-        if self.max_norm:
-            clip_grad_norm_(self.model.parameters(), self.max_norm)
-        self.optim.step()
+                average_(p.grad, self.num_nodes)
+        self._optimize()
         super().step()
 
 
@@ -61,24 +58,20 @@ class SimpleReduceStrategy(OptimizingStrategy):
 class DiLoCoCommunicator(CommunicationModule):
     """Every H steps, node 0 takes a step of the outer optimizer on the nodes' mean movement, and sends the result.
 
-    One deviation from EXO Gym, also with `strict_timing`: node 0 gets a copy of the outer parameters. There, on a CPU,
-    it gets the outer parameters themselves, which its inner steps then change, so that every outer gradient after the
-    first is 0.
+    One deviation from EXO Gym, also with `strict_timing`: node 0 gets a copy of the outer parameters. In EXO Gym, on a
+    CPU, it gets the outer parameters themselves, which its inner steps then change, so that every outer gradient after
+    the first is 0.
     """
 
+    master_model: nn.Module
+    outer_optimizer: torch.optim.Optimizer
+
     @checked
-    def __init__(self, H: int = 100, outer_optim_spec: AnySpec = None, **options: Any) -> None:
+    def __init__(self, H: Interval = 100, outer_optim_spec: AnySpec = None, **options: Any) -> None:
         self.H = H
         self._choice = outer_choice(outer_optim_spec, options)
         check.keywords(type(self).__name__, options, ())
         self.outer_optim_spec = self._choice.asked
-        self.master_model: nn.Module | None = None
-        self.outer_optimizer: torch.optim.Optimizer | None = None
-
-    @property
-    def choice(self) -> Choice:
-        """The outer optimizer that the arguments name."""
-        return self._choice
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         if rank == 0:
@@ -90,16 +83,13 @@ class DiLoCoCommunicator(CommunicationModule):
         if not self.behaviour.is_due(local_step, self.H) or (num_nodes == 1 and not self.behaviour.steps_alone()):
             return
         for p in model.parameters():
-            all_reduce(p.data)
-            p.data /= num_nodes
+            average_(p.data, num_nodes)
         if rank == 0:
             self._outer_step(model)
         for p in model.parameters():
             broadcast(p.data, src=0)
 
     def _outer_step(self, model: nn.Module) -> None:
-        assert self.master_model is not None
-        assert self.outer_optimizer is not None
         pairs = list(zip(self.master_model.parameters(), model.parameters()))
         for outer, mean in pairs:
             outer.grad = outer.detach() - mean.detach().to(outer.device)
@@ -113,7 +103,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 
     @checked
     def __init__(
-        self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: int = 100, **options: Any
+        self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: Interval = 100, **options: Any
     ) -> None:
         self.H = H
         self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, *OUTER_NAMES))
@@ -127,12 +117,9 @@ class AveragingCommunicator(CommunicationModule):
     """The mean of the parameters over all nodes, or over random islands that node 0 draws and sends."""
 
     @checked
-    def __init__(self, island_size: int | None = None, **options: Any) -> None:
+    def __init__(self, island_size: IslandSize = None, **options: Any) -> None:
         check.keywords(type(self).__name__, options, ())
         self.island_size = island_size
-
-    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        pass
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
         if num_nodes == 1:
@@ -142,20 +129,19 @@ class AveragingCommunicator(CommunicationModule):
         self._average_models(model, members, num_nodes)
 
     def _select_partners(self, rank: int, num_nodes: int) -> set[int]:
-        """The nodes of this node's island."""
+        """Return the nodes of this node's island."""
         order: list[int] = list(range(num_nodes))
         if rank == 0:
             random.shuffle(order)  # from the node's own state: seeded here, not in EXO Gym
         broadcast_object_list(order, src=0)
         size = self.island_size or num_nodes
-        islands = [set(order[i : i + size]) for i in range(0, num_nodes, size)]
-        return next(island for island in islands if rank in island)
+        first = order.index(rank) // size * size
+        return set(order[first : first + size])
 
     def _average_models(self, model: nn.Module, island_members: set[int], num_nodes: int) -> None:
         for p in model.parameters():
             if len(island_members) == num_nodes:
-                all_reduce(p.data)
-                p.data /= num_nodes
+                average_(p.data, num_nodes)
             else:
                 everyone = [torch.zeros_like(p.data) for _ in range(num_nodes)]
                 all_gather(everyone, p.data)
@@ -170,9 +156,9 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
     def __init__(
         self,
         inner_optim: AnySpec = None,
-        island_size: int | None = None,
-        H: int = 1,
-        max_norm: float | None = None,
+        island_size: IslandSize = None,
+        H: Interval = 1,
+        max_norm: MaxNorm = None,
         **options: Any,
     ) -> None:
         if inner_optim is not None:
@@ -181,9 +167,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         self.island_size = island_size
         self.H = H
 
-    def _communicate(self) -> None:
-        if self.behaviour.is_due(self.local_step, self.H):
-            super()._communicate()
+    def _is_due(self, module: CommunicationModule) -> bool:
+        return self.behaviour.is_due(self.local_step, self.H)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
@@ -193,12 +178,95 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 # ------------------------------------------------------------------------------------------------------- SPARTA
 
 
+class IndexSelector:
+    """Chooses the coordinates of a tensor that are exchanged: here all of them. Node 0's choice counts."""
+
+    @checked
+    def __init__(self, p: Fraction) -> None:
+        self.p = p
+        self.state: dict[Tensor, Any] = {}
+
+    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
+        """Return a mask of `param`'s shape."""
+        return torch.ones_like(param, dtype=torch.bool)
+
+    @property
+    def num_parts(self) -> int:
+        return max(1, math.ceil(1 / self.p))
+
+
+class RandomIndexSelector(IndexSelector):
+    """Each coordinate with probability p."""
+
+    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
+        return torch.bernoulli(torch.full(param.shape, self.p, device=param.device)).bool()
+
+
+class ShuffledSequentialIndexSelector(IndexSelector):
+    """One random order of each tensor, cut into ceil(1/p) chunks that are taken in turn."""
+
+    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
+        count = param.numel()
+        if param not in self.state and count:
+            self.state[param] = torch.randperm(count, device=param.device)
+        turn, (size, longer) = iteration % self.num_parts, divmod(count, self.num_parts)
+        start = turn * size + min(turn, longer)  # the first `longer` chunks have one more
+        mask = torch.zeros(count, dtype=torch.bool, device=param.device)
+        if count:
+            mask[self.state[param][start : start + size + (turn < longer)]] = True
+        return mask.view(param.shape)
+
+
+class PartitionedIndexSelector(IndexSelector):
+    """A random partition of each tensor into ceil(1/p) parts, taken in turn; then another partition."""
+
+    def get_indices(self, param: Tensor, iteration: int) -> Tensor:
+        count = param.numel()
+        if not count:
+            return torch.zeros_like(param, dtype=torch.bool)
+        num_parts = min(self.num_parts, count)
+        part, turn = self.state.get(param, (None, num_parts))
+        if turn == num_parts:
+            part, turn = torch.rand(count, device=param.device).argsort() % num_parts, 0
+        self.state[param] = (part, turn + 1)
+        return (part == turn).view(param.shape)
+
+
+class SparseCommunicator(CommunicationModule):
+    """The mean of the coordinates that a selector draws on node 0, which sends the mask."""
+
+    @checked
+    def __init__(
+        self,
+        index_selector: IndexSelector | float | None = None,
+        sparsification_rate: OptionalFraction = None,
+        **options: Any,
+    ) -> None:
+        check.keywords(type(self).__name__, options, ())
+        if index_selector is None:
+            index_selector = 0.01 if sparsification_rate is None else sparsification_rate
+        if isinstance(index_selector, (int, float)):
+            index_selector = RandomIndexSelector(index_selector)
+        self.index_selector = index_selector
+        self.iteration = 0
+
+    def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
+        for p in model.parameters() if num_nodes > 1 else ():
+            if p.requires_grad and p.grad is not None:
+                mask = self.index_selector.get_indices(p, self.iteration)
+                broadcast(mask, src=0)
+                chosen = p.data[mask]
+                average_(chosen, num_nodes)
+                p.data.masked_scatter_(mask, chosen)
+        self.iteration += 1
+
+
 class SPARTAStrategy(CommunicateOptimizeStrategy):
     """After every step, the mean of a random part of the parameters."""
 
     @checked
     def __init__(
-        self, optim_spec: AnySpec = None, p_sparta: float = 0.005, async_sparta_delay: int = 0, **options: Any
+        self, optim_spec: AnySpec = None, p_sparta: Fraction = 0.005, async_sparta_delay: CountFrom0 = 0, **options: Any
     ) -> None:
         self.p_sparta = p_sparta
         self.async_sparta_delay = async_sparta_delay
@@ -214,9 +282,9 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self,
         inner_optim_spec: AnySpec = None,
         outer_optim_spec: AnySpec = None,
-        p_sparta: float = 0.005,
-        sparta_interval: int = 1,
-        H: int = 100,
+        p_sparta: Fraction = 0.005,
+        sparta_interval: Interval = 1,
+        H: Interval = 100,
         **options: Any,
     ) -> None:
         self.p_sparta, self.sparta_interval, self.H = p_sparta, sparta_interval, H
@@ -227,8 +295,6 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
             options["optim_spec"] = inner_optim_spec
         super().__init__([self.sparse_comm, self.diloco_comm], **options)
 
-    def _communicate(self) -> None:
-        for module in self.communication_modules:
-            sparse = module is self.sparse_comm
-            if not sparse or self.behaviour.is_sparta_due(self.local_step, self.sparta_interval):
-                module.communicate(self.model, self.rank, self.num_nodes, self.local_step)
+    def _is_due(self, module: CommunicationModule) -> bool:
+        sparse = module is self.sparse_comm
+        return not sparse or self.behaviour.is_sparta_due(self.local_step, self.sparta_interval)

@@ -1,4 +1,4 @@
-"""What EXO Gym's scripts take from `exogym.aux.utils`: descriptions of objects as plain data, and the device."""
+"""The functions of `exogym.aux.utils`: descriptions of objects as plain data, and the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ITEMS, MAX_KEYS = 10, 50  # of a sequence, and of a dict or object, that are
 
 
 class LogModule:
-    """What can describe its settings: `__config__()` is a dict of its attributes as plain data."""
+    """An object that describes its settings: `__config__()` is a dict of its attributes as plain data."""
 
     def __config__(self, remove_keys: Sequence[str] | None = None) -> dict[str, Any]:
         hidden = set(remove_keys or ())
@@ -24,7 +24,7 @@ class LogModule:
 
 
 def extract_config(obj: Any, max_depth: int = 10, current_depth: int = 0) -> Any:
-    """`obj` as plain data that JSON can hold: numbers, texts, lists, dicts, and `<...>` for everything else.
+    """Describe `obj` as plain data for JSON: numbers, strings, lists, dicts, and `<...>` for everything else.
 
     >>> extract_config({"lr": 0.1, "shape": (2, 3), "model": nn.Linear(1, 1), "x": torch.zeros(2)})
     {'lr': 0.1, 'shape': [2, 3], 'model': '<Module Linear>', 'x': '<Tensor [2]>'}
@@ -46,10 +46,9 @@ def extract_config(obj: Any, max_depth: int = 10, current_depth: int = 0) -> Any
         return str(obj)
     if isinstance(obj, torch.Tensor):
         return f"<Tensor {list(obj.shape)}>"
-    if isinstance(obj, nn.Module):
-        return f"<Module {type(obj).__name__}>"
-    if isinstance(obj, torch.optim.Optimizer):
-        return f"<Optimizer {type(obj).__name__}>"
+    for kind in (nn.Module, torch.optim.Optimizer):
+        if isinstance(obj, kind):
+            return f"<{kind.__name__} {type(obj).__name__}>"
     if callable(obj):
         return f"<function {getattr(obj, '__name__', 'unknown')}>"
     if hasattr(obj, "__dict__"):
@@ -60,7 +59,7 @@ def extract_config(obj: Any, max_depth: int = 10, current_depth: int = 0) -> Any
 def create_config(
     model: nn.Module | None, strategy: Any, train_node: Any, extra_config: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The settings of a run as plain data."""
+    """Describe the settings of a run as plain data."""
     config: dict[str, Any] = {}
     if strategy is not None and hasattr(strategy, "__config__"):
         config["strategy"] = strategy.__config__()
@@ -72,7 +71,7 @@ def create_config(
 
 
 def log_model_summary(model: nn.Module) -> dict[str, Any]:
-    """Class, parameters and layers of a model."""
+    """Describe a model: its class, parameters and layers."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     summary = {
         "model_class": type(model).__name__, "model_module": type(model).__module__,
@@ -84,7 +83,7 @@ def log_model_summary(model: nn.Module) -> dict[str, Any]:
 
 
 def safe_log_dict(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`data` as plain data, with `prefix_` before each key."""
+    """Describe `data` as plain data, with `prefix_` before each key."""
     return {f"{prefix}_{key}" if prefix else key: extract_config(value) for key, value in data.items()}
 
 
@@ -96,7 +95,7 @@ def print_dataset_size(dataset: Any) -> None:
 
 
 def get_device() -> str:
-    """ "cuda", else "mps", else "cpu": the best that is present."""
+    """Return the best device that is present: "cuda", else "mps", else "cpu"."""
     return resolve_device(None).type
 
 

@@ -1,39 +1,46 @@
-"""From EXO Gym's strategies to vecgym's: the same for all nodes at once, where nothing in them is a user's own code."""
+"""From EXO Gym's strategies to vecgym's, which do the same for all nodes at once, where a user overrides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from vecgym import strategy as vecgym_strategy
+from vecgym.compat.exogym import demo
 from vecgym.compat.exogym import strategies as theirs
-from vecgym.compat.exogym.demo import DeMoStrategy
+from vecgym.compat.exogym.base import PACKAGE
 from vecgym.optim.schedule import lambda_cosine
 
 # What a user's class may override to do something of its own.
 BEHAVIOUR = {
     "step", "zero_grad", "communicate", "get_indices", "num_parts", "_init_node", "_communicate", "_setup_scheduler",
-    "_lr_factor", "_inner_spec", "_select_partners", "_average_models", "_outer_step", "_exchanged",
+    "_lr_factor", "_inner_spec", "_select_partners", "_average_models", "_outer_step", "_exchanged", "_optimize",
+    "_is_due",
 }  # fmt: skip
+SELECTORS: dict[type | None, Any] = {
+    theirs.RandomIndexSelector: vecgym_strategy.RandomSelector,
+    theirs.ShuffledSequentialIndexSelector: vecgym_strategy.ShuffledSequentialSelector,
+    theirs.PartitionedIndexSelector: vecgym_strategy.PartitionedSelector,
+}
 
 
 def vectorised(strategy: theirs.Strategy, num_nodes: int, max_steps: int | None) -> vecgym_strategy.Strategy:
-    """The strategy of vecgym for a run of `max_steps`; None: as many as the epochs have.
+    """Return vecgym's strategy for a run of `max_steps`; None: as many as the epochs have.
 
-    What has no form for all nodes at once, such as a user's own `step`, is run rank by rank.
+    What cannot be written for all nodes at once, such as a user's own `step`, runs rank by rank.
 
     >>> vectorised(theirs.DiLoCoStrategy(theirs.OptimSpec(lr=0.1), H=5), num_nodes=2, max_steps=10)
     DiLoCoStrategy(OptimSpec(AdamW, lr=0.1), \
 DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=5))
     """
-    schedule, build = _schedule(strategy, max_steps), _builder(strategy, STRATEGIES)
-    made = None
-    if schedule is not None and build is not None:
+    schedule = _schedule(strategy, max_steps)
+    if schedule is not None:
         common = {"max_norm": getattr(strategy, "max_norm", None) or None, **schedule}
-        made = build(strategy, num_nodes, common)
-    return PerRank(strategy) if made is None else made
+        translated = _translated(strategy, num_nodes, common)
+        if translated is not None:
+            return translated
+    return PerRank(strategy)
 
 
 class PerRank(vecgym_strategy.RankStrategy):
@@ -52,7 +59,7 @@ class PerRank(vecgym_strategy.RankStrategy):
         self._left: dict[str, Any] = {}
 
     def step(self) -> None:
-        """The gradients of this step on top of what `zero_grad` leaves of the last one's; then the user's step."""
+        """Add this step's gradients to what `zero_grad` leaves of the last step's, then run the user's step."""
         params = dict(self.model.named_parameters())
         fresh = {name: p.grad for name, p in params.items() if p.requires_grad}
         for name in fresh:
@@ -70,16 +77,14 @@ class PerRank(vecgym_strategy.RankStrategy):
 
 
 def _schedule(strategy: theirs.Strategy, max_steps: int | None) -> dict[str, Any] | None:
-    """The arguments of vecgym that give the same learning rates; None: there are none."""
+    """Return the arguments of vecgym that give the same learning rates; None: there are none."""
     kwargs = strategy.lr_scheduler_kwargs
     if strategy.lr_scheduler is None:
         return {}
     if not isinstance(strategy.lr_scheduler, str):
         return None
-    warmup, anneal = (
-        kwargs.get("warmup_steps", 1),
-        kwargs.get("cosine_anneal", False) or strategy.lr_scheduler == "cosine",
-    )
+    warmup = kwargs.get("warmup_steps", 1)
+    anneal = kwargs.get("cosine_anneal", False) or strategy.lr_scheduler == "cosine"
     if kwargs.get("max_steps") is None:
         return {"lr_scheduler": "lambda_cosine", "warmup_steps": warmup, "cosine_anneal": anneal}
     if max_steps is None:
@@ -87,118 +92,60 @@ def _schedule(strategy: theirs.Strategy, max_steps: int | None) -> dict[str, Any
     return {"lr_scheduler": lambda_cosine(min(kwargs["max_steps"], max_steps), warmup, anneal)}
 
 
-def _builder(value: Any, table: dict[type, Callable[..., Any]]) -> Callable[..., Any] | None:
-    """How to make vecgym's of it, if its behaviour is all EXO Gym's."""
+def _behaves_as(value: Any) -> type | None:
+    """Return the class of EXO Gym that `value` behaves as; None: it does something of its own."""
     for cls in type(value).__mro__:
-        if cls in table:
-            return table[cls]
+        if cls.__module__.startswith(PACKAGE):
+            return cls
         if BEHAVIOUR & vars(cls).keys():
             return None
     return None
 
 
-def _modules(strategy: Any, num_nodes: int) -> list[vecgym_strategy.CommunicationModule] | None:
-    made = []
-    for module in strategy.communication_modules:
-        build = _builder(module, MODULES)
-        one = None if build is None else build(module, num_nodes)
-        if one is None:
-            return None
-        made.append(one)
-    return made
+def _translated(s: Any, num_nodes: int, common: dict[str, Any]) -> vecgym_strategy.Strategy | None:
+    """Return the strategy of vecgym that does what `s` does; None: there is none."""
+    modules = getattr(s, "communication_modules", ())  # a user may have put in others than the constructor
+    match [_behaves_as(x) for x in (s, *modules)]:
+        case [theirs.SimpleReduceStrategy]:
+            return vecgym_strategy.AllReduceStrategy(s.optim_spec, **common)
+        case [demo.DeMoStrategy]:
+            settings = s.compression_decay, s.compression_topk, s.compression_chunk, s.weight_decay
+            return vecgym_strategy.DeMoStrategy(*settings, lr=s.lr, **common)
+        case [theirs.FedAvgStrategy, theirs.AveragingCommunicator]:
+            return vecgym_strategy.FedAvgStrategy(s.optim_spec, s.H, _island_size(modules[0], num_nodes), **common)
+        case [theirs.DiLoCoStrategy, theirs.DiLoCoCommunicator]:
+            return vecgym_strategy.DiLoCoStrategy(s.optim_spec, modules[0].outer_optim_spec, modules[0].H, **common)
+        case [theirs.SPARTAStrategy, theirs.SparseCommunicator] if selector := _selector(modules[0]):
+            return vecgym_strategy.SPARTAStrategy(
+                None, s.optim_spec, index_selector=selector, delay=s.async_sparta_delay, **common
+            )
+        case [theirs.SPARTADiLoCoStrategy, theirs.SparseCommunicator, theirs.DiLoCoCommunicator] if (
+            selector := _selector(modules[0])
+        ):
+            settings = None, s.sparta_interval, modules[1].H, s.optim_spec, modules[1].outer_optim_spec
+            return vecgym_strategy.SPARTADiLoCoStrategy(*settings, index_selector=selector, **common)
+        case [theirs.CommunicateOptimizeStrategy | theirs.DiLoCoStrategy, *_]:
+            made = [found for module in modules if (found := _module(module, num_nodes)) is not None]
+            if len(made) == len(modules):
+                return vecgym_strategy.CommunicateOptimizeStrategy(made, s.optim_spec, **common)
+    return None
 
 
-def _all_reduce(s: Any, num_nodes: int, common: dict[str, Any]) -> Any:
-    return vecgym_strategy.AllReduceStrategy(s.optim_spec, **common)
+def _module(module: Any, num_nodes: int) -> vecgym_strategy.CommunicationModule | None:
+    kind = _behaves_as(module)
+    if kind is theirs.AveragingCommunicator:
+        return vecgym_strategy.AveragingCommunicator(_island_size(module, num_nodes))
+    if kind is theirs.DiLoCoCommunicator:
+        return vecgym_strategy.DiLoCoCommunicator(module.outer_optim_spec, module.H)
+    if kind is theirs.SparseCommunicator and (selector := _selector(module)):
+        return vecgym_strategy.SparseCommunicator(selector)
+    return None
 
 
-def _has(s: Any, *builders: Callable[..., Any]) -> bool:
-    """Whether its modules are still those that its constructor has made."""
-    return [_builder(module, MODULES) for module in s.communication_modules] == list(builders)
+def _selector(module: Any) -> vecgym_strategy.Selector | None:
+    make = SELECTORS.get(_behaves_as(module.index_selector))
+    return None if make is None else make(module.index_selector.p)
 
 
-def _fedavg(s: Any, num_nodes: int, common: dict[str, Any]) -> Any:
-    if not _has(s, _averaging):
-        return None
-    size = _island(s.communication_modules[0].island_size, num_nodes)
-    return vecgym_strategy.FedAvgStrategy(s.optim_spec, s.H, size, **common)
-
-
-def _diloco(s: Any, num_nodes: int, common: dict[str, Any]) -> Any:
-    if not _has(s, _outer):
-        return _composed(s, num_nodes, common)
-    (module,) = s.communication_modules
-    return vecgym_strategy.DiLoCoStrategy(s.optim_spec, module.outer_optim_spec, module.H, **common)
-
-
-def _sparta(s: Any, num_nodes: int, common: dict[str, Any]) -> Any:
-    selector = _selector(s.communication_modules[0].index_selector) if _has(s, _sparse) else None
-    if selector is None:
-        return None
-    return vecgym_strategy.SPARTAStrategy(
-        inner_optim=s.optim_spec, index_selector=selector, delay=s.async_sparta_delay, **common
-    )
-
-
-def _sparta_diloco(s: Any, num_nodes: int, common: dict[str, Any]) -> Any:
-    selector = _selector(s.sparse_comm.index_selector) if _has(s, _sparse, _outer) else None
-    if selector is None:
-        return None
-    return vecgym_strategy.SPARTADiLoCoStrategy(
-        None, s.sparta_interval, s.diloco_comm.H, s.optim_spec, s.diloco_comm.outer_optim_spec,
-        index_selector=selector, **common,
-    )  # fmt: skip
-
-
-def _demo(s: Any, num_nodes: int, common: dict[str, Any]) -> Any:
-    return vecgym_strategy.DeMoStrategy(
-        s.compression_decay, s.compression_topk, s.compression_chunk, s.weight_decay, lr=s.lr, **common
-    )
-
-
-def _composed(s: Any, num_nodes: int, common: dict[str, Any]) -> Any:
-    modules = _modules(s, num_nodes)
-    return None if modules is None else vecgym_strategy.CommunicateOptimizeStrategy(modules, s.optim_spec, **common)
-
-
-def _averaging(m: Any, num_nodes: int) -> Any:
-    return vecgym_strategy.AveragingCommunicator(_island(m.island_size, num_nodes))
-
-
-def _outer(m: Any, num_nodes: int) -> Any:
-    return vecgym_strategy.DiLoCoCommunicator(m.outer_optim_spec, m.H)
-
-
-def _sparse(m: Any, num_nodes: int) -> Any:
-    selector = _selector(m.index_selector)
-    return None if selector is None else vecgym_strategy.SparseCommunicator(selector)
-
-
-def _selector(selector: Any) -> Any:
-    build = _builder(selector, SELECTORS)
-    return None if build is None else build(selector.p)
-
-
-def _island(size: int | None, num_nodes: int) -> int | None:
-    return None if size is None or size >= num_nodes else size
-
-
-STRATEGIES: dict[type, Callable[..., Any]] = {
-    theirs.SimpleReduceStrategy: _all_reduce,
-    theirs.FedAvgStrategy: _fedavg,
-    theirs.DiLoCoStrategy: _diloco,
-    theirs.SPARTAStrategy: _sparta,
-    theirs.SPARTADiLoCoStrategy: _sparta_diloco,
-    DeMoStrategy: _demo,
-    theirs.CommunicateOptimizeStrategy: _composed,
-}
-MODULES: dict[type, Callable[..., Any]] = {
-    theirs.AveragingCommunicator: _averaging,
-    theirs.DiLoCoCommunicator: _outer,
-    theirs.SparseCommunicator: _sparse,
-}
-SELECTORS: dict[type, Callable[..., Any]] = {
-    theirs.RandomIndexSelector: vecgym_strategy.RandomSelector,
-    theirs.ShuffledSequentialIndexSelector: vecgym_strategy.ShuffledSequentialSelector,
-    theirs.PartitionedIndexSelector: vecgym_strategy.PartitionedSelector,
-}
+def _island_size(module: Any, num_nodes: int) -> int | None:
+    return None if module.island_size is None or module.island_size >= num_nodes else module.island_size

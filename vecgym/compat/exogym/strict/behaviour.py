@@ -1,4 +1,4 @@
-"""What EXO Gym's strategies do with their arguments, and what they ignore."""
+"""How EXO Gym itself interprets its strategies' arguments, and what it ignores."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from vecgym.compat.exogym.strategies import (
     OptimizingStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
-    Strategy,
 )
 
 DEMO_LR = 1e-3
 
 
 class AsExoGym(AsAsked):
-    """What EXO Gym does.
+    """Do what EXO Gym does.
 
     >>> [t for t in range(12) if AsExoGym().is_due(t, 4)]
     [4, 8]
     """
 
     def is_due(self, local_step: int, H: int) -> bool:
-        """First after H + 1 steps: the counter is tested before it is advanced."""
+        """Return True first after H + 1 steps: EXO Gym tests the counter before it advances it."""
         return local_step > 0 and local_step % H == 0
 
     def is_sparta_due(self, local_step: int, interval: int) -> bool:
@@ -56,17 +55,13 @@ class AsExoGym(AsAsked):
             )
 
 
-def ignored(strategy: Strategy) -> list[str]:
-    """Return what was asked for and EXO Gym does not do, in words."""
-    return list(dict.fromkeys(_ignored(strategy)))
-
-
-def _ignored(strategy: Any) -> Iterator[str]:
+def ignored(strategy: Any) -> Iterator[str]:
+    """Yield, in words, what was asked for and EXO Gym does not do."""
     if isinstance(strategy, OptimizingStrategy):
-        yield from (f"{text}: it trains with {strategy.choice.read!r}" for text in strategy.choice.unread)
+        yield from (f"{text}: it trains with {strategy._choice.read!r}" for text in strategy._choice.unread)
     for module in getattr(strategy, "communication_modules", ()):
         if isinstance(module, DiLoCoCommunicator):
-            yield from (f"{text}: the outer optimizer is {module.choice.read!r}" for text in module.choice.unread)
+            yield from (f"{text}: the outer optimizer is {module._choice.read!r}" for text in module._choice.unread)
     if isinstance(strategy, SPARTAStrategy) and strategy.async_sparta_delay:
         yield f"async_sparta_delay={strategy.async_sparta_delay}"
     if isinstance(strategy, SPARTADiLoCoStrategy) and strategy.sparta_interval != 1:
