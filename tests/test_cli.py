@@ -332,7 +332,7 @@ def test_help_exits_with_0(capsys, argv):
 
 
 def in_a_process(code: str, **environment: str) -> str:
-    """What `code` prints in a Python of its own, in which nobody has said how threads wait, unless `environment` does."""
+    """What `code` prints in a new Python, where only `environment` may say how threads wait."""
     command = [sys.executable, "-c", code]
     environment = {**{name: value for name, value in os.environ.items() if name not in WAITING}, **environment}
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout

@@ -350,10 +350,6 @@ def _choice() -> Choice:
     return Choice(_sgd(), _sgd(), ())
 
 
-def _no_nodes() -> vecgym.Nodes:
-    return vecgym.Nodes(Line(), K, {}, {})
-
-
 def _strict_config() -> TrainConfig:
     return TrainConfig(
         1, exogym.SimpleReduceStrategy("sgd"), K, max_steps=1, batch_size=2, device="cpu",

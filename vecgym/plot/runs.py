@@ -15,23 +15,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
 from vecgym.core import check
-from vecgym.plot.style import (
-    COLOURS,
-    LIGHT,
-    MAX_RUNS_INSIDE,
-    NotebookFigure,
-    check_shared,
-    done,
-    every_few,
-    finish,
-    line_styles,
-    scale_bytes,
-    span,
-)
+from vecgym.plot import style
 from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.history import History
 
-MANY_NODES = 16  # from here on the band of the nodes is between percentiles
+MANY_NODES = 16  # from this number on, the band of the nodes is between percentiles
 
 
 def plot_comparison(
@@ -42,21 +30,21 @@ def plot_comparison(
     loss_label: str = "loss",
     window: int | None = None,
 ) -> Figure:
-    """The losses of several runs, against optimizer steps and against bytes sent.
+    """Draw the losses of several runs, against optimizer steps and against bytes sent.
 
-    A light line is the training loss, the mean over the nodes smoothed over `window` steps; markers are the
-    validation loss of the averaged model. The axis of bytes is logarithmic: what was recorded before anything was
-    sent is not on it, and a run that never sends anything is a horizontal line at its last loss.
+    A light line is the training loss: the mean over the nodes, smoothed over `window` steps. Markers are the
+    validation loss of the averaged model. The axis of bytes is logarithmic: it leaves out what was recorded before
+    anything was sent, and a run that never sends anything is a horizontal line at its last loss.
 
     Args:
         histories: name -> history, in the order of the legend.
-        path: where to save the figure as well, such as "comparison.png"; its directory is made if need be.
+        path: a file to save the figure to, such as "comparison.png"; missing directories are made.
         title: above both panels.
-        loss_label: of the vertical axis; name the unit, such as "loss (nats per character)".
-        window: steps to average training losses over; None: a fortieth of the run.
+        loss_label: of the vertical axis, with its unit, such as "loss (nats per character)".
+        window: how many steps to average training losses over; None: a fortieth of the run.
 
     Raises:
-        ValueError: for no histories, or one without a step; TypeError for what is no `History`.
+        ValueError: without histories, or for one without a step; TypeError for what is no `History`.
 
     >>> run = History()
     >>> for step in range(1, 9):
@@ -65,23 +53,17 @@ def plot_comparison(
     >>> [axes.get_xlabel() for axes in figure.axes]
     ['optimizer steps', 'bytes sent per node']
     """
-    check_shared(path=path, title=title, window=window)
+    style.check_shared(path=path, title=title, window=window)
     _check(histories)
-    figure = NotebookFigure(figsize=(11, 4.6), dpi=120, layout="constrained")
-    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for (name, history), style in zip(histories.items(), line_styles(list(histories))):
-        _draw_losses(by_step, history, "step", style, window)
-        _draw_losses(by_bytes, history, "bytes_total", style, window)
-        if not history.last("bytes_total"):
-            _draw_silent(by_bytes, name, history, style["color"])
-    finish(by_step, "loss against steps", column_label("step"), loss_label)
-    finish(by_bytes, "loss against communication", column_label("bytes_total"), "")
-    if any(history.last("bytes_total") for history in histories.values()):
-        scale_bytes(by_bytes)
-    else:
-        by_bytes.set_xticks([])
+    figure, (by_step, by_bytes) = style.new_figure(11, 4.6, columns=2, sharey=True)
+    for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
+        _draw_losses(by_step, name, history, "step", look, window)
+        _draw_losses(by_bytes, name, history, "bytes_total", look, window)
+    style.finish(by_step, "loss against steps", column_label("step"), loss_label)
+    style.finish(by_bytes, "loss against communication", column_label("bytes_total"), "")
+    style.scale_bytes(by_bytes, _sent(histories))
     _legend(by_step, list(histories))
-    return done(figure, title, path)
+    return style.done(figure, title, path)
 
 
 def plot_history(
@@ -92,10 +74,10 @@ def plot_history(
     loss_label: str = "loss",
     window: int | None = None,
 ) -> Figure:
-    """The losses of one run against steps: their mean over the nodes, and how far the nodes are apart.
+    """Draw the losses of one run against steps: their mean over the nodes, and how far the nodes are apart.
 
-    The band reaches from the lowest to the highest of the nodes' training losses, each smoothed over `window`
-    steps. Markers are the validation loss of the averaged model; their bars reach from the best node to the worst.
+    The band spans the nodes' training losses, each smoothed over `window` steps. Markers are the validation loss of
+    the averaged model; their bars reach from the best node to the worst.
 
     Args:
         history, path, title, loss_label, window: as for `plot_comparison`.
@@ -106,31 +88,28 @@ def plot_history(
     >>> plot_history(run).axes[0].get_xlabel()
     'optimizer steps'
     """
-    check_shared(path=path, title=title, window=window)
+    style.check_shared(path=path, title=title, window=window)
     _check({"history": history})
-    figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    colour, other = COLOURS[0], COLOURS[1]
+    figure, (axes,) = style.new_figure(7, 4.4)
+    (colour, other), window = style.COLOURS[:2], window or default_window(history)
     steps, losses = history.series("train_loss")
-    smoothed = smooth(losses, window or default_window(history))
-    axes.plot(steps, smoothed, color=colour, label="training, mean of the nodes (smoothed)")
+    axes.plot(steps, smooth(losses, window), color=colour, label="training, mean of the nodes (smoothed)")
     if "train_losses" in history.columns:
-        steps, _ = history.series("train_losses")
-        each = smooth(history.node_array("train_losses"), window or default_window(history))  # [steps, K]
-        low, high = span(each)
+        each = smooth(history.node_array("train_losses"), window)  # [steps, K]
         label = f"training, lowest to highest of {each.shape[1]} nodes"
-        axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0, label=label)
+        style.draw_band(
+            axes, history.series("train_losses")[0], *style.span(each), colour=colour, alpha=0.2, label=label
+        )
     if "val_loss" in history.columns:
-        steps, losses = history.series("val_loss")
-        axes.plot(steps, losses, color=other, marker="o", markersize=5, label="validation, averaged model")
+        label = "validation, averaged model"
+        axes.plot(*history.series("val_loss"), color=other, marker="o", markersize=5, label=label)
     if "val_losses" in history.columns:
-        steps, _ = history.series("val_losses")
-        low, high = span(history.node_array("val_losses"))
+        low, high = style.span(history.node_array("val_losses"))
         label = "validation, best to worst node"
-        axes.vlines(steps, low, high, color=other, alpha=0.5, linewidth=4, label=label)
-    finish(axes, title or "", column_label("step"), loss_label)
+        axes.vlines(history.series("val_losses")[0], low, high, color=other, alpha=0.5, linewidth=4, label=label)
+    style.finish(axes, title or "", column_label("step"), loss_label)
     axes.legend(frameon=False)
-    return done(figure, None, path)
+    return style.done(figure, None, path)
 
 
 def plot_runs(
@@ -142,10 +121,10 @@ def plot_runs(
     loss_label: str = "loss",
     window: int | None = None,
 ) -> Figure:
-    """One run or several: losses with the nodes' spread, and how far the nodes are apart, against any of four axes.
+    """Draw runs: losses with the nodes' spread, and how far the nodes are apart, against any of four axes.
 
-    Left, a light line is the training loss, the mean over the nodes smoothed over `window` steps; its band reaches
-    from the lowest to the highest node, or if a run has 16 nodes or more from the tenth to the ninetieth percentile.
+    Left, a light line is the training loss: the mean over the nodes, smoothed over `window` steps. Its band reaches
+    from the lowest to the highest node or, if a run has 16 nodes or more, from the tenth to the ninetieth percentile.
     Markers are the validation loss of the averaged model. Right, the consensus distance, if it was recorded: the root
     mean square distance of the nodes' parameters to their average, at the evaluations.
 
@@ -155,7 +134,7 @@ def plot_runs(
         x: "step", "examples", "bytes" (per node; logarithmic with several runs) or "seconds" (of the simulation).
 
     Raises:
-        ValueError: for no histories, one without a step, an x that is not known; TypeError for what is no `History`.
+        ValueError: without histories, for one without a step, or for an unknown x; TypeError for what is no `History`.
 
     >>> run = History()
     >>> for step in range(1, 9):
@@ -163,66 +142,59 @@ def plot_runs(
     >>> [axes.get_xlabel() for axes in plot_runs({"diloco": run}, x="seconds").axes]
     ['seconds of simulation', 'seconds of simulation']
     """
-    check_shared(path=path, title=title, window=window)
+    style.check_shared(path=path, title=title, window=window)
     _check(histories)
     column = X_AXES[check.choice("x", x, X_AXES)]
-    apart = {n: h for n, h in histories.items() if _recorded(h, "consensus_distance")}
-    figure = NotebookFigure(figsize=(11 if apart else 7, 4.6), dpi=120, layout="constrained")
-    panels = figure.subplots(1, 2 if apart else 1, squeeze=False, sharex=True)[0]
-    each = {n: h.node_array("train_losses") for n, h in histories.items() if _recorded(h, "train_losses")}
+    apart = {n: h for n, h in histories.items() if "consensus_distance" in h.columns}
+    figure, panels = style.new_figure(11 if apart else 7, 4.6, columns=2 if apart else 1, sharex=True)
+    each = {n: h.node_array("train_losses") for n, h in histories.items() if "train_losses" in h.columns}
     many = any(losses.shape[1] >= MANY_NODES for losses in each.values())
-    for (name, history), style in zip(histories.items(), line_styles(list(histories))):
+    for (name, history), look in zip(histories.items(), style.line_styles(list(histories))):
         if name in each:
             at = np.array(history.series("train_losses", column)[0], dtype=np.float64)
-            _draw_spread(panels[0], at, smooth(each[name], window or default_window(history)), many, style["color"])
-        _draw_losses(panels[0], history, column, style, window)
-        if x == "bytes" and not history.last("bytes_total"):
-            _draw_silent(panels[0], name, history, style["color"])
+            losses = smooth(each[name], window or default_window(history))
+            low, high = _percentiles(losses) if many else style.span(losses)
+            keep = _last_of_each(at)
+            style.draw_band(panels[0], at[keep], low[keep], high[keep], look["color"])
+        _draw_losses(panels[0], name, history, column, look, window)
         if name in apart:
-            panels[1].plot(*_curve(history, "consensus_distance", column, 1), **style, markersize=5.5, label=name)
-    finish(panels[0], f"loss against {x}s" if x == "step" else f"loss against {x}", column_label(column), loss_label)
+            panels[1].plot(*_curve(history, "consensus_distance", column, 1), **look, markersize=5.5, label=name)
+    style.finish(panels[0], f"loss against {'steps' if x == 'step' else x}", column_label(column), loss_label)
     if apart:
-        finish(panels[1], "consensus distance", column_label(column), "RMS distance of a node to the average")
+        style.finish(panels[1], "consensus distance", column_label(column), "RMS distance of a node to the average")
         panels[1].set_ylim(bottom=0)
-    _scale_x(panels[0], x, histories)
+    if x == "bytes":
+        style.scale_bytes(panels[0], _sent(histories), logarithmic=len(histories) > 1)
+    elif x == "examples":
+        panels[0].xaxis.set_major_formatter(EngFormatter())
     band = "10 % to 90 % of the nodes" if many else "lowest to highest node"
     _legend(panels[0], list(histories), band if each else "")
-    return done(figure, title, path)
+    return style.done(figure, title, path)
 
 
-def _recorded(history: History, column: str) -> bool:
-    return column in history.columns
+def _sent(histories: Mapping[str, History]) -> list[float]:
+    """Return the bytes of the runs that sent any."""
+    return [sent for history in histories.values() if (sent := history.last("bytes_total"))]
 
 
-def _draw_spread(axes: Axes, at: np.ndarray, each: np.ndarray, many: bool, colour: str) -> None:
-    """A band over the nodes' losses `[steps, K]`; between two equal places the last counts."""
-    if many:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a step in which no node has a finite loss
-            low, high = np.nanpercentile(np.where(np.isfinite(each), each, np.nan), [10, 90], axis=1)
-    else:
-        low, high = span(each)
-    keep = np.append(at[1:] != at[:-1], True) & (at > 0)  # a logarithmic axis has no place for 0
-    axes.fill_between(at[keep], low[keep], high[keep], color=colour, alpha=0.15, linewidth=0)
+def _percentiles(each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tenth and the ninetieth percentile of each row's finite entries; nan where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a step in which no node has a finite loss
+        low, high = np.nanpercentile(np.where(np.isfinite(each), each, np.nan), [10, 90], axis=1)
+    return low, high
 
 
-def _scale_x(axes: Axes, x: str, histories: Mapping[str, History]) -> None:
-    if x == "bytes":
-        if not any(history.last("bytes_total") for history in histories.values()):
-            axes.set_xticks([])
-            return
-        if len(histories) > 1:
-            axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-    elif x == "examples":
-        axes.xaxis.set_major_formatter(EngFormatter())
+def _last_of_each(at: np.ndarray) -> np.ndarray:
+    """Return a mask of the last entry at each place; a logarithmic axis has no place for 0."""
+    return np.append(at[1:] != at[:-1], True) & (at > 0)
 
 
 def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
-    """The mean of the `window` entries around each entry along dimension 0, over those that are finite.
+    """Return the mean of the `window` entries around each entry along dimension 0, over those that are finite.
 
-    Near the end there are fewer entries, and near the start as many before as after: losses fall steeply there. Where
-    none is finite the result is nan.
+    Near the end there are fewer entries, and near the start as many before as after, since losses fall steeply there.
+    Where no entry is finite, the result is nan.
 
     >>> smooth([1.0, 2.0, 6.0, np.nan, 4.0], window=3)
     array([1., 3., 4., 5., 4.])
@@ -240,7 +212,7 @@ def smooth(values: np.ndarray | list[float], window: int) -> np.ndarray:
 
 
 def default_window(history: History) -> int:
-    """Steps to smooth over when nothing is given: a fortieth of the run.
+    """Return the number of steps to smooth over by default: a fortieth of the run.
 
     >>> history = History()
     >>> for step in range(200):
@@ -251,51 +223,45 @@ def default_window(history: History) -> int:
     return max(1, len(history) // 40)
 
 
-def _draw_losses(axes: Axes, history: History, x: str, style: dict[str, str], window: int | None) -> None:
-    """Training losses as a light line, validation losses as markers, against the column `x`."""
-    at, losses = _curve(history, "train_loss", x, window or default_window(history))
-    axes.plot(at, losses, color=style["color"], alpha=LIGHT, linewidth=1.8)
-    if "val_loss" in history.columns:
+def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str, str], window: int | None) -> None:
+    """Draw training losses as a light line and validation losses as markers, against the column `x`."""
+    axes.plot(
+        *_curve(history, "train_loss", x, window or default_window(history)), color=look["color"], alpha=style.LIGHT,
+        linewidth=1.8,
+    )  # fmt: skip
+    validated = "val_loss" in history.columns
+    if validated:
         at, losses = _curve(history, "val_loss", x, 1)
-        axes.plot(at, losses, **style, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, linewidth=1.0)  # type: ignore[arg-type]
+        axes.plot(at, losses, **look, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, linewidth=1.0)  # type: ignore[arg-type]
+    if x == "bytes_total" and not history.last("bytes_total"):  # no place on the axis: a line across it
+        last = history.last("val_loss" if validated else "train_loss")
+        axes.axhline(last, color=look["color"], linestyle=":")
+        axes.annotate(
+            f"{name}: sends nothing", (0.02, last), (0, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", color=look["color"], fontsize=9,
+        )  # fmt: skip
 
 
 def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """A smoothed column against `x`.
-
-    Against bytes there is one point per amount sent, the last one with it, and none at 0 bytes, where a logarithmic
-    axis has no place.
-    """
+    """Return a smoothed column against `x`; against bytes, one point for each amount sent."""
     at, values = map(np.array, history.series(column, x))
     values = smooth(values, window)
-    if x != "bytes_total":
-        return at, values
-    keep = np.append(at[1:] != at[:-1], True) & (at > 0)
+    keep = _last_of_each(at) if x == "bytes_total" else slice(None)
     return at[keep], values[keep]
 
 
-def _draw_silent(axes: Axes, name: str, history: History, colour: str) -> None:
-    """A run that sends nothing has no place on an axis of bytes: a line across it at its last loss."""
-    last = history.last("val_loss") if "val_loss" in history.columns else history.last("train_loss")
-    axes.axhline(last, color=colour, linestyle=":")
-    axes.annotate(
-        f"{name}: sends nothing", (0.02, last), (0, 3), xycoords=("axes fraction", "data"),
-        textcoords="offset points", color=colour, fontsize=9,
-    )  # fmt: skip
-
-
 def _legend(axes: Axes, names: list[str], spread: str = "") -> None:
-    """The runs by colour, and what line and marker mean."""
-    keep = every_few(len(names))
-    styles = line_styles(names)
-    handles: list[Artist] = [Line2D([], [], **styles[i], linewidth=2, label=names[i]) for i in keep]
+    """Name the runs by colour, and say what line and marker mean."""
+    keep = style.every_few(len(names))
+    looks = style.line_styles(names)
+    handles: list[Artist] = [Line2D([], [], **looks[i], linewidth=2, label=names[i]) for i in keep]
     if len(keep) < len(names):
         handles.append(Line2D([], [], linestyle="", label=f"... of {len(names)} runs"))
     handles.append(Line2D([], [], color="0.3", marker="o", linewidth=1, label="validation, averaged model"))
-    handles.append(Line2D([], [], color="0.3", alpha=LIGHT, linewidth=2, label="training (smoothed)"))
+    handles.append(Line2D([], [], color="0.3", alpha=style.LIGHT, linewidth=2, label="training (smoothed)"))
     if spread:
         handles.append(Patch(color="0.3", alpha=0.15, linewidth=0, label=f"training, {spread}"))
-    if len(names) > MAX_RUNS_INSIDE:
+    if len(names) > style.MAX_RUNS_INSIDE:
         axes.figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=4)
     else:
         axes.legend(handles=handles, frameon=False)

@@ -1,4 +1,4 @@
-"""What all figures share: colours, titles, files. Matplotlib's object interface only: no global state."""
+"""What all figures share: colours, titles, legends, files. Only matplotlib's object interface: no global state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from vecgym.core import check
 
-# Okabe and Ito's colours, which people with any kind of colour vision tell apart, in the order of their contrast.
+# The colours of Okabe and Ito, which people with any kind of colour vision can tell apart, in order of contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
 MARKERS = "osD^vPX"
-MAX_RUNS_INSIDE = 5  # of a legend among the curves: a longer one would hide them
+MAX_RUNS_INSIDE = 5  # in a legend among the curves: a longer one would hide them
 LIGHT = 0.35  # opacity of training losses: validation losses are what counts
 MAX_LEGEND = 16  # entries
 
@@ -41,7 +39,14 @@ class NotebookFigure(Figure):
         return file.getvalue()
 
 
+def new_figure(width: float, height: float, columns: int = 1, **settings: Any) -> tuple[NotebookFigure, list[Axes]]:
+    """Make a figure of panels side by side."""
+    figure = NotebookFigure(figsize=(width, height), dpi=120, layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False, **settings)[0])
+
+
 def vector(name: str, values: Any) -> np.ndarray:
+    """Return numbers, one for each step, as an array `[T]`."""
     try:
         found = values.detach().double().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
     except (TypeError, ValueError, NotImplementedError):  # the last: of a tensor on the device meta
@@ -52,6 +57,7 @@ def vector(name: str, values: Any) -> np.ndarray:
 
 
 def finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Add title, labels and grid."""
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -61,6 +67,7 @@ def finish(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def done(figure: Figure, title: str | None, path: str | os.PathLike[str] | None) -> Figure:
+    """Add the title above all panels, and save the figure if it has a path."""
     if title:
         figure.suptitle(title, fontsize=12)
     if path is not None:
@@ -69,8 +76,13 @@ def done(figure: Figure, title: str | None, path: str | os.PathLike[str] | None)
     return figure
 
 
+def draw_band(axes: Axes, x: Any, low: Any, high: Any, colour: str, **settings: Any) -> None:
+    """Fill between two curves."""
+    axes.fill_between(x, low, high, color=colour, linewidth=0, **{"alpha": 0.15, **settings})
+
+
 def span(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lowest and highest finite entry of each row; nan where there is none."""
+    """Return the lowest and the highest finite entry of each row; nan where there is none."""
     there = np.isfinite(values)
     low = np.where(there, values, np.inf).min(axis=1)
     high = np.where(there, values, -np.inf).max(axis=1)
@@ -79,7 +91,7 @@ def span(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_shared(path: Any, title: Any, window: Any = None, best: Any = False) -> None:
-    """What several figures are given, before anything is drawn."""
+    """Check the arguments that several figures take, before anything is drawn."""
     if path is not None:
         check.path("path", path)
     check.instance("title", title, (str, type(None)), "a str, or None")
@@ -87,18 +99,29 @@ def check_shared(path: Any, title: Any, window: Any = None, best: Any = False) -
     check.flag("best", best)
 
 
-def scale_bytes(axes: Axes) -> None:
-    """A logarithmic axis of bytes, labelled in kB, MB ..., also where it spans less than two powers of ten."""
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    if high < 100 * low:
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+def scale_bytes(axes: Axes, sent: Sequence[float], *, logarithmic: bool = True) -> None:
+    """Scale an axis of bytes, and label it in kB, MB ...; with nothing on it, it has no labels.
+
+    Args:
+        sent: the bytes of the runs on the axis.
+        logarithmic: make it logarithmic, and linear near 0 if that is among them.
+    """
+    if not any(sent):
+        axes.set_xticks([])
+        return
+    if logarithmic and all(sent):
+        axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        if high < 100 * low:  # less than two powers of ten would have too few labels
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_formatter(NullFormatter())  # numbers between the labels would overlap them
+    elif logarithmic:
+        axes.set_xscale("symlog", linthresh=min(x for x in sent if x > 0))
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.xaxis.set_minor_formatter(NullFormatter())  # numbers between the labels would overlap them
 
 
 def line_styles(values: list[Any]) -> list[dict[str, Any]]:
-    """Colours that are told apart; of more values than there are, shades in their order."""
+    """Return a colour and a marker for each value; for more values than colours, shades in their order."""
     if len(values) <= len(COLOURS):
         return [{"color": colour, "marker": marker} for colour, marker in zip(COLOURS, MARKERS)]
     shades = map(to_hex, colormaps["viridis"](np.linspace(0, 0.95, len(values))))
@@ -106,6 +129,7 @@ def line_styles(values: list[Any]) -> list[dict[str, Any]]:
 
 
 def legend_beside(axes: Axes, handles: Sequence[Any], labels: Sequence[str], title: str) -> None:
+    """Put a legend to the right of the axes; of very many entries it shows some."""
     keep = every_few(len(handles))
     axes.legend(
         [handles[i] for i in keep], [labels[i] for i in keep], title=title, frameon=False, loc="center left",
@@ -114,7 +138,7 @@ def legend_beside(axes: Axes, handles: Sequence[Any], labels: Sequence[str], tit
 
 
 def every_few(number: int) -> list[int]:
-    """The places of at most MAX_LEGEND of so many entries, evenly spaced, with the first and the last.
+    """Return at most MAX_LEGEND of so many indices, evenly spaced, with the first and the last.
 
     >>> every_few(3), len(every_few(200)), every_few(200)[-1]
     ([0, 1, 2], 16, 199)

@@ -183,7 +183,8 @@ class DilocoSimulatorConfig:
     progress: Flag = True
 
     def __post_init__(self) -> None:
-        for name, passed in checks_of(type(self)).items():
+        own: Any = type(self)
+        for name, passed in checks_of(own).items():
             setattr(self, name, passed(name, getattr(self, name)))
         if self.ckpt_interval is not None and self.save_dir is None:
             raise ValueError(f"ckpt_interval={self.ckpt_interval} needs a directory: give save_dir='checkpoints'.")

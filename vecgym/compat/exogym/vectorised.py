@@ -104,13 +104,14 @@ def _behaves_as(value: Any) -> type | None:
 
 def _translated(s: Any, num_nodes: int, common: dict[str, Any]) -> vecgym_strategy.Strategy | None:
     """Return the strategy of vecgym that does what `s` does; None: there is none."""
-    modules = getattr(s, "communication_modules", ())  # a user may have put in others than the constructor
+    modules: list[Any] = getattr(s, "communication_modules", [])  # a user may have put in others than the constructor
     match [_behaves_as(x) for x in (s, *modules)]:
         case [theirs.SimpleReduceStrategy]:
             return vecgym_strategy.AllReduceStrategy(s.optim_spec, **common)
         case [demo.DeMoStrategy]:
-            settings = s.compression_decay, s.compression_topk, s.compression_chunk, s.weight_decay
-            return vecgym_strategy.DeMoStrategy(*settings, lr=s.lr, **common)
+            return vecgym_strategy.DeMoStrategy(
+                s.compression_decay, s.compression_topk, s.compression_chunk, s.weight_decay, lr=s.lr, **common
+            )
         case [theirs.FedAvgStrategy, theirs.AveragingCommunicator]:
             return vecgym_strategy.FedAvgStrategy(s.optim_spec, s.H, _island_size(modules[0], num_nodes), **common)
         case [theirs.DiLoCoStrategy, theirs.DiLoCoCommunicator]:
@@ -122,8 +123,16 @@ def _translated(s: Any, num_nodes: int, common: dict[str, Any]) -> vecgym_strate
         case [theirs.SPARTADiLoCoStrategy, theirs.SparseCommunicator, theirs.DiLoCoCommunicator] if (
             selector := _selector(modules[0])
         ):
-            settings = None, s.sparta_interval, modules[1].H, s.optim_spec, modules[1].outer_optim_spec
-            return vecgym_strategy.SPARTADiLoCoStrategy(*settings, index_selector=selector, **common)
+            outer = modules[1]
+            return vecgym_strategy.SPARTADiLoCoStrategy(
+                None,
+                s.sparta_interval,
+                outer.H,
+                s.optim_spec,
+                outer.outer_optim_spec,
+                index_selector=selector,
+                **common,
+            )
         case [theirs.CommunicateOptimizeStrategy | theirs.DiLoCoStrategy, *_]:
             made = [found for module in modules if (found := _module(module, num_nodes)) is not None]
             if len(made) == len(modules):
