@@ -23,9 +23,9 @@ COMMANDS = {
     "compare": (compare, "train a small GPT with several strategies, and compare them"),
     "run": (run, "train as a function in a file says"),
     "sweep": (sweep, "run a grid of configurations as a function in a file says"),
-    "plot": (plot, "draw runs that were logged"),
-    "verify": (verify, "show that strategies give the same numbers on real processes"),
-    "exogym": (exogym, "run a script that was written for EXO Gym"),
+    "plot": (plot, "draw logged runs"),
+    "verify": (verify, "check that strategies give the same numbers on real processes"),
+    "exogym": (exogym, "run a script written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines"),
 }
 
@@ -33,9 +33,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (None: the program's own) and return its exit code.
 
-    0: done; 1: it cannot be done, for a reason in one line on stderr, or with `--traceback` in all of them; 130:
-    interrupted with Ctrl-C. As argparse does, a command line that makes no sense raises `SystemExit(2)`, and one that
-    asks for help `SystemExit(0)`.
+    0: done; 1: an error, in one line on stderr, or with `--traceback` in full; 130: interrupted with Ctrl-C. As with
+    argparse, an invalid command line raises `SystemExit(2)`, and one that asks for help `SystemExit(0)`.
 
     >>> main(["info"])  # doctest: +ELLIPSIS
     vecgym      0.2.0
@@ -76,11 +75,12 @@ def wait_passively() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
-SAY_ALL = (ValueError, TypeError, OSError, ImportError, MemoryError, DivergenceError)  # without their names
+# Their messages say everything, without the names of the classes.
+SAY_ALL = (ValueError, TypeError, OSError, ImportError, MemoryError, DivergenceError)
 
 
 def in_short(error: Exception) -> str:
-    """An error without its traceback, but with the line of the user's code that it came through, if any.
+    """Describe an error without its traceback, but with the line of the user's code that it came through, if any.
 
     >>> in_short(KeyError("weight")), in_short(ValueError("H=0 must be an integer >= 1."))
     ("KeyError: 'weight' (--traceback shows where)", 'H=0 must be an integer >= 1.')
@@ -94,7 +94,7 @@ def in_short(error: Exception) -> str:
 
 
 def users_line(error: BaseException) -> str:
-    """`FILE:LINE: ` of the last line in an error's traceback that belongs to neither vecgym, torch nor Python."""
+    """Return `FILE:LINE: ` of the last line in an error's traceback that is neither vecgym's, torch's nor Python's."""
     if isinstance(error, ProcessError):
         places = re.findall(r'^ *File "(.+?)", line (\d+)', error.traceback, re.MULTILINE)
     else:
@@ -110,7 +110,7 @@ def users_line(error: BaseException) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vecgym",
-        description="Distributed training of one model on K nodes, simulated as one program in one process.",
+        description="Simulate distributed training of one model on K nodes as one program in one process.",
         epilog="example: vecgym compare --strategies allreduce diloco --H 50",
         allow_abbrev=False,
     )
@@ -120,6 +120,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, (module, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=module.options.__doc__, allow_abbrev=False)
         command.set_defaults(parser=command, run=module.run)
-        command.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+        command.add_argument("--traceback", action="store_true", help="show the full traceback of an error")
         module.options(command)
     return parser

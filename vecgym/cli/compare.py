@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vecgym.cli.values import ENGINES, count, positive, table
+from vecgym.cli.values import ENGINES, add_output, count, positive, table
 from vecgym.core.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("allreduce", "fedavg", "diloco")  # unless others are asked for
 
-# What `vecgym compare` takes for the options that are not given, and what it takes with --quick.
+# Options by default, and with --quick.
 DEFAULTS: dict[str, Any] = {
     "steps": 700, "batch_size": 4, "context": 64, "width": 64, "layers": 2, "heads": 2, "H": 20, "lr": 6e-3,
     "outer_lr": 0.7, "outer_momentum": 0.6,
 }  # fmt: skip
 QUICK: dict[str, Any] = {**DEFAULTS, "steps": 200, "context": 32, "width": 32, "H": 10}
 
-NUM_EVALUATIONS = 10  # in a run, besides the one at the start
-VAL_SIZE = 128  # windows of text in an evaluation
+NUM_EVALUATIONS = 10  # of a run, after the one at the start
+VAL_SIZE = 128  # windows of text per evaluation
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Train a small GPT, character by character, on 8 nodes with each strategy; print what validation loss each
-    reaches and how many bytes each node sends for it; draw both as curves. By default in one to two minutes."""
+    """Train a small character-level GPT on 8 nodes with each strategy. Print the validation loss that each reaches and
+    the bytes that each node sends for it, and draw both as curves. By default this takes one to two minutes."""
     parser.epilog = "example: vecgym compare --text book.txt --strategies allreduce diloco --H 50"
 
     def add(option: str, kind: Callable[[str], Any], about: str) -> None:
@@ -44,39 +44,35 @@ def options(parser: argparse.ArgumentParser) -> None:
         shown = f"{default:g}" if default == quick else f"{default:g}; with --quick {quick:g}"
         parser.add_argument(option, type=kind, metavar="X" if kind is positive else "N", help=f"{about} ({shown})")
 
-    parser.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (Python's standard library)")
+    parser.add_argument(
+        "--text", metavar="FILE", help="UTF-8 text to train on (the source of Python's standard library)"
+    )
     parser.add_argument(
         "--strategies", nargs="+", type=strategy_name, default=STRATEGIES, metavar="NAME",
-        help=f"what to compare ({' '.join(STRATEGIES)}); vecgym info shows all",
+        help=f"what to compare ({' '.join(STRATEGIES)}); vecgym info lists all of them",
     )  # fmt: skip
     parser.add_argument("--num-nodes", type=count, default=8, metavar="N", help="K (8)")
-    add("--steps", count, "optimizer steps of every node")
+    add("--steps", count, "optimizer steps of each node")
     add("--batch-size", count, "examples per node and step")
     add("--context", count, "characters that the model sees at once")
-    add("--width", count, "size of the vector of a character")
+    add("--width", count, "size of the embedding of a character")
     add("--layers", count, "transformer blocks")
     add("--heads", count, "attention heads; must divide the width")
-    add("--H", count, "steps between two exchanges of fedavg and diloco")
-    add("--lr", positive, "largest learning rate of AdamW, after a warm-up and before a cosine")
+    add("--H", count, "steps between exchanges of fedavg and diloco")
+    add("--lr", positive, "peak learning rate of AdamW, between a warm-up and a cosine decay")
     add("--outer-lr", positive, "learning rate of diloco's outer optimizer, SGD with Nesterov momentum")
     add("--outer-momentum", positive, "its momentum; the paper's 0.9 is for longer runs")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initialisation and data order (0)")
     parser.add_argument("--device", help="cpu, cuda or mps (the best one present)")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="how the nodes are computed (auto)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("vecgym-runs/compare"),
-        metavar="DIR",
-        help="where the results go (%(default)s)",
-    )
-    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps: some seconds")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bars")
+    add_output(parser, "vecgym-runs/compare")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps: a few seconds")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bars")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one strategy did, and how long it took to simulate."""
+    """One strategy's run, and the seconds that its simulation took."""
 
     history: History
     seconds: float
@@ -113,21 +109,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def offered() -> list[str]:
-    """The names of the strategies that can be compared."""
+    """Return the names of the strategies that can be compared."""
     from vecgym.strategy.catalogue import CATALOGUE
 
     return [name for name, row in CATALOGUE.items() if row.compared]
 
 
 def strategy_name(text: str) -> str:
-    """One of those that are `offered`."""
+    """Parse the name of a strategy that is `offered`."""
     if text not in (names := offered()):
         raise argparse.ArgumentTypeError(f"{text!r} (choose from {', '.join(map(repr, names))})")
     return text
 
 
 def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
-    """One of those that are `offered`, all with the same inner optimizer: AdamW, a warm-up, a cosine to a tenth."""
+    """Make a strategy; all have the same inner optimizer: AdamW with a warm-up and a cosine decay to a tenth."""
     import torch
 
     from vecgym.strategy import OptimSpec
@@ -147,7 +143,7 @@ def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
 
 
 def _data(args: argparse.Namespace) -> tuple[TokenWindows, TokenWindows, int]:
-    """Windows to train on, windows to validate on, and the number of different characters."""
+    """Return windows to train on, windows to validate on, and the number of different characters."""
     from vecgym.data import TokenWindows, encode_text
     from vecgym.data.text import read_text, split_text, standard_library_text
 
@@ -174,39 +170,27 @@ def _train(
     start = time.perf_counter()
     trainer = Trainer(model, train, val)
     trainer.fit(
-        strategy,
-        args.num_nodes,
-        max_steps=args.steps,
-        batch_size=args.batch_size,
-        val_size=VAL_SIZE,
-        val_interval=max(1, args.steps // NUM_EVALUATIONS),
-        seed=args.seed,
-        device=args.device,
-        engine=args.engine,
-        logger=CSVLogger(output),
-        progress=not args.no_progress,
-    )
+        strategy, args.num_nodes, max_steps=args.steps, batch_size=args.batch_size, val_size=VAL_SIZE,
+        val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=args.seed, device=args.device, engine=args.engine,
+        logger=CSVLogger(output), progress=not args.no_progress,
+    )  # fmt: skip
     return Trained(trainer.history, time.perf_counter() - start)
 
 
 def _report(runs: dict[str, Trained], reference_bytes: float, args: argparse.Namespace) -> None:
-    """The table and the figure."""
+    """Print the table, and draw the figure."""
     from vecgym.plot import plot_comparison
 
     print(f"\n{comparison_table(runs, reference_bytes)}\n")
-    print("val loss: nats per character; sent: by each node, in all; less: than allreduce, with as many steps")
-    figure = args.output / "comparison.png"
-    plot_comparison(
-        {name: run.history for name, run in runs.items()},
-        figure,
-        title=f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}",
-        loss_label="loss (nats per character)",
-    )
+    print("val loss: nats per character; sent: by each node, in total; less: than allreduce, with as many steps")
+    figure, histories = args.output / "comparison.png", {name: run.history for name, run in runs.items()}
+    title = f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
+    plot_comparison(histories, figure, title=title, loss_label="loss (nats per character)")
     print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
 
 
 def comparison_table(runs: dict[str, Trained], reference_bytes: float) -> str:
-    """One line per run; `reference_bytes` is what AllReduce sends per node.
+    """Lay out one line per run; `reference_bytes` is what AllReduce sends per node.
 
     >>> from vecgym.records.history import History
     >>> history = History()
@@ -227,7 +211,7 @@ def comparison_table(runs: dict[str, Trained], reference_bytes: float) -> str:
 
 
 def allreduce_bytes(num_nodes: int, num_params: int, steps: int) -> float:
-    """Bytes that a node sends when float32 gradients are averaged at every step, by a ring all-reduce.
+    """Return the bytes that a node sends when a ring all-reduce averages float32 gradients at every step.
 
     >>> allreduce_bytes(num_nodes=8, num_params=1000, steps=10)
     70000.0

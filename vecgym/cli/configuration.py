@@ -1,4 +1,4 @@
-"""Configurations: Python functions in a file, named on the command line as `FILE.py` or `FILE.py:function`."""
+"""Configurations: functions in a Python file, given on the command line as `FILE.py` or `FILE.py:function`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vecgym.cli.values import add_output
+
 DEFAULT_FUNCTION = "config"
 
 
 def add_options(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """CONFIG and --set."""
+    """Add CONFIG and --set."""
     parser.add_argument(
         "config", metavar="CONFIG.py[:function]", nargs="?" if optional else None,
-        help=f"the file, and its function ({DEFAULT_FUNCTION})",
+        help=f"the file, and the function in it ({DEFAULT_FUNCTION})",
     )  # fmt: skip
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", type=assignment,
-        help="an argument of the function; or else an item of what it returns, which is replaced",
+        help="pass an argument to the function, or else replace an item of what it returns",
     )  # fmt: skip
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """--output and --overwrite."""
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the results go (vecgym-runs/NAME)")
-    parser.add_argument("--overwrite", action="store_true", help="replace results that are there")
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add --output, --overwrite and --no-progress."""
+    add_output(parser, "vecgym-runs/NAME")
+    parser.add_argument("--overwrite", action="store_true", help="replace the results that are there")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """A key, and a value as Python writes it; what is none is a text.
+    """Parse a key and a value in Python's notation; any other value is a string.
 
     >>> assignment("lr=1e-3"), assignment("name=diloco"), assignment("betas=(0.9, 0.95)")
     (('lr', 0.001), ('name', 'diloco'), ('betas', (0.9, 0.95)))
@@ -52,22 +55,21 @@ def assignment(text: str) -> tuple[str, Any]:
 def read_configuration(
     args: argparse.Namespace, needed: tuple[str, ...], allowed: tuple[str, ...], alone: tuple[str, type] | None = None
 ) -> dict[str, Any]:
-    """What the function of `args.config` returns for the settings of `args.set`.
+    """Call the function of `args.config` with the settings of `args.set`, and return what it returns.
 
     Args:
         needed, allowed: keys of the dict that it returns.
-        alone: the key and the class of the one item that it may also return by itself.
+        alone: the key and the class of the one item that it may return by itself instead.
 
     Raises:
-        ValueError: for a file or function that is not there, an error in it (with its line), a dict without what is
+        ValueError: for a file or function that is not there, an error in it (with its line), a dict that lacks what is
             `needed`, and a key that is not `allowed`.
     """
     path, function = _function(args.config)
-    given = dict(args.set)
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    passed = {key: value for key, value in given.items() if key in parameters or takes_all}
-    replaced = {key: value for key, value in given.items() if key not in passed}
+    passed = {key: value for key, value in args.set if key in parameters or takes_all}
+    replaced = {key: value for key, value in args.set if key not in passed}
     where = f"{path}:{function.__name__}"
     found = _called(path, function, **passed)
     if alone is not None and isinstance(found, alone[1]):
@@ -81,23 +83,23 @@ def read_configuration(
             f"--set {wrong[0]}=...: {where} takes {', '.join(parameters) or 'no arguments'}, and what it returns may "
             f"have {', '.join(allowed)}."
         )
-    found = {**found, **replaced}
     if wrong := [key for key in found if key not in allowed]:
         raise ValueError(f"{where} returned {wrong[0]!r}; allowed: {', '.join(allowed)}.")
+    found = {**found, **replaced, **({"progress": False} if getattr(args, "no_progress", False) else {})}
     if missing := [key for key in needed if key not in found]:
         raise ValueError(f"{where} returned no {missing[0]!r}; it must return {', '.join(needed)}.")
     return found
 
 
 def output_of(args: argparse.Namespace, mark: str, goes_on: bool) -> Path:
-    """Where the results go.
+    """Return where the results go.
 
     Args:
-        mark: the file that shows that there are some already.
-        goes_on: from these.
+        mark: the file that shows that there are results already.
+        goes_on: resume from them.
 
     Raises:
-        ValueError: where there are some, unless they are to be replaced or gone on from.
+        ValueError: if there are results that are neither to be replaced nor resumed from.
     """
     output = args.output or Path("vecgym-runs") / Path(args.config.rpartition(":")[0] or args.config).stem
     if (output / mark).exists() and not (args.overwrite or goes_on):
@@ -123,7 +125,7 @@ def _function(text: str) -> tuple[Path, Callable[..., Any]]:
 
 
 def _imported(path: Path) -> ModuleType:
-    """The file as a module; beside it is found what it imports, as if it were run."""
+    """Import a file as a module; as for a script, its imports are looked up in its own folder first."""
     sys.path.insert(0, str(path.resolve().parent))
     name = path.stem if path.stem not in sys.modules else f"vecgym_config_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -136,7 +138,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 def _called(path: Path, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call what the user wrote; an error names the line of the file."""
+    """Call the user's code; an error names the line of the file."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

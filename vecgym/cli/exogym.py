@@ -8,7 +8,7 @@ import traceback
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Run a script written for EXO Gym, unmodified, as python would: "import exogym" finds vecgym's classes under EXO
+    """Run a script written for EXO Gym unmodified, as python would: "import exogym" finds vecgym's classes under EXO
     Gym's names. The exit code is the script's."""
     parser.epilog = "example: vecgym exogym example/nanogpt_train.py --dataset shakespeare --strategy diloco"
     parser.add_argument(
@@ -20,7 +20,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; 1 when it ends with an exception, which is shown as python shows it."""
+    """Run it; return 1 if it ends with an exception, which is shown as python would show it."""
     from vecgym.compat.exogym import run_script
 
     if not os.path.isfile(args.script):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -38,11 +39,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def extras() -> list[str]:
-    """The optional packages that are installed, with their versions."""
+    """Return the optional packages that are installed, with their versions."""
     found = []
     for package in OPTIONAL:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:  # noqa: PERF203
-            continue
     return found

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vecgym.cli.values import add_output
 from vecgym.records.columns import X_AXES
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Draw runs that a CSVLogger has written, one or several: losses with the nodes' spread, and how far the nodes are
-    apart. A directory without a run stands for all runs in the directories in it, such as those of vecgym compare."""
+    """Draw one or several runs that a CSVLogger has written: losses with the nodes' spread, and how far the nodes are
+    apart. A directory without a run stands for the runs in its subdirectories, such as those of vecgym compare."""
     parser.epilog = "example: vecgym plot vecgym-runs/compare --x bytes --output comparison.png"
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="what CSVLogger was given")
     parser.add_argument("--x", choices=X_AXES, default="step", help="the horizontal axis (step)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("vecgym-runs/plot.png"), metavar="FILE", help="(%(default)s)"
-    )
+    add_output(parser, "vecgym-runs/plot.png", "FILE")
     parser.add_argument("--title", help="above the figure")
 
 
@@ -32,22 +31,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """The directory itself if it holds a run, else those in it that do."""
+    """Return the directory itself if it holds a run, else its subdirectories that do."""
     if (directory / "history.csv").is_file() or not directory.is_dir():
         return [directory]
     return sorted(path.parent for path in directory.glob("*/history.csv")) or [directory]
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
-    """Runs by the shortest end of their paths that tells them apart.
+    """Name runs by the shortest ends of their paths that tell them apart.
 
     >>> list(named([Path("a/diloco"), Path("b/diloco")])), list(named([Path("a/x"), Path("a/y")]))
     (['a/diloco', 'b/diloco'], ['x', 'y'])
     """
     folders = list(dict.fromkeys(folder.resolve() if folder.name in ("", "..") else folder for folder in folders))
-    longest = max(len(folder.parts) for folder in folders)
-    for length in range(1, longest + 1):
+    length, found = 0, dict[str, Path]()
+    while len(found) < len(folders):
+        length += 1
         found = {"/".join(folder.parts[-length:]): folder for folder in folders}
-        if len(found) == len(folders):
-            break
     return found

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vecgym.cli.configuration import add_options, add_output, output_of, read_configuration
+from vecgym.cli.configuration import add_options, add_run_options, output_of, read_configuration
 
 if TYPE_CHECKING:
     from vecgym.sweeps import SweepResult
@@ -17,12 +17,11 @@ NEEDED = ("model", "train_dataset", "grid")
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Run a sweep as a configuration says: a Python function that returns a dict of the arguments of vecgym.sweep.
-    Writes rows.csv, table.md, explain.txt and figures."""
+    Write rows.csv, table.md, explain.txt and figures."""
     parser.epilog = "example: vecgym sweep experiment.py:grid --set max_steps=200 --output runs/grid"
     add_options(parser)
-    add_output(parser)
-    parser.add_argument("--resume", action="store_true", help="keep results in DIR/sweep.pt, and go on from there")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add_run_options(parser)
+    parser.add_argument("--resume", action="store_true", help="keep results in DIR/sweep.pt, and resume from them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
     output.mkdir(parents=True, exist_ok=True)
     if args.resume:
         found["resume"] = output / "sweep.pt"
-    if args.no_progress:
-        found["progress"] = False
     result = sweep(**found)
     (output / "explain.txt").write_text(result.explain() + "\n")
     print(result.explain())
@@ -49,19 +46,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def draw(result: SweepResult, output: Path) -> list[Path]:
-    """A figure for each axis with several values, a map of the first two of them, and the loss against the bytes."""
+    """Draw each axis with several values, a map of the first two of them, and the loss against the bytes."""
     rows = result.rows
     y = next((name for name in ("val_loss", "train_loss") if any(row.get(name) is not None for row in rows)), None)
     if y is None:
         return []
     several = [axis for axis in result.axes if len({str(row[axis]) for row in rows}) > 1 and axis != "seed"]
-    drawn = []
-    for axis in several:
-        drawn.append(output / f"{y}_by_{axis}.png")
-        result.plot(axis, y, path=drawn[-1], best=len(several) > 1)
+    paths = {what: output / f"{y}_by_{what}.png" for what in several}
+    for axis, path in paths.items():
+        result.plot(axis, y, path=path, best=len(several) > 1)
     if len(several) > 1:
-        drawn.append(output / f"{y}_by_{several[0]}_and_{several[1]}.png")
-        result.plot_heatmap(several[0], several[1], y, path=drawn[-1], best=True)
-    drawn.append(output / f"{y}_by_bytes.png")
-    result.plot_pareto(y, several[0] if several else None, path=drawn[-1])
-    return drawn
+        x, other = several[:2]
+        paths["map"] = output / f"{y}_by_{x}_and_{other}.png"
+        result.plot_heatmap(x, other, y, path=paths["map"], best=True)
+    paths["bytes"] = output / f"{y}_by_bytes.png"
+    result.plot_pareto(y, several[0] if several else None, path=paths["bytes"])
+    return list(paths.values())

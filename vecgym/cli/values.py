@@ -1,37 +1,46 @@
-"""Values of the options, and tables: what several commands share."""
+"""What several commands share: values of options, and tables."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 ENGINES = ("auto", "vmap", "loop", "fastest")  # those of vecgym.engine, which would import torch
 
 
-def count(text: str) -> int:
-    """A whole number from 1 on."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return value
+def _above_0(kind: Callable[[str], float], what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number > 0")
-    return value
+count = _above_0(int, "a whole number >= 1")
+positive = _above_0(float, "a number > 0")
+
+
+def add_output(parser: argparse.ArgumentParser, default: str, metavar: str = "DIR") -> None:
+    """Add --output, which is None if it is not given and its default depends on a NAME."""
+    path = None if "NAME" in default else Path(default)
+    about = f"where the results go ({default})"
+    parser.add_argument("--output", type=Path, default=path, metavar=metavar, help=about)
 
 
 def table(rows: list[list[str]]) -> str:
-    """A table: the first column to the left, the others to the right."""
+    """Lay out a table: the first column to the left, the others to the right.
+
+    >>> print(table([["step", "4"], ["val_loss", "1.25"]]))
+    step         4
+    val_loss  1.25
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vecgym.cli.configuration import add_options, read_configuration
+from vecgym.cli.run import allowed
 from vecgym.cli.values import count
 
 if TYPE_CHECKING:
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Train with a strategy twice, stacked in one process and on real processes of torch.distributed, and report the
+    """Train with a strategy twice, stacked in one process and on real processes of torch.distributed. Report the
     largest differences of parameters, losses, states and bytes, and the first cause of a failure. The strategy is one
-    that --list shows, on a small GPT; or your own: a function in a file returns it, or a dict as for vecgym run, whose
-    model, train_dataset, strategy, num_nodes, batch_size and seed are taken. The exit code is 1 if any differs."""
+    of --list, on a small GPT, or your own: a function in a file returns it, or a dict as for vecgym run, of which
+    model, train_dataset, strategy, num_nodes, batch_size and seed are used. The exit code is 1 if any differs."""
     parser.epilog = "examples: vecgym verify --strategy diloco --num-processes 4; vecgym verify experiment.py:diloco"
     add_options(parser, optional=True)
-    parser.add_argument("--strategy", metavar="NAME", help="one that --list shows, or all (all)")
-    parser.add_argument("--list", action="store_true", help="show the names of the strategies, and do nothing else")
+    parser.add_argument("--strategy", metavar="NAME", help="one of --list, or all (all)")
+    parser.add_argument("--list", action="store_true", help="list the names of the strategies, and do nothing else")
     parser.add_argument("--num-nodes", type=count, metavar="N", help="K (4, or that of the function)")
     parser.add_argument("--num-processes", type=count, default=2, metavar="N", help="W, which divides K (2)")
-    parser.add_argument("--steps", type=count, default=20, metavar="N", help="optimizer steps of every node (20)")
+    parser.add_argument("--steps", type=count, default=20, metavar="N", help="optimizer steps of each node (20)")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="precision (float64)")
 
 
@@ -37,45 +37,44 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(STRATEGIES))
         return 0
+    strategies, task = _of_a_file(args) if args.config else (_by_name(args), {})
+    task = {
+        **({} if "model" in task else _small_gpt()),
+        **task,
+        "num_nodes": args.num_nodes or task.get("num_nodes", 4),
+    }
     passed = True
-    strategies, settings = _of_a_file(args) if args.config else _of_names(args)
     for name, make in strategies.items():
         report = verify(
-            make(), num_processes=args.num_processes, steps=args.steps, dtype=getattr(torch, args.dtype), **settings
+            make(), num_processes=args.num_processes, steps=args.steps, dtype=getattr(torch, args.dtype), **task
         )
         passed &= report.passed
         print(f"{name}: {'passed' if report.passed else 'FAILED'}\n{report}\n", flush=True)
     return 0 if passed else 1
 
 
-def _of_names(args: argparse.Namespace) -> tuple[dict[str, Callable[[], Strategy]], dict[str, Any]]:
-    """What is known by name, and what else `verify` takes."""
+def _by_name(args: argparse.Namespace) -> dict[str, Callable[[], Strategy]]:
     from vecgym.core import check
     from vecgym.runs.verification import STRATEGIES
 
     if args.set:
         args.parser.error("--set is for the function of a file: give CONFIG.py[:function]")
-    name = args.strategy or "all"
-    check.choice("--strategy", name, ["all", *STRATEGIES])
-    return STRATEGIES if name == "all" else {name: STRATEGIES[name]}, {**_small_gpt(), "num_nodes": args.num_nodes or 4}
+    name = check.choice("--strategy", args.strategy or "all", ["all", *STRATEGIES])
+    return STRATEGIES if name == "all" else {name: STRATEGIES[name]}
 
 
 def _of_a_file(args: argparse.Namespace) -> tuple[dict[str, Callable[[], Strategy]], dict[str, Any]]:
-    """What a function returns; a small GPT where it has no model."""
-    from vecgym.cli.run import OWN
-    from vecgym.runs.trainer import Trainer
+    """Return what a function returns: the strategy, and what else `verify` takes."""
     from vecgym.strategy import Strategy
 
     if args.strategy:
         args.parser.error(f"--strategy {args.strategy} and {args.config} both say what to verify: give one of them")
-    allowed = (*OWN, *tuple(inspect.signature(Trainer.fit).parameters)[1:])
-    found = read_configuration(args, ("strategy",), allowed, alone=("strategy", Strategy))
+    found = read_configuration(args, ("strategy",), allowed(), alone=("strategy", Strategy))
     if ("model" in found) != ("train_dataset" in found):
         raise ValueError(f"{args.config}: give model and train_dataset, or neither of them for a small GPT.")
-    settings = {"model": found["model"], "dataset": found["train_dataset"]} if "model" in found else _small_gpt()
-    settings |= {name: found[name] for name in ("batch_size", "seed") if name in found}
-    settings["num_nodes"] = args.num_nodes or found.get("num_nodes", 4)
-    return {args.config: lambda: found["strategy"]}, settings
+    names = {"model": "model", "train_dataset": "dataset"} | {n: n for n in ("batch_size", "seed", "num_nodes")}
+    task = {names[name]: value for name, value in found.items() if name in names}
+    return {args.config: lambda: found["strategy"]}, task
 
 
 def _small_gpt() -> dict[str, Any]:

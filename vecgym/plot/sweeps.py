@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
     rows: Rows
     value: str
     over: str | None
-    finite: list[Mapping[str, Any]]
+    finite: Rows
 
     def title(self, title: str) -> str:
         """Return the title, with how many rows are left out."""

@@ -71,14 +71,11 @@ class DeMoStrategy(OptimizingStrategy):
     def _exchanged(self, momentum: Tensor) -> Tensor:
         """Send the strongest components, subtract them from the momentum, and return the mean over the nodes."""
         self.behaviour.check_demo(list(momentum.shape))
-        shape = (1,) if momentum.dim() == 0 else (momentum.shape[0], momentum[0].numel()) if momentum.dim() > 2 else ()
-        folded = momentum.view(shape) if shape else momentum
-        coefficients = self._encode(folded)
-        chunks = coefficients.flatten(2) if folded.dim() == 2 else coefficients
+        coefficients = self._encode(momentum.view(momentum.shape[0] if momentum.dim() > 1 else 1, -1))
+        chunks = coefficients.flatten(2)
         index = chunks.abs().topk(min(self.compression_topk, chunks.shape[-1]), sorted=False).indices
         value = chunks.gather(-1, index)
-        own = self._decode(self._placed(chunks, index, value), coefficients.shape)
-        momentum.sub_(own.view_as(momentum))
+        momentum.sub_(self._decode(self._placed(chunks, index, value), coefficients.shape).view_as(momentum))
         indices, values = ([torch.zeros_like(x) for _ in range(self.num_nodes)] for x in (index, value))
         all_gather(indices, index)
         all_gather(values, value)
@@ -90,21 +87,17 @@ class DeMoStrategy(OptimizingStrategy):
         return torch.zeros_like(like).scatter_reduce_(-1, index, value, "mean", include_self=False)
 
     def _encode(self, x: Tensor) -> Tensor:
-        """Transform each chunk: [(y h), (x w)] -> [y, x, h', w']; [(x w)] -> [x, w']."""
-        sides = [grid((n,), self.compression_chunk).area for n in x.shape]
-        basis = [self._basis(n, x)[0] for n in sides]
-        if x.dim() == 1:
-            return torch.einsum("...ij, jb -> ...ib", x.view(-1, sides[0]), basis[0])
-        chunks = x.view(x.shape[0] // sides[0], sides[0], x.shape[1] // sides[1], sides[1])
-        return torch.einsum("...ijkl, jb, ld -> ...ikbd", chunks, *basis)
+        """Transform each chunk: [(y h), (x w)] -> [y, x, h', w']."""
+        height, width = (grid((n,), self.compression_chunk).area for n in x.shape)
+        chunks = x.view(x.shape[0] // height, height, x.shape[1] // width, width)
+        return torch.einsum("...ijkl, jb, ld -> ...ikbd", chunks, self._basis(height, x)[0], self._basis(width, x)[0])
 
     def _decode(self, x: Tensor, shape: torch.Size) -> Tensor:
-        x = x.view(shape)
-        if x.dim() == 2:
-            return torch.einsum("...ij, jb -> ...ib", x, self._basis(shape[1], x)[1]).flatten()
-        inverse = [self._basis(n, x)[1] for n in shape[2:]]
-        rows = torch.einsum("...ijkl, kb, ld -> ...ibjd", x, *inverse)
-        return rows.reshape(shape[0] * shape[2], shape[1] * shape[3])
+        """Invert `_encode`: coefficients in chunks of `shape` -> [(y h), (x w)]."""
+        rows, columns, height, width = shape
+        inverse = self._basis(height, x)[1], self._basis(width, x)[1]
+        lines = torch.einsum("...ijkl, kb, ld -> ...ibjd", x.view(shape), *inverse)
+        return lines.reshape(rows * height, columns * width)
 
     def _basis(self, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if n not in self._bases:
