@@ -15,15 +15,15 @@ A model is a module that returns the mean loss of a batch; a strategy says what 
 >>> [round(loss, 2) for loss in trainer.history["train_loss"]]
 [1.0, 0.64, 0.27, 0.17, 0.0, 0.0, 0.06, 0.04]
 
-`vecgym.guide` is the manual, one page per subject: `help(vecgym.guide.sweeps)`. Below is the whole surface by theme;
+`vecgym.guide` is the manual, one page per subject: `help(vecgym.guide.sweeps)`. The public interface follows, by theme;
 `help(name)` shows each name with an example. Per-node tensors are `[K, *]`, and a node dimension of size 1 means "the
-same on every node".
+same on every node". What needs torch is imported when it is first used.
 
 - Training: `Trainer` (`LocalTrainer`), `Nodes`, `History`, `Ledger`
 - Strategies: `vecgym.strategy`, with `AllReduceStrategy`, `FedAvgStrategy`, `DiLoCoStrategy`,
   `CommunicateOptimizeStrategy` and others
 - Optimizers: `OptimSpec`, an optimizer with its settings; `vecgym.optim`
-- Data: `vecgym.data`, with `partition_iid`, `partition_dirichlet`, `partition_shards` and others: who holds what
+- Data: `vecgym.data`, with `partition_iid`, `partition_dirichlet`, `partition_shards` and others
 - Models: `vecgym.models`, with `GPT` and `Classifier`; `vecgym.data.text`, text without a download
 - Gradients: `rollout`, `rollout_jvp`, `Outcome`: whole runs as differentiable functions; `optimize_schedule`,
   `OptimizedSchedule`
@@ -36,7 +36,7 @@ same on every node".
 - Options: `Compute`, `Processes`, `Checkpoints`: the rarer options of `Trainer.fit`, in groups
 - Processes: `Trainer.fit(backend="processes", num_processes=W)`, `verify`
 - Underneath: `vecgym.engine.simulation`, the pure step; `vecgym.engine`, the gradients of all nodes;
-  `vecgym.collectives`, what they exchange, with topology and ledger; `vecgym.compress`, what is sent instead;
+  `vecgym.collectives`, exchanges, topologies and the ledger; `vecgym.compress`, codecs;
   `vecgym.records`, `vecgym.runs`, `vecgym.sweeps`, `vecgym.core`
 - Errors: `DivergenceError`, `ProcessError`, `VecgymWarning`; all others are `ValueError` and `TypeError`, with the fix
 - Other interfaces: `vecgym.compat.exogym`, `vecgym.compat.diloco_sim`

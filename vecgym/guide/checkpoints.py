@@ -35,19 +35,19 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
 - **When.** Checkpoints are written at the start, every `checkpoint_interval` steps, at the end, and on Ctrl-C, but not
   when a run diverges. The last `keep_checkpoints` are kept.
 - **Safety.** A file appears completely or not at all, even if the program is killed meanwhile. A damaged, foreign or
-  handmade file is named, and the next older one is used. A pipe or device of that name is never opened. A full disk
-  warns, and the run continues.
+  handmade file is reported, and the next older one is used. A pipe or device of that name is never opened. If the
+  disk is full, the run warns and continues.
 - **What must match.** Strategy, model, K, seed and batch size are checked, and a different one is refused with the
-  difference. Other data only warns. More steps are refused only where the learning rates depend on their number
-  (`"cosine"`). A new run in the folder of another is refused.
+  difference. Other data only causes a warning. More steps are refused only where the learning rates depend on their
+  number (`"cosine"`). A new run in the folder of another is refused.
 - **What may change.** Engine, chunk and micro-batch size, device and number of processes may change; a warning says
-  that the last bits will. Loggers, evaluation, and what has no part in the training may change freely.
+  that the last bits will. Loggers, evaluation, and anything else that does not affect training may change freely.
 - **Processes.** The first process writes one file with the state of all nodes. Any number of processes, or none, can
   continue from it: to the bit with `exact=True`, else up to rounding. All processes must see the folder.
 - **Strategies for one rank** are saved with everything they hold: optimizers, tensors, generators. What cannot be
   saved, such as an iterator, is named at the start. Counters inside a dataset object are not saved.
 
-## What a resumed run must have in common
+## What must be the same in a resumed run
 
 Checkpoints and `sweep(resume=)` compare what a run holds and what it computes.
 

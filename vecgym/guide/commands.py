@@ -7,10 +7,10 @@
 | `vecgym sweep` | runs a grid of configurations as a function in a file says |
 | `vecgym plot` | draws runs that a `CSVLogger` or `vecgym run` wrote |
 | `vecgym verify` | compares strategies with themselves on real processes |
-| `vecgym exogym` | runs a script that was written for EXO Gym |
+| `vecgym exogym` | runs a script written for EXO Gym |
 | `vecgym info` | shows versions, devices, threads and engines |
 
-Each has `--help`.
+Each has `--help`, which does not load torch and so comes at once.
 
 ## Configurations
 
@@ -40,10 +40,16 @@ vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-5
 vecgym plot runs/diloco-20 runs/diloco-50 --x bytes --output both.png
 ```
 
-`--set` passes an argument to the function, or else replaces an item of the dict that it returns. `vecgym sweep
-FILE.py:function` takes the arguments of `vecgym.sweep` in the same way, and writes rows, figures, and which
-configurations shared a program. `vecgym verify FILE.py:function` compares what the function returns with itself on
+`--set` passes an argument to the function, or else replaces an item of the dict that it returns. In the same way,
+`vecgym sweep FILE.py:function` takes the arguments of `vecgym.sweep`; it writes rows, figures, and which configurations
+shared a program. `vecgym verify FILE.py:function` compares the strategy that the function returns with itself on
 processes. Earlier results are replaced only with `--overwrite`.
+
+## Threads
+
+All commands set `OMP_WAIT_POLICY=PASSIVE`, so that torch's threads sleep while they wait for work instead of keeping
+cores from other programs. If your environment has `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`, it stays as
+it is. `vecgym.guide.performance` has measurements.
 
 ## Exit codes
 

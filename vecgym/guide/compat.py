@@ -7,7 +7,8 @@ vecgym exogym example/nanogpt_train.py --dataset shakespeare --strategy diloco
 ```
 
 runs a script written for [EXO Gym](https://github.com/exo-explore/gym) unmodified: `import exogym...` finds vecgym's
-classes under EXO Gym's module paths and argument names. In a notebook, `vecgym.compat.exogym.install()` does the same:
+classes, under EXO Gym's module paths and with its argument names. In a notebook, `vecgym.compat.exogym.install()` does
+the same:
 
 >>> import torch
 >>> from vecgym.compat import exogym
@@ -16,46 +17,46 @@ classes under EXO Gym's module paths and argument names. In a notebook, `vecgym.
 >>> from exogym.strategy.sparta import SparseCommunicator
 >>> exogym.uninstall()
 
-EXO Gym's own strategies become vecgym's, which train all nodes at once. A class of yours that is written for one rank
+EXO Gym's own strategies are translated to vecgym's, which train all nodes at once. Your own classes for one rank
 (`self.model.parameters()`, `p.grad`, `all_reduce(p.grad)`, `self.rank == 0`, calls of `torch.distributed`,
-communication modules, a scheduler of torch) runs rank by rank. An option that means nothing here warns and says why; an
-unknown one is a `TypeError`. Runs are written to `logs/<run_name>/train.csv` and `validation.csv`, or to Weights &
-Biases.
+communication modules, torch's schedulers) run rank by rank. An option that has no effect here causes a warning that
+says why; an unknown one is a `TypeError`. Runs are written to `logs/<run_name>/train.csv` and `validation.csv`, or to
+Weights & Biases.
 
 ### Strict timing
 
 `vecgym exogym --strict-timing script.py`, or `install(strict_timing=True)`, trains exactly as EXO Gym's processes do:
 the same batches, dropout masks, moments and mistakes, node after node. One mistake is fixed (DiLoCo, below). Compared
-with EXO Gym itself for 40 steps, 2 processes agree to the last bit at every step. 4 agree up to the order in which gloo
-adds up: 5.6e-16 in float64, 4e-7 in float32. On macOS, the workers of a `DataLoader` are new interpreters, which do not
-know `exogym`: there, a dataset class belongs into a module that does not import it.
+with EXO Gym itself for 40 steps, 2 processes agree to the last bit at every step. 4 agree up to gloo's order of
+summation: 5.6e-16 in float64, 4e-7 in float32. On macOS, the workers of a `DataLoader` are new interpreters, which do
+not know `exogym`: there, put dataset classes into a module that does not import it.
 
 | EXO Gym (9fa323c) | vecgym | with strict timing |
 |---|---|---|
 | does not start on Linux without a GPU, nor without `run_name` | fixed; the default name is the time | fixed |
-| on a CPU, DiLoCo's outer parameters are node 0's own: every outer gradient after the first is 0 | fixed | fixed |
+| on a CPU, DiLoCo's outer parameters are node 0's own tensors: every outer gradient after the first is 0 | fixed | fixed |
 | `fit` fails at its end for models with integer buffers (batch norm) | fixed: node 0's | fixed |
 | `autocast=True`, `checkpoint_interval` and `correlation_interval` (without wandb) end in an error | work | work; `checkpoint_interval` warns |
 | DiLoCo and FedAvg exchange first after H + 1 steps | after H | reproduced |
-| one node alone never takes an outer step | it does (Lookahead) | reproduced |
-| the sampler never reshuffles; a factory's data always is shuffled, whatever `shuffle` says | a new order in each epoch; `shuffle` | reproduced |
+| a single node never takes an outer step | it does (Lookahead) | reproduced |
+| the sampler never reshuffles; a factory's data is always shuffled, whatever `shuffle` says | a new order in each epoch; `shuffle` | reproduced |
 | all nodes are seeded alike: dropout is correlated | each node has its own seed | reproduced |
 | after the first evaluation node 0 stays in `eval()` mode | fixed | reproduced |
 | `FedAvgStrategy(inner_optim=...)`, DeMo's learning rate and `max_norm`, `sparta_interval`, `async_sparta_delay`, `lr=`, `outer_lr=` are ignored | used | reproduced, with a warning |
-| options that a strategy does not know (`H` or `p` of AllReduce) are stored and ignored | ignored with a warning; unknown ones refused | likewise |
-| a warm-up of one step where none is given: the first learning rate is 0 | reproduced | reproduced |
+| options that a strategy does not know (`H` or `p` of AllReduce) are stored and ignored | ignored with a warning; unknown ones are refused | the same |
+| a warm-up of one step by default: the first learning rate is 0 | reproduced | reproduced |
 | past `lr_scheduler_kwargs["max_steps"]` the cosine rises again | stays at 10 % | reproduced |
 | islands come from an unseeded generator | seeded | seeded |
 | DeMo fails on tensors of more than two dimensions | folds them | refused |
-| `train.csv` has the last micro-batch of node 0, and the learning rate of the step after | the mean over the nodes; of the step | that loss; of the step |
+| `train.csv` has the loss of node 0's last micro-batch, and the next step's learning rate | the mean over the nodes; the step's rate | that loss; the step's rate |
 | SPARTA sends a mask of one byte per parameter in each step | drawn from a shared seed, no bytes | reproduced, and counted |
 | `device`, given to `fit`, is ignored | used | used |
-| `exogym.strategy.dgc`, which an example names, does not exist | nor here | nor here |
+| `exogym.strategy.dgc`, which an example imports, does not exist | nor here | nor here |
 
 ## diloco-sim
 
-Scripts for [diloco-sim](https://github.com/MattBeton/diloco-sim) run with one line before theirs, and without
-processes, wandb or a GPU:
+Scripts for [diloco-sim](https://github.com/MattBeton/diloco-sim) run after one additional line, and without processes,
+wandb or a GPU:
 
 >>> import vecgym.compat.diloco_sim
 >>> vecgym.compat.diloco_sim.install()  # from here on, `import diloco_sim` finds this module
@@ -72,10 +73,10 @@ processes, wandb or a GPU:
 >>> average = simulator.train()
 
 There are hooks, checkpoints in `save_dir`, and `simulator.history`, `simulator.ledger` and `simulator.trainer`.
-Arguments, defaults and timing are the original's. With the same masks, trajectories on 2 and 4 of its processes and
+Arguments, defaults and timing are the original's. With the same masks, its trajectories on 2 and 4 processes and those
 here differ by at most 5e-16 in float64 (15 steps; outer steps, SPARTA with delays, warm-up, clipping), once two
-mistakes of the original are corrected: its outer optimizer never acts, and its queue of delayed values mixes tensors
-up. `vecgym.compat.diloco_sim` has a table of all other differences.
+mistakes of the original are corrected: its outer optimizer never acts, and its queue of delayed values confuses
+tensors. The docstring of `vecgym.compat.diloco_sim` has a table of all other differences.
 
 ## The documents' features
 
@@ -88,7 +89,7 @@ These are the documents that describe EXO Gym and diloco-sim:
 5. "Distributed Low-Communication (DiLoCo) Training Simulator", the README of diloco-sim
 
 The table lists what they show, with `exogym` read as `vecgym`. The last column names the tests in
-`tests/test_documents.py`, without `test_`, or says why there is none.
+`tests/test_documents.py`, without `test_`, or says why there are none.
 
 | document | feature | in vecgym | tests, or why there is none |
 |---|---|---|---|

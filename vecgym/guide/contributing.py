@@ -1,6 +1,6 @@
 """Contributing: where to add what, and the checks
 
-README.md has the picture of the floors on which the packages stand, and the three files to read first.
+README.md has a picture of the floors on which the packages stand, and names the three files to read first.
 
 ## Ideas behind the code
 
@@ -21,7 +21,7 @@ README.md has the picture of the floors on which the packages stand, and the thr
 | a codec | a `Codec` in `vecgym/compress/codecs.py`, its name in `METHODS` | `CODECS` in `tests/test_compression.py` |
 | a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/sparta.py` | `SELECTORS` in `tests/test_sparta.py` |
-| an optimizer | none is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |
+| an optimizer | nothing is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |
 | a collective | `vecgym/collectives/base.py`, and both backends beside it | `tests/test_collectives.py`, `tests/test_distributed.py` |
 | a partition of data | `vecgym/data/partition.py` | `tests/test_partition.py` |
 | a logger | a `Logger` in `vecgym/records/loggers.py` | `tests/test_logger.py` |
@@ -37,21 +37,21 @@ README.md has the picture of the floors on which the packages stand, and the thr
 ```bash
 pip install -e ".[dev]"
 pytest                                           # all tests and all examples in docstrings, on all cores
-pytest -n 0 tests/test_properties.py -k diloco   # what every strategy must do, of some
+pytest -n 0 tests/test_properties.py -k diloco   # what every strategy must do, for some strategies
 pytest -n 0 vecgym/strategy/diloco.py            # the examples of one module
-pytest benchmarks; .ci/notebooks                 # every benchmark in short, every notebook
+pytest benchmarks; .ci/notebooks                 # every benchmark, shortened, and every notebook
 .ci/docs site                                    # guide and API as web pages, with all links checked
 ruff check . && ruff format --check . && mypy
 .ci/run                                          # all of these in a fresh virtual environment
-.ci/run ends                                     # a part of the tests with the oldest and the newest torch
+.ci/run ends                                     # some tests with the oldest and the newest torch
 ```
 
 vecgym needs torch 2.6 or later and Python 3.10 or later. `.ci/run` tests everything with torch 2.13.0, and then engine,
 collectives, optimizers, ledger, twins, second derivatives and golden traces with 2.6.0 and 2.14.1. If one of these
-cannot be installed, it says so. All this runs in one Python, the `python3` that it finds; for the others there is only
-the linter, which refuses syntax that Python 3.10 lacks.
+cannot be installed, it says so. All this runs in one version of Python, the `python3` that it finds; for others there
+is only the linter, which refuses syntax that Python 3.10 lacks.
 
-Tests have fixed seeds, measure no time, run in any order, and fit into ten minutes on two cores.
+Tests have fixed seeds, measure no time, run in any order, and take at most ten minutes on two cores.
 
 Each algorithm has a naive twin in `tests/reference/`, written from the paper without vecgym. The guide is executed too:
 its `>>>` examples are doctests, and its `python` blocks, which are whole files, run in `tests/test_readme.py`.

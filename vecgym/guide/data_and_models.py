@@ -17,7 +17,7 @@ the form in which the dataset yields its examples.
 
 `vecgym.models.Classifier` wraps a network that returns logits, and `vecgym.models.GPT` is a small nanoGPT.
 
-- Batch norm keeps the statistics of each node. They are never exchanged during a run, and averaged at its end.
+- Batch norm keeps separate statistics for each node. They are not exchanged during a run, and averaged at its end.
 - Dropout differs between nodes and is reproducible. Tied weights stay tied, frozen parameters stay frozen.
 - `fit` returns a new module and leaves yours untouched.
 - A parameter without influence on the loss in the first step is assumed never to have any, and is not updated.
@@ -35,7 +35,7 @@ examples of each node yourself, pass a factory `(rank, num_nodes, train_dataset)
 >>> x = torch.randn(1024, 20)
 >>> labels = x[:, :4].argmax(1)
 >>> dataset = torch.utils.data.TensorDataset(x, labels)
->>> partition = partition_dirichlet(labels, 8, alpha=0.3)  # unlike mixtures of classes
+>>> partition = partition_dirichlet(labels, 8, alpha=0.3)  # different mixtures of classes
 >>> trainer = Trainer(Classifier(torch.nn.Linear(20, 4)), partition.datasets(dataset))
 >>> averaged = trainer.fit(FedAvgStrategy("sgd", H=5, lr=0.1), num_nodes=8, max_steps=10)
 
@@ -46,7 +46,7 @@ The other partitions are `partition_iid`, `partition_shards` (a few classes on e
   go through a `DataLoader` with your `dataloader_kwargs`.
 - A batch depends on (seed, step, node) alone, so a run can resume at any step.
 - The last batch of an epoch may be smaller, on all nodes alike; `drop_last` drops it.
-- A node whose own dataset is shorter repeats its examples until the longest dataset is through. A node with fewer than
+- A node with a shorter dataset repeats its examples until the longest dataset is through. A node with fewer than
   `batch_size` examples uses all of them as its batch.
 - All nodes make the same number of steps. There are no local epochs yet.
 
@@ -56,7 +56,7 @@ The engine computes the gradients of all nodes.
 
 | `engine=` | how |
 |---|---|
-| `"auto"` | the default: chooses by a fixed rule, and spreads the nodes over CPU threads where that pays |
+| `"auto"` | the default: chooses by a fixed rule, and spreads the nodes over CPU threads where that is faster |
 | `"vmap"` | all nodes in one call, or `chunk_size` at a time |
 | `"loop"` | one node after the other, for any model |
 | `"fastest"` | measures on the first steps, and so may choose differently from run to run |

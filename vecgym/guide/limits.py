@@ -2,12 +2,12 @@
 
 ## Time and scale
 
-- There is no network model. Bytes are counted and never waited for; the only seconds in a history are those of this
+- There is no network model. Bytes are counted, but nothing waits for them; the seconds in a history are those of this
   machine.
 - A node is never split over devices, and all nodes of a process are in its memory at once.
-- About 1 ms of a step is Python. AllReduce takes 2.2 times as long as one big batch on the tiny MLP, 1.3 times on the
-  MLP. Convolution and max-pooling take as long as in a loop, and the arithmetic of a large model is what it is: see
-  `vecgym.guide.performance`.
+- About 1 ms of a step is spent in Python. AllReduce takes 2.2 times as long as one big batch on the tiny MLP, 1.3 times
+  on the MLP. Convolution and max-pooling take as long as in a loop, and stacking cannot reduce the arithmetic of a
+  large model: see `vecgym.guide.performance`.
 - Processes are tested with gloo on CPUs, and have never been run on GPUs.
 - All nodes make the same number of steps. There are no local epochs, and nothing is asynchronous.
 
@@ -15,13 +15,13 @@
 
 - `vmap` has no fast form of some operations (LSTMs, activation checkpointing, Python branches on tensor values). Such
   models run node by node, and the CPU cores work on different nodes.
-- Models with hooks on gradients run node by node. Their rollouts, and hooks on `p.grad`, are refused.
+- Models with hooks on gradients run node by node. They cannot be rolled out, and hooks on `p.grad` are refused.
 - Embeddings with `max_norm` or `scale_grad_by_freq` run node by node, because vmap would compute them wrongly.
 - Random numbers of a model, such as dropout, are keyed by seed, step and node, but engines and chunk sizes draw them in
   different orders. They are reproducible for one engine and chunk size, and differ between them. Such models are not
   spread over CPU threads, since all threads share torch's one generator.
 - A parameter that has no influence on the loss in the first step is assumed never to have any, and is not updated.
-- Batch-norm statistics are never exchanged during a run, and averaged at its end.
+- Batch-norm statistics are not exchanged during a run. They are averaged at its end.
 
 ## Sweeps and rollouts
 
@@ -32,6 +32,6 @@
 
 ## Versions
 
-Everything is tested with one version of torch, a part of the tests with the oldest and the newest supported one, and
-all of it in one Python: see `vecgym.guide.contributing`.
+All tests run with one version of torch and one version of Python; some of them also run with the oldest and the newest
+supported torch: see `vecgym.guide.contributing`.
 """

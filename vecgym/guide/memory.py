@@ -21,15 +21,15 @@ The estimate counts parameters, gradients, optimizer, strategy state, batch and 
 >>> trainer.nodes.num_nodes
 64
 
-`max_memory_usage` splits a step until it fits into that part of the device's memory: first fewer nodes in one call
+`max_memory_usage` splits a step until it fits into that fraction of the device's memory: first fewer nodes in one call
 (`chunk_size`), then parts of the batch (`minibatch_size`). The batch of a model with batch norm is never split, since
 that would change its statistics. The choice is the same at every run on a machine with that memory. If nothing fits, a
 `MemoryError` says what would.
 
 On CUDA the allocator's peak is measured. On CPU and MPS it is the estimate; `history.settings["memory"]` says which.
 The estimate counts tensors, but not Python, the allocator's reserves, or the workspace of convolutions. On a CPU a
-whole step took 1 to 1.5 times the estimate for MLP and GPT, 1.5 to 1.8 times for a CNN, and steps of few nodes at a
-time, of some 20 MB, up to 3.5 times. So on a CPU the limit counts the estimate twice (`python benchmarks/memory.py`).
+whole step took 1 to 1.5 times the estimate for MLP and GPT, 1.5 to 1.8 times for a CNN, and up to 3.5 times for small
+steps of some 20 MB, with few nodes at a time. So on a CPU the limit counts the estimate twice (`python benchmarks/memory.py`).
 
 ## How many nodes fit on how many GPUs
 

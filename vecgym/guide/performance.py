@@ -1,13 +1,13 @@
 """Performance: what was measured, and how
 
-All figures of this page are from a 2-core virtual machine (Xeon, 2.5 GHz), in float32, unless it says otherwise. They
-belong to that machine: the scripts in `benchmarks/` measure yours.
+Unless stated otherwise, all figures on this page are for float32 on a 2-core virtual machine (Xeon, 2.5 GHz). The
+scripts in `benchmarks/` measure your own machine.
 
 ## A training step
 
 Milliseconds per training step of all K nodes with DiLoCo (H=20, AdamW), 2 threads, medians of interleaved runs. *loop*
-is what one would write instead: K plain modules with fused AdamW, one after the other. *big* is one model on the K
-batches together, the floor for AllReduce (`python benchmarks/step_time.py`).
+is what one would write instead: K plain modules with fused AdamW, one after the other. *big* is one model on all K
+batches at once, the lower bound for AllReduce (`python benchmarks/step_time.py`).
 
 | workload | K | loop | vecgym | faster | big | AllReduce |
 |---|--:|--:|--:|--:|--:|--:|
@@ -17,23 +17,25 @@ batches together, the floor for AllReduce (`python benchmarks/step_time.py`).
 | GPT, 2 layers, width 64, context 64, batch 8 | 16 | 252 | 142 | 1.8 x | 127 | 128 |
 | GPT, 4 layers, width 256, context 128, batch 4 | 4 | 488 | 472 | 1.03 x | 419 | 495 |
 
-Where it is not fast: about 1 ms of a step is Python, so AllReduce takes 2.2 times as long as *big* on the tiny MLP and
-1.3 times on the MLP. Convolution and max-pooling take as long as in a loop. The arithmetic of a large model is what it
-is.
+Where it is not fast: about 1 ms of a step is spent in Python, so AllReduce takes 2.2 times as long as *big* on the
+tiny MLP and 1.3 times on the MLP. Convolution and max-pooling take as long as in a loop, and stacking cannot reduce the
+arithmetic of a large model.
 
 ## A whole run
 
-`Trainer.fit` with data, history, ledger and progress bar takes 0 to 14 % more than these bare steps. A whole process,
-from `python` to the end of 420 steps of the MLP on 16 nodes, takes 8 s, 2.4 of them to import torch. 1000 nodes of the
-tiny MLP take 5 ms a step and 43 MB; 1000 nodes of the MLP take 2.2 GB, 2.15 MB each (`python benchmarks/scaling.py`).
+`Trainer.fit` with data, history, ledger and progress bar takes 0 to 14 % longer than these bare steps. A whole process,
+from `python` to the end of 420 steps of the MLP on 16 nodes, takes 8 s, of which importing torch takes 2.4. 1000 nodes
+of the tiny MLP take 5 ms a step and 43 MB; 1000 nodes of the MLP take 2.2 GB, 2.15 MB each
+(`python benchmarks/scaling.py`).
 
-A sweep of 32 configurations of the tiny MLP on 8 nodes takes 2.2 s, one after the other 31 s; of the MLP 10 s and 20 s
-(`python benchmarks/sweep.py`).
+A sweep of 32 configurations on 8 nodes takes 2.2 s for the tiny MLP, against 31 s one after the other; for the MLP,
+10 s against 20 s (`python benchmarks/sweep.py`).
 
 ## Against EXO Gym
 
-[EXO Gym](https://github.com/exo-explore/gym) at 9fa323c, one process per node. Both ran through their trainers, with data
-loading and logging (`python benchmarks/against_exogym.py --exogym CHECKOUT`).
+[EXO Gym](https://github.com/exo-explore/gym) at 9fa323c, one process per node. Both ran through their trainers, with
+data loading and logging
+(`python benchmarks/against_exogym.py --exogym CHECKOUT`).
 
 | workload, K = 16 | first step: EXO Gym | vecgym | ms per step: EXO Gym | vecgym |
 |---|--:|--:|--:|--:|
@@ -43,7 +45,7 @@ loading and logging (`python benchmarks/against_exogym.py --exogym CHECKOUT`).
 
 ## Exchanges
 
-Share of a step that the exchange of the parameters takes (H=20, p=0.005; `python benchmarks/strategies.py`):
+The share of a step that the exchange takes (H=20, p=0.005; `python benchmarks/strategies.py`):
 
 | | MLP, K=64 | GPT (2 layers), K=16 |
 |---|--:|--:|
@@ -68,14 +70,16 @@ Two forked processes start in 0.07 s, two new interpreters in 2.8 s.
 
 ## On a busy machine
 
-Next to other programs that want the cores, set `OMP_WAIT_POLICY=PASSIVE` before Python starts:
+By default, OpenMP's threads wait for one another in a busy loop. When other programs want the same cores, that keeps
+the cores from the very threads that they wait for. `vecgym` on the command line therefore sets
+`OMP_WAIT_POLICY=PASSIVE`, unless your environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or
+`KMP_BLOCKTIME`). For scripts and notebooks, set it before Python starts:
 
 ```bash
-OMP_WAIT_POLICY=PASSIVE vecgym compare
+OMP_WAIT_POLICY=PASSIVE python experiment.py
 ```
 
-Otherwise OpenMP's threads wait for one another in a busy loop, which keeps the cores from the threads that they wait
-for. A step of the MLP on 8 nodes, in ms, medians of two blocks of 5 steps (`python benchmarks/busy.py --workload mlp`):
+A step of the MLP on 8 nodes, in ms, medians of two blocks of 5 steps (`python benchmarks/busy.py --workload mlp`):
 
 | threads | idle machine | 4 busy processes on the 2 cores |
 |---|--:|--:|
@@ -88,11 +92,11 @@ for. A step of the MLP on 8 nodes, in ms, medians of two blocks of 5 steps (`pyt
 
 ## On real data: Tiny Shakespeare
 
-The setting is nanoGPT's for a CPU: a character-level GPT of 4 layers, 4 heads, width 128, context 64, no dropout, 12
-windows a step for 2000 steps, AdamW with warm-up and cosine. nanoGPT reports a validation loss of 1.88 for it. Two
-things differ here: the initial matrices are larger (see `vecgym.models.GPT`), and the loss is that of the averaged
-model at the end on the whole last tenth of the text, not on a sample of it. Four nodes read 3 windows each, so every
-row has seen the same text.
+The setting is nanoGPT's for a CPU: a character-level GPT with 4 layers, 4 heads, width 128, context 64 and no dropout,
+12 windows a step for 2000 steps, AdamW with warm-up and cosine decay. nanoGPT reports a validation loss of 1.88 for it.
+Two things differ here: the initial matrices are larger (see `vecgym.models.GPT`), and the loss is that of the averaged
+model at the end on the whole last tenth of the text, not on a sample of it. Four nodes read 3 windows each, so the same
+amount of text goes into every row.
 
 | | K | windows per node | loss on the whole validation part | sent per node | less |
 |---|--:|--:|--:|--:|--:|
@@ -106,13 +110,12 @@ row has seen the same text.
 
 ![Losses of the seven runs, left against optimizer steps, right against bytes sent; one node and AllReduce coincide, and the first steps are cut off](../../notebooks/figures/shakespeare.png)
 
-This is one seed, and no number of a strategy was tuned except DeMo's learning rate. The markers in the figure are
-evaluations during the runs, always on the same 96 windows of the validation part; they differ from the table by the
-choice of these windows. `python benchmarks/shakespeare.py --text FILE` prints the table and draws the figure, in about
-half an hour on one core.
+This is one seed, and only DeMo's learning rate was tuned. The markers in the figure are evaluations during the runs,
+always on the same 96 windows of the validation part, which is why they differ from the table.
+`python benchmarks/shakespeare.py --text FILE` prints the table and draws the figure in about half an hour on one core.
 
 More comparisons: `benchmarks/mnist.py` and `benchmarks/cifar10.py` on images (MNIST where torchvision has it on disk,
 else scikit-learn's digits); `benchmarks/federated.py --num-clients 100 --island-size 10` on islands, partial
-participation and servers with unlike data; `benchmarks/diloco_scaling.py` for DiLoCo on 1, 2, 4 and 8 nodes at equal
+participation and server optimizers with heterogeneous data; `benchmarks/diloco_scaling.py` for DiLoCo on 1, 2, 4 and 8 nodes at equal
 tokens. All take `--quick`.
 """

@@ -18,8 +18,8 @@
 
 `trainer.history` records, per step:
 
-- training loss, mean and per node; validation loss of the averaged model, mean and per node;
-- whatever else the model offers, such as accuracy or perplexity;
+- training loss, as a mean and per node; validation loss of the averaged model, as a mean and per node;
+- the model's own metrics, such as accuracy or perplexity;
 - inner and outer learning rate;
 - bytes sent, and the bandwidth that they imply;
 - the consensus distance before and after the exchange, and the correlation between nodes;
@@ -31,10 +31,10 @@ collective: its operation, bytes, and the nodes that took part.
 
 ## Metrics of a model
 
-A model with a method `val_metrics(batch)` is validated by it. It returns a dict of scalars, means over the batch, with
-"loss" among them. They become the columns `val_NAME` (averaged model) and `val_NAME_local` (mean of the nodes). It is
-computed like the forward pass, for all nodes at once where `vmap` can. Functions of the mean loss go into a dict
-`loss_metrics`:
+If a model has a method `val_metrics(batch)`, validation calls it. It returns a dict of scalars, which are means over
+the batch and include "loss". They become the columns `val_NAME` (averaged model) and `val_NAME_local` (mean of the
+nodes). Like the forward pass, it runs for all nodes at once where `vmap` can. Functions of the mean loss go into a
+dict `loss_metrics`:
 
 >>> class Accurate(torch.nn.Module):
 ...     loss_metrics = {"perplexity": torch.exp}
@@ -55,11 +55,11 @@ computed like the forward pass, for all nodes at once where `vmap` can. Function
 >>> [name for name in measured.history.columns if name.startswith("val_") and not name.endswith("_local")]
 ['val_loss', 'val_losses', 'val_accuracy', 'val_perplexity']
 
-`vecgym.models.GPT` offers its perplexity, `vecgym.models.Classifier` its accuracy.
+`vecgym.models.GPT` reports its perplexity, `vecgym.models.Classifier` its accuracy.
 
 ## Loggers
 
-A logger is one of these, or a list:
+`fit` takes one logger or a list:
 
 >>> import tempfile
 >>> from vecgym import TensorBoardLogger, WandbLogger
@@ -74,8 +74,8 @@ A logger is one of these, or a list:
 ... )
 
 `pip install vecgym[wandb]` and `pip install vecgym[tensorboard]` install what the last two need. Without an account, or
-with `mode="offline"`, wandb writes files only. A logger that fails warns and is dropped; the training continues. A
-logger of your own subclasses `vecgym.Logger` and has `start(settings)`, `log(row)` and `finish()`.
+with `mode="offline"`, wandb writes files only. A logger that fails is dropped with a warning, and training continues. A
+logger of your own is a subclass of `vecgym.Logger` with `start(settings)`, `log(row)` and `finish()`.
 
 The progress bar shows loss, bytes and steps per second; `progress=False` turns it off.
 

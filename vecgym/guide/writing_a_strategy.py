@@ -1,13 +1,13 @@
 """Writing a strategy: step by step, and the contract
 
-`vecgym.guide.strategies` has a first example. This page is for a strategy that shall become part of vecgym, or that
-shall run everywhere that the built-in ones do: on processes, in sweeps, in rollouts and from checkpoints.
+`vecgym.guide.strategies` has a first example. This page is for strategies that are to become part of vecgym, or to run
+everywhere that the built-in ones do: on processes, in sweeps, in rollouts and from checkpoints.
 
 ## Step by step
 
 1. **Write it** in `vecgym/strategy/NAME.py`: a `CommunicationModule` that says what is exchanged, and a `Strategy` that
-   puts it around an inner optimizer, as `vecgym/strategy/diloco.py` does. Ask `vecgym.verify` early whether it is the
-   same on real processes.
+   combines it with an inner optimizer, as `vecgym/strategy/diloco.py` does. Check early with `vecgym.verify` that it
+   gives the same numbers on real processes.
 2. **Document it** in the docstring of the strategy: one line; the update rule in the paper's symbols; what it keeps,
    with shapes; the bytes sent per node and step; the arguments; an example, which the tests execute; the paper, and
    every deviation from it, or "No deviation".
@@ -17,15 +17,15 @@ shall run everywhere that the built-in ones do: on processes, in sweeps, in roll
    `tests/test_twins.py`, or a file of its own such as `tests/test_demo.py`.
 5. **Add a row to the catalogue**, `CATALOGUE` in `vecgym/strategy/catalogue.py`: how to make the strategy, its twin, its
    bytes in closed form, its properties. `vecgym verify`, `vecgym compare`, the benchmarks, `tests/test_properties.py` and
-   `tests/test_distributed.py` take theirs from it. In `tests/test_properties.py` add a value for each constructor
-   argument that changes a run to `ARGUMENTS`, and what cannot work to `REFUSED`.
+   `tests/test_distributed.py` take theirs from it. In `tests/test_properties.py`, add to `ARGUMENTS` a value for each constructor
+   argument that changes a run, and to `REFUSED` what cannot work.
 6. **Add a case** to `CASES` of `tests/test_sweep.py` (the curve in a stack equals the one alone), and to
    `tests/test_rollout.py` for each number that it takes (the gradient equals finite differences).
 7. **Announce it**: a row in the tables of strategies in `README.md` and `vecgym/guide/strategies.py`, and a
    line in `CHANGELOG.md`.
 8. **Break the code once**, and watch each of these tests fail.
 
-Tests name what an exported strategy lacks of 2, 3, 5 and of the sweeps in 6. The notebook
+Tests report what an exported strategy lacks of steps 2, 3 and 5, and of the sweeps in 6. The notebook
 `notebooks/5_new_algorithm.ipynb` follows these steps with an example.
 
 ## The contract

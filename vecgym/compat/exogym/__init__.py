@@ -1,15 +1,15 @@
-"""Scripts written for EXO Gym, on vecgym.
+"""Run scripts written for EXO Gym.
 
-`install()` makes `import exogym...` find the classes of this package, under EXO Gym's module paths and argument
-names; `vecgym exogym script.py` does it for a script. EXO Gym's own strategies become vecgym's, which train all nodes
-at once; a class of the user's, written for one rank, runs rank by rank.
+`install()` makes `import exogym...` find the classes of this package, under EXO Gym's module paths and with its
+argument names; `vecgym exogym script.py` does so for a script. EXO Gym's own strategies are translated to vecgym's,
+which train all nodes at once; a user's class, written for one rank, runs rank by rank.
 
-With `strict_timing` a run is EXO Gym's to the last step: which batches a node sees (the sampler never shuffles anew),
+With `strict_timing`, a run follows EXO Gym to the last step: which batches a node sees (the sampler never reshuffles),
 which random numbers (all nodes are seeded alike, node 0 evaluates and stays in eval() mode), when it exchanges (DiLoCo
-and FedAvg first after H + 1 steps), and what EXO Gym ignores. One thing is mended: DiLoCo's outer parameters are node
-0's own there on a CPU. It runs rank by rank, node after node: for comparison with old results.
+and FedAvg first after H + 1 steps), and what EXO Gym ignores. One mistake is fixed: on a CPU, EXO Gym's DiLoCo has node
+0's own tensors as its outer parameters. Such a run goes rank by rank, and is meant for comparison with old results.
 
-Reference: exo-explore/gym at 9fa323c. The quirks, and what becomes of each, are a table in `vecgym.guide.compat`.
+Reference: exo-explore/gym at 9fa323c. `vecgym.guide.compat` has a table of its quirks and of what becomes of each.
 """
 
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, barrier, broadcast

@@ -175,7 +175,7 @@ class Trainer:
 
 
 def _sizes(options: FitOptions) -> dict[str, Any]:
-    """Return the sizes of a batch and of its parts; EXO Gym leaves out what no whole part remains of."""
+    """Return the sizes of a batch and of its parts; as in EXO Gym, examples that fill no part are left out."""
     size, accumulation = options.batch_size, options.gradient_accumulation
     part = vecgym_options.accumulated(size, options.minibatch_size, accumulation)
     used = size if part is None else size - size % part
