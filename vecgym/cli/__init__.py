@@ -21,8 +21,8 @@ from vecgym.core.errors import DivergenceError, ProcessError
 
 COMMANDS = {
     "compare": (compare, "train a small GPT with several strategies, and compare them"),
-    "run": (run, "train as a function in a file says"),
-    "sweep": (sweep, "run a grid of configurations as a function in a file says"),
+    "run": (run, "train from a configuration: a function in a file"),
+    "sweep": (sweep, "run a sweep from a configuration"),
     "plot": (plot, "draw logged runs"),
     "verify": (verify, "check that strategies give the same numbers on real processes"),
     "exogym": (exogym, "run a script written for EXO Gym"),

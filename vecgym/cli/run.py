@@ -1,4 +1,4 @@
-"""`vecgym run`: one run, as a function in a file describes it."""
+"""`vecgym run`: one run, described by a function in a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def allowed() -> tuple[str, ...]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Train as a configuration says: a Python function that returns a dict of model, train_dataset, val_dataset and the
+    """Train from a configuration: a Python function that returns a dict of model, train_dataset, val_dataset and the
     arguments of Trainer.fit. Write the history as CSV, a figure of it, and config.json."""
     parser.epilog = "example: vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50"
     add_options(parser)

@@ -1,4 +1,4 @@
-"""`vecgym sweep`: a grid of configurations, as a function in a file describes it."""
+"""`vecgym sweep`: a grid of configurations, described by a function in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDED = ("model", "train_dataset", "grid")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Run a sweep as a configuration says: a Python function that returns a dict of the arguments of vecgym.sweep.
+    """Run a sweep from a configuration: a Python function that returns a dict of the arguments of vecgym.sweep.
     Write rows.csv, table.md, explain.txt and figures."""
     parser.epilog = "example: vecgym sweep experiment.py:grid --set max_steps=200 --output runs/grid"
     add_options(parser)

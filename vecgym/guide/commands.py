@@ -3,8 +3,8 @@
 | command | what it does |
 |---|---|
 | `vecgym compare` | trains a small GPT with several strategies, and compares them |
-| `vecgym run` | trains as a function in a file says |
-| `vecgym sweep` | runs a grid of configurations as a function in a file says |
+| `vecgym run` | trains from a configuration: a function in a file |
+| `vecgym sweep` | runs a sweep from a configuration |
 | `vecgym plot` | draws runs that a `CSVLogger` or `vecgym run` wrote |
 | `vecgym verify` | compares strategies with themselves on real processes |
 | `vecgym exogym` | runs a script written for EXO Gym |

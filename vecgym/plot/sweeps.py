@@ -187,8 +187,8 @@ def plot_pareto(
     means = [averaged(group, drawn.over)[0] for group in whole]
     points = [(row["bytes_total"], row[drawn.value]) for row in means]
     figure, (axes,) = style.new_figure(7, 4.4)
-    front = list(zip(*[points[i] for i in pareto_front(points)]))
-    axes.plot(*front, color="0.4", zorder=1, label="Pareto front")
+    sent, lowest = zip(*[points[i] for i in pareto_front(points)])
+    axes.plot(sent, lowest, color="0.4", zorder=1, label="Pareto front")
     values = _values(means, hue)
     for value, look in zip(values, style.line_styles(values)):
         mine = [i for i, row in enumerate(means) if hue is None or row[hue] == value]
@@ -197,7 +197,7 @@ def plot_pareto(
         if drawn.over is not None:
             low, high = ([end(row[drawn.value] for row in whole[i]) for i in mine] for end in (min, max))
             axes.vlines(at, low, high, color=look["color"], alpha=0.6, linewidth=1.6, zorder=1)
-    axes.scatter(*front, s=90, facecolors="none", edgecolors="0.2")
+    axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
     style.finish(axes, "", column_label("bytes_total"), column_label(drawn.value))
     if any(row["bytes_total"] for row in means):
         style.scale_bytes(axes, [row["bytes_total"] for row in means])
