@@ -197,38 +197,40 @@ class Simulation:
     def _partial_step(
         self, state: State, batch: Any, active: list[int], ctx: Context, observe: Callable[[Tree], None]
     ) -> tuple[State, Metrics]:
-        """The same step when only some nodes train: phases 1 and 3 on their rows, the others keep their state."""
+        """Do the same where only some nodes train: phases 1 to 3 on their rows, the others keep their state."""
         chosen = set(active)
         rows = torch.tensor([i for i, node in enumerate(self._node_ids) if node in chosen], dtype=torch.long)
-        params, buffers, optimizer = state.params, state.buffers, state.optimizer
-        losses = next(iter(params.values())).new_full((self.num_local,), torch.nan)
+        trained, losses = state, next(iter(state.params.values())).new_full((self.num_local,), torch.nan)
         if len(rows):  # else: all of them are in other processes
-            params, buffers, optimizer, losses = self._train_rows(state, batch, rows, losses, ctx)
+            trained, losses = self._train_rows(state, batch, rows, losses, ctx)
         # Per node in every process, also where none has trained: they meet in the exchange.
-        params = nodes.widened(params, self.num_local)
-        observe(params)
-        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
-        trained = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
+        trained = replace(trained, params=nodes.widened(trained.params, self.num_local))
+        observe(trained.params)
         return self._exchanged(trained, state.strategy, ctx), self._metrics(losses, ctx)
 
     def _train_rows(
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
-    ) -> tuple[Tree, Tree, dict[str, Any], Tensor]:
-        """Parameters, buffers, optimizer state and losses after the nodes in `rows` have taken a step."""
+    ) -> tuple[State, Tensor]:  # fmt: skip
+        """Return the state and the losses after the nodes in `rows` have taken a step."""
         everyone = (_per_node_or_once(state.params, self.num_local), state.buffers)
         params, buffers = (nodes.take_rows(x, rows) for x in everyone)
         optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
         part = ctx.of_rows(rows)
         local = self._gradients(params, buffers, batch, rows.tolist(), modules, part)
-        params, optimizer = self._optimize(params, local.grads, optimizer, part)
+        grads, exchanged = local.grads, state.strategy
+        if self.strategy.exchanges_where_some_rest:
+            grads, exchanged = self.strategy.exchange_gradients(grads, exchanged, part)
+            exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads)) if ctx.inplace else exchanged
+        params, optimizer = self._optimize(params, grads, optimizer, part)
         params, buffers = (
             nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
             for old, new in zip(everyone, (params, local.buffers))
         )
         optimizer = self.strategy.put_rows(state.optimizer, rows, optimizer, self.num_local, ctx.inplace)
         losses = losses.to(local.losses.dtype).index_copy(0, rows.to(losses.device), local.losses)
-        return params, buffers, optimizer, losses
+        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
+        return State(state.step, params, buffers, optimizer, exchanged, node_steps), losses
 
     def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
         """The inner optimizer's step of all nodes, or with `exact` of one after the other."""

@@ -75,7 +75,7 @@ class Merged(Strategy):
         self.optimizers = [Optimizer(f"optimizer {i}", *part) for i, part in enumerate(self._parts(sizes[0]))]
         self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(self._parts(sizes[1]))]
         self._adds = any(exchange.adds for exchange in self.exchanges)
-        self._exchanges_gradients = any(exchange.exchanges_gradients for exchange in self.exchanges)
+        self.exchanges_where_some_rest = any(exchange.exchanges_gradients for exchange in self.exchanges)
         self._told_last: tuple[Context | None, list[Context]] = (None, [])
         self._has_numbers: bool | None = None  # whether nodes of a configuration differ in a number; None: not known
 
@@ -122,17 +122,20 @@ class Merged(Strategy):
         return self._joined(each, of_grads)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if not self._exchanges_gradients:
+        """Exchange the gradients of the configurations in which all nodes train."""
+        if not self.exchanges_where_some_rest:
             return grads, state
         contexts, ends, changed = self._contexts(ctx), self._ends(grads, ctx), dict(state)
         each = [exchange.part(grads, ends) for exchange in self.exchanges]
         for i, exchange in enumerate(self.exchanges):
-            if exchange.exchanges_gradients:
-                told, before = exchange.context(contexts), state[exchange.name]
-                each[i], after = exchange.strategy.exchange_gradients(each[i], before, told)
-                changed[exchange.name] = _unchanged(before, after)
-        once = all(len(x) == exchange.size for exchange, own in zip(self.exchanges, each) for x in own.values())
-        return self._joined(each, self._ends_of(1 if once else self.num_nodes)), changed
+            told = exchange.context(contexts)
+            if exchange.exchanges_gradients and told.active is None:
+                each[i], after = exchange.strategy.exchange_gradients(each[i], state[exchange.name], told)
+                changed[exchange.name] = _unchanged(state[exchange.name], after)
+        if ctx.rows is None:
+            once = all(len(x) == exchange.size for exchange, own in zip(self.exchanges, each) for x in own.values())
+            ends = self._ends_of(1 if once else self.num_nodes)
+        return self._joined(each, ends), changed
 
     def lr(self, ctx: Context) -> float | Tensor:
         self._contexts(ctx)
