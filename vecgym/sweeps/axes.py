@@ -35,7 +35,7 @@ class Uniform:
             raise ValueError(f"low={self.low!r} must be smaller than high={self.high!r}.")
 
     def draw(self, u: float) -> float:
-        """The value at a random number in [0, 1)."""
+        """Return the value at a random number in [0, 1)."""
         return self.low + (self.high - self.low) * u
 
 

@@ -77,7 +77,7 @@ def sweep(options: SweepOptions) -> SweepResult:
 
 
 def duration(seconds: float) -> str:
-    """A time as a person reads it.
+    """Show a time to a person.
 
     >>> duration(5400.0)
     '1.5 hours'
