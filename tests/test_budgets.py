@@ -44,7 +44,6 @@ MANY_PARAMETERS = {
     "runs/optimize.py:optimize_schedule",
     "runs/rollout.py:rollout",
     "runs/verification.py:verify",
-    "sweeps/runner.py:Runner.__init__",
 }
 
 

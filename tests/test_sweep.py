@@ -548,6 +548,13 @@ def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes
     assert [exchange.size for exchange in chunk.merged.exchanges] == sizes
 
 
+def test_gradients_are_exchanged_although_nodes_of_other_configurations_sit_out() -> None:
+    resting = FedAvgStrategy("sgd", lr=0.1, H=2, participation=0.5)
+    powersgd = CommunicateOptimizeStrategy([compressed(GradientAveraging(), "powersgd")], "sgd", lr=0.1)
+    for others in ([DeMoStrategy(lr=0.01)], [DeMoStrategy(lr=0.01), FedAvgStrategy("sgd", lr=0.1), powersgd]):
+        check_all(run_sweep(None, {"strategy": [resting, *others]}))
+
+
 def test_all_may_diverge() -> None:
     result = run_sweep(lambda lr: FedAvgStrategy("sgd", lr=lr), {"lr": [1e200, 1e300]})
     assert [row["status"] for row in result.rows] == ["diverged"] * 2

@@ -1,4 +1,4 @@
-"""The collectives: what strategies may do between nodes, whatever carries it."""
+"""The collectives: how strategies communicate between nodes, whatever carries the tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Collectives(ABC):
     step = 0  # of the run, for errors
 
     def everyone(self, x: Tree) -> Tree:
-        """The values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. Not a part of it: no entry."""
+        """Return the values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. It leaves no entry."""
         return x
 
     # What a backend implements, for one tensor.
@@ -75,11 +75,11 @@ class Collectives(ABC):
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor: ...
 
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
-        """`_mix` where `x` may be overwritten; override it where that is faster."""
+        """Do `_mix` where `x` may be overwritten; override it where that is faster."""
         return self._mix(x, mixing.weights)
 
     def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
-        """`operation(self, y)` for every tensor y of `x`. A backend that sends things may join the tensors first."""
+        """Apply an operation to every tensor of `x`. A backend that sends them may join them first."""
         return map_tensors(x, lambda y: operation(self, y))
 
     # What strategies call.
@@ -96,56 +96,55 @@ class Collectives(ABC):
         self._announce("mean", x, self._checked_groups(groups))
         if weights is not None:
             x = self._scaled(x, _shares(weights, groups, self.num_nodes))
-        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average=True)), x, inplace)
+        return self._reduced(x, groups, average=True, inplace=inplace)
 
     def sum(self, x: T, groups: Groups | None = None) -> T:
         """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
         self._announce("sum", x, self._checked_groups(groups))
-        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average=False)), x)
+        return self._reduced(x, groups, average=False)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
-        """A server's (weighted) average of what the participants send it, on every node: `[L, *] -> [1, *]`.
+        """Average, with weights, what the participants send to a server, for every node: `[L, *] -> [1, *]`.
 
         Each participant sends its value up once, and gets the average back.
         """
         self._announce("server_mean", x, self._server(participants, participants))
         if weights is not None or len(participants) < self.num_nodes:
             x = self._scaled(x, _shares(self._chosen(participants, weights), None, self.num_nodes))
-        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, None, average=True)), x)
+        return self._reduced(x, None, average=True)
 
     def server_sum(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
-        """A server's sum of w_i x_i over the participants, on every node: `[L, *] -> [1, *]`; not normalised.
+        """Sum w_i x_i over the participants at a server, for every node: `[L, *] -> [1, *]`; not normalised.
 
         Each participant sends its value up once, and gets the sum back.
         """
         self._announce("server_sum", x, self._server(participants, participants))
         if weights is not None or len(participants) < self.num_nodes:
             x = self._scaled(x, _checked_weights(self._chosen(participants, weights), self.num_nodes))
-        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, None, average=False)), x)
+        return self._reduced(x, None, average=False)
 
     def server_gather(self, x: T, participants: Sequence[int] | None = None) -> T:
-        """What the participants (all nodes, if not given) send to a server: `[L, *] -> [1, n, *]`, in their order.
+        """Gather what the participants (default: all) send to a server: `[L, *] -> [1, n, *]`, in their order.
 
-        For what a server makes of it, a median say; `server_send` hands the result to the nodes.
+        The server may then compute anything, such as a median; `server_send` sends the result to the nodes.
         """
-        senders = list(range(self.num_nodes)) if participants is None else [int(node) for node in participants]
+        senders = self._nodes(participants)
         self._announce("server_gather", x, self._server(senders, []))
         gathered = self._apply(x, lambda comm, y: comm._all_gather(y))
         return map_tensors(gathered, lambda y: y[:, senders])
 
     def server_send(self, x: T, to: Sequence[int] | None = None) -> T:
         """Send a server's value `[1, *]` to the nodes `to` (all, if not given); it is `[1, *]` here too."""
-        receivers = list(range(self.num_nodes)) if to is None else [int(node) for node in to]
-        self._announce("server_send", x, self._server([], receivers))
+        self._announce("server_send", x, self._server([], self._nodes(to)))
         return x
 
     def all_gather(self, x: T, *, inplace: bool = False) -> T:
-        """Every node's value on every node: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`."""
+        """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`."""
         self._announce("all_gather", x)
         return self._own_storage(self._apply(x, lambda comm, y: comm._all_gather(y)), x, inplace)
 
     def broadcast(self, x: T, src: int) -> T:
-        """The value of node `src` on every node: `[L, *] -> [1, *]`."""
+        """Give every node the value of node `src`: `[L, *] -> [1, *]`."""
         if not 0 <= src < self.num_nodes:
             raise ValueError(f"src={src} is not a node: there are {self.num_nodes}, 0 to {self.num_nodes - 1}.")
         source_first: tuple[int, ...] = (int(src), *(node for node in range(self.num_nodes) if node != src))
@@ -166,9 +165,9 @@ class Collectives(ABC):
         return self._own_storage(self._apply(x, lambda comm, y: comm._permute(y, order)), x)
 
     def mix(self, x: T, weights: Tensor | Mixing, inplace: bool = False) -> T:
-        """x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
+        """Mix, x_i <- sum_j W_ij x_j with `weights` W `[K, K]`: `[L, *] -> [L, *]`.
 
-        Node j sends to each i != j with W_ij != 0. A `Mixing` is a matrix looked at beforehand, for many exchanges.
+        Node j sends to each i != j with W_ij != 0. A `Mixing` is a matrix analysed beforehand, for many exchanges.
         With `inplace`, `x` may be overwritten, and no derivatives are taken.
         """
         matrix = weights.weights if isinstance(weights, Mixing) else weights
@@ -189,11 +188,17 @@ class Collectives(ABC):
         names = None if isinstance(x, Tensor) else tuple(x)
         self.ledger.record(Transfer(operation, payload_bytes(x), self.num_nodes, who, tensors=names))
 
+    def _reduced(self, x: T, groups: Groups | None, average: bool, inplace: bool = False) -> T:
+        return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average)), x, inplace)
+
+    def _nodes(self, given: Sequence[int] | None) -> list[int]:
+        return [int(node) for node in (range(self.num_nodes) if given is None else given)]
+
     def _checked_groups(self, groups: Groups | None) -> Islands | None:
         if groups is None:
             return None
         check_groups(groups, self.num_nodes)
-        return tuple(tuple(int(node) for node in group) for group in groups)
+        return tuple(tuple(map(int, group)) for group in groups)
 
     def _server(self, up: Sequence[int], down: Sequence[int]) -> Server:
         for members in (up, down):
@@ -201,18 +206,18 @@ class Collectives(ABC):
         return Server(tuple(map(int, up)), tuple(map(int, down)))
 
     def _chosen(self, participants: Sequence[int], weights: Sequence[float] | None) -> list[float]:
-        """Each node's weight `[K]`; 0 where it does not take part."""
+        """Return each node's weight, `[K]`: 0 where it does not take part."""
         chosen = set(participants)
         given = [1.0] * self.num_nodes if weights is None else weights
         return [float(w) if i in chosen else 0.0 for i, w in enumerate(given)]
 
     def _own_storage(self, result: T, x: T, inplace: bool = False) -> T:
-        """`result`, cloned where it is `x` or a view of it: what is later done to `x` must not reach it."""
+        """Clone a result where it is `x` or a view of it: what is later done to `x` must not reach it."""
         if inplace:
             return result
         if isinstance(result, Tensor):
-            return _detached_from(x, result)
-        return {name: _detached_from(x[name], y) for name, y in result.items()}
+            return _apart_from(x, result)
+        return {name: _apart_from(x[name], y) for name, y in result.items()}
 
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
@@ -221,7 +226,7 @@ class Collectives(ABC):
 
 
 def payload_bytes(x: Tensor | Tree) -> int:
-    """Bytes of one node's part of a `[L, *]` tensor or tree.
+    """Count the bytes of one node's part of a `[L, *]` tensor or tree.
 
     >>> payload_bytes({"w": torch.ones(8, 10), "b": torch.ones(1, 2, dtype=torch.float64)})
     56
@@ -231,7 +236,7 @@ def payload_bytes(x: Tensor | Tree) -> int:
 
 
 def check_groups(groups: Groups, num_nodes: int) -> list[int]:
-    """The sizes of disjoint groups of node ids; a ValueError for anything else."""
+    """Return the sizes of disjoint groups of node ids; a ValueError for anything else."""
     members = [int(node) for group in groups for node in group]
     if len(set(members)) != len(members) or any(not 0 <= node < num_nodes for node in members):
         raise ValueError(
@@ -241,11 +246,10 @@ def check_groups(groups: Groups, num_nodes: int) -> list[int]:
 
 
 def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> Tensor:
-    """Factors `[K]`, float64, that turn an average over a group into the weighted average."""
+    """Return the factors `[K]`, float64, that turn an average over a group into the weighted average."""
     given = _checked_weights(weights, num_nodes)
     factors = torch.ones(num_nodes, dtype=torch.float64)
-    for group in [list(range(num_nodes))] if groups is None else groups:
-        members = list(group)
+    for members in map(list, [range(num_nodes)] if groups is None else groups):
         total = given[members].sum()
         if total <= 0:
             raise ValueError(f"the weights of nodes {members} are all 0: nothing to average.")
@@ -254,21 +258,19 @@ def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> 
 
 
 def _checked_weights(weights: Sequence[float], num_nodes: int) -> Tensor:
-    """The weights `[K]`, float64."""
+    """Return the weights `[K]` in float64."""
     given = torch.as_tensor(weights, dtype=torch.float64)
     if given.shape != (num_nodes,) or not bool((given >= 0).all()):
         raise ValueError(f"weights={given.tolist()} must be {num_nodes} numbers >= 0, one for each node.")
     return given
 
 
-def _detached_from(x: Tensor, result: Tensor) -> Tensor:
-    """`result`, cloned if it shares storage with `x`."""
+def _apart_from(x: Tensor, result: Tensor) -> Tensor:
+    """Clone a result if it shares storage with `x`."""
     base = result._base if result._is_view() else result
     return result.clone() if base is x or (x._is_view() and base is x._base) else result
 
 
 def map_tensors(x: T, fn: Callable[[Tensor], Tensor]) -> T:
-    """`fn` of a tensor, or of each tensor of a tree."""
-    if isinstance(x, Tensor):
-        return fn(x)
-    return {name: fn(value) for name, value in x.items()}
+    """Apply `fn` to a tensor, or to each tensor of a tree."""
+    return fn(x) if isinstance(x, Tensor) else {name: fn(value) for name, value in x.items()}

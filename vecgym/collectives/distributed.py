@@ -1,7 +1,7 @@
 """The nodes of W processes: each holds L = K / W of them, and `torch.distributed` carries what crosses.
 
-Three parts: `Wire` hands tensors to torch.distributed and counts them; `DistributedCollectives` says what is handed
-over for each collective; `in_buckets` joins small tensors, so that a tree is one message.
+`Wire` hands tensors to torch.distributed and counts them; `DistributedCollectives` says which, for each collective;
+`in_buckets` joins small tensors, so that a tree is one message.
 """
 
 from __future__ import annotations
@@ -65,75 +65,72 @@ class Wire:
         self._subgroups: dict[tuple[int, ...], Any] = {}
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
-        """The process group of these ranks. All processes call it, in the same order; the last ones are kept."""
+        """Return the process group of these ranks. All processes call it, in the same order; the last ones are kept."""
         key = tuple(ranks)
-        if len(key) > 1 and key not in self._subgroups:
-            if self.num_processes < dist.get_world_size():
-                raise RuntimeError("islands need a wire between all processes: torch.distributed makes their groups.")
-            self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
-            if len(self._subgroups) > MAX_SUBGROUPS:  # all have met in new_group: nobody uses another group now
-                oldest = self._subgroups.pop(next(iter(self._subgroups)))
-                if oldest is not dist.GroupMember.NON_GROUP_MEMBER:
-                    dist.destroy_process_group(oldest)
-        elif key in self._subgroups:
+        if len(key) == 1:
+            return None
+        if key in self._subgroups:
             self._subgroups[key] = self._subgroups.pop(key)  # now the one used last
-        return self._subgroups.get(key)
+            return self._subgroups[key]
+        if self.num_processes < dist.get_world_size():
+            raise RuntimeError("islands need a wire between all processes: torch.distributed makes their groups.")
+        self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
+        if len(self._subgroups) > MAX_SUBGROUPS:  # all have met in new_group: no process uses another group now
+            oldest = self._subgroups.pop(next(iter(self._subgroups)))
+            if oldest is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(oldest)
+        return self._subgroups[key]
 
     def all_reduce(self, x: Tensor, group: Any = None) -> Tensor:
-        """The sum of the tensors of all processes, or of those of a subgroup; `x` may be overwritten."""
+        """Sum the tensors of all processes, or of those of a subgroup; `x` may be overwritten."""
         group = group or self.group
         if dist.get_world_size(group) == 1 or x.numel() == 0:
             return x
-        carried = self._staged(x.contiguous())
-        self._count(carried)
+        carried = self._counted(self._staged(x.contiguous()))
         self._call(lambda: dist.all_reduce(carried, group=group))
         return carried.to(x.device)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The rows of all processes, in the order of their ranks: `[L, n] -> [W L, n]`."""
-        if self.num_processes == 1 or x.numel() == 0:
-            return x.new_empty(self.num_processes * len(x), *x.shape[1:]) if x.numel() == 0 else x
-        carried = self._staged(_as_bytes(x))
-        self._count(carried)
-        whole = carried.new_empty(self.num_processes * carried.numel())
+        """Gather the rows of all processes, in the order of their ranks: `[L, n] -> [W L, n]`."""
+        if x.numel() == 0:
+            return x.new_empty(self.num_processes * len(x), *x.shape[1:])
+        if self.num_processes == 1:
+            return x
+        carried = self._counted(self._staged(_as_bytes(x)))
+        gathered = carried.new_empty(self.num_processes * carried.numel())
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
-        self._call(lambda: gather(whole, carried, group=self.group))
-        return whole.to(x.device).view(x.dtype).view(-1, *x.shape[1:])
+        self._call(lambda: gather(gathered, carried, group=self.group))
+        return gathered.to(x.device).view(x.dtype).view(-1, *x.shape[1:])
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """The tensor of the process `src`; those of the others only have its shape."""
+        """Give every process the tensor of the process `src`; those of the others only have its shape."""
         if self.num_processes == 1 or x.numel() == 0:
             return x
         carried = self._staged(_as_bytes(x).clone())
         if self.rank == src:
-            self._count(carried)
+            self._counted(carried)
         self._call(lambda: dist.broadcast(carried, self.ranks[src], group=self.group))
-        return carried.to(x.device).view(x.dtype).view(x.shape)
+        return _from_bytes(carried, x)
 
     def exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> dict[int, Tensor]:
         """Send a tensor to each rank in `sent`; receive one from each in `received`, of the shape given there."""
-        outgoing = {rank: self._staged(_as_bytes(x)) for rank, x in sent.items() if x.numel()}
+        outgoing = {rank: self._counted(self._staged(_as_bytes(x))) for rank, x in sent.items() if x.numel()}
         incoming = {rank: self._staged(torch.empty_like(_as_bytes(x))) for rank, x in received.items() if x.numel()}
-        for x in outgoing.values():
-            self._count(x)
         sends = [dist.P2POp(dist.isend, x, self.ranks[rank], group=self.group) for rank, x in outgoing.items()]
         receives = [dist.P2POp(dist.irecv, x, self.ranks[rank], group=self.group) for rank, x in incoming.items()]
         if sends or receives:
             self._call(lambda: [work.wait() for work in dist.batch_isend_irecv(sends + receives)])
-        return {
-            rank: incoming[rank].to(like.device).view(like.dtype).view(like.shape) if like.numel() else like
-            for rank, like in received.items()
-        }
+        return {rank: _from_bytes(incoming[rank], x) if x.numel() else x for rank, x in received.items()}
 
     def broadcast_object(self, value: Any) -> Any:
-        """The first process's value: numbers, strings, and lists and dicts of them. Not counted."""
+        """Return the first process's value: numbers, strings, and lists and dicts of them. Not counted."""
         values = [value]
         if self.num_processes > 1:
             self._call(lambda: dist.broadcast_object_list(values, src=self.ranks[0], group=self.group))
         return values[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every process's value, in the order of their ranks. Not counted."""
+        """Return every process's value, in the order of their ranks. Not counted."""
         values = [value] * self.num_processes
         if self.num_processes > 1:
             self._call(lambda: dist.all_gather_object(values, value, group=self.group))
@@ -147,14 +144,15 @@ class Wire:
         numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_processes)]
         self._call(lambda: dist.all_gather(numbers, torch.tensor([number]), group=self.group))
         if any(int(other) != number for other in numbers):
-            said = "; ".join(f"process {rank}: {what}" for rank, what in enumerate(self.all_gather_object(text)))
+            said = "; ".join(f"process {rank}: {words}" for rank, words in enumerate(self.all_gather_object(text)))
             raise Disagreement(
                 f"the processes do not make the same calls of ctx.comm. {said}. Fix: every process calls the same "
                 "operations in the same order, whichever nodes it holds and whatever their values are."
             )
 
-    def _count(self, x: Tensor) -> None:
+    def _counted(self, x: Tensor) -> Tensor:
         self.handed_bytes += x.numel() * x.element_size()
+        return x
 
     def _call(self, communicate: Callable[[], Any]) -> Any:
         self._watch(True)
@@ -163,7 +161,7 @@ class Wire:
         return result
 
     def _staged(self, x: Tensor) -> Tensor:
-        """`x` where the group's backend can read it: gloo reads the CPU's memory only."""
+        """Move `x` to where the group's backend can read it: gloo reads the CPU's memory only."""
         return x.cpu() if x.device.type != "cpu" and dist.get_backend(self.group) == "gloo" else x
 
 
@@ -223,8 +221,11 @@ class DistributedCollectives(Collectives):
                 "(StackedCollectives)."
             )
         if not self.native:
-            return {name: self._own(operation(self._stacked, y)) for name, y in self.everyone(x).items()}
-        return in_buckets(x, self.bucket_bytes, lambda y: operation(self, y))
+            return {name: self._rows_here(operation(self._stacked, y)) for name, y in self.everyone(x).items()}
+        same, own = self._split(x)
+        results = {name: self._rows_here(operation(self._stacked, y)) for name, y in same.items()}
+        results |= in_buckets(own, self.bucket_bytes, lambda y: operation(self, y))
+        return {name: results[name] for name in x}
 
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:
         super()._announce(operation, x, who)
@@ -232,35 +233,37 @@ class DistributedCollectives(Collectives):
             self._say(f"{operation} at step {self.step} of {tensors_text(x)}")
 
     def _say(self, text: str) -> None:
-        """Tell what is exchanged next: it is then known where one process keeps others waiting."""
+        """Announce what is exchanged next, so that one can tell where a process keeps others waiting."""
         self.wire.announce(text)
 
     def everyone(self, x: Tree) -> Tree:
-        """The values of all nodes, `[L, *] -> [K, *]`, in every process; what is the same on every node stays so."""
+        """Give every process the values of all nodes, `[L, *] -> [K, *]`; what is the same on every node stays so."""
         if self.wire.num_processes == 1:
             return x
-        here = {name: y for name, y in x.items() if not self._same_on_all(y)}
-        return {**x, **in_buckets(here, self.bucket_bytes, self.wire.all_gather)}
+        return {**x, **in_buckets(self._split(x)[1], self.bucket_bytes, self.wire.all_gather)}
+
+    def _split(self, x: Tree) -> tuple[Tree, Tree]:
+        """Split a tree into what is the same on every node, and the nodes' own values, `[L, *]`."""
+        same = {name: y for name, y in x.items() if self._same_on_all(y)}
+        return same, {name: y for name, y in x.items() if name not in same}
 
     def _same_on_all(self, x: Tensor) -> bool:
         return len(x) == 1 and self.num_local > 1
 
-    def _own(self, result: Tensor) -> Tensor:
-        """This process's rows of a result of all nodes, `[K, *]`; `[1, *]` is everyone's."""
+    def _rows_here(self, result: Tensor) -> Tensor:
+        """Return this process's rows of a result of all nodes, `[K, *]`; `[1, *]` is everyone's."""
         return result if len(result) == 1 else result[self.first : self.first + self.num_local]
 
-    # One bucket `[1 or L, n]` at a time, when torch.distributed reduces.
+    # One bucket `[L, n]` at a time, when torch.distributed reduces.
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        if self._same_on_all(x):
-            return self._own(self._stacked._sum(x, groups, average))
         if groups is None:
             return self.wire.all_reduce(_partial(x, self.num_nodes if average else 1))
         result = x.clone()
         for group in groups:
             ranks = sorted({int(node) // self.num_local for node in group})
-            whole = len(ranks) == self.wire.num_processes
-            processes = self.wire.group if whole else self.wire.subgroup(ranks)
+            all_of_them = len(ranks) == self.wire.num_processes
+            processes = self.wire.group if all_of_them else self.wire.subgroup(ranks)
             if len(group) > 1 and self.wire.rank in ranks:
                 rows = torch.tensor([node - self.first for node in group if self._is_here(node)], device=x.device)
                 part = _partial(x.index_select(0, rows), len(group) if average else 1)
@@ -269,31 +272,24 @@ class DistributedCollectives(Collectives):
         return result
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        return (x.expand(self.num_nodes, -1) if self._same_on_all(x) else self.wire.all_gather(x))[None]
+        return self.wire.all_gather(x)[None]
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        if self._same_on_all(x):
-            return x
         row = src - self.first if self._is_here(src) else 0
         return self.wire.broadcast(x[row : row + 1], src // self.num_local)
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        if self._same_on_all(x):
-            return x
         rows = self._fetch(x, [[int(node)] for node in source])
         return torch.cat([rows[int(source[node])] for node in self.node_ids.tolist()])
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        if self._same_on_all(x):
-            rows = dict.fromkeys(range(self.num_nodes), x)
-        else:
-            rows = self._fetch(x, [row.nonzero()[:, 0].tolist() for row in weights.detach()])
+        rows = self._fetch(x, [row.nonzero()[:, 0].tolist() for row in weights.detach()])
         nodes = sorted(rows)
-        own = weights[self.first : self.first + self.num_local, nodes]
-        return own.to(device=x.device, dtype=x.dtype) @ torch.cat([rows[node] for node in nodes])
+        own_weights = weights[self.first : self.first + self.num_local, nodes]
+        return own_weights.to(device=x.device, dtype=x.dtype) @ torch.cat([rows[node] for node in nodes])
 
     def _fetch(self, x: Tensor, wanted: Sequence[Sequence[int]]) -> dict[int, Tensor]:
-        """The rows `[1, n]` that this process's nodes want, where node i wants those of the nodes `wanted[i]`.
+        """Fetch the rows `[1, n]` that this process's nodes want, where node i wants those of the nodes `wanted[i]`.
 
         Every process sends to each other process the rows that it wants, each once.
         """
@@ -318,7 +314,7 @@ class DistributedCollectives(Collectives):
 
 
 def tensors_text(x: Tensor | Tree) -> str:
-    """What one node hands to a collective, in words.
+    """Describe what one node hands to a collective.
 
     >>> tensors_text({"weight": torch.ones(2, 5, 2), "bias": torch.ones(2, 5)})
     '2 tensors, 60 bytes a node: weight [5, 2], bias [5]'
@@ -345,24 +341,24 @@ def check_divides(num_processes: int, num_nodes: int) -> None:
 
 
 def in_buckets(x: Tree, bucket_bytes: int, operation: Callable[[Tensor], Tensor]) -> Tree:
-    """`operation` on the tensors of `x`, joined: of `[R, n]` it makes `[..., n]`, each column by itself.
+    """Apply `operation` to the tensors of `x`, joined: it maps `[R, n]` to `[..., n]`, each column by itself.
 
     >>> values = {"a": torch.ones(2, 3), "b": torch.ones(2, 2, 2), "c": torch.ones(2)}
     >>> {name: y.shape for name, y in in_buckets(values, 40, lambda y: y.sum(0, keepdim=True)).items()}
     {'a': torch.Size([1, 3]), 'b': torch.Size([1, 2, 2]), 'c': torch.Size([1])}
     """
-    found: Tree = {}
+    results: Tree = {}
     for names in buckets(x, bucket_bytes):
         parts = [x[name].reshape(len(x[name]), math.prod(x[name].shape[1:])) for name in names]
         joined = operation(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
         for name, part in zip(names, joined.split([part.shape[1] for part in parts], -1)):
             # A tensor of its own where it would be a slice of rows: fused optimizers ignore strides.
-            found[name] = part.contiguous().view(*joined.shape[:-1], *x[name].shape[1:])
-    return {name: found[name] for name in x}
+            results[name] = part.contiguous().view(*joined.shape[:-1], *x[name].shape[1:])
+    return {name: results[name] for name in x}
 
 
 def buckets(x: Tree, bucket_bytes: int) -> Iterator[list[str]]:
-    """The names in `x` in groups of one type and number of rows, of about `bucket_bytes` each, in a fixed order.
+    """Group the names in `x` by type and number of rows, about `bucket_bytes` each, in a fixed order.
 
     >>> list(buckets({"a": torch.ones(1, 4), "b": torch.ones(1, 4).int(), "c": torch.ones(1, 4)}, 32))
     [['a', 'c'], ['b']]
@@ -386,7 +382,7 @@ def buckets(x: Tree, bucket_bytes: int) -> Iterator[list[str]]:
 
 
 def _partial(x: Tensor, count: int) -> Tensor:
-    """This process's part of a sum, or of an average over `count` nodes: `[L, n] -> [1, n]`, a new tensor.
+    """Return this process's part of a sum, or of an average over `count` nodes: `[L, n] -> [1, n]`, a new tensor.
 
     Divided before the processes add up, as DistributedDataParallel does: the sum of halves fits where that of the
     whole might not.
@@ -396,5 +392,10 @@ def _partial(x: Tensor, count: int) -> Tensor:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor's storage as uint8 `[bytes]`: backends do not know every type."""
+    """View a tensor as uint8 `[bytes]`: backends do not know every type."""
     return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _from_bytes(carried: Tensor, like: Tensor) -> Tensor:
+    """Invert `_as_bytes` for a tensor of the form of `like`, on its device."""
+    return carried.to(like.device).view(like.dtype).view(like.shape)

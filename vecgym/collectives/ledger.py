@@ -21,8 +21,8 @@ participants, a payload of b bytes makes each of them send and receive
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -61,65 +61,35 @@ class Transfer(NamedTuple):
 
     @property
     def sent_bytes(self) -> Any:
-        """What a node sends, averaged over all nodes; a tensor where `weight` is one."""
-        return self.payload_bytes * _COSTS[self.operation](self)[0] / self.num_nodes * self.weight
+        """Bytes that a node sends, averaged over all nodes; a tensor where `weight` is one."""
+        return self.payload_bytes * _cost(self)[0] / self.num_nodes * self.weight
 
     @property
     def received_bytes(self) -> Any:
-        """What a node receives, averaged over all nodes; a tensor where `weight` is one."""
-        return self.payload_bytes * _COSTS[self.operation](self)[1] / self.num_nodes * self.weight
+        """Bytes that a node receives, averaged over all nodes; a tensor where `weight` is one."""
+        return self.payload_bytes * _cost(self)[1] / self.num_nodes * self.weight
 
     @property
     def num_participants(self) -> int:
-        """How many nodes take part in it."""
-        return _COSTS[self.operation](self)[2]
+        """How many nodes take part."""
+        return _cost(self)[2]
 
 
-Cost = tuple[int, int, int]  # payloads that all nodes together send, that they receive, nodes that take part
-
-
-def _all_reduce_cost(transfer: Transfer) -> Cost:
-    sizes = [transfer.num_nodes] if transfer.who is None else [len(group) for group in transfer.who]
+def _cost(transfer: Transfer) -> tuple[int, int, int]:
+    """Return how many payloads all nodes together send, how many they receive, and how many nodes take part."""
+    K, who = transfer.num_nodes, transfer.who
+    if isinstance(who, Server):
+        return len(who.up), len(who.down), len({*who.up, *who.down})
+    if isinstance(who, Links):
+        count = len(who.senders)
+        return count, count, K if transfer.operation == "mix" else count
+    if transfer.operation == "all_gather":
+        return (K if K > 1 else 0), K * (K - 1), K
+    if transfer.operation == "broadcast":
+        return K - 1, K - 1, K
+    sizes = [K] if who is None else [len(group) for group in who]  # of a mean or a sum
     sent = sum(2 * (n - 1) for n in sizes)
     return sent, sent, sum(n for n in sizes if n > 1)
-
-
-def _all_gather_cost(transfer: Transfer) -> Cost:
-    K = transfer.num_nodes
-    return (K if K > 1 else 0), K * (K - 1), K
-
-
-def _broadcast_cost(transfer: Transfer) -> Cost:
-    K = transfer.num_nodes
-    return K - 1, K - 1, K
-
-
-def _permute_cost(transfer: Transfer) -> Cost:
-    assert isinstance(transfer.who, Links)
-    count = len(transfer.who.senders)
-    return count, count, count
-
-
-def _mix_cost(transfer: Transfer) -> Cost:
-    count, _, _ = _permute_cost(transfer)
-    return count, count, transfer.num_nodes
-
-
-def _server_cost(transfer: Transfer) -> Cost:
-    assert isinstance(transfer.who, Server)
-    up, down = transfer.who
-    return len(up), len(down), len({*up, *down})
-
-
-_COSTS: dict[str, Callable[[Transfer], Cost]] = {
-    "mean": _all_reduce_cost,
-    "sum": _all_reduce_cost,
-    "all_gather": _all_gather_cost,
-    "broadcast": _broadcast_cost,
-    "permute": _permute_cost,
-    "mix": _mix_cost,
-    **dict.fromkeys(("server_mean", "server_sum", "server_gather", "server_send"), _server_cost),
-}
 
 
 class Entry(NamedTuple):
@@ -176,7 +146,7 @@ class Ledger:
             self._append(transfer)
 
     def begin_step(self, step: int) -> None:
-        """Count what is recorded from here on for `step`; `step_bytes` starts at 0.
+        """Count what is recorded from now on for `step`; `step_bytes` restarts at 0.
 
         >>> ledger = Ledger()
         >>> ledger.begin_step(7)
@@ -209,7 +179,7 @@ class Ledger:
 
     @contextmanager
     def recording(self) -> Iterator[list[Transfer]]:
-        """Collect what is recorded meanwhile in a list, and leave the ledger as it is.
+        """Collect what is recorded in a block in a list, and leave the ledger as it is.
 
         >>> ledger = Ledger()
         >>> with ledger.recording() as transfers:
@@ -223,9 +193,8 @@ class Ledger:
         finally:
             self._recording = before
 
-    @contextmanager
-    def weighted(self, weight: float | Tensor) -> Iterator[None]:
-        """Count what is sent meanwhile `weight` times.
+    def weighted(self, weight: float | Tensor) -> AbstractContextManager[None]:
+        """Count what is sent in a block `weight` times.
 
         With a tensor, the bytes of these transfers are tensors too, and can be differentiated by it.
 
@@ -235,16 +204,10 @@ class Ledger:
         >>> ledger.total_bytes
         150.0
         """
-        before = self._weight
-        self._weight = weight if before is None else before * weight
-        try:
-            yield
-        finally:
-            self._weight = before
+        return self._marking(_weight=weight if self._weight is None else self._weight * weight)
 
-    @contextmanager
-    def lagging(self, steps: int) -> Iterator[None]:
-        """Mark what is sent meanwhile as used `steps` steps later.
+    def lagging(self, steps: int) -> AbstractContextManager[None]:
+        """Mark what is sent in a block as used `steps` steps later.
 
         >>> ledger = Ledger()
         >>> with ledger.lagging(3):
@@ -252,16 +215,10 @@ class Ledger:
         >>> next(iter(ledger)).transfer.lag
         3
         """
-        before = self._lag
-        self._lag = before + steps * self._steps_per_unit
-        try:
-            yield
-        finally:
-            self._lag = before
+        return self._marking(_lag=self._lag + steps * self._steps_per_unit)
 
-    @contextmanager
-    def stretched(self, steps: int) -> Iterator[None]:
-        """Count lags meanwhile in units of `steps` steps, as something does that acts at every so many only.
+    def stretched(self, steps: int) -> AbstractContextManager[None]:
+        """Count the lags of a block in units of `steps` steps, as something does that acts at every so many only.
 
         >>> ledger = Ledger()
         >>> with ledger.stretched(10), ledger.lagging(3):
@@ -269,15 +226,20 @@ class Ledger:
         >>> next(iter(ledger)).transfer.lag
         30
         """
-        before = self._steps_per_unit
-        self._steps_per_unit = before * steps
+        return self._marking(_steps_per_unit=self._steps_per_unit * steps)
+
+    @contextmanager
+    def _marking(self, **marks: Any) -> Iterator[None]:
+        """Set attributes within a block."""
+        before = {name: getattr(self, name) for name in marks}
+        vars(self).update(marks)
         try:
             yield
         finally:
-            self._steps_per_unit = before
+            vars(self).update(before)
 
     def state(self) -> dict[str, Any]:
-        """Everything that it holds, as tensors and plain values: for a file.
+        """Return its contents as tensors and plain values, for a file.
 
         >>> ledger = Ledger()
         >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
@@ -293,7 +255,7 @@ class Ledger:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Hold what `state` says, and nothing else.
+        """Replace its contents by those of `state`.
 
         >>> ledger, other = Ledger(), Ledger()
         >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
@@ -321,7 +283,7 @@ class Ledger:
             yield Entry(step, *entries[kind])
 
     def summary(self) -> dict[str, tuple[int, float]]:
-        """Operation -> (number of calls, bytes sent per node in all).
+        """Return operation -> (number of calls, bytes sent per node in all).
 
         >>> ledger = Ledger()
         >>> ledger.add(0, [Transfer("mean", payload_bytes=400, num_nodes=4)] * 2)
@@ -339,7 +301,7 @@ class Ledger:
 
 
 def _plain(who: Islands | Links | Server | None) -> Any:
-    """As values that `torch.load(weights_only=True)` reads."""
+    """Convert to values that `torch.load(weights_only=True)` reads."""
     if isinstance(who, Links):
         return ["links", who.senders.tolist(), who.receivers.tolist()]
     if isinstance(who, Server):
@@ -348,7 +310,7 @@ def _plain(who: Islands | Links | Server | None) -> Any:
 
 
 def _who(plain: Any) -> Islands | Links | Server | None:
-    """The inverse of `_plain`."""
+    """Invert `_plain`."""
     if plain is None:
         return None
     kind, *parts = plain
@@ -358,7 +320,7 @@ def _who(plain: Any) -> Islands | Links | Server | None:
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """A number of bytes as a person reads it.
+    """Show a number of bytes to a person.
 
     >>> readable_bytes(1234567)
     '1.23 MB'

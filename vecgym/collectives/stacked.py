@@ -85,7 +85,7 @@ class StackedCollectives(Collectives):
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
         if len(x) != len(self.node_ids) or not x.is_contiguous() or x.numel() == 0:
             return self._mix(x, mixing.weights)
-        # Columns do not meet in a mix: on a CPU a few at a time, which stay in its cache, save passes over memory.
+        # A mix treats every column by itself: on a CPU, a few at a time stay in its cache and save passes over memory.
         on_cpu = x.device.type == "cpu"
         sparse = on_cpu and mixing.sparse and x.is_floating_point()
         combine = self._gather_neighbours(mixing, x) if sparse else self._product(mixing, x)
@@ -95,7 +95,7 @@ class StackedCollectives(Collectives):
         return x
 
     def _product(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
-        """`[C * K, P]` -> its product with the whole matrix."""
+        """Return the function `[C * K, P]` -> its product with the full matrix."""
         weights = mixing.weights.to(like)
         if self.num_configs == 1:
             return lambda part: weights @ part
@@ -103,7 +103,7 @@ class StackedCollectives(Collectives):
         return lambda part: torch.bmm(batch, self._by_config(part)).flatten(0, 1)
 
     def _gather_neighbours(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
-        """`[C * K, P]` -> the weighted sums of the rows that each node hears."""
+        """Return the function `[C * K, P]` -> the weighted sums of the rows that each node hears."""
         configs = torch.arange(self.num_configs)[:, None]
         sources = (mixing.sources.to(like.device) + configs * self.num_nodes).flatten()
         starts = (mixing.starts.to(like.device) + configs * len(mixing.sources)).flatten()

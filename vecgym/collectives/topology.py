@@ -94,7 +94,7 @@ def random_islands(nodes: Sequence[int], island_size: int, generator: torch.Gene
 
 
 def sample_nodes(num_nodes: int, count: int, generator: torch.Generator) -> list[int]:
-    """`count` of `num_nodes` nodes without replacement, ascending.
+    """Draw `count` of `num_nodes` nodes without replacement, in ascending order.
 
     >>> len(sample_nodes(10, 3, torch.Generator().manual_seed(0)))
     3
@@ -106,7 +106,7 @@ def sample_nodes(num_nodes: int, count: int, generator: torch.Generator) -> list
 
 
 def complete(num_nodes: int) -> Tensor:
-    """Everyone with everyone: W = 11^T / K, so that one exchange is the average.
+    """Connect every node with every other: W = 11^T / K, so that one exchange is the average.
 
     >>> complete(2)
     tensor([[0.5000, 0.5000],
@@ -117,7 +117,7 @@ def complete(num_nodes: int) -> Tensor:
 
 
 def ring(num_nodes: int) -> Tensor:
-    """Each node with the next and the one before, weights 1/3; two nodes: 1/2.
+    """Connect each node with the next and the previous one, weights 1/3; two nodes: 1/2.
 
     Eigenvalues: 1/3 + 2/3 cos(2 pi k / K).
 
@@ -129,7 +129,7 @@ def ring(num_nodes: int) -> Tensor:
 
 
 def torus(num_nodes: int) -> Tensor:
-    """A grid of a x b = K nodes, as square as possible, closed at its edges: each with its 4 neighbours, weights 1/5.
+    """Connect each node with its 4 neighbours on a grid a x b = K, closed at its edges and as square as possible: 1/5.
 
     Node i is in row i // b, column i % b. Eigenvalues: 1/5 + 2/5 cos(2 pi k / a) + 2/5 cos(2 pi l / b). Where a = 2,
     the neighbours above and below are one node, of weight 2/5.
@@ -156,7 +156,7 @@ def torus(num_nodes: int) -> Tensor:
 
 
 def ceil_log2(num_nodes: int) -> int:
-    """The smallest m with 2^m >= K, in integers.
+    """Return the smallest m with 2^m >= K, in integer arithmetic.
 
     >>> [ceil_log2(n) for n in (1, 2, 3, 4, 5)]
     [0, 1, 2, 2, 3]
@@ -165,7 +165,7 @@ def ceil_log2(num_nodes: int) -> int:
 
 
 def exponential(num_nodes: int) -> Tensor:
-    """Each node hears the nodes 1, 2, 4, 8, ... after it: m = ceil(log2 K) of them, weights 1 / (1 + m).
+    """Let each node hear the nodes 1, 2, 4, 8, ... after it: m = ceil(log2 K) of them, weights 1 / (1 + m).
 
     Spectral gap: 2 / (1 + m) for even K.
 
@@ -177,7 +177,7 @@ def exponential(num_nodes: int) -> Tensor:
 
 
 def one_peer_exponential(num_nodes: int, round: int) -> Tensor:
-    """Each node hears one other: the one 2^k after it, k = `round` mod ceil(log2 K); weights 1/2.
+    """Let each node hear one other, the one 2^k after it, k = `round` mod ceil(log2 K); weights 1/2.
 
     When K is a power of two, the product over any log2 K successive rounds is exactly the average.
 
@@ -191,7 +191,7 @@ def one_peer_exponential(num_nodes: int, round: int) -> Tensor:
 
 
 def random_matching(num_nodes: int, generator: torch.Generator) -> Tensor:
-    """The nodes meet in pairs, drawn uniformly among all perfect matchings; weights 1/2.
+    """Draw pairs of nodes uniformly among all perfect matchings; weights 1/2.
 
     The squared distance to the mean shrinks to (K - 2) / (2 (K - 1)) of what it was, on average.
 
@@ -217,7 +217,7 @@ def random_matching(num_nodes: int, generator: torch.Generator) -> Tensor:
 
 
 def metropolis_weights(adjacency: Tensor | Sequence[Sequence[float]]) -> Tensor:
-    """The Metropolis-Hastings weights of any undirected graph: symmetric, hence doubly stochastic.
+    """Return the Metropolis-Hastings weights of any undirected graph: symmetric, hence doubly stochastic.
 
     W_ij = 1 / (1 + max(d_i, d_j)) for neighbours, with d_i the number of neighbours of i; W_ii is the rest.
 
@@ -282,7 +282,7 @@ sums, in turn, until both are 1 (Sinkhorn).
 
 
 def second_eigenvalue(weights: Tensor) -> float:
-    """The second largest absolute value among the eigenvalues of a mixing matrix; 0 for a single node.
+    """Return the second largest absolute value among the eigenvalues of a mixing matrix; 0 for a single node.
 
     One exchange shrinks the nodes' distance to their mean at least by this factor if W commutes with its transpose,
     as all the matrices made here do; on the eigenvector, by exactly this.
@@ -298,7 +298,7 @@ def second_eigenvalue(weights: Tensor) -> float:
 
 
 def spectral_gap(weights: Tensor) -> float:
-    """1 - `second_eigenvalue`: 1 averages at once, 0 never.
+    """Return 1 - `second_eigenvalue`: 1 averages at once, 0 never.
 
     >>> round(spectral_gap(exponential(8)), 6)  # 2 / (1 + log2 8)
     0.5
@@ -335,7 +335,7 @@ class Mixing:
 
     @classmethod
     def of(cls, weights: Tensor) -> Mixing:
-        """Look at `weights`, `[K, K]`."""
+        """Analyse `weights`, `[K, K]`."""
         constant = weights.detach()
         rows, columns = constant.nonzero(as_tuple=True)
         entries = torch.bincount(rows, minlength=len(weights))
@@ -354,7 +354,7 @@ class Mixing:
 
 
 def _circulant(num_nodes: int, offsets: Sequence[int]) -> Tensor:
-    """Each node hears, with equal weights, the nodes at these distances after it."""
+    """Let each node hear, with equal weights, the nodes at these distances after it."""
     weights = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
     nodes = torch.arange(num_nodes)
     for offset in offsets:
@@ -363,7 +363,7 @@ def _circulant(num_nodes: int, offsets: Sequence[int]) -> Tensor:
 
 
 def _cycle(num_nodes: int) -> Tensor:
-    """How often the next node and the one before are each node: 1 and 1, or with two nodes 2."""
+    """Count how often each node is the next or the previous one: once each, or with two nodes twice."""
     eye = torch.eye(num_nodes, dtype=torch.float64)
     return eye.roll(1, 0) + eye.roll(-1, 0)
 

@@ -1,7 +1,7 @@
 """Checks of arguments. Each returns the value, as a plain Python one, or says what was given and what is allowed.
 
-A number out of range, also one that is not finite or not a number at all, is a `ValueError`; a flag that is neither
-True nor False and a keyword that nobody knows are `TypeError`s.
+A number out of range, or not finite, or no number at all, is a `ValueError`; a flag that is neither True nor False and
+an unknown keyword are `TypeError`s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
-    """`value` if it is an integer >= `least`, numpy's too; True and 2.0 are none.
+    """Return `value` as an int if it is an integer >= `least`, numpy's too; True and 2.0 are not.
 
     Args:
         name: of the argument.
@@ -44,7 +44,7 @@ def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
 
 
 def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> int | None:
-    """As `integer`, or None.
+    """Do the same as `integer`, and accept None.
 
     >>> optional_integer("max_steps", None), optional_integer("max_steps", 3)
     (None, 3)
@@ -59,7 +59,7 @@ def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> i
 
 
 def seed(name: str, value: Any) -> int:
-    """`value` if it is an integer of at most 63 bits, numpy's too.
+    """Return `value` as an int if it is an integer of at most 63 bits, numpy's too.
 
     Raises:
         TypeError: for what is no integer.
@@ -80,7 +80,7 @@ def seed(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -> float:
-    """`value` if it is a number in an interval, numpy's too; True and tensors are none.
+    """Return `value` if it is a number in an interval, numpy's too; True and tensors are not.
 
     Args:
         name: of the argument.
@@ -111,7 +111,7 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
 def per_node(
     name: str, value: Any, within: str = "(-inf, inf)", what: str = "", num_nodes: int | None = None
 ) -> float | Tensor:
-    """`value` if it is a number in an interval, or a tensor `[]` or `[K]` of such numbers: one for each node.
+    """Return `value` if it is a number in an interval, or a tensor `[]` or `[K]` of such numbers, one for each node.
 
     Args:
         name: of the argument.
@@ -147,7 +147,7 @@ def per_node(
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` if it is True or False, numpy's too: 0 and None are none, and "no" would count as True.
+    """Return `value` if it is True or False, numpy's too. 0 and None are not; "no" would count as True.
 
     Raises:
         TypeError: otherwise.
@@ -163,7 +163,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -> str:
-    """`value` if it is one of the names in `allowed`.
+    """Return `value` if it is one of the names in `allowed`.
 
     Args:
         name: of the argument.
@@ -187,7 +187,7 @@ def choice(name: str, value: Any, allowed: Iterable[str], otherwise: str = "") -
 
 
 def index(name: str, value: Any, size: int) -> int:
-    """`value` if it is the index of one of `size` things, counted from the end where it is negative.
+    """Return `value` if it is the index of one of `size` things; a negative one counts from the end.
 
     Raises:
         TypeError: for what is no integer.
@@ -208,7 +208,7 @@ def index(name: str, value: Any, size: int) -> int:
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], give: str) -> Any:
-    """`value` if it is of a type.
+    """Return `value` if it is of a type.
 
     Args:
         name: of the argument.
@@ -232,7 +232,7 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], give: str) ->
 
 
 def called(name: str, function: Any, *args: Any) -> Any:
-    """What a function that the user has given returns for `args`.
+    """Call a function that the user has given.
 
     Args:
         name: of the argument that the function is.
@@ -255,7 +255,7 @@ def called(name: str, function: Any, *args: Any) -> Any:
 
 
 def column(name: str, value: Any, known: Iterable[str]) -> str:
-    """`value` if it is the name of a column.
+    """Return `value` if it is the name of a column.
 
     Args:
         name: of the argument.
@@ -278,7 +278,7 @@ def column(name: str, value: Any, known: Iterable[str]) -> str:
 
 
 def path(name: str, value: Any) -> Path:
-    """`value` as a path, if it is a text or a path.
+    """Return `value` as a path, if it is a text or a path.
 
     Raises:
         TypeError: for anything else.
@@ -300,7 +300,7 @@ def path(name: str, value: Any) -> Path:
 
 
 def keywords(whose: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Nothing, if all keywords given are known.
+    """Raise an error unless all keywords given are known.
 
     Raises:
         TypeError: otherwise.
@@ -318,7 +318,7 @@ def keywords(whose: str, given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def did_you_mean(value: Any, known: Iterable[str]) -> str:
-    """The end of a message's first sentence, with the known name that is most like `value`, if one is.
+    """End a message's first sentence, with the known name that is closest to `value`, if one is close.
 
     >>> did_you_mean("cosin", ["constant", "cosine"]), did_you_mean("x", ["cosine"])
     ("; did you mean 'cosine'?", '.')
@@ -328,7 +328,7 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
 
 
 def closest(value: Any, known: Iterable[str]) -> str | None:
-    """The known name that is most like `value`, upper or lower case, if one is.
+    """Return the known name that is closest to `value`, ignoring case, if one is close.
 
     >>> closest("ADAMM", ["sgd", "adam"]), closest("x", ["sgd", "adam"])
     ('adam', None)
@@ -339,7 +339,7 @@ def closest(value: Any, known: Iterable[str]) -> str | None:
 
 
 def kind_of(value: Any) -> str:
-    """What a wrong argument is, for a message.
+    """Say what a wrong argument is, for a message.
 
     >>> kind_of(3), kind_of(int)
     ('of type int', 'the class int')
@@ -348,7 +348,7 @@ def kind_of(value: Any) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether `value` is an integer, numpy's too; True is none.
+    """Whether `value` is an integer, numpy's too; True is not.
 
     >>> is_integer(3), is_integer(np.int64(3)), is_integer(True), is_integer(3.0)
     (True, True, False, False)
@@ -357,7 +357,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number, numpy's too; True and tensors are none.
+    """Whether `value` is a real number, numpy's too; True and tensors are not.
 
     >>> is_number(0.5), is_number(float("nan")), is_number(True), is_number("0.5")
     (True, True, False, False)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever happens while they are written."""
+"""Files that appear complete or not at all, whatever happens while they are written."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PARTIAL = ".partial"  # the end of the name of a file that is being written
 
 @contextmanager
 def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """A file to write to that takes the place of `path` when the block ends well; else `path` stays as it was.
+    """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was.
 
-    What is written goes to a file beside it, is on disk before it gets the name `path`, and so is the name. Missing
-    folders are made. Of a program that is killed meanwhile the other file is left: the next one that writes `path`
-    removes it.
+    The contents go to a file next to it, which is on disk before it gets the name `path`, and so is the name. Missing
+    folders are created. A program that is killed meanwhile leaves the other file behind: the next one that writes
+    `path` removes it.
 
     Args:
         mode: "wb", or "w": UTF-8, line ends as they are written.
@@ -67,9 +67,9 @@ def write_atomically(path: str | os.PathLike[str], mode: str = "wb") -> Iterator
 
 
 def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
-    """Remove what a program that was killed has left of files whose names match `pattern`.
+    """Remove what a killed program has left behind of files whose names match `pattern`.
 
-    What a program is still writing has its lock, and stays; on Windows, where it has none, it cannot be removed.
+    A file that is still being written is locked, and stays; on Windows, without locks, it cannot be removed.
     """
     for path in Path(folder).glob(f".{pattern}{PARTIAL}"):
         if not is_regular(path):
@@ -80,7 +80,7 @@ def remove_partial(folder: str | os.PathLike[str], pattern: str = "*") -> None:
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a file with contents, no folder, pipe, socket or device: to open a pipe may wait forever.
+    """Whether this is a regular file, and no folder, pipe, socket or device: opening a pipe may block forever.
 
     >>> is_regular("/dev/null"), is_regular(__file__), is_regular("no such file")
     (False, True, False)
@@ -92,13 +92,13 @@ def is_regular(path: str | os.PathLike[str]) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Until the file is closed, also by the end of the program; an OSError if another has it."""
+    """Lock a file until it is closed, also by the end of the program; an OSError if another program holds the lock."""
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync_folder(folder: Path) -> None:
-    """The name of a file is kept by its folder, which is on disk only when that is."""
+    """Write a folder to disk: it holds the names of its files."""
     if os.name == "nt":  # there a folder cannot be opened
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -17,7 +17,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def expand(values: Tree, num_nodes: int) -> Tree:
-    """`[1 or L, *]` -> `[L, *]` without a copy; see `expanded`.
+    """Expand `[1 or L, *]` to `[L, *]` without a copy; see `expanded`.
 
     >>> expand({"w": torch.ones(1, 2)}, 3)["w"].shape
     torch.Size([3, 2])
@@ -26,7 +26,7 @@ def expand(values: Tree, num_nodes: int) -> Tree:
 
 
 def expanded(x: Tensor, num_nodes: int) -> Tensor:
-    """`[1 or L, *]` -> `[L, *]` without a copy; of `[C, *]`, a row for L / C nodes each, a copy.
+    """Expand `[1 or L, *]` to `[L, *]` without a copy; and `[C, *]`, a row for L / C nodes each, with a copy.
 
     >>> expanded(torch.tensor([1.0, 2.0]), 4)
     tensor([1., 1., 2., 2.])
@@ -36,7 +36,7 @@ def expanded(x: Tensor, num_nodes: int) -> Tensor:
 
 
 def widened(values: Tree, num_nodes: int) -> Tree:
-    """`[1 or C or L, *]` -> `[L, *]` in storage that can be written to; see `expanded`.
+    """Expand `[1 or C or L, *]` to `[L, *]` in storage that can be written to; see `expanded`.
 
     >>> widened({"w": torch.tensor([1.0])}, 2)
     {'w': tensor([1., 1.])}
@@ -47,7 +47,7 @@ def widened(values: Tree, num_nodes: int) -> Tree:
 def mean(values: Tree) -> Tree:
     """Average over the node dimension, `[L, *]` -> `[*]`; integers and booleans: those of node 0.
 
-    Seen from node 0, so that the average of equal nodes is exactly each of them.
+    Computed relative to node 0, so that the average of equal nodes is exactly their value.
 
     >>> mean({"w": torch.tensor([[1.0], [3.0]]), "count": torch.tensor([4, 5])})
     {'w': tensor([2.]), 'count': tensor(4)}
@@ -56,7 +56,7 @@ def mean(values: Tree) -> Tree:
 
 
 def means(x: Tensor, number: int) -> Tensor:
-    """The averages of `number` groups of as many neighbours each, `[L, *]` -> `[number, *]`; see `mean`.
+    """Average `number` groups of equally many neighbours, `[L, *]` -> `[number, *]`; see `mean`.
 
     >>> means(torch.tensor([1.0, 3.0, 10.0, 20.0]), 2)
     tensor([ 2., 15.])
@@ -68,7 +68,7 @@ def means(x: Tensor, number: int) -> Tensor:
 
 
 def consensus_distance(params: Tree) -> Tensor:
-    """Root mean square over the nodes of each node's distance to the average: sqrt(mean_i |theta_i - mean|^2).
+    """Return the root mean square of the nodes' distances to their mean: sqrt(mean_i |theta_i - mean|^2).
 
     >>> consensus_distance({"w": torch.tensor([[1.0, 0.0], [-1.0, 0.0]])})
     tensor(1.)
@@ -77,12 +77,12 @@ def consensus_distance(params: Tree) -> Tensor:
 
 
 def squared_consensus_distance(params: Tree) -> Tensor:
-    """The mean over the nodes of each node's squared distance to the average: mean_i |theta_i - mean|^2.
+    """Average the nodes' squared distances to their mean: mean_i |theta_i - mean|^2.
 
     >>> squared_consensus_distance({"w": torch.tensor([[2.0, 0.0], [-2.0, 0.0]])})
     tensor(4.)
     """
-    # Seen from node 0, equal nodes are at exactly 0, and so is the distance.
+    # Relative to node 0, equal nodes are at exactly 0, and so is the distance.
     seen = [x - x[:1] for x in params.values() if x.is_floating_point() and x.shape[0] > 1]
     squares = [(x - x.mean(0, keepdim=True)).square().sum() / x.shape[0] for x in seen]
     if not squares:
@@ -91,7 +91,7 @@ def squared_consensus_distance(params: Tree) -> Tensor:
 
 
 def correlation(params: Tree, num_nodes: int) -> float:
-    """Mean Pearson correlation between the parameter vectors of every two nodes; 1 when all are equal.
+    """Return the mean Pearson correlation between the parameters of each pair of nodes; 1 if all are equal.
 
     >>> round(correlation({"w": torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])}, 2), 6)
     -1.0
@@ -100,10 +100,10 @@ def correlation(params: Tree, num_nodes: int) -> float:
     if num_nodes == 1 or all(torch.equal(x, x[:1].expand_as(x)) for x in wide):
         return 1.0
     # The vectors are long and need not be joined: means and Gram matrix add up over the tensors.
-    every = [x.expand(num_nodes, *x.shape[1:]).flatten(1).double() for x in params.values() if x.is_floating_point()]
-    length = sum(x.shape[1] for x in every)
-    center = torch.stack([x.sum(1) for x in every]).sum(0, keepdim=True).T / length  # [K, 1]
-    gram = torch.stack([(x - center) @ (x - center).T for x in every]).sum(0)  # [K, K]
+    values = [expanded(x, num_nodes).flatten(1).double() for x in params.values() if x.is_floating_point()]
+    length = sum(x.shape[1] for x in values)
+    center = torch.stack([x.sum(1) for x in values]).sum(0, keepdim=True).T / length  # [K, 1]
+    gram = torch.stack([(x - center) @ (x - center).T for x in values]).sum(0)  # [K, K]
     scale = gram.diagonal().sqrt()
     corr = gram / (scale[:, None] * scale[None, :])
     return float((corr.sum() - corr.diagonal().sum()) / (num_nodes * (num_nodes - 1)))
@@ -132,19 +132,19 @@ class Nodes(Generic[M]):
         return self.num_nodes
 
     def module(self, node: int) -> M:
-        """A copy of the model with the parameters and buffers of one node."""
+        """Return a copy of the model with the parameters and buffers of one node."""
         node = check.index("node", node, self.num_nodes)
         return fill(self.model, {name: x[node] for name, x in {**self.params, **self.buffers}.items()})
 
     def average(self) -> M:
-        """A copy of the model with the average of the nodes: parameters and floating buffers.
+        """Return a copy of the model with the average of the nodes: parameters and floating-point buffers.
 
         Integer buffers (counters) are those of node 0.
         """
         return fill(self.model, {**mean(self.params), **mean(self.buffers)})
 
     def consensus_distance(self) -> float:
-        """Root mean square distance of the nodes to their average; see `vecgym.core.nodes.consensus_distance`."""
+        """Return the nodes' root mean square distance to their average; see `vecgym.core.nodes.consensus_distance`."""
         return float(consensus_distance(self.params))
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class Nodes(Generic[M]):
 
 
 def fill(model: M, values: Tree) -> M:
-    """A copy of `model` holding `values`; tied weights stay tied, frozen parameters stay frozen.
+    """Return a copy of `model` that holds `values`; tied weights stay tied, frozen parameters frozen.
 
     >>> fill(nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[7.0]])}).weight.item()
     7.0
@@ -161,15 +161,15 @@ def fill(model: M, values: Tree) -> M:
     filled = copy.deepcopy(model)
     device = next(iter(values.values())).device if values else torch.device("cpu")
     filled.to(device)
-    own = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
+    tensors = {**dict(filled.named_parameters()), **dict(filled.named_buffers())}
     with torch.no_grad():
         for name, value in values.items():
-            own[name].copy_(value)
+            tensors[name].copy_(value)
     return filled
 
 
 def take_rows(values, rows: Tensor):
-    """The given rows of every `[L, *]` tensor of a nested tree; `[1, *]` stays as it is.
+    """Take the given rows of every `[L, *]` tensor of a nested tree; `[1, *]` is only copied.
 
     >>> take_rows({"w": torch.tensor([1.0, 2.0, 3.0]), "step": torch.tensor([7])}, torch.tensor([0, 2]))
     {'w': tensor([1., 3.]), 'step': tensor([7])}
@@ -178,7 +178,7 @@ def take_rows(values, rows: Tensor):
 
 
 def join_rows(parts):
-    """Nested trees of `[1, *]`, one of each node, as one of `[L, *]`.
+    """Concatenate nested trees by their rows, such as one `[1, *]` of each node.
 
     >>> join_rows([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
     {'w': tensor([1., 2.])}
@@ -187,7 +187,7 @@ def join_rows(parts):
 
 
 def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
-    """`values`, `[1 or L, *]`, with the given rows replaced by those of `new`: `[L, *]`.
+    """Replace the given rows of `values`, `[1 or L, *]`, by those of `new`: `[L, *]`.
 
     A tensor that is `[1, *]` in both and did not change stays `[1, *]`. One that is only in `new` is 0 elsewhere.
 
@@ -211,9 +211,9 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
 
 
 def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:
-    """The modules' states, cloned where they keep memory that is overwritten later: of parameters and gradients.
+    """Clone what the modules' states keep of memory that is overwritten later, that of parameters and gradients.
 
-    The states `before` have been through here: a module that gave its own back is not asked again.
+    The states `before` are known to be safe: a module that returned its own is not looked at.
 
     >>> params = {"w": torch.ones(2)}
     >>> unshared({"0": {"kept": params["w"][:1]}}, {}, [params])["0"]["kept"].data_ptr() == params["w"].data_ptr()

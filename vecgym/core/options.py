@@ -31,8 +31,8 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        own: Any = type(self)
-        checks = checks_of(own)
+        cls: Any = type(self)
+        checks = checks_of(cls)
         self.settle(**{name: checks[name](name, value) for name, value in vars(self).items() if name in checks})
 
     def settle(self, **values: Any) -> None:
@@ -83,7 +83,7 @@ def takes(
 
 
 def function_of(options: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
-    """Do as `takes` for a function."""
+    """Do the same as `takes` for a function."""
 
     def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
         @functools.wraps(function)
@@ -98,7 +98,7 @@ def function_of(options: Callable[P, Given]) -> Callable[[Callable[[Given], Resu
 
 
 def _check_call(name: str, options: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Raise a TypeError for a call that lacks an option, or has one that there is not."""
+    """Raise a TypeError for a call that lacks an option, or has an unknown one."""
     signature = inspect.signature(options)
     check.keywords(f"{name}()", kwargs, signature.parameters)
     try:
@@ -109,14 +109,14 @@ def _check_call(name: str, options: Callable[..., Any], *args: Any, **kwargs: An
 
 def _show(function: Any, options: Any, *first: inspect.Parameter) -> None:
     """Give a function the signature and the documentation of its options."""
-    given, hints = inspect.signature(options).parameters.items(), get_type_hints(options)
-    shown = [p.replace(annotation=inspect.formatannotation(hints[name])) for name, p in given]
-    function.__signature__ = inspect.Signature([*first, *shown])
+    parameters, hints = inspect.signature(options).parameters.items(), get_type_hints(options)
+    annotated = [p.replace(annotation=inspect.formatannotation(hints[name])) for name, p in parameters]
+    function.__signature__ = inspect.Signature([*first, *annotated])
     function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("    {arguments}", _arguments(options))
 
 
 def _arguments(options: Any) -> str:
     """Return what the docstrings of options say below "Args:", those that are inherited first."""
     texts = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(options.__mro__)]
-    found = [re.search(r"^Args:\n(.*?)(\n\n|\Z)", text, re.DOTALL | re.MULTILINE) for text in texts]
-    return "\n".join(match[1] for match in found if match)
+    matches = [re.search(r"^Args:\n(.*?)(\n\n|\Z)", text, re.DOTALL | re.MULTILINE) for text in texts]
+    return "\n".join(match[1] for match in matches if match)

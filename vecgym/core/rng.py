@@ -1,8 +1,8 @@
 """Random numbers keyed by what they are for: (seed, purpose, step, global node id, ...).
 
 A key is a pure function of its parts, so nothing depends on the order in which nodes are visited, on how
-they are chunked, or on what was drawn before; and no global random state is read or changed. Where other people's
-code draws from the global generators, `GlobalStates` gives it states of its own.
+they are chunked, or on what was drawn before; and no global random state is read or changed. Code of the user's
+that draws from the global generators gets states of its own from `GlobalStates`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 def key(seed: int, purpose: str, *ids: int) -> int:
-    """A 63-bit integer that depends on every part.
+    """Return a 63-bit integer that depends on every part.
 
     >>> key(0, "islands", 3) == key(0, "islands", 3), key(0, "islands", 3) == key(0, "islands", 4)
     (True, False)
@@ -28,7 +28,7 @@ def key(seed: int, purpose: str, *ids: int) -> int:
 
 
 def generator(seed: int, purpose: str, *ids: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh generator seeded with `key(seed, purpose, *ids)`.
+    """Return a new generator, seeded with `key(seed, purpose, *ids)`.
 
     >>> bool(torch.rand(1, generator=generator(0, "a")) == torch.rand(1, generator=generator(0, "a")))
     True
@@ -53,13 +53,13 @@ class GlobalStates(NamedTuple):
 
     @classmethod
     def now(cls, accelerators: bool = True) -> GlobalStates:
-        """Return the present states; without those of the accelerators where no one draws from them."""
+        """Return the present states; without those of the accelerators if nothing draws from them."""
         states = _accelerator_states() if accelerators else []
         return cls(torch.get_rng_state(), np.random.get_state(), random.getstate(), states)  # noqa: NPY002
 
     @classmethod
     def seeded(cls, seed: int) -> GlobalStates:
-        """Return what they would be after seeding all alike; leave them as they are."""
+        """Return the states after seeding all generators with `seed`; leave the generators as they are."""
         before = cls.now()
         try:
             torch.manual_seed(seed)
@@ -80,7 +80,7 @@ class GlobalStates(NamedTuple):
             torch.mps.set_rng_state(self.accelerators[0])
 
     def packed(self) -> dict[str, Any]:
-        """Return the same in tensors, numbers and strings, for a file.
+        """Return the states as tensors, numbers and strings, for a file.
 
         >>> sorted(GlobalStates.now().packed())
         ['accelerators', 'cpu', 'numpy', 'python']
@@ -113,10 +113,10 @@ class GlobalStates(NamedTuple):
 
 @contextmanager
 def private(seed: int | None = None) -> Iterator[None]:
-    """Put the CPU's global generators back when the block ends: a user's code draws from them.
+    """Restore the CPU's global generators after a block in which a user's code may draw from them.
 
     Args:
-        seed: for them all, within the block; None: they go on from where they are.
+        seed: for all of them, within the block; None: they continue from their present states.
 
     >>> with private(3):
     ...     x = torch.rand(2)

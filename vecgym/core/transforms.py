@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Readable(TorchFunctionMode):
-    """Inside a transform of `torch.func`: let lists and arrays be made of tensors, which torch 2.6 cannot."""
+    """Inside a transform of `torch.func`, allow lists and arrays to be made of tensors, which torch 2.6 does not."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy):
@@ -21,7 +21,7 @@ class Readable(TorchFunctionMode):
 
 
 def plain(x: Tensor) -> Tensor:
-    """The values alone, without what a transform or a graph adds to them."""
+    """Return the bare values, without a transform's wrapper or a graph."""
     return _unwrapped(x).detach()
 
 

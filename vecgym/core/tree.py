@@ -162,7 +162,7 @@ def _stored(x: Tensor) -> int:
 
 
 def per_node(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A number, or one number per node `[L]`, shaped to multiply a `[L, *]` tensor.
+    """Shape one number per node, `[L]`, to multiply a `[L, *]` tensor; a single number stays as it is.
 
     >>> import torch
     >>> per_node(torch.ones(3), torch.ones(3, 4, 5)).shape

@@ -1,12 +1,6 @@
-"""What the nodes train on: datasets, batches, text, and who holds which examples."""
+"""Training data: datasets, batches, text, and which node holds which examples."""
 
-from vecgym.data.batches import (
-    Batches,
-    EvalBatches,
-    Examples,
-    Factory,
-    num_steps,
-)
+from vecgym.data.batches import Batches, EvalBatches, Examples, Factory, num_steps
 from vecgym.data.collate import Batch
 from vecgym.data.partition import (
     Partition,

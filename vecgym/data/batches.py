@@ -1,4 +1,4 @@
-"""Shards and batches: what a node reads at a step is a pure function of (seed, step, node).
+"""Shards and batches: the examples of a node at a step are a pure function of (seed, step, node).
 
 `Batches` gives trees of `[L, B, ...]` for training, `EvalBatches` ordinary batches `[B, ...]` for evaluation.
 Nothing depends on which other nodes are in this process, on the number of workers, or on what was read
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -117,26 +118,24 @@ class Batches:
         self.seed = check.seed("seed", seed)
         self.shuffle = check.flag("shuffle", shuffle)
         train = check.flag("train", train)
-        self._source = Source(
-            dataset, self.num_nodes, self.node_ids, train, self.seed, device, dataloader_kwargs, name
-        )  # fmt: skip
+        self._source = Source(dataset, self.num_nodes, self.node_ids, train, self.seed, device, dataloader_kwargs, name)
         lengths, shared = self._source.lengths, self._source.shared
-        # examples of each node here, before padding
-        self.shard_sizes = _dealt_sizes(lengths[0], self.num_nodes, self.node_ids) if shared else lengths
+        # Examples of each node here, before padding.
+        dealt = tuple(len(range(node, lengths[0], self.num_nodes)) for node in self.node_ids)
+        self.shard_sizes = dealt if shared else lengths
         longest = -(-lengths[0] // self.num_nodes) if shared else max(lengths)
-        self._longest = _agreed(agree, longest, not shared)
-        self.epoch_length = self._longest  # examples of each node in an epoch, padding counted
-        whole, rest = divmod(self._longest, self.batch_size)
-        self.steps_per_epoch = whole if self._source.drop_last else whole + (rest > 0)
+        self.epoch_length = _agreed(agree, longest, not shared)  # examples of each node in an epoch, with padding
+        full, rest = divmod(self.epoch_length, self.batch_size)
+        self.steps_per_epoch = full if self._source.drop_last else full + (rest > 0)
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"drop_last leaves no batch: batch_size={self.batch_size}, and {name} has at most {self._longest} "
-                f"examples for each of {self.num_nodes} nodes. Fix: batch_size={self._longest}, or no drop_last"
+                f"drop_last leaves no batch: batch_size={self.batch_size}, and {name} has at most {self.epoch_length} "
+                f"examples for each of {self.num_nodes} nodes. Fix: batch_size={self.epoch_length}, or no drop_last"
             )
         self._orders: dict[int, Tensor] = {}  # epoch -> [L, longest]
 
     def batch(self, step: int) -> Batch:
-        """The batch of any step >= 0, leaves `[L, B, ...]`; without workers.
+        """Read the batch of any step >= 0, leaves `[L, B, ...]`; without workers.
 
         >>> Batches(torch.arange(8), num_nodes=2, batch_size=2, shuffle=False).batch(1)
         tensor([[4, 6],
@@ -148,7 +147,7 @@ class Batches:
 
     @property
     def limits(self) -> tuple[int, ...] | None:
-        """The most examples of a batch that are a node's own, of each node here; None where all always are.
+        """The most examples of a batch that are a node's own, for each node here; None: all always are.
 
         >>> Batches(lambda rank, num_nodes, train: torch.arange(5 - 3 * rank), num_nodes=2, batch_size=4).limits
         (5, 2)
@@ -156,7 +155,7 @@ class Batches:
         return self.limits_of(self.shard_sizes)
 
     def limits_of(self, shard_sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Likewise of nodes with these shards, which may be in other processes.
+        """Return the same for nodes with these shards, which may be in other processes.
 
         >>> Batches(lambda rank, num_nodes, train: torch.arange(5), num_nodes=2, batch_size=4).limits_of((5, 2))
         (5, 2)
@@ -164,7 +163,7 @@ class Batches:
         return None if self._source.shared or min(shard_sizes) >= self.batch_size else shard_sizes
 
     def width(self, step: int) -> int:
-        """B at a step: the last batch of an epoch may be smaller.
+        """Return B at a step: the last batch of an epoch may be smaller.
 
         >>> [Batches(torch.arange(10), num_nodes=2, batch_size=3).width(step) for step in range(3)]
         [3, 2, 3]
@@ -172,7 +171,7 @@ class Batches:
         return min(self.batch_size, self.epoch_length - step % self.steps_per_epoch * self.batch_size)
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """The batches of the steps `start` up to `stop`, without end when None; with workers if asked for.
+        """Yield the batches of the steps `start` up to `stop`, without end if None; with workers if asked for.
 
         >>> [x.tolist() for x in Batches(torch.arange(3), 1, 2, shuffle=False).iterate(1, 4)]
         [[[2]], [[0, 1]], [[2]]]
@@ -182,7 +181,7 @@ class Batches:
         return self._source.stream(map(self._request, steps))
 
     def __iter__(self) -> Iterator[Batch]:
-        """All batches from step 0 on, without end."""
+        """Yield all batches from step 0 on, without end."""
         return self.iterate()
 
     def _request(self, step: int) -> tuple[int, Tensor]:
@@ -191,46 +190,42 @@ class Batches:
         return step, self._order(epoch)[:, first : first + self.batch_size]
 
     def _order(self, epoch: int) -> Tensor:
-        """Which example of its dataset each node reads at each place of the epoch, `[L, longest]`."""
+        """Return which example of its dataset each node reads at each place of the epoch, `[L, epoch_length]`."""
         if epoch not in self._orders:
             while len(self._orders) > 1:  # workers run ahead into the next epoch: keep two
                 self._orders.pop(next(iter(self._orders)))
-            make = self._dealt if self._source.shared else self._own
-            self._orders[epoch] = self._source.locate(make(epoch))
+            order = self._dealt(epoch) if self._source.shared else self._own(epoch)
+            self._orders[epoch] = self._source.locate(order)
         return self._orders[epoch]
 
     def _dealt(self, epoch: int) -> Tensor:
-        """One dataset dealt to the nodes in turn, as DistributedSampler does."""
-        length = self._source.lengths[0]
-        shuffled = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(length, generator=shuffled) if self.shuffle else torch.arange(length)
-        total = self._longest * self.num_nodes
-        rounds = order.repeat(-(-total // length))[:total].view(self._longest, self.num_nodes)
+        """Deal one dataset to the nodes in turn, as DistributedSampler does."""
+        order = self._shuffled(self._source.lengths[0], torch.Generator().manual_seed(self.seed + epoch))
+        total = self.epoch_length * self.num_nodes
+        rounds = order.repeat(-(-total // len(order)))[:total].view(self.epoch_length, self.num_nodes)
         return rounds.t().index_select(0, torch.tensor(self.node_ids))
 
     def _own(self, epoch: int) -> Tensor:
-        """Each node's own dataset in its own order."""
-        rows, places = [], torch.arange(self._longest)
+        """Put each node's own dataset into an order of its own."""
+        rows, places = [], torch.arange(self.epoch_length)
         for node, length in zip(self.node_ids, self._source.lengths):
-            shuffled = rng.generator(self.seed, "data", epoch, node)
-            order = torch.randperm(length, generator=shuffled) if self.shuffle else torch.arange(length)
+            order = self._shuffled(length, rng.generator(self.seed, "data", epoch, node))
             rows.append(order[places % length])
         return torch.stack(rows)
 
-
-def _dealt_sizes(length: int, num_nodes: int, node_ids: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(len(range(node, length, num_nodes)) for node in node_ids)
+    def _shuffled(self, length: int, generator: torch.Generator) -> Tensor:
+        return torch.randperm(length, generator=generator) if self.shuffle else torch.arange(length)
 
 
 def _agreed(agree: Any, length: int, per_node: bool) -> int:
-    """A length of this process's shards, or what `agree` makes of it, where the nodes have shards of their own."""
+    """Return a length of this process's shards, or of all processes' where the nodes have shards of their own."""
     if agree is not None and not callable(agree):
         raise TypeError(f"agree is {check.kind_of(agree)}; give a function of a shard's length, or None.")
     return length if agree is None or not per_node else int(check.called("agree", agree, length))
 
 
 def num_steps(batches: Batches, num_epochs: int = 1, max_steps: int | None = None) -> int:
-    """How many steps a run takes: `max_steps` when given (the data repeats as needed), else whole epochs.
+    """Count the steps of a run: `max_steps` if given (the data repeats as needed), else full epochs.
 
     >>> batches = Batches(torch.arange(10), num_nodes=1, batch_size=4)
     >>> num_steps(batches, num_epochs=2), num_steps(batches, max_steps=100)
@@ -281,11 +276,15 @@ class EvalBatches:
         self._source = Source(dataset, num_nodes, rows, False, seed, device, dataloader_kwargs, name)
         length = _agreed(agree, min(self._source.lengths), self.per_node)
         self.num_examples = length if val_size is None else min(length, check.integer("val_size", val_size, 1))
-        self._order = self._source.locate(self._fixed_order(rows, seed))  # [L or 1, num_examples]
+        orders = [
+            torch.randperm(length, generator=rng.generator(seed, "eval", row))[: self.num_examples]
+            for row, length in zip(rows, self._source.lengths)
+        ]
+        self._order = self._source.locate(torch.stack(orders))  # [L or 1, num_examples]
         self._cache: list[tuple[Batch, int]] | None = None
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """Count the batches."""
         return -(-self.num_examples // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
@@ -305,15 +304,4 @@ class EvalBatches:
     def _read(self) -> Iterator[tuple[Batch, int]]:
         parts = self._order.split(self.batch_size, dim=1)
         for part, batch in zip(parts, self._source.stream(enumerate(parts))):
-            yield (batch if self.per_node else tree.map_leaves(_drop_node_dim, batch)), part.shape[1]
-
-    def _fixed_order(self, rows: tuple[int, ...], seed: int) -> Tensor:
-        orders = [
-            torch.randperm(length, generator=rng.generator(seed, "eval", row))[: self.num_examples]
-            for row, length in zip(rows, self._source.lengths)
-        ]
-        return torch.stack(orders)
-
-
-def _drop_node_dim(x: Tensor) -> Tensor:
-    return x[0]
+            yield (batch if self.per_node else tree.map_leaves(itemgetter(0), batch)), part.shape[1]

@@ -13,31 +13,22 @@ from torch.utils.data import IterableDataset
 from vecgym.core import check
 from vecgym.core.errors import warn
 
+Collate = Callable[[list[Any]], Any]  # the examples of one node -> its batch
+
 _LOADER_KEYS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "pin_memory_device",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
-
-
+    "num_workers", "collate_fn", "pin_memory", "pin_memory_device", "drop_last", "timeout", "worker_init_fn",
+    "multiprocessing_context", "prefetch_factor", "persistent_workers",
+)  # fmt: skip
+_FACTORY = "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads"
 _OWNED_KEYS = {
     "dataset": "pass it as the first argument",
     "batch_size": "use the argument batch_size",
     "shuffle": "use the argument shuffle",
-    "sampler": "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads",
-    "batch_sampler": "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads",
+    "sampler": _FACTORY,
+    "batch_sampler": _FACTORY,
     "generator": "use the argument seed",
     "in_order": "leave it out, batches always come in order",
 }
-
-
 _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers"), check.flag),
     "num_workers": partial(check.integer, least=0),
@@ -46,10 +37,8 @@ _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def split_loader_kwargs(
-    kwargs: Mapping[str, Any] | None,
-) -> tuple[bool, Callable[[list[Any]], Any] | None, dict[str, Any]]:
-    """`drop_last` and `collate_fn`, which vecgym applies itself, and the DataLoader's part."""
+def split_loader_kwargs(kwargs: Mapping[str, Any] | None) -> tuple[bool, Collate | None, dict[str, Any]]:
+    """Return `drop_last` and `collate_fn`, which vecgym applies itself, and the keywords for the DataLoader."""
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"dataloader_kwargs is {check.kind_of(kwargs)}; give a dict such as {{'num_workers': 2}}.")
     given = dict(kwargs or {})
@@ -70,6 +59,7 @@ def split_loader_kwargs(
 
 
 def is_factory(dataset: Any) -> bool:
+    """Whether this is a function or a class that makes the nodes' datasets."""
     if isinstance(dataset, nn.Module):  # it can be called, but with batches
         return False
     return callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__"))
@@ -95,6 +85,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def check_examples(dataset: Any, name: str) -> None:
+    """Raise an error for what is no map-style dataset of at least one example."""
     if isinstance(dataset, nn.Module):
         raise TypeError(f"{name} is {describe(dataset)}, a model. Fix: Trainer(model, train_dataset, val_dataset)")
     if isinstance(dataset, IterableDataset):
@@ -110,18 +101,16 @@ def check_examples(dataset: Any, name: str) -> None:
         )
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"{name} is {describe(dataset)}, without length. Fix: define __len__ in its class")
-    if _length(dataset, name) == 0:
+    try:
+        is_empty = len(dataset) == 0
+    except TypeError as error:  # of a tensor without dimensions, or a class that says it has none
+        raise TypeError(f"{name} is {describe(dataset)}, without length: {error}") from None
+    if is_empty:
         raise ValueError(f"{name} is empty. Allowed: at least one example")
 
 
-def _length(dataset: Any, name: str) -> int:
-    try:
-        return len(dataset)
-    except TypeError as error:  # of a tensor without dimensions, or a class that says it has none
-        raise TypeError(f"{name} is {describe(dataset)}, without length: {error}") from None
-
-
 def checked_node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[int, ...]:
+    """Return the ids of the nodes here; None: all."""
     if node_ids is None:
         return tuple(range(num_nodes))
     given = node_ids.tolist() if isinstance(node_ids, Tensor) else node_ids
@@ -133,6 +122,7 @@ def checked_node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[in
 
 
 def describe(value: Any) -> str:
+    """Say what a wrong value is, for a message."""
     if isinstance(value, Tensor):
         return f"a {value.dim()}-D tensor of {value.dtype}"
     inside = f" of {type(value[0]).__name__}" if isinstance(value, (list, tuple)) and value else ""

@@ -19,7 +19,7 @@ Batch = Any  # a tensor, or nested dicts, lists and (named) tuples of tensors
 
 
 def fold(leaf: Any, path: str, size: torch.Size) -> Tensor:
-    """`[L * B, ...]` -> `[L, B, ...]`."""
+    """Reshape `[L * B, ...]` to `[L, B, ...]`."""
     tensor = as_tensor(leaf, path)
     if tensor.dim() == 0 or tensor.shape[0] != size.numel():
         raise ValueError(
@@ -31,6 +31,7 @@ def fold(leaf: Any, path: str, size: torch.Size) -> Tensor:
 
 
 def explain(leaves: list[Any], path: str) -> None:
+    """Raise the error that says why examples cannot be collated, if there is a plain reason."""
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, np.ndarray, np.generic, numbers.Number, str, bytes)):
             raise _not_a_tensor(leaf, path)
@@ -38,6 +39,7 @@ def explain(leaves: list[Any], path: str) -> None:
 
 
 def check_shapes(shapes: Sequence[tuple[int, ...]], path: str, label: Callable[[int], str]) -> None:
+    """Raise a ValueError unless all shapes are equal; `label(i)` says what has shape i."""
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(
@@ -48,6 +50,7 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], path: str, label: Callable[[
 
 
 def as_tensor(leaf: Any, path: str) -> Tensor:
+    """Convert a leaf of a batch."""
     if isinstance(leaf, Tensor):
         if leaf.device.type == "meta":
             raise ValueError(f"{path} is on the device meta, where tensors have no values: create it on the CPU")
@@ -66,17 +69,17 @@ def _not_a_tensor(leaf: Any, path: str) -> TypeError:
 
 
 def as_list(examples: Any, count: int) -> list[Any]:
-    """The examples one by one, for a `collate_fn`, also when `__getitems__` gave a whole batch."""
+    """Return the examples one by one, for a `collate_fn`, even if `__getitems__` returned a batch."""
     if isinstance(examples, list):
         return examples
     return [tree.map_leaves(operator.itemgetter(i), examples) for i in range(count)]
 
 
 def map_together(fn: Callable[[list[Any], str], Any], trees: Sequence[Any], path: str = "batch") -> Any:
-    """`fn(leaves, path)` for the corresponding leaves of trees of the same form, in a tree of that form."""
+    """Apply `fn(leaves, path)` to the corresponding leaves of trees of one form, and return a tree of that form."""
     first = trees[0]
-    if any(_outline(other) != _outline(first) for other in trees[1:]):
-        forms = sorted({str(_outline(other)) for other in trees})
+    forms = sorted({_outline(x) for x in trees})
+    if len(forms) > 1:
         raise ValueError(
             f"{path} does not have the same form everywhere: {' and '.join(forms)}. Allowed: the same keys "
             "and lengths in every example of every node. Fix: a collate_fn that makes them so"

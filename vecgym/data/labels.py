@@ -12,7 +12,7 @@ from vecgym.core import check
 
 
 def read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
-    """(labels `[n]` or None, n)"""
+    """Return (labels `[n]` or None, n)."""
     if not hasattr(data, "__len__") or getattr(data, "ndim", 1) == 0:  # a tensor of no dimension has no length
         raise TypeError(f"data is {check.kind_of(data)}, without length: give the labels, or a map-style dataset.")
     n = len(data)
@@ -22,7 +22,7 @@ def read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
 
 
 def labels_of(data: Any) -> np.ndarray | None:
-    """The labels `[n]`, int64, if there are any."""
+    """Return the labels `[n]`, int64, if there are any."""
     if isinstance(data, Subset):
         labels = labels_of(data.dataset)
         return None if labels is None else labels[np.asarray(data.indices)]
@@ -33,7 +33,7 @@ def labels_of(data: Any) -> np.ndarray | None:
     if isinstance(data, (Tensor, np.ndarray, list, tuple, range)):
         if isinstance(data, (list, tuple)) and not all(hasattr(value, "__index__") for value in data):
             return None  # a list of examples
-        found = np.asarray(data.cpu() if isinstance(data, Tensor) else data)
-        if found.ndim == 1 and found.dtype.kind in "iu":
-            return found.astype(np.int64)
+        labels = np.asarray(data.cpu() if isinstance(data, Tensor) else data)
+        if labels.ndim == 1 and labels.dtype.kind in "iu":
+            return labels.astype(np.int64)
     return None

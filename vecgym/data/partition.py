@@ -1,4 +1,4 @@
-"""Who holds which examples: one dataset cut into one shard for each node, alike or as unlike as real ones are.
+"""Which node holds which examples: one dataset cut into a shard for each node, alike or as unlike as real ones are.
 
 A partition is a function of the labels (or the number of examples), the number of nodes and the seed alone.
 `vecgym.data` has everything here that is public.
@@ -20,11 +20,7 @@ from vecgym.core import check, rng
 from vecgym.data.labels import read
 
 ALPHA = "the smaller, the more uneven"
-
-
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_DRAWS = 1000  # of a partition, until every node has `min_size` examples
 
 
@@ -55,15 +51,15 @@ class Partition:
         empty = [node for node, size in enumerate(self.sizes) if size == 0]
         if not self.indices or empty:
             raise ValueError(f"nodes {empty} have no example: every node of a partition needs at least one.")
-        found = torch.cat(self.indices).sort().values
-        if not torch.equal(found, torch.arange(len(found))):
+        places = torch.cat(self.indices).sort().values
+        if not torch.equal(places, torch.arange(len(places))):
             raise ValueError(
-                f"indices are not each of 0 to {len(found) - 1} once: a partition puts every example on one node."
+                f"indices are not each of 0 to {len(places) - 1} once: a partition puts every example on one node."
             )
-        if self.labels is not None and not _is_whole(self.labels):
+        if self.labels is not None and not _is_integers(self.labels):
             raise TypeError(f"labels is {check.kind_of(self.labels)}; give a tensor of integers, [n], or None.")
-        if self.labels is not None and len(self.labels) != len(found):
-            raise ValueError(f"there are {len(self.labels)} labels for {len(found)} examples: give one for each.")
+        if self.labels is not None and len(self.labels) != len(places):
+            raise ValueError(f"there are {len(self.labels)} labels for {len(places)} examples: give one for each.")
 
     @property
     def num_nodes(self) -> int:
@@ -100,7 +96,7 @@ class Partition:
         return torch.stack([torch.bincount(places[own], minlength=len(self.classes)) for own in self.indices])
 
     def datasets(self, dataset: Any) -> Shards:
-        """`dataset`, cut into the nodes' shards: what `Trainer`, `sweep` and `Batches` take in place of a dataset.
+        """Cut `dataset` into the nodes' shards: `Trainer`, `sweep` and `Batches` take the result in place of a dataset.
 
         Raises:
             ValueError: for a dataset of another length.
@@ -131,8 +127,8 @@ class Partition:
     def __repr__(self) -> str:
         text = f"{self.num_nodes} nodes, {self.num_examples} examples, {min(self.sizes)} to {max(self.sizes)} a node"
         if self.labels is not None:
-            there = (self.counts > 0).sum(1)
-            text += f", {int(there.min())} to {int(there.max())} of {len(self.classes)} classes a node"
+            present = (self.counts > 0).sum(1)
+            text += f", {int(present.min())} to {int(present.max())} of {len(self.classes)} classes a node"
         return f"Partition({text})"
 
 
@@ -153,7 +149,7 @@ class Shards:
 
 
 def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
-    """Examples at random, the same number to each node (one more to some, where K does not divide n).
+    """Deal the examples at random, equally many to each node (one more to some, if K does not divide n).
 
     Args:
         data: the labels, `[n]` integers, or a dataset. Labels are found in `dataset.targets`, in a `TensorDataset`'s
@@ -175,7 +171,7 @@ def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
 def partition_dirichlet(
     data: Any, num_nodes: int, alpha: float, *, balanced: bool = True, min_size: int = 1, seed: int = 42
 ) -> Partition:
-    """Each node its own mixture of the classes; the smaller alpha, the fewer classes a node has.
+    """Give each node its own mixture of the classes; the smaller alpha, the fewer classes a node has.
 
     Balanced: node k draws q_k ~ Dir(alpha p), with p the classes' shares in the data, and n / K examples from the
     classes with probabilities q_k, without replacement. Classes that are used up leave the mixture, and a node whose
@@ -215,17 +211,18 @@ def partition_dirichlet(
     check.number("alpha", alpha, "(0, inf)", ALPHA)
     generator = _generator(seed, "dirichlet")
     classes = [generator.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
+    sizes = np.array([len(examples) for examples in classes])
     if balanced:
-        counts = _mixtures(generator, np.array([len(own) for own in classes]), num_nodes, alpha)  # [K, classes]
+        counts = _mixtures(generator, sizes, num_nodes, alpha)  # [K, classes]
     else:
-        counts = _shares(generator, np.array([len(own) for own in classes]), num_nodes, alpha, min_size)
+        counts = _shares(generator, sizes, num_nodes, alpha, min_size)
     cuts = counts.cumsum(0)[:-1]  # [K - 1, classes]
-    parts = [np.split(own, cuts[:, c]) for c, own in enumerate(classes)]
-    return _partition([np.concatenate(own) for own in zip(*parts)], labels)
+    parts = [np.split(examples, cuts[:, c]) for c, examples in enumerate(classes)]
+    return _partition([np.concatenate(of_node) for of_node in zip(*parts)], labels)
 
 
 def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, seed: int = 42) -> Partition:
-    """A few classes on each node: the examples, sorted by label, in K s equal shards, of which each node gets s.
+    """Give each node a few classes: sort the examples by label, cut K s equal shards, and deal s to each node.
 
     With s = 2 and classes of one size, a node has two classes, or one, or a third and fourth where a shard reaches
     over a boundary between classes. Shards, and so nodes, differ by at most one example each: every node has at least
@@ -264,7 +261,7 @@ def partition_shards(data: Any, num_nodes: int, shards_per_node: int = 2, *, see
 
 
 def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size: int = 1, seed: int = 42) -> Partition:
-    """Examples at random, but in different numbers: n_k = m + (n - K m) s_k, rounded, with shares s ~ Dir(alpha 1_K).
+    """Deal the examples at random, in unequal numbers: n_k = m + (n - K m) s_k, rounded, with s ~ Dir(alpha 1_K).
 
     Every node has at least m = `min_size` examples. The mean of n_k is n / K, its variance
     (n - K m)^2 (K - 1) / (K^2 (K alpha + 1)).
@@ -300,7 +297,7 @@ def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size
 
 
 def _mixtures(generator: np.random.Generator, left: np.ndarray, num_nodes: int, alpha: float) -> np.ndarray:
-    """How many examples of each class each node draws, `[K, classes]`; `left` `[classes]` are there."""
+    """Draw how many examples of each class each node gets, `[K, classes]`, out of `left` `[classes]`."""
     prior, n = left / left.sum(), int(left.sum())
     counts = np.zeros((num_nodes, len(left)), dtype=np.int64)
     sizes = np.diff(np.arange(num_nodes + 1) * n // num_nodes)
@@ -321,7 +318,7 @@ def _mixtures(generator: np.random.Generator, left: np.ndarray, num_nodes: int, 
 def _shares(
     generator: np.random.Generator, sizes: np.ndarray, num_nodes: int, alpha: float, min_size: int
 ) -> np.ndarray:
-    """How many examples of each class, of which there are `sizes`, each node gets, `[K, classes]`."""
+    """Draw how many examples of each class, out of `sizes`, each node gets, `[K, classes]`."""
     for _ in range(MAX_DRAWS):
         shares = generator.dirichlet(np.full(num_nodes, float(alpha)), size=len(sizes))
         counts = np.stack([_rounded(size, of_class) for size, of_class in zip(sizes, shares)], axis=1)
@@ -334,33 +331,33 @@ def _shares(
 
 
 def _rounded(n: int, shares: np.ndarray) -> np.ndarray:
-    """n cut into whole numbers in these shares, each less than 1 from n times its share."""
+    """Cut n into integers in these shares, each less than 1 from n times its share."""
     cuts = np.rint(n * shares.cumsum()).astype(np.int64)
     cuts[-1] = n
     return np.diff(cuts, prepend=0)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_integers(x: Any) -> bool:
     """Whether `x` is a tensor `[n]` of integers."""
-    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in WHOLE and x.device.type != "meta"
+    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in INTEGERS and x.device.type != "meta"
 
 
 def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
     give = "a tuple of K integer tensors [n_k]"
     check.instance("indices", indices, (tuple, list), give)
     try:
-        found = tuple(torch.as_tensor(own) for own in indices)
+        tensors = tuple(torch.as_tensor(x) for x in indices)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"indices holds what is no tensor of integers; give {give}.") from None
-    for node, own in enumerate(found):
-        if own.numel() and not _is_whole(own):
-            raise TypeError(f"indices[{node}] is a tensor {own.dtype} {list(own.shape)}; give {give}.")
-    return tuple(own.long() for own in found)
+    for node, x in enumerate(tensors):
+        if x.numel() and not _is_integers(x):
+            raise TypeError(f"indices[{node}] is a tensor {x.dtype} {list(x.shape)}; give {give}.")
+    return tuple(x.long() for x in tensors)
 
 
 def _partition(indices: Sequence[np.ndarray], labels: np.ndarray | None) -> Partition:
-    found = tuple(torch.from_numpy(np.sort(own)) for own in indices)
-    return Partition(found, None if labels is None else torch.from_numpy(labels))
+    tensors = tuple(torch.from_numpy(np.sort(x)) for x in indices)
+    return Partition(tensors, None if labels is None else torch.from_numpy(labels))
 
 
 def _generator(seed: int, kind: str) -> np.random.Generator:

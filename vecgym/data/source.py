@@ -1,8 +1,9 @@
-"""Read the examples of a step from the datasets of the nodes, fastest way first."""
+"""Read the examples of a step from the datasets of the nodes, in the fastest way that each allows."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,16 +23,9 @@ class Source:
     """The datasets of the nodes here, and how the examples of a step are read from them."""
 
     def __init__(
-        self,
-        dataset: Any,
-        num_nodes: int,
-        node_ids: tuple[int, ...],
-        train: bool,
-        seed: int,
-        device: torch.device | str | None,
-        dataloader_kwargs: Mapping[str, Any] | None,
-        name: str,
-    ):
+        self, dataset: Any, num_nodes: int, node_ids: tuple[int, ...], train: bool, seed: int,
+        device: torch.device | str | None, dataloader_kwargs: Mapping[str, Any] | None, name: str,
+    ) -> None:  # fmt: skip
         self.shared = not is_factory(dataset)
         if not self.shared:
             check_dataset(dataset, name)
@@ -57,19 +51,19 @@ class Source:
         self._loader([])  # torch checks the values of dataloader_kwargs: now, not at the first step
 
     def locate(self, order: Tensor) -> Tensor:
-        """Places in the nodes' datasets `[L, n]` -> places in the datasets below their `Subset`s, there."""
+        """Translate places in the nodes' datasets, `[L, n]`, to places below their `Subset`s, on their device."""
         if self.shared and self._positions[0] is not None:
             order = self._positions[0][order]
         elif not self.shared:
-            rows = [row if at is None else at[row] for at, row in zip(self._positions, order)]
-            order = torch.stack(rows)
+            order = torch.stack([row if at is None else at[row] for at, row in zip(self._positions, order)])
         return order.to(_index_device(self._reader.datasets[0]))
 
     def read(self, step: int, indices: Tensor) -> Batch:
+        """Read the batch of a step."""
         return _move(self._reader(step, indices), self.device)
 
     def stream(self, requests: Iterable[tuple[int, Tensor]]) -> Iterator[Batch]:
-        """One batch per request, in order; workers read ahead if there are any."""
+        """Yield one batch per request, in order; workers read ahead if there are any."""
         if not (self._loader_kwargs.get("num_workers") or self._loader_kwargs.get("pin_memory")):
             return (self.read(*request) for request in requests)
         # numpy: a tensor would reach the workers through shared memory, one file descriptor each
@@ -78,7 +72,7 @@ class Source:
 
     def _loader(self, orders: Iterable[tuple[int, np.ndarray]]) -> DataLoader[_Carried]:
         return DataLoader(
-            _Steps(self._reader),
+            self._reader,
             batch_size=None,  # one item is the batch of all nodes
             sampler=orders,
             collate_fn=_identity,
@@ -88,8 +82,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """`(step, indices [L, B])` -> a tree of `[L, B, ...]`; workers get a copy of it."""
+class _Reader(Dataset["_Carried"]):
+    """`(step, indices [L, B])` -> a tree of `[L, B, ...]`; as the DataLoader's dataset, of which workers get a copy."""
 
     datasets: tuple[Any, ...]  # one per node, or a single one that all nodes read
     node_ids: tuple[int, ...]
@@ -99,27 +93,22 @@ class _Reader:
     purpose: str
     name: str
 
+    def __getitem__(self, request: tuple[int, np.ndarray]) -> _Carried:
+        step, indices = request
+        return _Carried(self(step, torch.from_numpy(indices)))
+
     def __call__(self, step: int, indices: Tensor) -> Batch:
         with contextlib.nullcontext() if self.gathers else rng.private():
-            if self.collate_fn is None:
-                batch = self._read_all(step, indices)
+            if len(self.datasets) == 1 and self.collate_fn is None:
+                batch = self._read(self.datasets[0], step, self.node_ids, indices)
                 return self._map(lambda leaves, path: fold(leaves[0], path, indices.shape), [batch])
-            return self._map(self._stack, self._read_each(step, indices))
-
-    def _read_all(self, step: int, indices: Tensor) -> Batch:
-        """Leaves `[L * B, ...]`."""
-        if len(self.datasets) == 1:
-            return self._read(self.datasets[0], step, self.node_ids, indices)
-        return self._map(self._concatenate, self._read_each(step, indices))
-
-    def _read_each(self, step: int, indices: Tensor) -> list[Batch]:
-        """L batches with leaves `[B, ...]`."""
-        datasets = self.datasets if len(self.datasets) > 1 else self.datasets * len(self.node_ids)
-        rows = zip(datasets, self.node_ids, indices.split(1))
-        return [self._read(dataset, step, (node,), row) for dataset, node, row in rows]
+            datasets = self.datasets if len(self.datasets) > 1 else self.datasets * len(self.node_ids)
+            rows = zip(datasets, self.node_ids, indices.split(1))
+            each = [self._read(dataset, step, (node,), row) for dataset, node, row in rows]
+            return self._map(lambda leaves, path: self._stack(leaves, path, indices.shape[1:]), each)
 
     def _read(self, dataset: Any, step: int, nodes: tuple[int, ...], indices: Tensor) -> Batch:
-        """The examples `[l, B]` of `nodes` out of one dataset, leaves `[l * B, ...]`."""
+        """Read the examples `[l, B]` of `nodes` from one dataset, leaves `[l * B, ...]`."""
         if self.gathers:
             return _gather(dataset, indices.reshape(-1))
         examples = self._examples(dataset, step, nodes, indices)
@@ -128,7 +117,7 @@ class _Reader:
         return self._collate(examples) if isinstance(examples, list) else examples
 
     def _examples(self, dataset: Any, step: int, nodes: tuple[int, ...], indices: Tensor) -> Any:
-        """A list of examples, or what else `__getitems__` gives."""
+        """Return a list of examples, or whatever else `__getitems__` returns."""
         if callable(getattr(dataset, "__getitems__", None)):
             rng.seed_cpu(rng.key(self.seed, self.purpose, step, nodes[0]))
             examples = dataset.__getitems__(indices.reshape(-1).tolist())
@@ -152,36 +141,20 @@ class _Reader:
             self._map(explain, examples)  # raises an error that names the leaf, if it finds one
             raise
 
-    def _concatenate(self, leaves: list[Any], path: str) -> Tensor:
-        return torch.cat(self._alike(leaves, path))
-
-    def _stack(self, leaves: list[Any], path: str) -> Tensor:
-        tensors = self._alike(leaves, path)
-        return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]  # no copy for one node
-
-    def _alike(self, leaves: list[Any], path: str) -> list[Tensor]:
-        tensors = [as_tensor(leaf, path) for leaf in leaves]
+    def _stack(self, leaves: list[Any], path: str, size: torch.Size) -> Tensor:
+        """Make one tensor of the nodes' `[B, ...]`; what a `collate_fn` returns may have any shape."""
+        read = as_tensor if self.collate_fn is not None else functools.partial(fold, size=size)
+        tensors = [read(leaf, path) for leaf in leaves]
         check_shapes([x.shape for x in tensors], path, lambda i: f"the batch of node {self.node_ids[i]}")
-        return tensors
+        return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]  # no copy for one node
 
     def _map(self, fn: Callable[[list[Any], str], Any], trees: Sequence[Batch]) -> Batch:
         return map_together(fn, trees, f"{self.name}: batch")
 
 
-class _Steps(Dataset["_Carried"]):
-    """What the DataLoader sees: a request `(step, indices [L, B])` in, the batch of all nodes out."""
-
-    def __init__(self, reader: _Reader):
-        self.reader = reader
-
-    def __getitem__(self, request: tuple[int, np.ndarray]) -> _Carried:
-        step, indices = request
-        return _Carried(self.reader(step, torch.from_numpy(indices)))
-
-
 @dataclass(frozen=True)
 class _Carried:
-    """Brings a batch through the DataLoader, whose own pinning makes lists of tuples in some versions."""
+    """Carries a batch through the DataLoader, whose own pinning turns tuples into lists in some versions."""
 
     batch: Batch
 
@@ -194,7 +167,7 @@ def _identity(carried: Any) -> Any:
 
 
 def _unwrap(dataset: Any) -> tuple[Any, Tensor | None]:
-    """A `Subset` as the dataset below it and the places there, so that one gather reads through it."""
+    """Split a `Subset` into the dataset below it and the places there, so that one gather reads through it."""
     positions: Tensor | None = None
     while type(dataset) is Subset:
         places = np.asarray(dataset.indices)
@@ -207,17 +180,15 @@ def _unwrap(dataset: Any) -> tuple[Any, Tensor | None]:
 
 
 def _can_gather(dataset: Any) -> bool:
-    """Whether `_gather` gives just what `dataset[i]` and collating would."""
+    """Whether `_gather` returns exactly what `dataset[i]` and collating would."""
     if isinstance(dataset, TensorDataset):  # a subclass may read in its own way
-        return all(
-            getattr(type(dataset), name, None) is getattr(TensorDataset, name, None)
-            for name in ("__getitem__", "__getitems__")
-        )
+        methods = ("__getitem__", "__getitems__")
+        return all(getattr(type(dataset), name, None) is getattr(TensorDataset, name, None) for name in methods)
     return isinstance(dataset, Tensor) or type(dataset) is TokenWindows
 
 
 def _gather(dataset: Any, index: Tensor) -> Batch:
-    """The examples at `index` `[n]`, leaves `[n, ...]`."""
+    """Gather the examples at `index` `[n]`, leaves `[n, ...]`."""
     if isinstance(dataset, Tensor):
         return dataset.index_select(0, index)
     if isinstance(dataset, TokenWindows):

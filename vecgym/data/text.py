@@ -17,7 +17,7 @@ MODULES = (
 
 
 def standard_library_text(num_chars: int | None = 1_000_000) -> str:
-    """The source text of `MODULES`, one after the other: about a million characters of English and Python.
+    """Return the source text of `MODULES`, one after the other: about a million characters of English and Python.
 
     The text differs a little from one Python version to the next. A module that is not there is left out, and so
     is the rare character outside ASCII, which would only make the vocabulary larger.
@@ -42,7 +42,7 @@ def standard_library_text(num_chars: int | None = 1_000_000) -> str:
 
 
 def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
-    """The text of a UTF-8 file.
+    """Read the text of a UTF-8 file.
 
     Args:
         path: the file.
@@ -76,7 +76,7 @@ def read_text(path: str | os.PathLike[str], min_chars: int = 1000) -> str:
 
 
 def split_text(text: str, num_parts: int = 100, every: int = 10) -> tuple[str, str]:
-    """A text for training and one for validation: every tenth of a hundred equal parts is for validation.
+    """Split a text for training and validation: every tenth of a hundred equal parts is for validation.
 
     Parts from all over the text, instead of its end, make the two alike: here the end is another module.
 
@@ -100,7 +100,7 @@ def split_text(text: str, num_parts: int = 100, every: int = 10) -> tuple[str, s
 
 
 def _source(name: str) -> str:
-    """A module's source text without importing it; "" where there is none."""
+    """Return a module's source text without importing it; "" if there is none."""
     try:
         spec = importlib.util.find_spec(name)
         source = spec.loader.get_source(name)  # type: ignore[union-attr]  # a loader without it: AttributeError

@@ -44,7 +44,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """The windows of many indices at once: two tensors `[len(indices), context]`."""
+        """Return the windows of many indices at once: two tensors `[len(indices), context]`."""
         index = torch.as_tensor(indices, dtype=torch.long, device=self.tokens.device)
         inputs = self.tokens[:-1].unfold(0, self.context, 1)  # a view [n - context, context], nothing copied
         targets = self.tokens[1:].unfold(0, self.context, 1)
@@ -52,7 +52,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def encode_text(text: str, vocabulary: str | None = None) -> tuple[Tensor, str]:
-    """Characters as tokens: int64 `[len(text)]`, and the vocabulary (default: the text's characters, sorted).
+    """Encode characters as tokens: int64 `[len(text)]`, and the vocabulary (default: the text's characters, sorted).
 
     Errors: `ValueError` for an empty text or a character that a given vocabulary lacks.
 
@@ -75,7 +75,7 @@ def encode_text(text: str, vocabulary: str | None = None) -> tuple[Tensor, str]:
 
 
 def decode_text(tokens: Tensor, vocabulary: str) -> str:
-    """The text of tokens `[n]`.
+    """Return the text of tokens `[n]`.
 
     Errors: `TypeError` for what is no integer tensor `[n]`; `ValueError` for tokens that the vocabulary lacks.
 
@@ -91,8 +91,8 @@ def decode_text(tokens: Tensor, vocabulary: str) -> str:
 
 
 def _check_tokens(tokens: Any) -> None:
-    whole = (torch.uint8, torch.int16, torch.int32, torch.int64)
-    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in whole:
+    integers = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in integers:
         raise TypeError(f"tokens is {describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)")
     if tokens.device.type == "meta":
         raise ValueError("tokens is on the device meta, where tensors have no values: create it on the CPU")

@@ -1,4 +1,4 @@
-"""What a backend is: a way to compute the losses and gradients of stacked nodes. `vmap` and `loop` are two."""
+"""The protocol of a backend, a way to compute the losses and gradients of stacked nodes: `vmap` and `loop` are two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vecgym.engine.stateless import StatelessModel
 
 
 class Local(NamedTuple):
-    """The result of the nodes' own work.
+    """The result of the nodes' local work.
 
     >>> import torch
     >>> local = Local(grads={"w": torch.tensor([[2.0], [4.0]])}, losses=torch.tensor([1.0, 2.0]), buffers={})
@@ -30,26 +30,22 @@ class Local(NamedTuple):
 class Keys(NamedTuple):
     """What the random numbers of a pass are keyed by."""
 
-    seed: int | Sequence[int]  # one for all nodes, or one for each
+    seeds: Sequence[int]  # of each node
     step: int
     node_ids: Sequence[int]
     start: int = 0  # first example of the part of the batch
 
     def of(self, row: int) -> int:
-        """The key of one node."""
-        return rng.key(self.seeds([row])[0], "model", self.step, self.node_ids[row], self.start)
-
-    def seeds(self, rows: Sequence[int]) -> list[int]:
-        return [self.seed[row] if isinstance(self.seed, Sequence) else self.seed for row in rows]
+        """Return the key of one node."""
+        return rng.key(self.seeds[row], "model", self.step, self.node_ids[row], self.start)
 
     def take(self, rows: Sequence[int]) -> Keys:
-        """Those of some nodes."""
-        seed = self.seeds(rows) if isinstance(self.seed, Sequence) else self.seed
-        return self._replace(seed=seed, node_ids=[self.node_ids[row] for row in rows])
+        """Take those of some nodes."""
+        return self._replace(seeds=[self.seeds[i] for i in rows], node_ids=[self.node_ids[i] for i in rows])
 
 
 class Part(NamedTuple):
-    """Some of the nodes, n of them, and some of their examples: all that their gradients depend on."""
+    """Some of the nodes, n of them, and some of their examples: everything that their gradients depend on."""
 
     params: Tree  # [1 or n, *]
     buffers: Tree  # [1 or n, *]; those that training changes [n, *], and overwritten
@@ -61,21 +57,21 @@ class Part(NamedTuple):
         return len(self.keys.node_ids)
 
     def nodes(self, a: int, b: int) -> Part:
-        """Nodes a to b, as views."""
+        """View nodes a to b."""
         if (a, b) == (0, self.size):
             return self
         batch = tree.map_leaves(lambda x: x[a:b], self.batch)
         return Part(rows(self.params, a, b), rows(self.buffers, a, b), batch, self.keys.take(range(a, b)))
 
     def examples(self, start: int, stop: int, batch_size: int) -> Part:
-        """Examples start to stop of each node."""
+        """View examples start to stop of each node."""
         if (start, stop) == (0, batch_size):
             return self
         batch = tree.map_leaves(lambda x: x[:, start:stop], self.batch)
         return self._replace(batch=batch, keys=self.keys._replace(start=start))
 
     def take(self, chosen: Tensor, batch_size: int) -> Part:
-        """The first examples of some nodes, copied."""
+        """Copy the first examples of some nodes."""
         batch = tree.map_leaves(lambda x: x[chosen.to(x.device), :batch_size], self.batch)
         params, buffers = take_rows(self.params, chosen), take_rows(self.buffers, chosen)
         return Part(params, buffers, batch, self.keys.take(chosen.tolist()))
@@ -84,14 +80,14 @@ class Part(NamedTuple):
 class Backend(Protocol):
     """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`.
 
-    It holds no state but the model and memory that it uses again. It may raise whatever it likes: the engine lets the
-    `Loop` do the same work, to find an error of the model itself.
+    It holds no state but the model and memory that it reuses. It may raise anything: the engine then repeats the work
+    with `Loop`, to find an error of the model itself.
     """
 
     def __init__(self, model: StatelessModel) -> None: ...
 
     def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
-        """Loss and gradient of every node, and its buffers after it.
+        """Compute the loss and gradient of every node, and its buffers afterwards.
 
         Args:
             part: its buffers may be overwritten.
@@ -100,16 +96,16 @@ class Backend(Protocol):
         """
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
-        """What these nodes add to the gradient `[*]` of the mean of `num_nodes` losses, and their losses `[n]`.
+        """Yield what these nodes add to the gradient `[*]` of the mean of `num_nodes` losses, and their losses `[n]`.
 
         In as many pieces as suit the backend. The parameters are `[1, *]`.
         """
 
     def pure(self, part: Part) -> Local:
-        """`gradients` through which derivatives can be taken. Nothing given is overwritten; parameters are `[n, *]`."""
+        """Compute gradients that can be differentiated. Nothing given is overwritten; parameters are `[n, *]`."""
 
     def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
-        """What validation measures of `size` nodes in eval mode, `[size]` each.
+        """Compute the validation metrics of `size` nodes in eval mode, `[size]` each.
 
         Args:
             tensors: parameters and buffers, `[1 or size, *]`.
@@ -118,12 +114,12 @@ class Backend(Protocol):
 
 
 def rows(values: Tree, a: int, b: int) -> Tree:
-    """Nodes a to b; what is the same on every node stays `[1, *]`."""
+    """View nodes a to b; what is the same on every node stays `[1, *]`."""
     return {name: x[a:b] if x.shape[0] > 1 else x for name, x in values.items()}
 
 
 def row(values: Tree, i: int) -> Tree:
-    """One node, `[*]`."""
+    """Take one node, `[*]`."""
     return {name: x[i if x.shape[0] > 1 else 0] for name, x in values.items()}
 
 

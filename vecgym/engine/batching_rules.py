@@ -1,4 +1,4 @@
-"""Operations that vmap runs badly, done on the whole stack.
+"""Operations that vmap runs badly, done on all nodes at once.
 
 The classes are torch function modes: while one is entered, all calls of torch's functions go through it.
 """
@@ -44,7 +44,7 @@ class TwiceDifferentiable(TorchFunctionMode):
 
 
 class _Opened(NamedTuple):
-    """The tensors that a function was given under vmap, as they are outside of it."""
+    """The arguments of a function under vmap, as they are outside of it."""
 
     level: int  # of the vmap
     size: int  # L
@@ -52,18 +52,18 @@ class _Opened(NamedTuple):
     dims: list[int | None]  # where each has the node dimension; None: the same on every node
 
     def front(self, i: int) -> Tensor:
-        """Tensor i with the node dimension first, `[L, *]`."""
+        """Return tensor i with the node dimension first, `[L, *]`."""
         x, dim = self.tensors[i], self.dims[i]
         assert x is not None
         return x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
 
     def close(self, out: Tensor) -> Tensor:
-        """`[L, *]` as a result inside vmap."""
+        """Return `[L, *]` as a result inside vmap."""
         return _functorch._add_batch_dim(out, 0, self.level)
 
 
 def _open(*values: Tensor | None) -> _Opened | None:
-    """Look at tensors from outside of vmap; None where none of them differs between the nodes.
+    """Unwrap tensors from vmap; None where none of them differs between the nodes.
 
     An `autograd.Function` with a rule for vmap does the same within torch's documented interface, for about 0.3 ms a
     call: as much as the arithmetic of a small model.
@@ -90,14 +90,9 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
     """Scaled dot-product attention has no weights, so the node dimension folds into the batch.
 
     Without this, vmap would run it node by node on CPU.
@@ -128,18 +123,12 @@ def _attention(
 
 
 def _cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """The mean cross-entropy of logits `[N, C]` and class indices `[N]`: one call over the rows of all nodes.
+    input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute the mean cross-entropy of logits `[N, C]` and classes `[N]` in one call over the rows of all nodes.
 
-    vmap takes it to pieces, in Python.
+    vmap decomposes it, in Python.
     """
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
     foldable = plain and reduction == "mean" and input.dim() == 2 and target.dim() == 1
@@ -157,9 +146,7 @@ def _cross_entropy(
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer: with a weight that the nodes share, on all their rows at once; with a large one of each node's
-    own by `_StackedLinear`.
-    """
+    """Apply a shared weight to the rows of all nodes at once, and large weights of each node by `_StackedLinear`."""
     # Under autocast the operation itself must see which precision to take.
     foldable = weight.dim() == 2 and input.dtype == weight.dtype and not torch.is_autocast_enabled(weight.device.type)
     opened = _open(input, weight, bias) if foldable else None
@@ -220,57 +207,45 @@ def _group_norm(
 
 
 def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    weight, bias = _by_channel(input, weight, bias)
-    if not training:
-        return _affine(_by_running(input, running_mean, running_var, eps), weight, bias)
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     dims = (0, *range(2, input.dim()))
-    if running_mean is not None and running_var is not None:
-        # The unbiased variance, as torch tracks it; unlike torch's, these statistics can be differentiated.
-        running_mean.mul_(1 - momentum).add_(momentum * input.mean(dims))
-        running_var.mul_(1 - momentum).add_(momentum * input.var(dims))
-    return _affine(_normalised(input, dims, eps), weight, bias)
+    normalised = _tracked(input, dims, (running_mean, running_var), training, momentum, eps)
+    return _affine(normalised, *_by_channel(input, weight, bias))
 
 
 def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    weight, bias = _by_channel(input, weight, bias)
-    if not use_input_stats:
-        return _affine(_by_running(input, running_mean, running_var, eps), weight, bias)
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     dims = tuple(range(2, input.dim()))
+    normalised = _tracked(input, dims, (running_mean, running_var), use_input_stats, momentum, eps)
+    return _affine(normalised, *_by_channel(input, weight, bias))
+
+
+def _tracked(
+    x: Tensor, dims: tuple[int, ...], running: tuple[Tensor | None, Tensor | None], by_batch: bool, momentum: float,
+    eps: float,
+) -> Tensor:  # fmt: skip
+    """Normalise by the statistics of the batch, and track these; or by the tracked ones, `running`."""
+    running_mean, running_var = running
+    if not by_batch:
+        mean, var = _by_channel(x, running_mean, running_var)
+        assert mean is not None
+        assert var is not None
+        return (x - mean) * (var + eps).rsqrt()
     if running_mean is not None and running_var is not None:
-        running_mean.mul_(1 - momentum).add_(momentum * input.mean(dims).mean(0))
-        running_var.mul_(1 - momentum).add_(momentum * input.var(dims).mean(0))
-    return _affine(_normalised(input, dims, eps), weight, bias)
+        # The unbiased variance, as torch tracks it; unlike torch's, these statistics can be differentiated.
+        for tracked, now in ((running_mean, x.mean(dims)), (running_var, x.var(dims))):
+            tracked.mul_(1 - momentum).add_(momentum * (now.mean(0) if now.dim() > 1 else now))  # [B, C], or [C]
+    return _normalised(x, dims, eps)
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`g v / |v|`, the norm over all dimensions but `dim`, as `torch._weight_norm`; -1: over all."""
+    """Return `g v / |v|`, the norm over all dimensions but `dim`, as `torch._weight_norm`; -1: over all."""
     over = [i for i in range(v.dim()) if dim == -1 or i != dim % v.dim()]
     return v * (g / v.square().sum(over, keepdim=True).sqrt())
-
-
-def _by_running(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, eps: float) -> Tensor:
-    mean, var = _by_channel(x, running_mean, running_var)
-    assert mean is not None
-    assert var is not None
-    return (x - mean) * (var + eps).rsqrt()
 
 
 def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
@@ -279,7 +254,7 @@ def _normalised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
 
 
 def _by_channel(input: Tensor, *values: Tensor | None) -> list[Tensor | None]:
-    """`[C]` to multiply `[B, C, ...]`."""
+    """Shape `[C]` to multiply `[B, C, ...]`."""
     return [None if x is None else x.view(-1, *[1] * (input.dim() - 2)) for x in values]
 
 

@@ -1,4 +1,4 @@
-"""What a model must be and must return, and what its user is told where it is not or does not."""
+"""The contract of a model: what it must be and return, and the errors for one that breaks it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from vecgym.core import check
+from vecgym.core import check, tree
 from vecgym.core.errors import ModelError
 from vecgym.engine import hooks
 
@@ -34,7 +34,7 @@ OF_TRAINING_STEP = "return self.net.training_step(batch, 0)  # the loss, if it g
 
 
 def fix(model: nn.Module) -> str:
-    """How a network becomes a model, as code.
+    """Show how a network becomes a model, as code.
 
     >>> print(fix(nn.Linear(2, 1)).splitlines()[-3])
                 return F.cross_entropy(self.net(x), y)
@@ -120,7 +120,7 @@ def check_loss(loss: Any, model: nn.Module) -> None:
 
 
 def check_differentiable(model: nn.Module) -> None:
-    """Raise a ValueError for a model whose gradient has no derivative, or another than torch would give.
+    """Raise a ValueError for a model whose gradient has no derivative, or not the one that torch computes.
 
     >>> model = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     >>> try:
@@ -145,7 +145,7 @@ def check_differentiable(model: nn.Module) -> None:
 
 
 def offers_metrics(model: nn.Module) -> bool:
-    """Whether a model says itself what validation measures; see `Engine.measures`.
+    """Whether a model defines its own validation metrics; see `Engine.measures`.
 
     >>> class Classifier(nn.Module):
     ...     def val_metrics(self, batch):
@@ -156,7 +156,7 @@ def offers_metrics(model: nn.Module) -> bool:
     return callable(getattr(type(model), "val_metrics", None))
 
 
-def check_val_metrics(found: Any) -> None:
+def check_val_metrics(metrics: Any) -> None:
     """Raise the error that tells a user what a model's `val_metrics` must return.
 
     >>> check_val_metrics({"loss": torch.tensor(1.0), "accuracy": torch.tensor(0.5)})
@@ -167,22 +167,22 @@ def check_val_metrics(found: Any) -> None:
     val_metrics(batch) returned the keys ['accuracy']; a dict with "loss" is needed
     """
     needed = 'Return scalar tensors, means over the batch, by name: {"loss": self(batch), "accuracy": accuracy}.'
-    if not isinstance(found, dict) or "loss" not in found:
-        shown = f"the keys {list(found)}" if isinstance(found, dict) else f"a {type(found).__name__}"
+    if not isinstance(metrics, dict) or "loss" not in metrics:
+        shown = f"the keys {list(metrics)}" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
         raise ModelError(f'val_metrics(batch) returned {shown}; a dict with "loss" is needed. {needed}')
-    for name, x in found.items():
+    for name, x in metrics.items():
         if not isinstance(x, Tensor) or x.dim() != 0 or not x.is_floating_point():
             raise ModelError(f"val_metrics(batch) returned {_shown(x)} as {name!r}. {needed}")
 
 
 def shown_batch(batch: Any) -> str:
-    """What a batch is made of, for a message.
+    """Describe a batch, for a message.
 
     >>> shown_batch((torch.zeros(4, 16), {"y": torch.zeros(4, dtype=torch.long)}))
     "(float32 [4, 16], {'y': int64 [4]})"
     """
     if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+        return tree.form(batch)
     if isinstance(batch, Mapping):
         return "{" + ", ".join(f"{key!r}: {shown_batch(x)}" for key, x in batch.items()) + "}"
     if isinstance(batch, (tuple, list)):
@@ -191,18 +191,15 @@ def shown_batch(batch: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return (
-        f"a {value.dtype} tensor of shape {list(value.shape)}"
-        if isinstance(value, Tensor)
-        else f"a {type(value).__name__}"
-    )
+    is_tensor = isinstance(value, Tensor)
+    return f"a {value.dtype} tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
 
 
-# ------------------------------------------------------------------------------------- what is told of an error
+# ---------------------------------------------------------------------------------- messages about errors
 
 
 def vmap_error(cause: str) -> RuntimeError:
-    """What to tell of a model that fails under vmap only, with the way out.
+    """Make the error for a model that fails under vmap only, with the way out.
 
     >>> print(str(vmap_error("it asks for .item()")).splitlines()[0])
     vmap cannot run this model: it asks for .item().
@@ -214,7 +211,7 @@ def vmap_error(cause: str) -> RuntimeError:
 
 
 def derivative_error(cause: str) -> RuntimeError:
-    """What to do where a model's gradient has no derivative."""
+    """Make the error for a model whose gradient has no derivative."""
     return RuntimeError(
         f"the gradient of this model cannot be differentiated: {cause}.\nNo derivatives exist through activation "
         "checkpointing, .item(), or an operation with a backward pass of its own: leave them out of the model. What "
@@ -223,18 +220,17 @@ def derivative_error(cause: str) -> RuntimeError:
 
 
 def check_memory(error: Exception) -> None:
-    """Where the memory was not enough, say what to do."""
-    on_device = isinstance(error, torch.OutOfMemoryError)
-    if on_device or "allocate memory" in str(error):
-        kind = torch.OutOfMemoryError if on_device else RuntimeError
-        raise kind(
-            f"{cause(error)}.\nUse a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
-        ) from error
+    """Raise an error that says what to do, if memory ran out."""
+    fix = "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
+    if isinstance(error, torch.OutOfMemoryError):
+        raise torch.OutOfMemoryError(f"{cause(error)}.\n{fix}") from error
+    if "allocate memory" in str(error):
+        raise RuntimeError(f"{cause(error)}.\n{fix}") from error
 
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say of which node, and when, an error of the model is, and in which line of it."""
+    """Add to an error of the model the node, the step, and the line of the model's code."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -247,7 +243,7 @@ def naming(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
-    """Say what the model was given, and what it must do, where its first call fails."""
+    """Add to an error of the model's first call what it was given, and what it must do."""
     try:
         yield
     except (ModelError, torch.OutOfMemoryError):
@@ -261,7 +257,7 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """What failed in one line, and the line of the model's code that did it."""
+    """Say in one line what failed, and in which line of the model's code."""
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     text = first_line.split(" (see ")[0].split(". ")[0][:200].rstrip(".")
     if "escaped from inside a function being vmapped" in text:
@@ -270,7 +266,7 @@ def cause(error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The line of the model's own code that an error comes from."""
+    """Name the line of the model's own code that raised an error."""
     package = Path(__file__).parent.parent
     not_the_models = (str(Path(torch.__file__).parent), str(package / "engine"), str(package / "core"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(not_the_models)]

@@ -1,4 +1,4 @@
-"""What each node computes by itself: its loss and its gradient.
+"""The local work of the nodes: the loss and gradient of each.
 
 A backend runs the L nodes of this process on the same stacked state; the results are equal up to rounding:
 
@@ -26,18 +26,9 @@ from vecgym.core import nodes, rng, tree
 from vecgym.core.errors import warn
 from vecgym.core.transforms import plain
 from vecgym.core.tree import Tree
-from vecgym.engine import hooks
+from vecgym.engine import contract, hooks
 from vecgym.engine.backend import Backend, Keys, Local, Part, rows
 from vecgym.engine.batching_rules import TwiceDifferentiable
-from vecgym.engine.contract import (
-    cause,
-    check_differentiable,
-    check_memory,
-    check_model,
-    derivative_error,
-    naming,
-    vmap_error,
-)
 from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import BACKENDS, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
@@ -94,7 +85,7 @@ class Engine:
         autocast: bool = False,
     ) -> None:
         check_settings(engine, chunk_size, node_threads)
-        check_model(model)
+        contract.check_model(model)
         self.settings = (engine, chunk_size, node_threads)
         self.autocast = autocast
         self.model = model
@@ -111,9 +102,9 @@ class Engine:
     # ------------------------------------------------------------------------------------------- set-up
 
     def prepare(self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None) -> Plan:
-        """Look at the model on one step's batch `[L, B, ...]`, check it, and settle the plan.
+        """Examine and check the model on one step's batch `[L, B, ...]`, and choose the plan.
 
-        `agree` makes of what this process has seen what all processes go by.
+        `agree` maps what this process has seen to what all processes use.
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
@@ -135,14 +126,14 @@ class Engine:
         return self.plan
 
     def use(self, plan: Plan) -> None:
-        """Compute by this plan from now on."""
+        """Use this plan from now on."""
         self.close()
         self.plan = plan
         self._stateless.serve(plan.node_threads)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, and so all that is computed."""
+        """The device of the model, and so of everything that is computed."""
         return self._stateless.device
 
     def close(self) -> None:
@@ -152,11 +143,11 @@ class Engine:
             self._pool = None
 
     def release(self) -> None:
-        """Give back the memory that is kept from one call to the next."""
+        """Free the memory that is kept from one call to the next."""
         self._grads = {}
 
     def _settled(self, facts: ModelFacts, num_nodes: int) -> Plan:
-        """What the rule chooses, but for what the user has."""
+        """Return the plan of the rule, apart from what the user has chosen."""
         engine, chunk_size, node_threads = self.settings
         plan = choose_plan(facts, num_nodes, self.device, torch.get_num_threads(), engine)
         if node_threads is not None:
@@ -167,7 +158,7 @@ class Engine:
         return plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
 
     def _measured_plan(self, batch: Any, facts: ModelFacts, plan: Plan) -> Plan:
-        """The fastest of the possible plans."""
+        """Measure the possible plans, and return the fastest."""
         num_nodes = sizes_of(batch)[0]
         names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
         counts = {1} if one_thread(facts, self.device) else {1, torch.get_num_threads()}
@@ -203,7 +194,7 @@ class Engine:
         differentiable: bool = False,
         limits: Sequence[int] | None = None,
     ) -> Local:
-        """Loss and gradient of every node on its own batch; the gradients may be overwritten by the next call.
+        """Compute the loss and gradient of every node on its own batch; the next call may overwrite the gradients.
 
         Args:
             params: `[L, *]`, or `[1, *]`: the same on every node.
@@ -211,18 +202,20 @@ class Engine:
             batch: leaves `[L, B, ...]`.
             seed, step, node_ids: what dropout is keyed by; one seed for all, or one for each node.
             minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
-            mean: give only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
+            mean: compute only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
             limits: of each node, how many of the B examples are its own: the first of them; None: all.
         """
+        describe = contract.derivative_error if differentiable else None
         if differentiable:
-            check_differentiable(self.model)
+            contract.check_differentiable(self.model)
         num_nodes, batch_size = sizes_of(batch)
-        keys = Keys(seed, step, range(num_nodes) if node_ids is None else list(node_ids))
+        seeds = seed if isinstance(seed, Sequence) else [seed] * num_nodes
+        keys = Keys(seeds, step, range(num_nodes) if node_ids is None else node_ids)
         part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
         def compute(some: Part) -> Local:
-            with self._explaining(lambda: self._run_plainly(some), derivative_error if differentiable else None):
+            with self._explaining(lambda: self._run_plainly(some), describe):
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
@@ -235,7 +228,7 @@ class Engine:
             return self._backend.pure(part._replace(params=nodes.expand(part.params, part.size)))
 
     def _mean(self, part: Part) -> Local:
-        """The gradient of the mean loss at parameters stored once."""
+        """Compute the gradient of the mean loss at parameters stored once."""
         pieces = []
         total: Tree | None = None
         for a, b in self.plan.chunks(part.size, 1):
@@ -246,7 +239,7 @@ class Engine:
         return Local(tree.map(lambda g: g[None], total), torch.cat(pieces), part.buffers)
 
     def _each(self, part: Part) -> Local:
-        """The gradient of every node, chunk after chunk and on all node threads."""
+        """Compute the gradient of every node, chunk after chunk and on all node threads."""
         chunks = self.plan.chunks(part.size, self.plan.node_threads)
         if len(chunks) == 1:
             return self._backend.gradients(part, lambda: self._gradient_storage(part.params, part.size))
@@ -276,15 +269,16 @@ class Engine:
         return self._backends[self.plan.engine]
 
     def _gradient_storage(self, params: Tree, num_nodes: int) -> Tree:
-        """Where the parts of the nodes write their gradients, `[L, *]`: that of the step before, if it fits.
+        """Return the memory for the nodes' gradients, `[L, *]`: that of the step before, if it fits.
 
-        What it held has been used by then. New memory of this size would cost more than the copy into it.
+        Its contents have been used by then. New memory of this size would cost more than the copy into it.
         """
 
         def storage(name: str, p: Tensor) -> Tensor:
             kept, shape = self._grads.get(name), (num_nodes, *p.shape[1:])
-            fits = kept is not None and kept.shape == shape and kept.dtype == p.dtype and kept.device == p.device
-            return kept if fits and kept is not None else p.new_empty(shape)
+            if kept is not None and (kept.shape, kept.dtype, kept.device) == (shape, p.dtype, p.device):
+                return kept
+            return p.new_empty(shape)
 
         self._grads = {name: storage(name, p) for name, p in params.items()}
         return dict(self._grads)
@@ -293,7 +287,7 @@ class Engine:
     def _explaining(
         self, by_node: Callable[[], Any], describe: Callable[[str], Exception] | None = None
     ) -> Iterator[None]:
-        """Raise the model's own error where a node by itself has one, and otherwise say what cannot be done.
+        """Raise the model's own error if a single node raises one, and otherwise say what cannot be done.
 
         Args:
             describe: what cannot be done, from the cause; None: to run the model by the backend. What the loop raises
@@ -304,12 +298,12 @@ class Engine:
         except Exception as error:
             if describe is None and self.plan.engine == "loop":
                 raise
-            check_memory(error)
+            contract.check_memory(error)
             _outside_transforms(by_node)
-            raise (describe or vmap_error)(cause(error)) from error
+            raise (describe or contract.vmap_error)(contract.cause(error)) from error
 
     def _run_plainly(self, part: Part) -> None:
-        """Node after node, for the error of the first that has one."""
+        """Run node after node, for the error of the first that raises one."""
         params, batch = tree.map_leaves(plain, [part.params, part.batch])
         part = part._replace(params=params, buffers=tree.map(lambda b: plain(b).clone(), part.buffers), batch=batch)
         with torch.enable_grad():
@@ -318,7 +312,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------ evaluation
 
     def loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
-        """The loss of one model in eval mode, differentiable in everything as often as wanted: a scalar.
+        """Compute the loss of one model in eval mode, a scalar, differentiable to any order in everything.
 
         Args:
             params, buffers: of one model, `[*]`.
@@ -326,20 +320,20 @@ class Engine:
         """
         with (
             TwiceDifferentiable(), sdpa_kernel(SDPBackend.MATH), plain_attention(), self._stateless.casting(),
-            self._stateless.seeded(rng.key(0, "evaluation", 0)), naming("in evaluation"),
+            self._stateless.seeded(rng.key(0, "evaluation", 0)), contract.naming("in evaluation"),
         ):  # fmt: skip
             return self._stateless.eval_loss(params, buffers, batch)
 
     def losses(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tensor:
-        """The loss of each row of `params` in eval mode, `[L]`; see `measures`."""
+        """Compute the loss of each row of `params` in eval mode, `[L]`; see `measures`."""
         return self.measures(params, buffers, batch, own_batches=own_batches)["loss"]
 
     @torch.no_grad()
     def measures(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tree:
-        """What validation measures of each row of `params` in eval mode, `[L]` each; nothing is changed.
+        """Compute the validation metrics of each row of `params` in eval mode, `[L]` each; nothing is changed.
 
-        That is the loss. A model that defines `val_metrics(batch)` is asked for that instead of its forward: a dict of
-        scalars, each a mean over the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`.
+        The only metric is the loss, unless the model defines `val_metrics(batch)`: a dict of scalars, each a mean over
+        the batch, "loss" among them, such as `{"loss": loss, "accuracy": accuracy}`.
 
         Args:
             params, buffers: `[L, *]` or `[1, *]`.
@@ -351,14 +345,14 @@ class Engine:
         measured = []
         for a, b in self.plan.chunks(num_nodes, 1):
             examples = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
-            given = ({**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a)
+            arguments = {**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a
             loop = self._backends["loop"]
             backend = loop if b - a == 1 else self._backend
             with (
                 self._stateless.seeded(rng.key(0, "evaluation", a)),
-                self._explaining(lambda: loop.measures(*given)),  # noqa: B023
+                self._explaining(lambda: loop.measures(*arguments)),  # noqa: B023
             ):
-                measured.append(backend.measures(*given))
+                measured.append(backend.measures(*arguments))
         return {name: torch.cat([each[name] for each in measured]) for name in measured[0]}
 
 
@@ -366,7 +360,7 @@ class Engine:
 
 
 def _outside_transforms(fn: Callable[[], T]) -> T:
-    """Call `fn` as if no transform of `torch.func` were around it: they hold for the thread that entered them."""
+    """Call `fn` outside of all transforms of `torch.func`, which apply to the thread that entered them."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return fn()
     with ThreadPoolExecutor(1) as pool:

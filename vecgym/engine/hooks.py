@@ -1,4 +1,4 @@
-"""Hooks on a model's gradients: found, kept in a copy of the model, or refused.
+"""Hooks on a model's gradients: find them, copy them with the model, or refuse them.
 
 Hooks of a parameter (`p.register_hook`) and backward hooks of a module get what the backward pass of one node gives, so
 each node needs one of its own: that is the engine `loop`. Hooks that run once `p.grad` is there
@@ -22,7 +22,7 @@ OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 
 
 def of_parameters(model: nn.Module) -> dict[str, list[Callable[[Tensor], Tensor | None]]]:
-    """The hooks of each parameter, in the order in which torch calls them.
+    """Return the hooks of each parameter, in the order in which torch calls them.
 
     >>> model = nn.Linear(2, 1)
     >>> handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
@@ -33,7 +33,7 @@ def of_parameters(model: nn.Module) -> dict[str, list[Callable[[Tensor], Tensor 
 
 
 def on_gradients(model: nn.Module) -> str:
-    """The first hook that changes or sees a gradient, in words; "" if there is none.
+    """Describe the first hook that changes or sees a gradient; "" if there is none.
 
     >>> on_gradients(nn.Linear(2, 1))
     ''
@@ -81,19 +81,19 @@ def check_hooks(model: nn.Module) -> None:
 
 def _check_closures(model: nn.Module) -> None:
     """Raise a ValueError for a function in the model that holds its parameters itself, not by way of a module."""
-    own = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     for where, function in _functions(model):
         for x in (part for root in (function, *_global_modules(function)) for part in reachable(root)):
-            if id(x) in own:
+            if id(x) in names:
                 raise ValueError(
-                    f"{where} is a function that holds the model's parameter {own[id(x)]!r}, or what it belongs to: it "
-                    "would see the value that the parameter has now, in every step of every node. Let forward do it; "
-                    "a hook of a module is given that module."
+                    f"{where} is a function that holds the model's parameter {names[id(x)]!r}, or what it belongs to: "
+                    "it would see the value that the parameter has now, in every step of every node. Let forward do "
+                    "it; a hook of a module is given that module."
                 )
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Plain functions in the model, which a copy of it shares, and where each is."""
+    """Yield the plain functions in the model, which a copy of it shares, and where each is."""
     for name, hooks in of_parameters(model).items():
         for hook in hooks:
             # Unlike a module's, it is never copied with the model: a method is then one of the original.
@@ -117,24 +117,24 @@ def _global_modules(function: Any) -> list[nn.Module]:
 
 def check_pickled(model: nn.Module, fix: str) -> None:
     """Raise a ValueError, with `fix`, for hooks that pickle leaves out, so that another process would not have them."""
-    found = [f"parameter {name!r} has a hook on its gradient (register_hook)" for name in of_parameters(model)]
+    hooked = [f"parameter {name!r} has a hook on its gradient (register_hook)" for name in of_parameters(model)]
     if any(getattr(of_all_modules, f"_global{kind}") for kind in OF_A_MODULE):
-        found.append("all modules have a hook (torch.nn.modules.module.register_module_...)")
-    if found:
-        raise ValueError(f"{found[0]}, which would be missing in the processes that are started: {fix}.")
+        hooked.append("all modules have a hook (torch.nn.modules.module.register_module_...)")
+    if hooked:
+        raise ValueError(f"{hooked[0]}, which would be missing in the processes that are started: {fix}.")
 
 
 def computed(model: nn.Module) -> dict[int, Tensor]:
-    """For `copy.deepcopy`, which refuses them: tensors that a forward pass has left in the model, without their graph.
+    """Detach the tensors that a forward pass has left in the model, by id: `copy.deepcopy` refuses those with a graph.
 
-    Such is the weight that `torch.nn.utils.weight_norm` computes anew in each.
+    One is the weight that `torch.nn.utils.weight_norm` computes in each forward pass.
     """
-    held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
-    return {id(x): x.detach().clone() for x in held if x.grad_fn is not None}
+    tensors = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+    return {id(x): x.detach().clone() for x in tensors if x.grad_fn is not None}
 
 
 def copied(model: M) -> M:
-    """A deep copy that has the parameters' hooks, too; torch's own leaves them out.
+    """Copy a model deeply, with the parameters' hooks, which torch's own copy omits.
 
     >>> model = nn.Linear(2, 1)
     >>> handle = model.weight.register_hook(lambda grad: grad.clamp(-1, 1))
@@ -143,8 +143,8 @@ def copied(model: M) -> M:
     """
     check_hooks(model)
     new = copy.deepcopy(model, computed(model))
-    theirs = dict(new.named_parameters())
+    params = dict(new.named_parameters())
     for name, hooks in of_parameters(model).items():
         for hook in hooks:
-            theirs[name].register_hook(hook)
+            params[name].register_hook(hook)
     return new

@@ -38,7 +38,7 @@ class Loop:
             yield tree.map(lambda g: g / num_nodes, gradient), loss[None]
 
     def _one(self, part: Part, i: int, thread: int) -> tuple[Tensor, Tree]:
-        """Loss and gradient of one node; its row of the buffers is overwritten."""
+        """Compute the loss and gradient of one node; its row of the buffers is overwritten."""
         leaves = {name: self.model.leaf(name, p) for name, p in row(part.params, i).items()}
         buffers = row(part.buffers, i)
         batch = tree.map_leaves(lambda x: x[i], part.batch)

@@ -16,7 +16,7 @@ Compute = Callable[[Part], Local]
 
 
 def sizes_of(batch: Any) -> tuple[int, int]:
-    """(L, B) of a batch whose leaves are `[L, B, ...]`.
+    """Return (L, B) of a batch whose leaves are `[L, B, ...]`.
 
     >>> sizes_of({"x": torch.zeros(4, 8, 3)})
     (4, 8)
@@ -26,7 +26,7 @@ def sizes_of(batch: Any) -> tuple[int, int]:
 
 
 def in_minibatches(part: Part, size: int | None, compute: Compute) -> Local:
-    """The gradient of the whole batch from that of `size` examples at a time, weighted by their number."""
+    """Accumulate the gradient of the batch from `size` examples at a time, weighted by their number."""
     batch_size = sizes_of(part.batch)[1]
     size = size or batch_size
     total: Local | None = None
@@ -50,8 +50,7 @@ def _added(total: Local | None, part: Local, weight: float) -> Local:
 
 
 def by_batch_size(part: Part, limits: Sequence[int], compute: Compute, mean: bool, inplace: bool) -> Local:
-    """The gradients of nodes of which each has only so many examples, at most those of the batch: nodes of one size
-    at a time.
+    """Compute the gradients of nodes that have only `limits` examples each, nodes with equally many at a time.
 
     Raises:
         ValueError: for a batch that cannot be cut.

@@ -1,4 +1,4 @@
-"""What a model uses: one forward and backward pass of one node is looked at before training begins."""
+"""Observe a forward and backward pass of one node before training begins: what the model uses and does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vecgym.engine.stateless import StatelessModel, clones, seeded
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What one forward and backward pass of one node shows.
+    """What one forward and backward pass of one node has shown.
 
     >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True, flop=1000)  # a model with dropout
     >>> facts.random, facts.vmap_error is None
@@ -50,12 +50,10 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     """
     hooked = hooks.on_gradients(model.model)
     with seeded(0, model.device), Observer() as observer, first_call(model.model, batch):
-        facts = replace(_facts(model, batch), hooked=bool(hooked))
-    facts = replace(
-        facts,
-        flop=3 * observer.flop,  # a backward pass costs about two forward passes
-        largest_bytes=max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values())),
-    )
+        facts = _facts(model, batch)
+    largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
+    flop = 3 * observer.flop  # a backward pass costs about two forward passes
+    facts = replace(facts, hooked=bool(hooked), flop=flop, largest_bytes=largest)
     if stacked is None:
         return facts
     if unsafe := observer.unsafe or (hooked and f"{hooked}, which sees one node at a time"):
@@ -84,14 +82,14 @@ def _facts(model: StatelessModel, batch: Any) -> ModelFacts:
 
 
 def _slow_operations(model: StatelessModel, batch: Any, stacked: Backend, unused: frozenset[str]) -> tuple[str, ...]:
-    """Run two equal nodes at once: the operations that torch says it then runs one after the other."""
+    """Run two equal nodes at once, and return the operations that torch warns it runs one after the other."""
 
     def twice(x: Tensor) -> Tensor:
         return torch.stack([x, x])
 
     params: Tree = {name: twice(p) for name, p in model.params.items() if name not in unused}
     buffers = {name: twice(b) if model.changes(name) else b[None] for name, b in model.buffers.items()}
-    part = Part(params, buffers, tree.map_leaves(twice, batch), Keys(0, 0, [0, 1]))
+    part = Part(params, buffers, tree.map_leaves(twice, batch), Keys([0, 0], 0, [0, 1]))
     with warnings.catch_warnings(record=True) as caught, seeded(0, model.device):
         warnings.simplefilter("always")
         stacked.gradients(part, lambda: tree.map(torch.empty_like, params))
@@ -142,7 +140,7 @@ class Observer(TorchFunctionMode):
 
 
 def _contraction(out: Tensor, given: list[Tensor]) -> int:
-    """2 M N K of a product [M, K] x [K, N] -> [M, N], from the numbers of elements."""
+    """Return 2 M N K of a product [M, K] x [K, N] -> [M, N], from the numbers of elements."""
     if len(given) < 2 or out.numel() == 0:
         return 0
     a, b = given[-2:]
@@ -150,7 +148,7 @@ def _contraction(out: Tensor, given: list[Tensor]) -> int:
 
 
 def _weighted(out: Tensor, given: list[Tensor]) -> int:
-    """Each output value is a product with one row of the weight `[out, ...]`."""
+    """Count a product with one row of the weight `[out, ...]` for each output value."""
     return 2 * out.numel() * given[1][0].numel() if len(given) > 1 and given[1].dim() > 0 else 0
 
 

@@ -48,7 +48,7 @@ class Plan:
     reason: str = ""
 
     def chunks(self, num_nodes: int, num_threads: int) -> list[tuple[int, int]]:
-        """Equal parts of the nodes, (first, after last): one for each thread, or more where `chunk_size` bounds them.
+        """Cut the nodes into equal parts, (first, after last): one for each thread, or more to respect `chunk_size`.
 
         >>> Plan("vmap", chunk_size=2).chunks(num_nodes=5, num_threads=1)
         [(0, 2), (2, 4), (4, 5)]
@@ -63,7 +63,7 @@ class Plan:
 
 
 def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str) -> Plan:
-    """How to compute the nodes, from what is known of the model and the machine; nothing is measured.
+    """Choose how to compute the nodes from what is known of the model and the machine; nothing is measured.
 
     1. `loop` where vmap cannot run the model, or would run part of it node by node anyway; and on CPU where each node
        has much arithmetic (`MAX_FLOP_IN_STACK`).
@@ -87,7 +87,7 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
         chosen, reason = "vmap", "all nodes in one call"
     flop = facts.flop * num_nodes
     threads = min(num_threads, num_nodes)
-    if device.type != "cpu" or facts.random or facts.hooked or flop < MIN_FLOP_PER_THREAD * threads:
+    if one_thread(facts, device) or flop < MIN_FLOP_PER_THREAD * threads:
         threads = 1
     if threads > 1:
         reason += f"; {flop / 1e9:.2g} GFLOP a step are worth {threads} node threads"
@@ -122,7 +122,7 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
 
 
 def one_thread(facts: ModelFacts, device: torch.device) -> str:
-    """Why the nodes cannot be spread over threads; "" if they can.
+    """Say why the nodes cannot be spread over threads; "" if they can.
 
     >>> one_thread(ModelFacts(frozenset(), frozenset(), random=True), torch.device("cpu"))
     'draws random numbers'
@@ -135,7 +135,7 @@ def one_thread(facts: ModelFacts, device: torch.device) -> str:
 
 
 def fastest(plans: Sequence[Plan], step: Callable[[Plan], None]) -> Plan:
-    """The plan whose `step` takes the least time, measured twice.
+    """Return the plan whose `step` takes the least time, measured twice.
 
     >>> fastest([Plan("vmap"), Plan("loop")], lambda plan: time.sleep(0.01 * (plan.engine == "vmap"))).engine
     'loop'
@@ -154,7 +154,7 @@ def fastest(plans: Sequence[Plan], step: Callable[[Plan], None]) -> Plan:
 
 
 def start_threads(count: int) -> ThreadPoolExecutor | None:
-    """The node threads, all of them running; None: one, which is the caller's.
+    """Start the node threads, all of them; None: only one, the caller's.
 
     >>> start_threads(1) is None
     True

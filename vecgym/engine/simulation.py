@@ -49,7 +49,7 @@ class State:
 
 
 class Metrics(NamedTuple):
-    """What a step observed.
+    """The measurements of a step.
 
     >>> Metrics(losses=torch.tensor([1.0, 3.0]), lr=0.1).losses.mean()
     tensor(2.)
@@ -111,18 +111,15 @@ class Simulation:
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm
-        self.max_steps = max_steps
-        self.seed = seed
+        self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
-        self.num_examples = num_examples
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
-        self.exact = exact
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
         self._keys = [(seed, node) for node in self._node_ids] if keys is None else list(keys)
 
     def init(self, params: Tree | None = None) -> State:
-        """The state before the first step: the model's own parameters on every node, stored once.
+        """Return the state before the first step: the model's own parameters on every node, stored once.
 
         Args:
             params: other initial parameters, `[1 or L, *]`.
@@ -140,22 +137,17 @@ class Simulation:
         self.strategy.close()
 
     def step(
-        self,
-        state: State,
-        batch: Any,
-        *,
-        differentiable: bool = False,
-        observe: Callable[[Tree], None] | None = None,
+        self, state: State, batch: Any, *, differentiable: bool = False, observe: Callable[[Tree], None] | None = None
     ) -> tuple[State, Metrics]:
-        """One optimizer step of every node.
+        """Take one optimizer step on every node.
 
-        The ledger of `comm` stays as it is: what was sent is in `Metrics.transfers`.
+        The ledger of `comm` does not change: what was sent is in `Metrics.transfers`.
 
         Args:
             state: is given up, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
-            observe: is called with the parameters, `[1 or L, *]`, as the optimizer leaves them and before they are
-                exchanged. It must not change them.
+            observe: called with the parameters, `[1 or L, *]`, after the optimizer's step and before their exchange. It
+                must not change them.
         """
         ctx = self._context(state.step, state.node_steps, inplace=not differentiable)
         self.comm.step = state.step
@@ -197,95 +189,85 @@ class Simulation:
     def _partial_step(
         self, state: State, batch: Any, active: list[int], ctx: Context, observe: Callable[[Tree], None]
     ) -> tuple[State, Metrics]:
-        """The same step when only some nodes train: phases 1 and 3 on their rows, the others keep their state."""
+        """Do the same where only some nodes train: phases 1 to 3 on their rows, the others keep their state."""
         chosen = set(active)
         rows = torch.tensor([i for i, node in enumerate(self._node_ids) if node in chosen], dtype=torch.long)
-        params, buffers, optimizer = state.params, state.buffers, state.optimizer
-        losses = next(iter(params.values())).new_full((self.num_local,), torch.nan)
+        trained, losses = state, next(iter(state.params.values())).new_full((self.num_local,), torch.nan)
         if len(rows):  # else: all of them are in other processes
-            params, buffers, optimizer, losses = self._train_rows(state, batch, rows, losses, ctx)
+            trained, losses = self._train_rows(state, batch, rows, losses, ctx)
         # Per node in every process, also where none has trained: they meet in the exchange.
-        params = nodes.widened(params, self.num_local)
+        params = nodes.widened(trained.params, self.num_local)
         observe(params)
-        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
-        trained = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
+        trained = State(state.step, params, trained.buffers, trained.optimizer, trained.strategy, trained.node_steps)
         return self._exchanged(trained, state.strategy, ctx), self._metrics(losses, ctx)
 
     def _train_rows(
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
-    ) -> tuple[Tree, Tree, dict[str, Any], Tensor]:
-        """Parameters, buffers, optimizer state and losses after the nodes in `rows` have taken a step."""
+    ) -> tuple[State, Tensor]:  # fmt: skip
+        """Return the state and the losses after the nodes in `rows` have taken a step."""
         everyone = (_per_node_or_once(state.params, self.num_local), state.buffers)
         params, buffers = (nodes.take_rows(x, rows) for x in everyone)
         optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
         part = ctx.of_rows(rows)
         local = self._gradients(params, buffers, batch, rows.tolist(), modules, part)
-        params, optimizer = self._optimize(params, local.grads, optimizer, part)
+        grads, exchanged = local.grads, state.strategy
+        if self.strategy.exchanges_where_some_rest:
+            grads, exchanged = self.strategy.exchange_gradients(grads, exchanged, part)
+            exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads)) if ctx.inplace else exchanged
+        params, optimizer = self._optimize(params, grads, optimizer, part)
         params, buffers = (
             nodes.put_rows(old, rows, new, self.num_local, ctx.inplace)
             for old, new in zip(everyone, (params, local.buffers))
         )
         optimizer = self.strategy.put_rows(state.optimizer, rows, optimizer, self.num_local, ctx.inplace)
         losses = losses.to(local.losses.dtype).index_copy(0, rows.to(losses.device), local.losses)
-        return params, buffers, optimizer, losses
+        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
+        return State(state.step, params, buffers, optimizer, exchanged, node_steps), losses
 
     def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
-        """The inner optimizer's step of all nodes, or with `exact` of one after the other."""
+        """Take the inner optimizer's step on all nodes, with `exact` on one after the other."""
         num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
         if not self.exact or num_rows == 1 or not self.strategy.pure:
             return self.strategy.optimize(params, grads, state, ctx)
         # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
         # which values these are must not depend on the other nodes.
-        found = []
+        results = []
         for i in range(num_rows):
             row = torch.tensor([i])
             p, g, s = (nodes.take_rows(x, row) for x in (params, grads, state))
-            found.append(self.strategy.optimize(p, g, s, ctx.of_rows(row)))
-        return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
+            results.append(self.strategy.optimize(p, g, s, ctx.of_rows(row)))
+        return nodes.join_rows([p for p, _ in results]), nodes.join_rows([s for _, s in results])
 
     def _gradients(
         self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
     ) -> Local:
-        """What the nodes in `rows` compute by themselves."""
+        """Compute the gradients of the nodes in `rows`, and what the strategy adds to each."""
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
         mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
         mean = mean and not self.exact
+        seeds, node_ids = zip(*[self._keys[row] for row in rows])
         local = self.engine.gradients(
-            _per_node_or_once(params, len(rows)),
-            buffers,
-            batch,
-            seed=[self._keys[row][0] for row in rows],
-            step=ctx.step,
-            node_ids=[self._keys[row][1] for row in rows],
-            minibatch_size=self.minibatch_size,
-            mean=mean and ctx.inplace,
-            differentiable=not ctx.inplace,
+            _per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=ctx.step, node_ids=node_ids,
+            minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
-        )
+        )  # fmt: skip
         # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
         grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
+        rows = None if self.num_local >= self.comm.num_nodes else self.comm.node_ids
         return Context(
-            self.comm,
-            step=step,
-            node_steps=node_steps,
-            max_steps=self.max_steps,
-            seed=self.seed,
-            inplace=inplace,
-            differentiable=not inplace,
-            num_examples=self.num_examples,
-            rows=None if self.num_local >= self.comm.num_nodes else self.comm.node_ids,
-            exact=self.exact,
-        )
+            self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
+            differentiable=not inplace, num_examples=self.num_examples, rows=rows, exact=self.exact,
+        )  # fmt: skip
 
 
 def exchange_moments(
     strategy: Strategy, optimizer: dict[str, Any], params: Tree, modules: dict[str, Any], ctx: Context
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optimizer's and the modules' states after `strategy.exchange_moments`, moments in the storage they had.
+    """Return the optimizer's and the modules' states after `strategy.exchange_moments`, moments in the same storage.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
@@ -304,16 +286,16 @@ def exchange_moments(
 
 
 def _per_node_or_once(params: Tree, num_nodes: int) -> Tree:
-    """`[1 or C or L, *]` -> `[1 or L, *]`: the parameters as the engine takes them."""
+    """Expand `[C, *]` to `[L, *]`: the engine takes parameters `[1 or L, *]`."""
     shared = any(1 < p.shape[0] < num_nodes for p in params.values())
     return nodes.expand(params, num_nodes) if shared else params
 
 
 def _own_storage(shared: Tree, params: Tree) -> Tree:
-    """What an exchange gave back, in the storage of the parameters that it was given.
+    """Move what an exchange has returned to the storage of the parameters that it was given.
 
-    An exchange may return a tensor that it also keeps in its state, such as outer parameters; the next step
-    overwrites the parameters, so they must not be that tensor. And memory that is in use costs less than new.
+    An exchange may return a tensor that it also keeps in its state, such as outer parameters; the next step overwrites
+    the parameters, so they must not be that tensor. And memory in use costs less than new memory.
     """
 
     def settle(new: Tensor, own: Tensor) -> Tensor:

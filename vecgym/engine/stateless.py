@@ -1,4 +1,4 @@
-"""A model as a function of its tensors: parameters and buffers are given at every call, as are the random numbers."""
+"""A model as a function of its tensors: parameters, buffers and random numbers are given at every call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vecgym.engine.contract import check_loss, check_val_metrics, offers_metrics
 
 
 class Skeleton:
-    """The model's structure, to be given the tensors of one node, or of all.
+    """The model's structure, called with the tensors of one node, or of all.
 
     It does what `torch.func.functional_call` does, for a model that is called again and again: where each tensor
     belongs, tied ones to several places, is looked up once. Until then it shares the model's own tensors and never
@@ -40,7 +40,7 @@ class Skeleton:
         self._buffers = [name for name, _ in model.named_buffers()]
 
     def call(self, tensors: Tree, batch: Any, wrt: Tree) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
-        """The loss, the buffers after it, and its gradient with respect to each of `wrt`; None: unused."""
+        """Return the loss, the buffers after it, and its gradient with respect to each of `wrt`; None: unused."""
         with self._holding(tensors):
             loss = self.model(batch)
             # Activation checkpointing runs the model again in the backward pass, which must find these tensors.
@@ -55,7 +55,7 @@ class Skeleton:
         return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
-        """What validation measures: the loss, or all of what the model's own `val_metrics` gives."""
+        """Return the validation metrics: the loss, or all that the model's own `val_metrics` returns."""
         with self._holding(tensors):
             if not offers_metrics(self.model):
                 return {"loss": self.model(batch)}
@@ -65,7 +65,7 @@ class Skeleton:
 
     @contextlib.contextmanager
     def _holding(self, tensors: Tree) -> Iterator[None]:
-        """Hold other tensors for a while."""
+        """Hold other tensors within a block."""
         before = [(holder, key, holder[key]) for name in tensors for holder, key in self._places[name]]
         try:
             for name, x in tensors.items():
@@ -109,16 +109,16 @@ class StatelessModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, and so all that is computed."""
+        """The device of the model, and so of everything that is computed."""
         values = self.params or self.frozen
         return next(iter(values.values())).device if values else torch.device("cpu")
 
     def learn(self, random: bool, mutated: Collection[str]) -> None:
-        """Take note of whether a training step draws random numbers, and of the buffers that it changes."""
+        """Note whether a training step draws random numbers, and which buffers it changes."""
         self.random, self._mutated = random, mutated
 
     def freeze(self, names: Collection[str]) -> None:
-        """Train these parameters no more."""
+        """Stop training these parameters."""
         for name in names:
             self.frozen[name] = self.params.pop(name).detach()
 
@@ -127,30 +127,30 @@ class StatelessModel:
         return self._mutated is None or name in self._mutated
 
     def serve(self, num_threads: int) -> None:
-        """Make a structure for each thread: a call changes it for a while."""
+        """Make a structure for each thread: a call changes it temporarily."""
         while len(self._train) < num_threads:
             self._train.append(Skeleton(self.model, training=True))
 
     # -------------------------------------------------------------------------------------------- training
 
     def split(self, buffers: Tree) -> tuple[Tree, Tree]:
-        """Buffers that training changes, `[n, *]` as they are, and the others, `[*]`."""
+        """Split the buffers into those that training changes, `[n, *]`, and the others, `[*]`."""
         shared = {name: b[0] for name, b in buffers.items() if not self.changes(name)}
         return {name: b for name, b in buffers.items() if name not in shared}, shared
 
     def loss(self, params: Tree, changed: Tree, shared: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree]:
-        """Loss in training mode, and the buffers `changed` after it; `shared` are all other tensors."""
+        """Compute the loss in training mode, and the buffers `changed` after it; `shared` are all other tensors."""
         tensors = {**self.frozen, **shared, **changed, **params}
         loss, after, _ = self._train[thread].call(tensors, batch, {})
         return loss, {name: after[name] for name in changed}
 
     def gradient(self, leaves: Tree, buffers: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
-        """Loss in training mode, buffers after it, and the gradient by each of `leaves`; None: unused."""
+        """Compute the loss in training mode, buffers after it, and the gradient of each of `leaves`; None: unused."""
         with self.casting():
             return self._train[thread].call({**leaves, **self.frozen, **buffers}, batch, leaves)
 
     def leaf(self, name: str, p: Tensor) -> Tensor:
-        """One node's parameter, to take the gradient by; the parameter's hooks get that gradient."""
+        """Return one node's parameter as a leaf of the graph, with the parameter's hooks."""
         leaf = p.detach().requires_grad_()
         for hook in self._hooks.get(name, ()):
             leaf.register_hook(hook)
@@ -170,26 +170,26 @@ class StatelessModel:
     # ------------------------------------------------------------------------------------------ evaluation
 
     def eval_loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
-        """Loss in eval mode."""
+        """Compute the loss in eval mode."""
         return self._eval.call({**params, **self.frozen, **clones(buffers)}, batch, {})[0]
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
-        """What validation measures of one node in eval mode: name -> scalar."""
+        """Return the validation metrics of one node in eval mode: name -> scalar."""
         return self._eval.measure({**tensors, **self.frozen}, batch)
 
     def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
-        """The same, with copies of what a forward pass in eval mode may change."""
+        """Copy what a forward pass in eval mode may change."""
         params = clones(params) if self._writes_params else params
         return params, {name: b.clone() if self.changes(name) else b for name, b in buffers.items()}
 
     # --------------------------------------------------------------------------------------------- around a call
 
     def casting(self) -> contextlib.AbstractContextManager:
-        """The precision of the forward pass."""
+        """Enter the precision of the forward pass."""
         return torch.autocast(self.device.type) if self._autocast else contextlib.nullcontext()
 
     def seeded(self, key: int) -> contextlib.AbstractContextManager:
-        """The random numbers of a pass; nothing at all for a model that draws none."""
+        """Seed the random numbers of a pass; do nothing for a model that draws none."""
         return seeded(key, self.device) if self.random else contextlib.nullcontext()
 
 
@@ -198,7 +198,7 @@ _GENERATORS = threading.RLock()  # torch's global generators, while a run has se
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run with torch's global generators seeded, and put them back."""
+    """Seed torch's global generators within a block, and restore them."""
     devices = [device] if device.type == "cuda" else []
     with _GENERATORS, torch.random.fork_rng(devices=devices, device_type="cuda"):
         # Not torch.manual_seed, which also seeds what is not used: a hundred times slower, with a traceback for each.
@@ -220,5 +220,5 @@ def plain_attention() -> Iterator[None]:
 
 
 def clones(values: Tree) -> Tree:
-    """Every tensor, in storage of its own."""
+    """Clone every tensor."""
     return tree.map(torch.clone, values)

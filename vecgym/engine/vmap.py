@@ -29,7 +29,7 @@ class Vmap:
         return Local(dict(zip(leaves, grads)), losses.detach(), part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
-        """In one piece, by parameters that are stored once: the cost of one model on all batches."""
+        """Yield one piece, of parameters stored once: the cost of one model on all batches."""
         leaves = {name: self.model.leaf(name, p[0]) for name, p in part.params.items()}
         with self.model.seeded(part.keys.of(0)):
             losses = self._losses({}, leaves, part, thread=0)
@@ -38,7 +38,7 @@ class Vmap:
         yield dict(zip(leaves, grads)), losses.detach()
 
     def _losses(self, leaves: Tree, shared_leaves: Tree, part: Part, thread: int) -> Tensor:
-        """`[n]`, differentiable in `leaves` `[n, *]` and in `shared_leaves` `[*]`; buffers are written in place."""
+        """Return losses `[n]`, differentiable in `leaves` `[n, *]` and `shared_leaves` `[*]`; write the buffers."""
         changed, shared = self.model.split(part.buffers)
 
         def loss_of_one(params: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:

@@ -70,6 +70,8 @@ class Strategy:
 
     # True where all that evolves is in the states that the methods take and give back.
     pure = True
+    # True where gradients are exchanged in a step in which some nodes sit out, too.
+    exchanges_where_some_rest = False
 
     def __init__(
         self,

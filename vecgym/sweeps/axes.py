@@ -35,7 +35,7 @@ class Uniform:
             raise ValueError(f"low={self.low!r} must be smaller than high={self.high!r}.")
 
     def draw(self, u: float) -> float:
-        """The value at a random number in [0, 1)."""
+        """Return the value at a random number in [0, 1)."""
         return self.low + (self.high - self.low) * u
 
 
@@ -56,62 +56,51 @@ class LogUniform(Uniform):
         return round(self.low ** (1 - u) * self.high**u, 15)
 
 
-def checked_axes(grid: Any, samples: int | None) -> dict[str, list[Any] | Uniform]:
-    """The axes with their values, checked."""
+def checked_axes(grid: Any, samples: int | None) -> dict[str, Any]:
+    """Return the axes, each a `Uniform` or a list of values."""
     if not isinstance(grid, Mapping):
         raise TypeError(
             f'grid is {kind_of(grid)}; give a dict of axes such as {{"lr": [1e-3, 3e-3], "seed": range(3)}}.'
         )
     if not grid:
         raise ValueError('grid is empty: give an axis such as {"seed": range(4)}; one run by itself is `Trainer.fit`.')
-    axes: dict[str, list[Any] | Uniform] = {}
-    for name, values in grid.items():
-        if not isinstance(name, str):
-            raise TypeError(f"grid has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
-        if isinstance(values, Uniform):
-            if samples is None:
-                raise ValueError(f"grid[{name!r}]={values!r} has no end: say how many to draw, samples=50.")
-            axes[name] = values
-            continue
-        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-            raise TypeError(
-                f"grid[{name!r}]={values!r} is {kind_of(values)}; an axis is a list of values: [{values!r}]."
-            )
-        axes[name] = list(values)
-        if not axes[name]:
-            raise ValueError(f"grid[{name!r}] is empty: give at least one value, or leave the axis out.")
-        _check_values(name, axes[name])
-    return axes
+    return {name: _checked_axis(name, values, samples) for name, values in grid.items()}
 
 
-def _check_values(name: str, values: Any) -> None:
-    """No number that is none, and nothing twice: a run would be counted twice."""
-    seen: set[tuple[bool, Any]] = set()
+def _checked_axis(name: Any, values: Any, samples: int | None) -> list[Any] | Uniform:
+    if not isinstance(name, str):
+        raise TypeError(f"grid has an axis {name!r} {kind_of(name)}; its name is a text, such as 'lr'.")
+    if isinstance(values, Uniform):
+        if samples is None:
+            raise ValueError(f"grid[{name!r}]={values!r} has no end: say how many to draw, samples=50.")
+        return values
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"grid[{name!r}]={values!r} is {kind_of(values)}; an axis is a list of values: [{values!r}].")
+    values = list(values)
+    if not values:
+        raise ValueError(f"grid[{name!r}] is empty: give at least one value, or leave the axis out.")
+    seen = set()
     for value in values:
         if isinstance(value, float) and math.isnan(value):
             raise ValueError(f"grid[{name!r}] has nan among its values: leave it out.")
-        if isinstance(value, (bool, int, float, str)):
-            key = isinstance(value, bool), value
-            if key in seen:
-                raise ValueError(f"grid[{name!r}] has {value!r} twice: give each value once.")
-            seen.add(key)
-        elif sum(x is value for x in values) > 1:
-            raise ValueError(f"grid[{name!r}] has {label(value)!r} twice: give each value once.")
+        plain = isinstance(value, (bool, int, float, str))
+        key = (isinstance(value, bool), value) if plain else id(value)
+        if key in seen:  # its run would count twice
+            shown = value if plain else label(value)
+            raise ValueError(f"grid[{name!r}] has {shown!r} twice: give each value once.")
+        seen.add(key)
+    return values
 
 
-def count_points(axes: Mapping[str, list[Any] | Uniform], samples: int | None) -> int:
-    return samples if samples is not None else math.prod([len(_values(values)) for values in axes.values()])
+def count_points(axes: Mapping[str, Any], samples: int | None) -> int:
+    """Count what `points` yields."""
+    return math.prod(map(len, axes.values())) if samples is None else samples
 
 
-def _values(axis: list[Any] | Uniform) -> list[Any]:
-    assert not isinstance(axis, Uniform), "without samples, every axis is a list"
-    return axis
-
-
-def points(axes: Mapping[str, list[Any] | Uniform], samples: int | None, sample_seed: int) -> Iterator[Point]:
-    """Every point of the grid, as `itertools.product` orders them; or random ones."""
+def points(axes: Mapping[str, Any], samples: int | None, sample_seed: int) -> Iterator[Point]:
+    """Yield every point of the grid, in the order of `itertools.product`; or random ones."""
     if samples is None:
-        yield from (dict(zip(axes, values)) for values in itertools.product(*map(_values, axes.values())))
+        yield from (dict(zip(axes, values)) for values in itertools.product(*axes.values()))
         return
     for i in range(samples):
         point = {}

@@ -13,7 +13,6 @@ import torch
 from vecgym.collectives import StackedCollectives
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
-from vecgym.data import Batches, EvalBatches
 from vecgym.data.chosen import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
@@ -26,87 +25,71 @@ from vecgym.sweeps.parts import Member
 
 
 class Chunk:
-    """C configurations of equal number of nodes and steps under way.
+    """C configurations of equal number of nodes and steps, as one simulation.
 
     Args:
         configs: those next to one another that can do something in one call; see `vecgym.sweeps.merged`.
         engine: prepared, of a model that is built like theirs.
-        train: the batches of each.
-        val: the validation data of each.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[Configuration],
-        engine: Engine,
-        train: Sequence[Batches],
-        val: Sequence[EvalBatches | None],
-    ) -> None:
-        self.configs, self.engine, self.train, self.val = list(configs), engine, list(train), list(val)
+    def __init__(self, configs: Sequence[Configuration], engine: Engine) -> None:
+        self.configs, self.engine = list(configs), engine
         self.begun = [config.index for config in configs]
         self.num_steps = configs[0].num_steps
         self.observed = Observed(self.num_steps, len(configs), configs[0].num_nodes)
-        self._start, self._before = 0.0, 0.0  # the clock at `start`, and the seconds before
-        self._sources = places(train)[0]
-        each = [dict(config.model.named_parameters()) for config in configs]
-        params = {name: torch.stack([own[name].detach().to(engine.device) for own in each]) for name in engine.params}
+        self._sources, self._which = places([config.train for config in configs])
+        self._start, self._before = 0.0, 0.0  # the clock at the start, and the seconds before that
+        models = [dict(config.model.named_parameters()) for config in configs]
+        params = {name: torch.stack([m[name].detach().to(engine.device) for m in models]) for name in engine.params}
         num_elements = configs[0].num_nodes * sum(p[0].numel() for p in params.values())
-        self.simulation = self._simulation(Merged([self._member(c) for c in range(len(configs))], num_elements))
+        self.simulation = self._simulation(Merged([self._member(config) for config in configs], num_elements))
         self.state = self.simulation.init(params)
 
-    def _member(self, c: int) -> Member:
-        config = self.configs[c]
+    def _member(self, config: Configuration) -> Member:
         strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
         comm = StackedCollectives(config.num_nodes)
-        return Member(strategy, config.settings["seed"], comm, tuple(self.train[c].shard_sizes))
+        return Member(strategy, config.settings["seed"], comm, tuple(config.train.shard_sizes))
 
     def _simulation(self, merged: Merged) -> Simulation:
-        """Of the configurations that are here."""
+        """Build the simulation of the present configurations."""
         self.merged = merged
-        settings = self.configs[0].settings
-        sizes = [data.limits or [data.batch_size] * data.num_nodes for data in self.train]
+        limits = [c.train.limits or [c.train.batch_size] * c.num_nodes for c in self.configs]
         return Simulation(
             self.engine.model, merged, StackedCollectives(merged.num_rows), engine=self.engine,
-            max_steps=self.num_steps, minibatch_size=settings["minibatch_size"],
-            limits=tuple(limit for own in sizes for limit in own),
-            keys=[(config.settings["seed"], i) for config in self.configs for i in range(config.num_nodes)],
+            max_steps=self.num_steps, minibatch_size=self.configs[0].settings["minibatch_size"],
+            limits=tuple(limit for each in limits for limit in each),
+            keys=[(config.settings["seed"], node) for config in self.configs for node in range(config.num_nodes)],
         )  # fmt: skip
 
-    def start(self) -> None:
-        """Just before the first step, or the next."""
-        self._start = time.perf_counter() - self._before
-
     def batches(self) -> Iterator[Sequence[Any]]:
-        """The different batches of each step from here on; see `step`."""
+        """Start the clock, and return the distinct batches of each remaining step; see `step`."""
+        self._start = time.perf_counter() - self._before
         return zip(*[source.iterate(self.state.step, self.num_steps) for source in self._sources])
 
     def step(self, batches: Sequence[Any], measured: bool) -> list[int]:
         """Train one step, and return which configurations have diverged in it.
 
         Args:
-            batches: of each of the different data.
-            measured: how far the nodes are apart before they exchange parameters.
+            batches: the distinct ones.
+            measured: whether to measure how far the nodes are apart before they exchange parameters.
         """
-        which = [next(i for i, source in enumerate(self._sources) if source is data) for data in self.train]
         distances: list[float] = []
 
         def measure(params: Tree) -> None:
             distances.extend(consensus_distances(params, len(self.configs), self.simulation.comm))
 
         with self.merged.recording() as transfers:
-            batch = chosen_batches(batches, which)
+            batch = chosen_batches(batches, self._which)
             self.state, metrics = self.simulation.step(self.state, batch, observe=measure if measured else None)
         losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
-        active: np.ndarray = np.ones(losses.size, dtype=bool)
+        active: np.ndarray = np.full(losses.shape, metrics.active is None)
         if metrics.active is not None:
-            active = np.isin(np.arange(losses.size), metrics.active)
-        active = active.reshape(losses.shape)
-        seconds = time.perf_counter() - self._start
+            active.flat[metrics.active] = True
         self.observed.put(
             self.state.step - 1, train_losses=losses, active=active, lr=self.merged.rates(),
-            bytes=self.merged.num_bytes(transfers), seconds=seconds,
+            bytes=self.merged.num_bytes(transfers), seconds=time.perf_counter() - self._start,
         )  # fmt: skip
-        finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # where nobody trains, nothing diverges
+        finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # where no node trains, nothing diverges
         for c, distance in enumerate(distances):
             if finite[c]:
                 self.observed.evaluated(c, self.state.step, consensus_distance_before=distance)
@@ -114,22 +97,22 @@ class Chunk:
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
-        found = evaluated_columns(self.engine, self.state, self.val, self.simulation.comm)
-        for c, columns in enumerate(found):
+        validation = [config.val for config in self.configs]
+        for c, columns in enumerate(evaluated_columns(self.engine, self.state, validation, self.simulation.comm)):
             if columns:
                 self.observed.evaluated(c, self.state.step, **columns)
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Go on with some of the configurations only."""
+        """Continue with some of the configurations only."""
         self.configs = [self.configs[c] for c in chosen]
-        self.train, self.val = [self.train[c] for c in chosen], [self.val[c] for c in chosen]
+        self._which = [self._which[c] for c in chosen]
         self.observed.keep(chosen)
         if chosen:
             merged, self.state = self.merged.select(self.state, chosen)
             self.simulation = self._simulation(merged)
 
     def curve(self, c: int, status: str, keep_model: bool = False) -> Curve:
-        """What a configuration has recorded so far."""
+        """Return what a configuration has recorded so far."""
         average = None
         if keep_model:
             values = {**self.state.params, **self.state.buffers}
@@ -137,15 +120,13 @@ class Chunk:
             average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(own).items()}
         return self.observed.curve(c, self.state.step, status, average)
 
-    # ------------------------------------------------------------------------------------------- saving
-
     @property
     def can_be_saved(self) -> bool:
         """Whether `state` is all that evolves: strategies written for one rank keep theirs to themselves."""
         return all(member.strategy.pure for member in self.merged.members)
 
     def load(self, state: dict[str, Any], curves: Sequence[Curve]) -> None:
-        """Go on from a saved state, and from what was recorded up to it."""
+        """Continue from a saved state, and from what was recorded up to it."""
         placed = tree.map_leaves(lambda x: x.to(self.engine.device), state)
         self.state = State(**{**placed, "node_steps": state["node_steps"]})
         for c, curve in enumerate(curves):

@@ -1,26 +1,59 @@
-"""From the points of a grid to configurations: a model, a strategy and settings each."""
+"""From the points of a grid to configurations: a model, a strategy, settings and data each."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vecgym.core import check
+from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import hooks
 from vecgym.records.rows import label
 from vecgym.runs.options import checked
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Point
+from vecgym.sweeps.options import SweepOptions
 
 SETTINGS = ("num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed", "shuffle")
 
 
-@dataclass
+class Data:
+    """The batches of a sweep; configurations whose settings agree share them."""
+
+    def __init__(self, options: SweepOptions) -> None:
+        self.options = options
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def train(self, settings: Mapping[str, Any]) -> Batches:
+        """Return the training batches of a configuration with these settings."""
+        given = {name: settings[name] for name in ("num_nodes", "batch_size", "seed", "shuffle")}
+        return self._once(Batches, self.options.train_dataset, given)
+
+    def val(self, settings: Mapping[str, Any]) -> EvalBatches | None:
+        """Return the validation batches of a configuration with these settings, if there are any."""
+        if self.options.val_dataset is None or self.options.val_size == 0:
+            return None
+        given = {name: settings[name] for name in ("num_nodes", "seed")}
+        given |= {"batch_size": settings["minibatch_size"] or settings["batch_size"], "val_size": self.options.val_size}
+        return self._once(EvalBatches, self.options.val_dataset, given)
+
+    def _once(self, kind: Any, dataset: Any, given: dict[str, Any]) -> Any:
+        key = (kind, *given.values())
+        if key not in self._made:
+            options = self.options
+            self._made[key] = kind(
+                dataset, **given, device=options.device, dataloader_kwargs=options.dataloader_kwargs
+            )  # fmt: skip
+        return self._made[key]
+
+
+@dataclass(frozen=True, eq=False)
 class Configuration:
     """One point of the sweep, and what follows from it."""
 
@@ -29,49 +62,70 @@ class Configuration:
     model: nn.Module
     strategy: Strategy
     settings: dict[str, Any]
-    num_steps: int = 0
+    data: Data
 
     @property
     def num_nodes(self) -> int:
         return self.settings["num_nodes"]
 
+    @cached_property
+    def train(self) -> Batches:
+        return self.data.train(self.settings)
 
-def _arguments(function: Any) -> tuple[set[str], set[str], bool]:
-    """The names that a function takes, those that it must be given, and whether it takes any name."""
-    parameters = inspect.signature(function).parameters.values()
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    needed = {p.name for p in parameters if p.name in names and p.default is p.empty}
-    return names, needed, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    @cached_property
+    def val(self) -> EvalBatches | None:
+        return self.data.val(self.settings)
+
+    @cached_property
+    def num_steps(self) -> int:
+        return num_steps(self.train, self.settings["num_epochs"], self.settings["max_steps"])
 
 
-def _has_signature(function: Any) -> bool:
-    """False for some that are written in C, such as int."""
-    try:
-        inspect.signature(function)
-    except ValueError:
-        return False
-    return True
+# --------------------------------------------------------------------------------- the user's functions of axes
+
+WANTED = {
+    "strategy": "a function of the axes that returns a Strategy, such as lambda lr: DiLoCoStrategy('adamw', lr=lr)",
+    "model": "an nn.Module, or a function of axes that returns one",
+}
+
+
+class Arguments(NamedTuple):
+    """The arguments of a function."""
+
+    names: frozenset[str]
+    required: frozenset[str]
+    takes_any: bool  # it has **kwargs
+
+    @classmethod
+    def of(cls, function: Any) -> Arguments:
+        """Read the signature; a ValueError for some functions that are written in C, such as int."""
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        required = frozenset(p.name for p in named if p.default is p.empty)
+        return cls(frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
 def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
-    """Every axis is somebody's, and every function gets what it asks for."""
+    """Check that every axis is used, and that every function gets the arguments that it requires."""
     axes = list(axes)
     if isinstance(model, Strategy) or isinstance(strategy, nn.Module):
         raise TypeError(
             "model and strategy are swapped: sweep(model, train_dataset, val_dataset, strategy=..., grid=...)."
         )
-    functions = {"strategy": strategy, "model": model}
-    functions = {name: f for name, f in functions.items() if not isinstance(f, (Strategy, nn.Module)) and f is not None}
     if model is None:
-        raise TypeError(f"model is None; give {_WANTED['model']}.")
-    for what, function in functions.items():
-        if not callable(function) or not _has_signature(function):
-            raise TypeError(f"{what} is {check.kind_of(function)}; give {_WANTED[what]}.")
+        raise TypeError(f"model is None; give {WANTED['model']}.")
+    functions: dict[str, Arguments] = {}
+    for what, given in (("strategy", strategy), ("model", model)):
+        if given is not None and not isinstance(given, (Strategy, nn.Module)):
+            try:
+                functions[what] = Arguments.of(given)
+            except (TypeError, ValueError):
+                raise TypeError(f"{what} is {check.kind_of(given)}; give {WANTED[what]}.") from None
     if strategy is None and "strategy" not in axes:
         raise ValueError("there is no strategy: give strategy=lambda lr: DiLoCoStrategy('adamw', lr=lr), say.")
     _check_names(axes, functions, strategy)
-    for what, function in functions.items():
-        missing = sorted(_arguments(function)[1] - set(axes))
+    for what, arguments in functions.items():
+        missing = sorted(arguments.required - set(axes))
         if missing:
             raise ValueError(
                 f"{what} takes {', '.join(missing)}, which the grid does not have: its axes are {', '.join(axes)}. "
@@ -79,13 +133,14 @@ def check_axes(axes: Iterable[str], strategy: Any, model: Any) -> None:
             )
 
 
-def _check_names(axes: list[str], functions: dict[str, Any], strategy: Any) -> None:
-    """Every axis is an argument of one of the functions, or of both, or a setting."""
-    arguments = {what: _arguments(function) for what, function in functions.items()}
-    allowed = {*SETTINGS, *(name for names, _, _ in arguments.values() for name in names)}
+def _check_names(axes: list[str], functions: dict[str, Arguments], strategy: Any) -> None:
+    """Check that every axis is an argument of a function, or a setting."""
+    allowed = {*SETTINGS}.union(*[arguments.names for arguments in functions.values()])
     allowed |= {"strategy"} if strategy is None else set()
+    if any(arguments.takes_any for arguments in functions.values()):
+        return
     for name in axes:
-        if name not in allowed and not any(takes_any for _, _, takes_any in arguments.values()):
+        if name not in allowed:
             fixed = [what for what in ("strategy", "model") if what not in functions and strategy is not None]
             makes = f" ({' and '.join(fixed)}, given as an object, takes no axis: give a function)" if fixed else ""
             raise ValueError(
@@ -94,42 +149,39 @@ def _check_names(axes: list[str], functions: dict[str, Any], strategy: Any) -> N
             )
 
 
-_WANTED = {
-    "strategy": "a function of the axes that returns a Strategy, such as lambda lr: DiLoCoStrategy('adamw', lr=lr)",
-    "model": "an nn.Module, or a function of axes that returns one",
-}
-
-
 def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
-    names, _, takes_any = _arguments(function)
+    """Call a function of axes with those that it takes."""
+    names, _, takes_any = Arguments.of(function)
     given = {name: value for name, value in point.items() if name in names or (takes_any and name not in SETTINGS)}
-    shown = ", ".join(f"{name}={label(value)}" for name, value in given.items())
+    call = f"{what}({', '.join(f'{name}={label(value)}' for name, value in given.items())})"
     try:
         made = function(**given)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{what}({shown}): {error}") from error
+        raise type(error)(f"{call}: {error}") from error
     if not isinstance(made, wanted):
-        raise TypeError(f"{what}({shown}) returned {made!r}; give {_WANTED[what]}.")
+        raise TypeError(f"{call} returned {made!r}; give {WANTED[what]}.")
     return made
 
 
-def make_configurations(
-    points: Iterable[Point], strategy: Any, model: Any, defaults: dict[str, Any]
-) -> list[Configuration]:
+def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[Configuration]:
+    """Make and check the configuration of each point."""
     configs = []
     models: dict[Any, nn.Module] = {}
+    data = Data(options)
     for index, point in enumerate(points):
-        settings = checked({name: point.get(name, value) for name, value in defaults.items()})
-        own = point["strategy"] if strategy is None else strategy
-        made = own if isinstance(own, Strategy) else _called("strategy", own, point, Strategy)
-        configs.append(Configuration(index, point, _model(model, point, models), made, settings))
+        settings = checked({name: point.get(name, vars(options)[name]) for name in SETTINGS})
+        given = point["strategy"] if options.strategy is None else options.strategy
+        strategy = given if isinstance(given, Strategy) else _called("strategy", given, point, Strategy)
+        configs.append(Configuration(index, point, _model(options.model, point, models), strategy, settings, data))
+    for config in configs:
+        config.strategy.check(config.num_nodes, config.num_steps)
     return configs
 
 
 def _model(model: Any, point: Point, made: dict[Any, nn.Module]) -> nn.Module:
-    """The model of a point; one for all points with the same values of its axes."""
+    """Return the model of a point, the same one for all points with the same values of its axes."""
     if not isinstance(model, nn.Module):
-        names, _, takes_any = _arguments(model)
+        names, _, takes_any = Arguments.of(model)
         key = tuple((name, repr(value)) for name, value in point.items() if name in names or takes_any)
         if key not in made:
             made[key] = _called("model", model, point, nn.Module)
@@ -139,40 +191,40 @@ def _model(model: Any, point: Point, made: dict[Any, nn.Module]) -> nn.Module:
     return model
 
 
+# ------------------------------------------------------------------------------------- models that can share a stack
+
+
 def alike(a: nn.Module, b: nn.Module) -> bool:
     """Whether two models differ in the values of their trainable parameters alone."""
-    if a is b:
-        return True
-    for of in (nn.Module.named_parameters, nn.Module.named_buffers):
-        x, y = dict(of(a)), dict(of(b))
-        if x.keys() != y.keys():
-            return False
-        for name in x:
-            one, other = x[name], y[name]
-            if (one.shape, one.dtype, one.requires_grad) != (other.shape, other.dtype, other.requires_grad):
-                return False
-            if not one.requires_grad and not torch.equal(one, other):
-                return False
-    if hooks.of_parameters(a) != hooks.of_parameters(b):
+    try:
+        return a is b or _equal(_structure(a), _structure(b))
+    except Exception:  # whatever comparing the user's objects raises
         return False
-    modules = list(zip(a.named_modules(), b.named_modules()))
-    return len(list(a.modules())) == len(list(b.modules())) and all(_same_module(x, y) for x, y in modules)
 
 
-def _same_module(a: tuple[str, nn.Module], b: tuple[str, nn.Module]) -> bool:
-    held = ("_parameters", "_buffers", "_modules")
-    x, y = ({k: v for k, v in vars(m).items() if k not in held} for _, m in (a, b))
-    if a[0] != b[0] or type(a[1]) is not type(b[1]) or x.keys() != y.keys():
-        return False
-    return all(_equal(x[key], y[key]) for key in x)
+def _structure(model: nn.Module) -> list[Any]:
+    """Return everything of a model but the values of its trainable parameters."""
+    apart = ("_parameters", "_buffers", "_modules")
+    modules = [
+        (name, type(module), {key: value for key, value in vars(module).items() if key not in apart})
+        for name, module in model.named_modules()
+    ]
+    tensors = {
+        name: (x.shape, x.dtype, x.requires_grad, None if x.requires_grad else x)
+        for name, x in [*model.named_parameters(), *model.named_buffers()]
+    }
+    return [modules, tensors, hooks.of_parameters(model)]
 
 
 def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
-    try:
-        return bool(type(a) is type(b) and a == b)
-    except Exception:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if type(a) is not type(b):
         return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)

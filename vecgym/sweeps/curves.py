@@ -1,4 +1,4 @@
-"""What the configurations of a sweep record: arrays while they are trained, a run's rows when they are asked for."""
+"""What the configurations of a sweep record: arrays during training, the rows of a run on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core.tree import Tree
-from vecgym.data import Batches
 from vecgym.engine.simulation import Metrics
 from vecgym.records import runfile
 from vecgym.records.columns import START
@@ -22,7 +21,7 @@ from vecgym.strategy import Context
 from vecgym.sweeps.configurations import Configuration
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
-# What a result shows of a configuration beside its point, where it has recorded nothing.
+# What a result shows of a configuration that has recorded nothing, besides its point.
 NOTHING: dict[str, Any] = {
     "steps": 0, "train_loss": None, "val_loss": None, "val_loss_local": None, "consensus_distance": None,
     "bytes_total": 0.0,
@@ -56,13 +55,13 @@ class Curve:
         for row in runfile.unpacked_rows(self.evaluations):
             self.last |= {name: row[name] for name in NOTHING if name in row}
 
-    def history(self, settings: dict[str, Any], config: Configuration, data: Batches) -> History:
-        """The rows that `Trainer.fit` alone would have recorded."""
-        history, rows = History(settings), StepRows(data, data.limits)
+    def history(self, settings: dict[str, Any], config: Configuration) -> History:
+        """Return the rows that `Trainer.fit` alone would have recorded."""
+        history, rows = History(settings), StepRows(config.train, config.train.limits)
         evaluations = {row.pop("step"): row for row in runfile.unpacked_rows(self.evaluations)}
         if 0 in evaluations:
             history.append({**START, **evaluations[0]})
-        comm, examples = StackedCollectives(config.num_nodes), tuple(data.shard_sizes)
+        comm, examples = StackedCollectives(config.num_nodes), tuple(config.train.shard_sizes)
         sent, total = self.columns["bytes"].tolist(), self.columns["bytes"].numpy().cumsum(0).tolist()
         lrs, seconds = self.columns["lr"].tolist(), self.columns["seconds"].tolist()
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
@@ -74,10 +73,12 @@ class Curve:
         return history
 
     def state(self) -> dict[str, Any]:
+        """Return the same as plain values, for a file."""
         return {name: getattr(self, name) for name in SAVED}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Curve:
+        """Invert `state`."""
         return cls(*[state[name] for name in SAVED])
 
 
@@ -85,7 +86,7 @@ SAVED = ("status", "columns", "evaluations", "average")
 
 
 class Observed:
-    """What C configurations observe in T steps, in arrays `[T, C, *]`; see `Curve`."""
+    """The records of C configurations in T steps, in arrays `[T, C, *]`; see `Curve`."""
 
     def __init__(self, num_steps: int, num_configs: int, num_nodes: int) -> None:
         shape = (num_steps, num_configs)
@@ -99,7 +100,7 @@ class Observed:
         self.evaluations: list[dict[int, dict[str, Any]]] = [{} for _ in range(num_configs)]  # step -> columns
 
     def put(self, t: int, **values: Any) -> None:
-        """Record step t, counted from 0."""
+        """Record step t, counting from 0."""
         for name, value in values.items():
             self.arrays[name][t] = value
 
@@ -108,16 +109,17 @@ class Observed:
         self.evaluations[c].setdefault(step, {"step": step}).update(columns)
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Go on with some of the configurations only."""
+        """Continue with some of the configurations only."""
         self.arrays = {name: x[:, list(chosen)] for name, x in self.arrays.items()}
         self.evaluations = [self.evaluations[c] for c in chosen]
 
     def curve(self, c: int, num_steps: int, status: str, average: Tree | None) -> Curve:
+        """Return what a configuration has recorded in its first steps."""
         columns = {name: torch.from_numpy(x[:num_steps, c].copy()) for name, x in self.arrays.items()}
         return Curve(status, columns, runfile.packed_rows(list(self.evaluations[c].values())), average)
 
     def load(self, c: int, curve: Curve) -> None:
-        """Go on from there."""
+        """Continue after what a configuration has recorded."""
         for name, x in curve.columns.items():
             self.arrays[name][: len(x), c] = x.numpy()
         self.evaluations[c] = {row["step"]: row for row in runfile.unpacked_rows(curve.evaluations)}

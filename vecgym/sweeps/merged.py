@@ -1,13 +1,13 @@
-"""Many configurations as one strategy: what a sweep hands to the ordinary `Simulation`.
+"""Many configurations as one strategy for the ordinary `Simulation`.
 
 - The nodes of C configurations of K nodes are C K nodes of one simulation: configuration c has the rows from c K on.
 - Gradients are one call of the engine for all rows.
 - The inner optimizer is one update for all neighbours that share its class (`optimizer_key`), with a number for each
   row where theirs differ; one that cannot be shared makes its own.
-- What nodes exchange is each configuration's own affair: its strategy is given its rows and collectives of its own.
-  Neighbours whose exchanges are alike (`exchange_key`) make them in one call.
-- While no nodes of a configuration differ, as in AllReduce, parameters and optimizer have one row for each, `[C, *]`.
-- Configurations that leave take their rows with them: `select` gives the strategy and the state of the others.
+- Each configuration exchanges by itself: its strategy is given its rows, and collectives of its own. Neighbours whose
+  exchanges are alike (`exchange_key`) make them in one call.
+- While the nodes of no configuration differ, as in AllReduce, parameters and optimizer have a row for each, `[C, *]`.
+- Configurations that end take their rows with them: `select` returns the strategy and the state of the others.
 
 Nothing here keeps state: it is all in the simulation's `State`, and so it can be saved.
 """
@@ -75,8 +75,8 @@ class Merged(Strategy):
         self.optimizers = [Optimizer(f"optimizer {i}", *part) for i, part in enumerate(self._parts(sizes[0]))]
         self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(self._parts(sizes[1]))]
         self._adds = any(exchange.adds for exchange in self.exchanges)
-        self._exchanges_gradients = any(exchange.exchanges_gradients for exchange in self.exchanges)
-        self._told_last: tuple[Context | None, list[Context]] = (None, [])
+        self.exchanges_where_some_rest = any(exchange.exchanges_gradients for exchange in self.exchanges)
+        self._last_contexts: tuple[Context | None, list[Context]] = (None, [])
         self._has_numbers: bool | None = None  # whether nodes of a configuration differ in a number; None: not known
 
     def _parts(self, sizes: list[int]) -> Iterator[tuple[int, list[Member]]]:
@@ -91,14 +91,14 @@ class Merged(Strategy):
 
     def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
         contexts, ends = self._contexts(ctx), self._ends(params, ctx)
-        own, modules, optimizers = {}, {}, {}
+        unshared, modules, optimizers = {}, {}, {}  # unshared: the optimizer's state of each exchange's strategy
         for exchange in self.exchanges:
             part = exchange.part(params, ends)
             part = part if exchange.size == 1 else nodes.widened(part, exchange.num_rows)
-            own[exchange.start], modules[exchange.name] = exchange.strategy.init(part, exchange.context(contexts))
+            unshared[exchange.start], modules[exchange.name] = exchange.strategy.init(part, exchange.context(contexts))
         for optimizer in self.optimizers:
             part = optimizer.part(params, ends)
-            optimizers[optimizer.name] = own[optimizer.start] if optimizer.is_own else optimizer.init(part)
+            optimizers[optimizer.name] = optimizer.init(part) if optimizer.is_shared else unshared[optimizer.start]
         return optimizers, modules
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
@@ -117,22 +117,25 @@ class Merged(Strategy):
         each = [exchange.part(grads, of_grads) for exchange in self.exchanges]
         for i, exchange in enumerate(self.exchanges):
             if exchange.adds and exchange.name in state:
-                own, told = exchange.part(params, of_params), exchange.context(contexts)
-                each[i] = exchange.strategy.local_gradients(each[i], own, state[exchange.name], told)
+                part, before = exchange.part(params, of_params), state[exchange.name]
+                each[i] = exchange.strategy.local_gradients(each[i], part, before, exchange.context(contexts))
         return self._joined(each, of_grads)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if not self._exchanges_gradients:
+        """Exchange the gradients of the configurations in which all nodes train."""
+        if not self.exchanges_where_some_rest:
             return grads, state
         contexts, ends, changed = self._contexts(ctx), self._ends(grads, ctx), dict(state)
         each = [exchange.part(grads, ends) for exchange in self.exchanges]
         for i, exchange in enumerate(self.exchanges):
-            if exchange.exchanges_gradients:
-                told, before = exchange.context(contexts), state[exchange.name]
-                each[i], after = exchange.strategy.exchange_gradients(each[i], before, told)
+            before, part_ctx = state[exchange.name], exchange.context(contexts)
+            if exchange.exchanges_gradients and part_ctx.active is None:
+                each[i], after = exchange.strategy.exchange_gradients(each[i], before, part_ctx)
                 changed[exchange.name] = _unchanged(before, after)
-        once = all(len(x) == exchange.size for exchange, own in zip(self.exchanges, each) for x in own.values())
-        return self._joined(each, self._ends_of(1 if once else self.num_nodes)), changed
+        if ctx.rows is None:
+            once = all(len(x) == exchange.size for exchange, own in zip(self.exchanges, each) for x in own.values())
+            ends = self._ends_of(1 if once else self.num_nodes)
+        return self._joined(each, ends), changed
 
     def lr(self, ctx: Context) -> float | Tensor:
         self._contexts(ctx)
@@ -146,15 +149,14 @@ class Merged(Strategy):
         for optimizer in self.optimizers:
             if optimizer.name not in state:  # none of its nodes trains
                 continue
-            own, given, held = optimizer.part(params, ends), optimizer.part(grads, of_grads), state[optimizer.name]
+            part, before = optimizer.part(params, ends), state[optimizer.name]
             if ctx.rows is None and ends[-1] == self.num_rows:
-                held = optimizer.widened(held)
+                before = optimizer.widened(before)
+            part_grads = optimizer.part(grads, of_grads)
             if of_grads[-1] < ends[-1]:
-                given = nodes.expand(given, ends[optimizer.stop] - ends[optimizer.start])
-            new, changed[optimizer.name] = optimizer.update(own, given, held, contexts, ends)
-            for name, p in own.items():
-                if new[name] is not p:
-                    p.copy_(new[name])
+                part_grads = nodes.expand(part_grads, ends[optimizer.stop] - ends[optimizer.start])
+            new, changed[optimizer.name] = optimizer.update(part, part_grads, before, contexts, ends)
+            _write(part, new)
         return params, changed
 
     def exchange_moments(self, optimizer: State, params: Tree, state: State, ctx: Context) -> tuple[State, State]:
@@ -165,9 +167,9 @@ class Merged(Strategy):
         contexts, ends, optimizer, state = self._contexts(ctx), self._ends(params, ctx), {**optimizer}, {**state}
         names = {part.start: part.name for part in self.optimizers}
         for exchange in exchanging:
-            name, told = names[exchange.start], exchange.context(contexts)
+            name, part = names[exchange.start], exchange.part(params, ends)
             optimizer[name], state[exchange.name] = exchange_moments(
-                exchange.strategy, optimizer[name], exchange.part(params, ends), state[exchange.name], told
+                exchange.strategy, optimizer[name], part, state[exchange.name], exchange.context(contexts)
             )
         return optimizer, state
 
@@ -177,32 +179,30 @@ class Merged(Strategy):
             params = nodes.widened(params, self.num_rows)
         ends = self._ends(params, ctx)
         for exchange in self.exchanges:
-            own, before = exchange.part(params, ends), state[exchange.name]
-            new, after = exchange.strategy.exchange_parameters(own, before, exchange.context(contexts))
+            part, before = exchange.part(params, ends), state[exchange.name]
+            new, after = exchange.strategy.exchange_parameters(part, before, exchange.context(contexts))
             changed[exchange.name] = _unchanged(before, after)
-            if any(len(new[name]) > len(p) for name, p in own.items()):
+            if any(len(new[name]) > len(p) for name, p in part.items()):
                 params = nodes.widened(params, self.num_rows)
                 ends = self._ends(params, ctx)
-                own = exchange.part(params, ends)
-            for name, p in own.items():
-                if new[name] is not p:
-                    p.copy_(new[name])
+                part = exchange.part(params, ends)
+            _write(part, new)
         return params, changed
 
     def take_rows(self, state: State, rows: Tensor) -> State:
         return {
-            part.name: nodes.take_rows(part.widened(state[part.name]), own)
+            part.name: nodes.take_rows(part.widened(state[part.name]), part_rows)
             for part in (*self.optimizers, *self.exchanges)
-            if part.name in state and len(own := part.own_rows(rows))
+            if part.name in state and len(part_rows := part.own_rows(rows))
         }
 
     def put_rows(self, state: State, rows: Tensor, new: State, num_nodes: int, inplace: bool) -> State:
-        parts = {part.name: part for part in (*self.optimizers, *self.exchanges)}
         changed = {
-            name: nodes.put_rows(
-                parts[name].widened(state[name]), parts[name].own_rows(rows), x, parts[name].num_rows, inplace
+            part.name: nodes.put_rows(
+                part.widened(state[part.name]), part.own_rows(rows), new[part.name], part.num_rows, inplace
             )
-            for name, x in new.items()
+            for part in (*self.optimizers, *self.exchanges)
+            if part.name in new
         }
         return {**state, **changed}
 
@@ -217,24 +217,22 @@ class Merged(Strategy):
 
     @contextmanager
     def recording(self) -> Iterator[list[list[Transfer]]]:
-        """Collect what is sent meanwhile: a list for each exchange; see `num_bytes`."""
+        """Collect what is sent in a block: a list for each exchange; see `num_bytes`."""
         with ExitStack() as recordings:
             yield [recordings.enter_context(exchange.comm.ledger.recording()) for exchange in self.exchanges]
 
     def num_bytes(self, transfers: Sequence[list[Transfer]]) -> list[tuple[float, float]]:
-        """What a node of each configuration has sent and received on average, from what `recording` gave."""
+        """Return the bytes that a node of each configuration has sent and received on average, from `recording`."""
         each = [(float(sum(x.sent_bytes for x in xs)), float(sum(x.received_bytes for x in xs))) for xs in transfers]
         return [sums for sums, exchange in zip(each, self.exchanges) for _ in range(exchange.size)]
 
     def rates(self) -> list[float]:
-        """The inner learning rate of each configuration in the step just made; where nodes differ, their mean."""
-        return [
-            _mean(member.strategy.lr(own) if own.lr is None else own.lr)
-            for member, own in zip(self.members, self._told_last[1])
-        ]
+        """Return the inner learning rate of each configuration in the last step; where nodes differ, their mean."""
+        contexts = zip(self.members, self._last_contexts[1])
+        return [_mean(member.strategy.lr(ctx) if ctx.lr is None else ctx.lr) for member, ctx in contexts]
 
     def select(self, state: SimulationState, chosen: Sequence[int]) -> tuple[Merged, SimulationState]:
-        """The strategy and the state of some of the configurations, in the order that they have."""
+        """Return the strategy and the state of some of the configurations, in their order."""
         inside = {part.name: part.inside(chosen) for part in (*self.optimizers, *self.exchanges)}
 
         def sizes(parts: Sequence[Part]) -> list[int]:
@@ -257,35 +255,35 @@ class Merged(Strategy):
     # ------------------------------------------------------------------------------------------- helpers
 
     def _contexts(self, ctx: Context) -> list[Context]:
-        """What each strategy is told; made once for each context that all are told."""
-        if self._told_last[0] is not ctx:
+        """Return the context of each configuration; made once for each context `ctx` of all."""
+        if self._last_contexts[0] is not ctx:
             rows: list[Any] = [None] * len(self.members)
             node_steps = ctx.node_steps.split(self.num_nodes)
             if ctx.rows is not None:
                 each = self._split_rows(ctx.rows)
-                node_steps = ctx.node_steps.split([len(own) for own in each])
-                rows = [None if len(own) == self.num_nodes else own for own in each]
-            told = zip(self.members, node_steps, self._active(ctx), rows)
-            self._told_last = (ctx, [member.context(ctx, *own) for member, *own in told])
-        return self._told_last[1]
+                node_steps = ctx.node_steps.split([len(x) for x in each])
+                rows = [None if len(x) == self.num_nodes else x for x in each]
+            what_differs = zip(self.members, node_steps, self._active(ctx), rows)
+            self._last_contexts = (ctx, [member.context(ctx, *values) for member, *values in what_differs])
+        return self._last_contexts[1]
 
     def _active(self, ctx: Context) -> list[tuple[int, ...] | None]:
-        """The nodes of each configuration that have trained; None: all of them."""
+        """Return the nodes of each configuration that have trained; None: all of them."""
         if ctx.active is None:
             return [None] * len(self.members)
-        each = [tuple(own.tolist()) for own in self._split_rows(torch.tensor(ctx.active, dtype=torch.long))]
-        return [None if len(own) == self.num_nodes else own for own in each]
+        each = [tuple(x.tolist()) for x in self._split_rows(torch.tensor(ctx.active, dtype=torch.long))]
+        return [None if len(x) == self.num_nodes else x for x in each]
 
     def _split_rows(self, rows: Tensor) -> list[Tensor]:
-        """Those of each configuration, counted within it."""
+        """Split rows by configuration, counting from its first."""
         bounds = torch.arange(len(self.members) + 1) * self.num_nodes
         ends = torch.searchsorted(rows, bounds).tolist()
         return [rows[a:b] - c * self.num_nodes for c, (a, b) in enumerate(pairwise(ends))]
 
     def _ends(self, values: Tree, ctx: Context) -> list[int]:
-        """Where the rows of each configuration begin, and where the last one's end."""
+        """Return where the rows of each configuration begin, and where the last one's end."""
         if ctx.rows is not None:
-            counts = (self.num_nodes if own.rows is None else len(own.rows) for own in self._contexts(ctx))
+            counts = (self.num_nodes if x.rows is None else len(x.rows) for x in self._contexts(ctx))
             return list(accumulate(counts, initial=0))
         return self._ends_of(len(next(iter(values.values()))) // len(self.members))
 
@@ -293,7 +291,7 @@ class Merged(Strategy):
         return [c * num_rows for c in range(len(self.members) + 1)]
 
     def _joined(self, each: list[Tree], ends: list[int]) -> Tree:
-        """What each exchange gave, as one tree in which configuration c has the rows ends[c] to ends[c + 1]."""
+        """Join the exchanges' results in one tree, in which configuration c has the rows ends[c] to ends[c + 1]."""
         if len(each) == 1:
             return each[0]
         wide = [nodes.expand(x, ends[part.stop] - ends[part.start]) for part, x in zip(self.exchanges, each)]
@@ -307,6 +305,13 @@ class Merged(Strategy):
         return once and bool(self._has_numbers)
 
 
+def _write(part: Tree, new: Tree) -> None:
+    """Write new values into the rows of a part."""
+    for name, p in part.items():
+        if new[name] is not p:
+            p.copy_(new[name])
+
+
 def _has_numbers_of_nodes(strategy: Strategy, params: Tree) -> bool:
     specs = [spec for spec, _, _ in strategy.inner_optim.groups(params)]
     numbers = [*tree.leaves([spec.kwargs for spec in specs]), strategy.max_norm]
@@ -314,7 +319,7 @@ def _has_numbers_of_nodes(strategy: Strategy, params: Tree) -> bool:
 
 
 def _unchanged(before: State, after: State) -> State:
-    """The state that there was, where that is what came out: what has not changed is not looked at again."""
+    """Return the very state `before` where nothing has changed, so that it is not examined again."""
     same = before.keys() == after.keys() and all(after[name] is before[name] for name in after)
     return before if same else after
 

@@ -1,4 +1,4 @@
-"""Which configurations of a sweep do something in one call, and what that is."""
+"""The parts of a stack: configurations that share an optimizer's update, or an exchange, in one call."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Member:
         self.rests = _has_own(self.strategy, "active_nodes")
 
     def context(self, ctx: Context, node_steps: Tensor, active: tuple[int, ...] | None, rows: Tensor | None) -> Context:
-        """What the strategy is told at a step of which all are told `ctx`; the rest is of its own nodes."""
-        own = Context(
+        """Return the strategy's context at a step, from the context `ctx` of all and what its own nodes do."""
+        new = Context(
             self.comm, step=ctx.step, node_steps=node_steps, active=active, max_steps=ctx.max_steps, seed=self.seed,
             inplace=ctx.inplace, num_examples=self.num_examples, rows=rows,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
-        return replace(own, lr=self.strategy.lr(own)) if self.strategy.pure else own
+        return replace(new, lr=self.strategy.lr(new)) if self.strategy.pure else new
 
 
 class Part:
-    """Members next to one another that do something in one call.
+    """Neighbouring members that do something in one call.
 
     Attributes:
         name: of their state, whose tensors have the same number of rows for each member, or one row in all.
@@ -69,27 +69,27 @@ class Part:
         self.num_rows = self.size * self.num_nodes
 
     def part(self, values: Tree, ends: list[int]) -> Tree:
-        """Their rows of the values of all."""
+        """Take their rows of the values of all."""
         a, b = ends[self.start], ends[self.stop]
         return {name: x[a:b] for name, x in values.items()}
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Which of these rows of all are theirs, counted within them."""
+        """Return which of these rows of all are theirs, counting from their first."""
         first, last = torch.searchsorted(rows, torch.tensor([self.start, self.stop]) * self.num_nodes).tolist()
         return rows[first:last] - self.start * self.num_nodes
 
     def widened(self, state: State) -> State:
-        """Their state with a row for each node where it has one for each member."""
+        """Return their state with a row for each node where it has one for each member."""
         if self.size == 1 or self.num_nodes == 1 or not any(len(x) == self.size for x in tree.leaves(state)):
             return state
         return tree.map_leaves(lambda x: x.repeat_interleave(self.num_nodes, 0) if len(x) == self.size else x, state)
 
     def inside(self, chosen: Sequence[int]) -> list[int]:
-        """Which of them are chosen, counted within them."""
+        """Return which of them are chosen, counting from their first."""
         return [c - self.start for c in chosen if self.start <= c < self.stop]
 
     def state_of(self, inside: list[int], state: State) -> State:
-        """The state of some of them."""
+        """Return the state of some of them."""
         return tree.map_leaves(lambda x: x if len(x) == 1 else rows_of(x, self.size, inside), state)
 
 
@@ -109,9 +109,9 @@ class Exchange(Part):
             self.strategy = Strategy(self.strategy.inner_optim, communication_modules=modules)
 
     def context(self, contexts: list[Context]) -> Context:
-        """What they are told."""
-        own = contexts[self.start]
-        return own if self.size == 1 else replace(own, comm=self.comm)
+        """Return their context."""
+        first = contexts[self.start]
+        return first if self.size == 1 else replace(first, comm=self.comm)
 
 
 class Optimizer(Part):
@@ -120,22 +120,21 @@ class Optimizer(Part):
     def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
         super().__init__(name, start, members)
         self.strategies = [member.strategy for member in members]
-        self.is_own = optimizer_key(self.strategies[0]) is None
+        self.is_shared = optimizer_key(self.strategies[0]) is not None
         self._lr: tuple[Any, Any] = (None, None)  # the last rates and counts, and `per_row` of them
         self._rules: dict[tuple[int, ...], Any] = {}
 
     def init(self, params: Tree) -> State:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return self.rule([1] * self.size).init(params)
 
     def update(
         self, params: Tree, grads: Tree, state: State, contexts: list[Context], ends: list[int]
     ) -> tuple[Tree, State]:
-        """Clip, then a step of every member's optimizer, which have the rows between `ends`."""
-        if self.is_own:
+        """Clip, then step every member's optimizer; the members have the rows between `ends`."""
+        if not self.is_shared:
             return self.strategies[0].optimize(params, grads, state, contexts[self.start])
-        own = ends[self.start : self.stop + 1]
-        counts = [b - a for a, b in pairwise(own)]
+        counts = [b - a for a, b in pairwise(ends[self.start : self.stop + 1])]
         rates = [float(ctx.lr) for ctx in contexts[self.start : self.stop]]  # type: ignore[arg-type]
         if self._lr[0] != (rates, counts):  # most often they stay
             self._lr = (rates, counts), per_row(rates, counts)
@@ -144,7 +143,7 @@ class Optimizer(Part):
         return self.rule(counts).update(params, grads, state, lr=self._lr[1])
 
     def rule(self, counts: list[int]) -> Any:
-        """The optimizer of members with so many rows."""
+        """Return the optimizer of members with so many rows each."""
         key = tuple(counts)
         if key not in self._rules:
             self._rules = {key: merged_spec([strategy.inner_optim for strategy in self.strategies], counts).rule()}
@@ -179,12 +178,12 @@ def exchange_key(strategy: Strategy, num_elements: int = 0) -> Key | None:
     >>> exchange_key(DiLoCoStrategy(H=5)) == exchange_key(DiLoCoStrategy(H=6))
     False
     """
-    shared = optimizer_key(strategy)
-    own = _is_overridden(strategy, "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters")
+    unusual = _is_overridden(strategy, "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters")
+    key = optimizer_key(strategy)
     keys = [(type(module).__name__, module.stack_key()) for module in strategy.communication_modules]
-    if own or shared is None or num_elements > MAX_MERGED_ELEMENTS or any(key is None for _, key in keys):
+    if unusual or key is None or num_elements > MAX_MERGED_ELEMENTS or any(key is None for _, key in keys):
         return None
-    return shared, *keys
+    return key, *keys
 
 
 def _is_overridden(strategy: Strategy, *methods: str) -> bool:
@@ -197,7 +196,7 @@ def _has_own(strategy: Strategy, method: str) -> bool:
 
 
 def neighbours(keys: Sequence[Key | None]) -> list[int]:
-    """How many neighbours have equal keys; one without a key is by itself."""
+    """Return the sizes of the groups of neighbours with equal keys; one without a key is by itself."""
     sizes: list[int] = []
     for c, key in enumerate(keys):
         if c > 0 and key is not None and key == keys[c - 1]:
@@ -208,5 +207,5 @@ def neighbours(keys: Sequence[Key | None]) -> list[int]:
 
 
 def rows_of(x: Tensor, number: int, chosen: Sequence[int]) -> Tensor:
-    """The rows of some of `number` configurations, which have equally many."""
+    """Take the rows of some of `number` configurations, which have equally many."""
     return x.unflatten(0, (number, -1))[torch.tensor(chosen, device=x.device)].flatten(0, 1)

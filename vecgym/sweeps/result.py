@@ -1,4 +1,4 @@
-"""What a sweep gives back."""
+"""The result of a sweep: its rows, and the history and model of each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, labe
 from vecgym.sweeps.axes import Point
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import FINISHED, NOTHING, PARTIAL, PENDING
+from vecgym.sweeps.programs import explain
 from vecgym.sweeps.runner import Runner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+File = str | os.PathLike[str]
+Where = Mapping[str, Any] | None  # axis -> its value, or a condition
+
 
 class SweepResult:
-    """What a sweep found; complete, or as far as it came.
+    """The result of a sweep, complete or as far as it came.
 
     Attributes:
         rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
@@ -76,26 +80,26 @@ class SweepResult:
 
     def _row(self, config: Configuration) -> Point:
         curve = self._runner.curves.get(config.index)
-        status, last = (PENDING, NOTHING) if curve is None else (curve.status, curve.last)
-        return Row({**config.point, "status": status, **last})
+        measured = {"status": PENDING, **NOTHING} if curve is None else {"status": curve.status, **curve.last}
+        return Row({**config.point, **measured})
 
     @property
     def num_pending(self) -> int:
-        """Configurations that are not at their end."""
+        """How many configurations are not finished."""
         return sum(row["status"] in (PENDING, PARTIAL) for row in self.rows)
 
     def history(self, index: int) -> History:
-        """The history of the configuration of row `index`, as `Trainer.fit` alone would have recorded it."""
+        """Return the history of the configuration of row `index`, as `Trainer.fit` alone would have recorded it."""
         runner, config = self._runner, self._config(index)
         settings = {
             **{name: label(value) for name, value in config.point.items()},
             "strategy": repr(config.strategy), **config.settings, "max_steps": config.num_steps,
         }  # fmt: skip
         curve = runner.curves.get(config.index)
-        return History(settings) if curve is None else curve.history(settings, config, runner.batches(config))
+        return History(settings) if curve is None else curve.history(settings, config)
 
     def model(self, index: int) -> nn.Module:
-        """The average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""
+        """Return the average of the nodes at the end of the configuration of row `index`; needs `keep_models=True`."""
         config = self._config(index)
         curve = self._runner.curves.get(config.index)
         if curve is None or curve.average is None:
@@ -104,10 +108,8 @@ class SweepResult:
             )
         return nodes.fill(config.model, curve.average)
 
-    def best(
-        self, column: str = "val_loss", *, over: str | None = "seed", where: Mapping[str, Any] | None = None
-    ) -> Point:
-        """The configuration with the smallest value of a column, among those that finished.
+    def best(self, column: str = "val_loss", *, over: str | None = "seed", where: Where = None) -> Point:
+        """Return the configuration with the smallest value of a column, among those that finished.
 
         Args:
             over: the axis to average over: the value is a mean over its runs, all of which finished, and "runs" how
@@ -119,14 +121,16 @@ class SweepResult:
         """
         rows, column = chosen(self.rows, where), present_name(column)
         check.column("column", column, rows[0])
-        there = [row for row in averaged(rows, over) if row["status"] == FINISHED and check.is_finite(row.get(column))]
-        if not there:
-            hint = " Give a val_dataset." if column.startswith("val") and self._runner.val_dataset is None else ""
+        finished = [row for row in averaged(rows, over) if row["status"] == FINISHED]
+        finite = [row for row in finished if check.is_finite(row.get(column))]
+        if not finite:
+            is_missing = column.startswith("val") and self._runner.options.val_dataset is None
+            hint = " Give a val_dataset." if is_missing else ""
             raise ValueError(f"no configuration that finished has a number as {column!r}.{hint}")
-        return min(there, key=lambda row: row[column])
+        return min(finite, key=lambda row: row[column])
 
     def table(self) -> str:
-        """The rows as text, in Markdown."""
+        """Return the rows as text, in Markdown."""
         rows = labelled(self.rows)
         columns = [name for name in rows[0] if name in self.axes or any(row[name] is not None for row in rows)]
         cells = [columns, *[[_cell(row[name]) for name in columns] for row in rows]]
@@ -135,7 +139,7 @@ class SweepResult:
         rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
         return "\n".join([lines[0], rule, *lines[1:]])
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
+    def to_csv(self, path: File) -> None:
         """Write the rows; the file appears whole or not at all."""
         rows = labelled(self.rows)
         with write_atomically(path, "w") as file:
@@ -144,58 +148,40 @@ class SweepResult:
             writer.writerows(rows)
 
     def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`; ImportError where pandas is not installed."""
+        """Return the rows as a `pandas.DataFrame`; ImportError where pandas is not installed."""
         return data_frame(labelled(self.rows))
 
     def plot(
-        self,
-        x: str,
-        y: str = "val_loss",
-        hue: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        where: Mapping[str, Any] | None = None,
-        **settings: Any,
-    ) -> Figure:
-        """A column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`."""
-        from vecgym.plot import plot_axis
+        self, x: str, y: str = "val_loss", hue: str | None = None, path: File | None = None, *,
+        where: Where = None, **settings: Any,
+    ) -> Figure:  # fmt: skip
+        """Draw a column against an axis, a line for each value of `hue`; see `vecgym.plot.plot_axis`, and `best`."""
+        from vecgym.plot import plot_axis  # matplotlib takes a while to import
 
         return plot_axis(self._shown(where), x, y, hue, path, **settings)
 
     def plot_heatmap(
-        self,
-        x: str,
-        y: str,
-        value: str = "val_loss",
-        path: str | os.PathLike[str] | None = None,
-        *,
-        where: Mapping[str, Any] | None = None,
-        **settings: Any,
+        self, x: str, y: str, value: str = "val_loss", path: File | None = None, *, where: Where = None, **settings: Any
     ) -> Figure:
-        """A column against two axes; see `vecgym.plot.plot_heatmap`, and `best`."""
+        """Draw a column against two axes; see `vecgym.plot.plot_heatmap`, and `best`."""
         from vecgym.plot import plot_heatmap
 
         return plot_heatmap(self._shown(where), x, y, value, path, **settings)
 
     def plot_pareto(
-        self,
-        y: str = "val_loss",
-        hue: str | None = None,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        where: Mapping[str, Any] | None = None,
-        **settings: Any,
-    ) -> Figure:
-        """A column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`, and `best`."""
+        self, y: str = "val_loss", hue: str | None = None, path: File | None = None, *,
+        where: Where = None, **settings: Any,
+    ) -> Figure:  # fmt: skip
+        """Draw a column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`, and `best`."""
         from vecgym.plot import plot_pareto
 
         return plot_pareto(self._shown(where), y, hue, path, **settings)
 
     def explain(self) -> str:
-        """Which configurations share a program, and why the others do not."""
-        return self._runner.explain()
+        """Say which configurations share a program, and why the others do not."""
+        return explain(self._runner.programs)
 
-    def _shown(self, where: Mapping[str, Any] | None) -> list[Row]:
+    def _shown(self, where: Where) -> list[Row]:
         return labelled(chosen(self.rows, where))
 
     def __len__(self) -> int:

@@ -3,84 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
-
-from torch import nn
 
 from vecgym.collectives.ledger import readable_bytes
-from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.core.options import Options, function_of
+from vecgym.core.options import function_of
 from vecgym.runs import multiprocess
-from vecgym.runs.memory import available_bytes
-from vecgym.runs.options import Computation, Count, Flag, OptionalCount, Training, resolve_device
-from vecgym.strategy import Strategy
-from vecgym.sweeps.axes import Point, Uniform, checked_axes, count_points, points
-from vecgym.sweeps.configurations import SETTINGS, check_axes, make_configurations
+from vecgym.sweeps.axes import checked_axes, count_points, points
+from vecgym.sweeps.configurations import check_axes, make_configurations
+from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.result import SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
-
-
-@dataclass(frozen=True)
-class Swept(Options):
-    """What is trained, and on what.
-
-    Args:
-        model: an `nn.Module`, or a function of axes that returns one, such as `lambda seed: make(seed)`.
-        train_dataset, val_dataset: see `vecgym.Trainer`.
-    """
-
-    model: nn.Module | Callable[..., nn.Module]
-    train_dataset: Any
-    val_dataset: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(Computation, Training, Swept):
-    """All that `sweep` takes; options of `Trainer.fit` are the same.
-
-    Args:
-        strategy: a function of axes that returns a `Strategy`; or a `Strategy`; None: the grid has an axis
-            "strategy" of strategies.
-        grid: axis -> its values. Axes are arguments of `strategy` and `model`, and the settings "num_nodes",
-            "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed" and "shuffle".
-        num_nodes: K, unless it is an axis.
-        samples: draw so many random points, each axis by itself, from its values or from a `Uniform` or
-            `LogUniform` range; None: all points of the grid.
-        sample_seed: of these draws.
-        chunk_configs: the most configurations in one stack; None: chosen by memory and arithmetic.
-        max_memory_bytes: what a stack may take, roughly; None: half of what is free. A larger one is split.
-        max_configs: refuse a grid of more.
-        keep_models: keep each configuration's averaged model: `result.model(i)`.
-        resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
-            there already, the sweep goes on from it.
-        dry_run: train nothing: look at `result.explain()`.
-    """
-
-    strategy: Strategy | Callable[..., Strategy] | None = None
-    grid: Mapping[str, Iterable[Any] | Uniform]
-    num_nodes: OptionalCount = None
-    samples: OptionalCount = None
-    sample_seed: Annotated[int, check.seed] = 0
-    chunk_configs: OptionalCount = None
-    max_memory_bytes: OptionalCount = None
-    max_configs: Count = 10_000
-    keep_models: Flag = False
-    resume: str | os.PathLike[str] | None = None
-    dry_run: Flag = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("train_dataset", "val_dataset"):
-            data = vars(self)[name]
-            if isinstance(data, (nn.Module, Strategy)):
-                raise TypeError(
-                    f"{name} is {check.kind_of(data)}; the order is sweep(model, train_dataset, val_dataset)."
-                )
 
 
 @function_of(SweepOptions)
@@ -116,51 +49,35 @@ def sweep(options: SweepOptions) -> SweepResult:
     check_axes(axes, options.strategy, options.model)
     if ("num_nodes" in axes) == (options.num_nodes is not None):
         raise ValueError('give the number of nodes once: num_nodes=8, or an axis grid["num_nodes"]=[4, 8].')
+    chosen = points(axes, options.samples, options.sample_seed)
     count = count_points(axes, options.samples)
     if count > options.max_configs:
-        few = _runner(options, axes, itertools.islice(points(axes, options.samples, options.sample_seed), 8))
-        seconds, needed = few.estimate(count)
+        first = make_configurations(itertools.islice(chosen, 8), options)
+        seconds, needed = Runner(options, axes, first).estimate(count)
         raise ValueError(
             f"the grid has {count:,} configurations, more than max_configs={options.max_configs:,}: about "
             f"{duration(seconds)} and {readable_bytes(needed)} here, going by a few steps of the first ones. Give "
             f"samples=100 for a random choice, shorter axes, or max_configs={count}."
         )
-    runner = _runner(options, axes, points(axes, options.samples, options.sample_seed))
-    save = None
-    if options.resume is not None:
-        file = ResultsFile(runner, options.resume)
+    runner = Runner(options, axes, make_configurations(chosen, options))
+    result, file = SweepResult(runner), ResultsFile(runner) if options.resume is not None else None
+    if file is not None:
         file.load()
-        save = file.save
-    result = SweepResult(runner)
     if options.dry_run:
         return result
+    save = (lambda: None) if file is None else file.save
     try:
-        finished = runner.run(save, options.progress)
+        finished = runner.run(save)
     finally:
-        if save is not None:
-            save()
+        save()
     if not finished:
-        on = "" if options.resume is not None else " With resume=path it would go on from here."
-        warn(f"interrupted: {result!r}.{on}")
+        hint = " With resume=path, it could continue from here." if file is None else ""
+        warn(f"interrupted: {result!r}.{hint}")
     return result
 
 
-def _runner(options: SweepOptions, axes: dict[str, Any], chosen: Iterable[Point]) -> Runner:
-    device = resolve_device(options.device)
-    memory = options.max_memory_bytes
-    settings = {name: vars(options)[name] for name in SETTINGS}
-    return Runner(
-        options.train_dataset, options.val_dataset, axes,
-        make_configurations(chosen, options.strategy, options.model, settings),
-        device=device, val_size=options.val_size, val_interval=options.val_interval,
-        engine=(options.engine, options.chunk_size, options.node_threads),
-        dataloader_kwargs=options.dataloader_kwargs, chunk_configs=options.chunk_configs,
-        max_memory_bytes=available_bytes(device) if memory is None else memory, keep_models=options.keep_models,
-    )  # fmt: skip
-
-
 def duration(seconds: float) -> str:
-    """A time as a person reads it.
+    """Show a time to a person.
 
     >>> duration(5400.0)
     '1.5 hours'

@@ -1,4 +1,4 @@
-"""The file that a sweep keeps its results in, and what is noted of the sweep, so that no other one goes on from it."""
+"""The file in which a sweep keeps its results, and what it notes of the sweep, so that no other one continues it."""
 
 from __future__ import annotations
 
@@ -17,59 +17,60 @@ from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.runner import Runner
 
-Columns = dict[str, Any]  # of all configurations: name -> [one value], if all have it, or a value each
+MISSING = "nothing"
+Columns = dict[str, list[Any]]  # of all configurations: name -> [one value], if all have it, or a value each
 
 
 class ResultsFile:
-    """What is written while a sweep runs, and read when it goes on.
+    """The file that a sweep is saved to while it runs, and resumes from.
 
     Raises:
         TypeError, ValueError: for a path that cannot be written to.
     """
 
-    def __init__(self, runner: Runner, path: Any) -> None:
-        self.path = _checked(path)
+    def __init__(self, runner: Runner) -> None:
+        self.path = _checked(runner.options.resume)
         self.runner = runner
         self.sweep = _shared(runner)
-        first = {id(config.model): config.index for config in reversed(runner.configs)}
-        self.rows = _columns([_of_row(config, first[id(config.model)]) for config in runner.configs])
+        self.rows = _of_rows(runner.configs)
 
     def save(self) -> None:
         """Write what there is; a full disk warns, and what was written before stays."""
+        noted_of_it = {"identity": self.sweep, "rows": self.rows, "keep_models": self.runner.options.keep_models}
         try:
-            noted_of_it = {"identity": self.sweep, "rows": self.rows, "keep_models": self.runner.keep_models}
             runfile.write(self.path, {**noted_of_it, "sweep": self.runner.state()})
         except OSError as error:
             warn(f"{self.path} could not be written: {error}. The sweep goes on; what is in the file stays.")
 
     def load(self) -> None:
-        """Go on from what is in the file, if it is there; a ValueError if that is another sweep's, or damaged."""
+        """Continue from the file, if it is there; a ValueError if it is damaged, or another sweep's."""
         if not self.path.exists():
             return
-        held = runfile.read(self.path)
-        if "sweep" not in held:
+        saved = runfile.read(self.path)
+        if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
-        identity = held.get("identity", {})
+        identity, python = saved.get("identity", {}), {"python": self.sweep["python"]}
         check_noted(identity, self.path)
-        if identity["python"] != self.sweep["python"]:
+        before = {"python": identity["python"]}
+        if before != python:
             warn(
-                f"{self.path} was written with Python {identity['python']}; this is {self.sweep['python']}: whether "
+                f"{self.path} was written with Python {before['python']}; this is {python['python']}: whether "
                 "the code of functions is the same has not been checked."
             )
-        found = differences(identity, self.sweep)
-        if not found:
-            before, now = _first_differences(held["rows"], self.rows)
-            found = differences({"python": identity["python"], **before}, {"python": self.sweep["python"], **now})
-        if self.runner.keep_models and not held["keep_models"]:
-            found.append("keep_models: saved False, given True")
-        if found:
+        differing = differences(identity, self.sweep)
+        if not differing:
+            rows_before, rows = _first_differences(saved["rows"], self.rows)
+            differing = differences({**before, **rows_before}, {**python, **rows})
+        if self.runner.options.keep_models and not saved["keep_models"]:
+            differing.append("keep_models: saved False, given True")
+        if differing:
             raise ValueError(
-                f"{self.path} holds another sweep:\n  " + "\n  ".join(found) + "\n"
+                f"{self.path} holds another sweep:\n  " + "\n  ".join(differing) + "\n"
                 "Give what it was begun with (and where models or data are random, seed them: torch.manual_seed(0)), "
                 "or give resume another path, or remove the file to start anew."
             )
         with runfile.naming(self.path):
-            self.runner.load(held["sweep"])
+            self.runner.load(saved["sweep"])
 
 
 def _checked(path: Any) -> Path:
@@ -92,28 +93,37 @@ def _checked(path: Any) -> Path:
 
 
 def _shared(runner: Runner) -> dict[str, Any]:
-    """What is the same for all configurations: name -> plain value."""
-    first = {id(config.model): config for config in reversed(runner.configs)}
-    several = len(first) > 1
+    """Return what is the same for all configurations: name -> plain value."""
+    options = runner.options
     models: dict[str, Any] = {}
+    first = {id(config.model): config for config in reversed(runner.configs)}
     for config in sorted(first.values(), key=lambda config: config.index):
-        models |= fingerprint_of(config.model, f"model of row {config.index}" if several else "model")
+        models |= fingerprint_of(config.model, "model" if len(first) == 1 else f"model of row {config.index}")
     return {
         **noted(),
         "axes": ", ".join(runner.axes),
         "number of configurations": len(runner.configs),
-        "val_size": runner.val_size,
-        "val_interval": runner.val_interval,
+        "val_size": options.val_size,
+        "val_interval": options.val_interval,
         **models,
-        **fingerprint_of_data(runner.train_dataset, "training data"),
-        **fingerprint_of_data(runner.val_dataset, "validation data"),
+        **fingerprint_of_data(options.train_dataset, "training data"),
+        **fingerprint_of_data(options.val_dataset, "validation data"),
         **dict(_examples(runner)),
-        **fingerprint_of((runner.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+        **fingerprint_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
 
 
+def _of_rows(configs: list[Configuration]) -> Columns:
+    """Return what is each configuration's own, in columns."""
+    first = {id(config.model): config.index for config in reversed(configs)}
+    rows = [_of_row(config, first[id(config.model)]) for config in configs]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name, MISSING) for row in rows] for name in names}
+    return {name: values[:1] if len(set(map(repr, values))) == 1 else values for name, values in columns.items()}
+
+
 def _of_row(config: Configuration, model: int) -> dict[str, Any]:
-    """What is a configuration's own: name -> plain value; `model` is the first row that has its model."""
+    """Return what is a configuration's own: name -> plain value; `model` is the first row that has its model."""
     values: dict[str, Any] = {}
     for axis, value in config.point.items():
         if not isinstance(value, Strategy):
@@ -124,45 +134,34 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
 
 
 def _examples(runner: Runner) -> Iterator[tuple[str, str]]:
-    """Checksums of some batches, where the data are not tensors that have been read whole."""
+    """Yield checksums of some batches, where the data are not tensors, which are read whole."""
     first = {config.num_nodes: config for config in reversed(runner.configs)}
     for num_nodes, config in sorted(first.items()):
-        train, val = runner.batches(config), runner.val_batches(config)
-        if not is_in_memory(runner.train_dataset):
-            steps = (0, train.steps_per_epoch // 2)
-            read = [train.batch(step) for step in (*steps, *steps)]
-            yield f"examples of the training data of {num_nodes} nodes", _same_at_every_read(read)
-        if val is not None and not is_in_memory(runner.val_dataset):
-            read = [next(iter(val))[0] for _ in range(2)]
-            yield f"examples of the validation data of {num_nodes} nodes", _same_at_every_read(read)
+        if not is_in_memory(runner.options.train_dataset):
+            train, steps = config.train, (0, config.train.steps_per_epoch // 2)
+            once, again = ([train.batch(step) for step in steps] for _ in range(2))
+            yield f"examples of the training data of {num_nodes} nodes", _checksum(once, again)
+        if config.val is not None and not is_in_memory(runner.options.val_dataset):
+            once, again = ([next(iter(config.val))[0]] for _ in range(2))
+            yield f"examples of the validation data of {num_nodes} nodes", _checksum(once, again)
 
 
-def _same_at_every_read(read: list[Any]) -> str:
-    """A checksum of what was read twice; of what is random, its form."""
-    once, again = read[: len(read) // 2], read[len(read) // 2 :]
+def _checksum(once: list[Any], again: list[Any]) -> str:
+    """Return a checksum of what was read twice; if it is random, its form."""
     if digest(once) == digest(again):
         return f"checksum {digest(once)}"
     return f"random, {[list(x.shape) for x in tree.leaves(once)]}"
 
 
-_MISSING = "nothing"
-
-
-def _columns(rows: list[dict[str, Any]]) -> Columns:
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name, _MISSING) for row in rows] for name in names}
-    return {name: each[:1] if len(set(map(repr, each))) == 1 else each for name, each in columns.items()}
-
-
-def _first_differences(before: Columns, now: Columns) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of each column the values in the first row in which they differ, saved and given, by the name to show."""
-    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for name in dict.fromkeys([*before, *now]):
-        a, b = before.get(name, [_MISSING]), now.get(name, [_MISSING])
+def _first_differences(saved: Columns, given: Columns) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of each column in the first row in which they differ, saved and given, by the name to show."""
+    differing: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for name in dict.fromkeys([*saved, *given]):
+        a, b = saved.get(name, [MISSING]), given.get(name, [MISSING])
         number = max(len(a), len(b))
         for row, (x, y) in enumerate(zip(a * (number // len(a)), b * (number // len(b)))):
             if repr(x) != repr(y):
                 where = name if number == 1 else f"{name} of row {row}"
-                found[0][where], found[1][where] = x, y
+                differing[0][where], differing[1][where] = x, y
                 break
-    return found
+    return differing

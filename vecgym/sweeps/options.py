@@ -1,0 +1,74 @@
+"""The options of `sweep`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torch import nn
+
+from vecgym.core import check
+from vecgym.core.options import Options
+from vecgym.runs.options import Computation, Count, Flag, OptionalCount, Training
+from vecgym.strategy import Strategy
+from vecgym.sweeps.axes import Uniform
+
+
+@dataclass(frozen=True)
+class Swept(Options):
+    """What is trained, and on what.
+
+    Args:
+        model: an `nn.Module`, or a function of axes that returns one, such as `lambda seed: make(seed)`.
+        train_dataset, val_dataset: see `vecgym.Trainer`.
+    """
+
+    model: nn.Module | Callable[..., nn.Module]
+    train_dataset: Any
+    val_dataset: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(Computation, Training, Swept):
+    """All that `sweep` takes; options of `Trainer.fit` are the same.
+
+    Args:
+        strategy: a function of axes that returns a `Strategy`; or a `Strategy`; None: the grid has an axis
+            "strategy" of strategies.
+        grid: axis -> its values. Axes are arguments of `strategy` and `model`, and the settings "num_nodes",
+            "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed" and "shuffle".
+        num_nodes: K, unless it is an axis.
+        samples: draw so many random points, each axis by itself, from its values or from a `Uniform` or
+            `LogUniform` range; None: all points of the grid.
+        sample_seed: of these draws.
+        chunk_configs: the most configurations in one stack; None: chosen by memory and arithmetic.
+        max_memory_bytes: what a stack may take, roughly; None: half of what is free. A larger one is split.
+        max_configs: refuse a grid of more.
+        keep_models: keep each configuration's averaged model: `result.model(i)`.
+        resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
+            there already, the sweep resumes from it.
+        dry_run: train nothing: look at `result.explain()`.
+    """
+
+    strategy: Strategy | Callable[..., Strategy] | None = None
+    grid: Mapping[str, Iterable[Any] | Uniform]
+    num_nodes: OptionalCount = None
+    samples: OptionalCount = None
+    sample_seed: Annotated[int, check.seed] = 0
+    chunk_configs: OptionalCount = None
+    max_memory_bytes: OptionalCount = None
+    max_configs: Count = 10_000
+    keep_models: Flag = False
+    resume: str | os.PathLike[str] | None = None
+    dry_run: Flag = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train_dataset", "val_dataset"):
+            data = vars(self)[name]
+            if isinstance(data, (nn.Module, Strategy)):
+                raise TypeError(
+                    f"{name} is {check.kind_of(data)}; the order is sweep(model, train_dataset, val_dataset)."
+                )

@@ -1,0 +1,145 @@
+"""Which configurations of a sweep share a stacked program, and how many of them fit into one stack."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import readable_bytes
+from vecgym.core import tree
+from vecgym.engine import Engine
+from vecgym.records.rows import counted
+from vecgym.runs.memory import activations, available_bytes
+from vecgym.runs.options import resolve_device
+from vecgym.strategy import Context
+from vecgym.sweeps.configurations import Configuration, alike
+from vecgym.sweeps.options import SweepOptions
+from vecgym.sweeps.parts import exchange_key, optimizer_key
+
+# On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
+# Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
+# of 8 they took 1/1.6 of the time of single runs, in stacks of 2 1/1.2 (one thread).
+MAX_FLOP_IN_STACK = 1.3e9
+
+
+@dataclass
+class Program:
+    """Configurations that can be trained in one stack.
+
+    Attributes:
+        configs: with equal optimizers and exchanges next to one another.
+        chunks: the indices of those that are trained together, one chunk after the other.
+        reason: for this size of the chunks.
+        bytes_per_config: that a configuration takes in a stack, roughly.
+    """
+
+    configs: list[Configuration]
+    chunks: list[list[int]]
+    reason: str
+    bytes_per_config: int
+
+    def explain(self) -> str:
+        """Describe the program in a line."""
+        config = self.configs[0]
+        stacks = f"{len(self.chunks)} stacks of up to {len(self.chunks[0])}" if len(self.chunks) > 1 else "1 stack"
+        strategies = sorted({type(config.strategy).__name__ for config in self.configs})
+        return (
+            f"{counted(len(self.configs), 'configuration')}, num_nodes={config.num_nodes}, "
+            f"batch_size={config.settings['batch_size']}, {counted(config.num_steps, 'step')}, "
+            f"{type(config.model).__name__}, {', '.join(strategies)}; {stacks} ({self.reason}), "
+            f"about {readable_bytes(len(self.chunks[0]) * self.bytes_per_config)}"
+        )
+
+
+def make_programs(configs: Sequence[Configuration], options: SweepOptions) -> list[Program]:
+    """Group configurations into as few programs as possible."""
+    groups: list[list[Configuration]] = []
+    for config in configs:
+        for group in groups:
+            if _key(group[0]) == _key(config) and alike(group[0].model, config.model):
+                group.append(config)
+                break
+        else:
+            groups.append([config])
+    return [_program(sorted(group, key=_place), options) for group in groups]
+
+
+def explain(programs: Sequence[Program]) -> str:
+    """Say which configurations share a program, and why the others do not."""
+    num_configs = sum(len(program.configs) for program in programs)
+    lines = [f"{counted(num_configs, 'configuration')} in {counted(len(programs), 'program')}:"]
+    first = programs[0].configs[0]
+    for i, program in enumerate(programs):
+        lines.append(f"program {i}: {program.explain()}")
+        if i > 0:
+            config = program.configs[0]
+            differences = [name for name, value in _key(first).items() if value != _key(config)[name]]
+            differences += [] if alike(first.model, config.model) else ["model"]
+            lines.append(f"  not with program 0: another {' and another '.join(differences)}")
+    return "\n".join(lines)
+
+
+def _key(config: Configuration) -> dict[str, Any]:
+    """Return what configurations of one program have in common, besides their model's structure."""
+    return {
+        **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
+        "number of steps": config.num_steps,
+        "place of the parameters (one copy for all nodes, or one for each)": config.strategy.mean_gradient,
+    }
+
+
+def _place(config: Configuration) -> tuple[str, str, str, int]:
+    """Sort configurations so that equal optimizers are neighbours, and among them those that can exchange in one call.
+
+    Each run of equal rows is one call of torch's kernel.
+    """
+    optimizer, hyperparameters = optimizer_key(config.strategy), sorted(config.strategy.inner_optim.kwargs.items())
+    return repr(optimizer), repr(hyperparameters), repr(exchange_key(config.strategy)), config.index
+
+
+def _program(configs: list[Configuration], options: SweepOptions) -> Program:
+    """Cut configurations into as few chunks as memory allows, and into no larger ones than are faster."""
+    bytes_per_config, flop = _costs(configs[0])
+    size, reason = len(configs), "all in one stack"
+    if options.chunk_configs is not None and options.chunk_configs < size:
+        size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
+    elif (
+        options.chunk_configs is None
+        and resolve_device(options.device).type == "cpu"
+        and size * flop > MAX_FLOP_IN_STACK
+    ):
+        fastest = max(1, int(MAX_FLOP_IN_STACK // flop))
+        if fastest < size:
+            size, reason = fastest, f"{flop / 1e9:.2g} GFLOP a step each: a larger stack is not faster"
+    limit = max_memory_bytes(options)
+    fitting = max(1, limit // max(1, bytes_per_config))
+    if fitting < size:
+        size, reason = fitting, f"{readable_bytes(bytes_per_config)} each of {readable_bytes(limit)}"
+    indices = [config.index for config in configs]
+    number = -(-len(indices) // size)
+    size = -(-len(indices) // number)  # equal parts
+    chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
+    return Program(configs, chunks, reason, bytes_per_config)
+
+
+def max_memory_bytes(options: SweepOptions) -> int:
+    """Return what a stack may take."""
+    return options.max_memory_bytes or available_bytes(resolve_device(options.device))
+
+
+def _costs(config: Configuration) -> tuple[int, int]:
+    """Return the bytes of a configuration in a stack, roughly, and the floating-point operations of its step."""
+    engine = Engine(copy.deepcopy(config.model), engine="loop")
+    batch = tree.map_leaves(lambda x: x[:1].to(engine.device), config.train.batch(0))
+    saved_bytes = activations(engine, batch).saved_bytes
+    assert engine.facts is not None
+    params = {name: p.detach()[None].clone() for name, p in engine.params.items()}
+    ctx = Context(StackedCollectives(config.num_nodes), max_steps=config.num_steps, seed=config.settings["seed"])
+    optimizer, modules = config.strategy.init(params, ctx)
+    of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + saved_bytes + tree.num_bytes(batch)
+    recorded = config.num_steps * (9 * config.num_nodes + 32)
+    total = config.num_nodes * of_node + tree.num_bytes(modules) + recorded
+    return total, config.num_nodes * engine.facts.flop
