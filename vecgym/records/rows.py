@@ -235,3 +235,14 @@ def counted(number: int, what: str, several: str | None = None) -> str:
     ('1 program', '2 stacks', '2 processes')
     """
     return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.rjust) -> list[str]:
+    """Return the lines of a table of texts whose first column is flush left.
+
+    >>> aligned([["", "bytes"], ["mean", "8"]])
+    ['      bytes', 'mean      8']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [[first.ljust(widths[0]), *map(justify, rest, widths[1:])] for first, *rest in rows]
+    return ["  ".join(line).rstrip() for line in lines]

@@ -40,8 +40,8 @@ FORM: dict[str, Any] = {
     "learning_rates": dict,
     "state": {"optimizer": object, "strategy": object},
     "ranks": object,
-    "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": (int, float)},
-    "recorder": {"examples": int, "seconds": (int, float)},
+    "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": int | float},
+    "recorder": {"examples": int, "seconds": int | float},
     "random": list,
 }
 
@@ -68,13 +68,13 @@ class Snapshots:
             "first batch of the training data": digest(torch.tensor(session.joined(digests))),
             "training data": checksum(fingerprint_of_data(train.dataset, "data")),
         }
-        self.identity = identity(self.strategy, self.engine.model, simulation, train, options)
-        self.arithmetic = arithmetic(simulation, options, self.device, session.num_processes, data)
+        self.identity = identity(simulation, train, options)
+        self.arithmetic = arithmetic(simulation, options, session.num_processes, data)
 
     def take(self, state: State) -> dict[str, Any] | None:
         """Return all that evolves, for a file; None in processes other than the first. All processes call it."""
         names = ("params", "buffers", "optimizer", "strategy")
-        everyone = self.session.gathered({name: vars(state)[name] for name in names}, self.device)
+        everyone = self.session.gathered({name: vars(state)[name] for name in names})
         node_steps = torch.tensor(self.session.joined(state.node_steps.tolist()))
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
@@ -104,7 +104,7 @@ class Snapshots:
         with runfile.naming(path):
             differing = differences(noted, self.identity)
             rates = check_learning_rates(contents["learning_rates"], self.strategy, steps, num_nodes)
-            differing = differing or [*filter(None, [rates])]
+            differing = differing or rates
             changed = differences(contents["arithmetic"], self.arithmetic)
         if differing:
             raise ValueError(
@@ -225,13 +225,13 @@ class Checkpointer:
         return "" if self.last is None else f"; resume=True goes on from {self.last}"
 
     def _load(self) -> State | None:
-        """Restore the newest checkpoint that all processes can; None: there is none in the folder."""
+        """Restore the newest checkpoint that all processes can; None: the folder has none."""
         template: State | None = None
-        passed: Path | None = None
-        while (path := self.session.first(partial(self._newest, passed))) is not None:
-            contents = runfile.read(path, mmap=self.session.num_processes > 1, check=False)
+        paths = self.session.first(self._candidates)
+        for path in paths:
             state, wrong = None, ""
             try:
+                contents = self._read(path)
                 self._snapshots.check(contents, path)
                 template = template or self.simulation.init()
                 with runfile.naming(path):
@@ -243,8 +243,12 @@ class Checkpointer:
                 return state
             if self._searched is None:
                 raise Damaged(wrongs[0])
-            self.session.first(partial(_warn_passed, wrongs[0]))
-            passed = path
+            if self.session.rank == 0:
+                warn(f"{wrongs[0].rstrip('.')}. The next older checkpoint is taken, if there is one.")
+        if paths:
+            raise ValueError(
+                f"none of the checkpoints in {self._searched} can be read. Give resume=False and another save_dir."
+            )
         return None
 
     @property
@@ -254,30 +258,23 @@ class Checkpointer:
         folder = self.folder if isinstance(resume, bool) else Path(resume).absolute()
         return folder if resume is True or (folder is not None and folder.is_dir()) else None
 
-    def _newest(self, passed: Path | None) -> Path | None:
-        """Return the newest checkpoint, older than `passed`, that can be read; None: there was none in the folder."""
+    def _candidates(self) -> list[Path]:
+        """Return the checkpoints to resume from, the newest first."""
         folder, resume = self._searched, self.options.resume
         if folder is None:
             assert not isinstance(resume, bool)
-            path = Path(resume).absolute()
-            runfile.read(path, FORM)  # not as a map, which would not see that a part is too short
-            return path
-        present = checkpoints_in(folder)
-        for path in reversed(present):
-            if passed is not None and _step_of(path) >= _step_of(passed):
-                continue
-            try:
-                runfile.read(path, FORM)
-                return path
-            except Damaged as error:
-                _warn_passed(str(error))
-        if present:
-            raise ValueError(
-                f"none of the checkpoints in {folder} can be read. Give resume=False and another save_dir."
-            )
-        if resume is not True:
+            return [Path(resume).absolute()]
+        paths = checkpoints_in(folder)[::-1]
+        if not paths and resume is not True:
             raise ValueError(f"resume={str(resume)!r}: there is no checkpoint in this folder.")
-        return None
+        return paths
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Read a checkpoint; of several processes the first checks it, and all read only what they use."""
+        if self.session.num_processes == 1:
+            return runfile.read(path, FORM)
+        self.session.first(partial(_check_readable, path))
+        return runfile.read(path, mmap=True, check=False)
 
     def _make_folder(self) -> None:
         """See before the first step that it can be written to, and that no other run's checkpoints are in it."""
@@ -313,8 +310,9 @@ class Checkpointer:
                 path.unlink()
 
 
-def _warn_passed(wrong: str) -> None:
-    warn(f"{wrong.rstrip('.')}. The next older checkpoint is taken, if there is one.")
+def _check_readable(path: Path) -> None:
+    """Raise an error unless a file is a checkpoint. As a map it would not show that one of its parts is too short."""
+    runfile.read(path, FORM)
 
 
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:

@@ -70,9 +70,9 @@ def _resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
     return value
 
 
-def _fraction(name: str, value: Any) -> float | None:
-    what = "the part of the device's memory that the run may take, such as 0.8"
-    return None if value is None else check.number(name, value, "(0, 1]", what)
+def optional_number(name: str, value: Any, within: str, what: str) -> float | None:
+    """Return a number in an interval, or None."""
+    return None if value is None else check.number(name, value, within, what)
 
 
 # The type of an option, and the function `(name, value) -> value` that checks it.
@@ -80,6 +80,10 @@ Count = Annotated[int, check.integer]
 OptionalCount = Annotated[int | None, check.optional_integer]
 Chosen = Annotated[int | None, partial(check.optional_integer, what="None lets vecgym choose")]
 Flag = Annotated[bool, check.flag]
+Seed = Annotated[int, check.seed]
+Seconds = Annotated[float, partial(check.number, within="(0, inf]", what="seconds")]
+FRACTION = "the part of the device's memory that the run may take, such as 0.8"
+Fraction = Annotated[float | None, partial(optional_number, within="(0, 1]", what=FRACTION)]
 NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
 ]
@@ -132,7 +136,7 @@ class Training(Options):
     batch_size: Count = 16
     minibatch_size: OptionalCount = None
     shuffle: Flag = True
-    seed: Annotated[int, check.seed] = 42
+    seed: Seed = 42
     device: Device = None
     val_size: NumExamples = None
     val_interval: OptionalCount = 100
@@ -170,7 +174,7 @@ class Compute(Computation):
     """
 
     autocast: Flag = False
-    max_memory_usage: Annotated[float | None, _fraction] = None
+    max_memory_usage: Fraction = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +198,7 @@ class Processes(Options):
     backend: Annotated[Backend, partial(check.choice, allowed=get_args(Backend))] = "stacked"
     num_processes: OptionalCount = None
     exact: Flag = False
-    timeout_s: Annotated[float, partial(check.number, within="(0, inf]", what="seconds")] = TIMEOUT_S
+    timeout_s: Seconds = TIMEOUT_S
 
     def __post_init__(self) -> None:
         super().__post_init__()

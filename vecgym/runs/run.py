@@ -206,10 +206,7 @@ def _fitted(
     """Cut the batch, and the engine's plan, so that the run fits into memory; the same in every process."""
     if options.max_memory_usage is None:
         return options, {}
-    sizes = fitting_sizes(
-        engine, options.strategy, train.batch(0), options.num_nodes, max_steps, options.max_memory_usage,
-        options.minibatch_size, session.num_processes,
-    )  # fmt: skip
+    sizes = fitting_sizes(engine, options, train.batch(0), max_steps, session.num_processes)
     chunk_size = session.smallest(sizes.chunk_size or options.num_nodes)
     minibatch_size = session.smallest(sizes.minibatch_size or options.batch_size)
     if sizes.chunk_size is not None:
