@@ -20,23 +20,18 @@ class Progress:
     LENGTH = 200  # bytes of a text
 
     def __init__(self, context: Any, num_processes: int) -> None:
-        self.num_processes = num_processes
-        self.counts = context.RawArray("q", 2 * num_processes)  # the steps forward of each; whether it waits for others
-        self._texts = context.RawArray(ctypes.c_char, self.LENGTH * num_processes)
+        self.counts = context.RawArray("q", 2 * num_processes)  # steps forward of each; whether it waits for others
+        self._texts = [context.RawArray(ctypes.c_char, self.LENGTH) for _ in range(num_processes)]
 
     def say(self, rank: int, text: str) -> None:
-        self._texts[self._at(rank)] = text.encode()[: self.LENGTH].ljust(self.LENGTH, b"\0")
+        self._texts[rank].value = text.encode()[: self.LENGTH]
 
     def said(self) -> str:
         """Say what each process was about to do, if that differs between them; else return ""."""
-        texts = [self._texts[self._at(rank)].rstrip(b"\0") for rank in range(self.num_processes)]
+        texts = [text.value.decode(errors="ignore") or "nothing yet" for text in self._texts]
         if len(set(texts)) == 1:
             return ""
-        each = [f"process {rank}: {text.decode(errors='ignore') or 'nothing yet'}" for rank, text in enumerate(texts)]
-        return f". The last exchange of {'; of '.join(each)}"
-
-    def _at(self, rank: int) -> slice:
-        return slice(rank * self.LENGTH, (rank + 1) * self.LENGTH)
+        return f". The last exchange of {'; of '.join(f'process {rank}: {text}' for rank, text in enumerate(texts))}"
 
 
 class Link:

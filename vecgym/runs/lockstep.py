@@ -1,4 +1,4 @@
-"""One strategy trained in two forms, in step: all nodes in one process, and a part of them in each of several."""
+"""Train one strategy in two forms, in step: all nodes in one process, and a part of them in each of several."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from vecgym.runs.accounting import AccountedCollectives
 from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
 from vecgym.strategy import Context, Strategy
 
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, where torch.distributed adds up
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
 
 
 class Difference(NamedTuple):
-    """After one step, the largest differences between the two forms; inf where their shapes or names differ.
+    """The largest differences between the two forms after one step; inf where their shapes or names differ.
 
-    Each relative to the largest value of its tensor; what a strategy keeps, to that of the parameter it belongs to
-    where this is larger (`vecgym.runs.diagnosis.gaps`).
+    Each is relative to the largest value of its tensor; the state of a strategy, to that of the parameter it belongs
+    to, where this is larger (`vecgym.runs.diagnosis.gaps`).
 
     >>> difference = Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0, handed_bytes=0)
     >>> difference.largest, difference.within(1e-12)
@@ -44,7 +44,7 @@ class Difference(NamedTuple):
     optimizer: float
     strategy: float
     ledger_bytes: float  # between the two ledgers
-    handed_bytes: int  # between what the ledger's payload says and what torch.distributed was handed, all processes
+    handed_bytes: int  # between what the ledger implies and what torch.distributed was handed
 
     @property
     def largest(self) -> float:
@@ -58,7 +58,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `name`, its `bound`, a `Difference` for each step, and a `finding` where it fails.
+    """One comparison: its name and bound, a `Difference` for each step, and a `finding` if it fails.
 
     >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0, handed_bytes=0)
     >>> check = Check("native", bound=1e-12, rows=(equal, equal._replace(step=1, params=1e-3)))
@@ -73,7 +73,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether every step is within the bound, and no byte is counted otherwise."""
+        """Whether every step is within the bound, and all bytes agree."""
         return self.first_failure is None
 
     @property
@@ -87,7 +87,7 @@ class Check:
 
 
 class Case(NamedTuple):
-    """What is trained in both forms."""
+    """The run that is made in both forms."""
 
     strategy: Strategy
     model: nn.Module
@@ -103,7 +103,7 @@ class Case(NamedTuple):
         """Return the training of the nodes of `comm`."""
         chunk_size = 1 if exact and self.engine == "vmap" else None
         engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
-        # Every process looks at the same batch of node 0, and so comes to the same view of the model.
+        # Every process inspects the model on the same batch of node 0, with the same result.
         with torch.enable_grad():
             engine.prepare(self.converted(self.batches([0]).batch(0)))
         num_examples = self.num_examples or tuple(self.batches().shard_sizes)
@@ -223,7 +223,7 @@ def _calls(entries: Sequence[Entry]) -> str:
 
 
 def _draws(given: Case, exact: bool, last_step: int) -> bool:
-    """Whether stacked runs differ when the global generators do."""
+    """Whether stacked runs depend on the states of the global generators."""
     before = GlobalStates.now()
     forms = []
     for seed in (1, 2):

@@ -1,7 +1,7 @@
-"""Memory: what a run takes, estimated before it begins, and what a device has.
+"""Estimate the memory of a run before it begins, and look up that of a device.
 
-The estimate counts tensors. It knows nothing of Python, torch's own code (300 MB and more on a CPU), of what an
-allocator keeps aside, or of operations that need room inside; `benchmarks/memory.py` measures how far off it is.
+The estimate counts tensors. It ignores Python, torch's own code (300 MB and more on a CPU), the reserves of an
+allocator, and the workspace of operations; `benchmarks/memory.py` measures how far off it is.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from vecgym.strategy.per_rank import as_strategy
 
 __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 
-PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it keeps once for all nodes
-TINY = 2  # the size of each dimension of these
-NO_LIMIT = 2**60  # what cgroups say where there is none
+PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it stores once for all nodes
+TINY = 2  # the size of each of their dimensions
+NO_LIMIT = 2**60  # cgroups report at least this if there is no limit
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one kind of tensor takes: `per_node_bytes` for each of `nodes`, and `shared_bytes` once.
+    """The memory of one kind of tensor: `per_node_bytes` for each of `nodes`, and `shared_bytes` once.
 
     >>> Part(per_node_bytes=100, shared_bytes=50, nodes=8).total_bytes
     850
@@ -51,13 +51,13 @@ class Part:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.per_node_bytes * self.nodes + self.shared_bytes
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What `estimate_memory` found; `str` of it is a table.
+    """The result of `estimate_memory`; its `str` is a table.
 
     Attributes:
         parts: "parameters", "gradients", "optimizer", "strategy", "batch", "activations", "exchange": see
@@ -76,7 +76,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """The peak: activations and exchange are never there together."""
+        """The peak: activations and exchange never exist at the same time."""
         apart = ("activations", "exchange")
         lasting = sum(part.total_bytes for name, part in self.parts.items() if name not in apart)
         return lasting + max((self.parts[name].total_bytes for name in apart if name in self.parts), default=0)
@@ -181,10 +181,10 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
 
 @dataclass(frozen=True)
 class Activations:
-    """What one node's forward and backward pass needs for a moment."""
+    """The temporary memory of one node's forward and backward pass."""
 
     saved_bytes: int = 0  # kept for the backward pass
-    largest_bytes: int = 0  # the largest tensor on the way
+    largest_bytes: int = 0  # the largest intermediate tensor
 
 
 def activations(engine: Engine, batch: Any, minibatch_size: int | None = None) -> Activations:
@@ -207,7 +207,7 @@ def activations(engine: Engine, batch: Any, minibatch_size: int | None = None) -
 
 
 class Kept(NamedTuple):
-    """What lasts from step to step, in bytes, and of how many nodes."""
+    """What is kept from step to step, in bytes, and for how many nodes."""
 
     params: Part
     optimizer: Part
@@ -216,7 +216,7 @@ class Kept(NamedTuple):
 
 
 def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, max_steps: int = 1000) -> Kept:
-    """Return what a run keeps of parameters, optimizer and strategy. `params`: of one node, `[*]`."""
+    """Return what a run keeps of parameters, optimizer and strategy, given the parameters of one node, `[*]`."""
     P = tree.num_bytes(params)
     mean = strategy.mean_gradient
     one = {name: p.detach()[None] for name, p in params.items()}
@@ -224,7 +224,7 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
         state = strategy.inner_optim.rule().init(one)
         return Kept(Part(P, nodes=num_nodes), Part(tree.num_bytes(state), nodes=num_nodes), Part(), False)
     tiny = {name: torch.ones(1, *[min(n, TINY) for n in p.shape[1:]], dtype=p.dtype) for name, p in one.items()}
-    # Weights of examples, if it asks for them, change no size.
+    # Weights by examples, if the strategy asks for them, change no size.
     ctx = Context(StackedCollectives(num_nodes), max_steps=max_steps, num_examples=(1,) * num_nodes)
     optimizer, _ = strategy.init(one, ctx)
     small, slots, modules = tiny, *strategy.init(tiny, ctx)
@@ -245,7 +245,7 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
 
 
 def _state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float]) -> tuple[float, float]:
-    """Return (shared, per node) bytes of modules' states on tiny parameters, at the size of the real ones."""
+    """Return (shared, per node) bytes of modules' states on tiny parameters, scaled to the real ones."""
     shared = each = 0.0
     for path, x in tree.flatten(state):
         if isinstance(x, Tensor):
@@ -301,7 +301,7 @@ def _batch_of_one(options: MemoryOptions) -> Any:
 
 
 def memory_limit(device: torch.device) -> int:
-    """Return all memory of a device; of a CPU what this process may have, in a container too.
+    """Return the memory of a device; of a CPU what this process may use, in a container too.
 
     >>> memory_limit(torch.device("cpu")) > 2**28
     True
@@ -337,7 +337,7 @@ def _memory(pages: str, otherwise: int) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak: allocated on a CUDA device, else resident in this process; on MPS what its driver holds now.
+    """Return the peak: allocated on a CUDA device, else resident in this process; on MPS the driver's current memory.
 
     >>> peak_bytes(torch.device("cpu")) > 2**20
     True
@@ -346,7 +346,7 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    import resource  # not there on Windows
+    import resource  # does not exist on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

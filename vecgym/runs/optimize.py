@@ -1,4 +1,4 @@
-"""Gradient descent on who exchanges when, and with what weights, at a given number of bytes."""
+"""Gradient descent on who exchanges when, and with what weights, for a given number of bytes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Problem:
         return float(self.outcome(weights, data).loss)
 
     def slope(self, z: Tensor, weights: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
-        """The loss of the weights of z, and its gradient by z."""
+        """Return the loss of the weights of z, and its gradient with respect to z."""
         z = z.detach().requires_grad_()
         with torch.enable_grad():
             loss = self.run(weights(z), segments=self.options.segments).loss
@@ -114,7 +114,7 @@ class _Problem:
         weights: Callable[[Tensor], Tensor] = lambda z: z,
         project: Callable[[Tensor], Tensor] = lambda z: z,
     ) -> tuple[list[Tensor], list[float]]:
-        """Projected gradient descent, with steps halved where they do not help: every point accepted, and its loss."""
+        """Do projected gradient descent, halving steps that do not help; return each accepted point and its loss."""
         loss, gradient = self.slope(z, weights)
         points, losses, step = [z], [loss], 0.25
         for _ in range(self.options.iterations - 1):
@@ -122,10 +122,10 @@ class _Problem:
             if not math.isfinite(largest) or largest == 0 or step < MIN_STEP:
                 break
             trial = project(points[-1] - step * gradient / largest)
-            found, slope = self.slope(trial, weights)
-            if found < losses[-1]:  # not if it is nan
+            loss, slope = self.slope(trial, weights)
+            if loss < losses[-1]:  # not if it is nan
                 points.append(trial)
-                losses.append(found)
+                losses.append(loss)
                 gradient, step = slope, 1.5 * step
             else:
                 step /= 2
@@ -149,7 +149,7 @@ def _optimized_times(problem: _Problem) -> tuple[Tensor, Tensor, Tensor, list[fl
 
 
 def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
-    """Move one exchange at a time to where the gradient says that it helps most, as long as it does."""
+    """Move one exchange at a time to where the gradient says that it helps most, while it does."""
     trials = problem.options.iterations
     while trials > 0:
         _, gradient = problem.slope(schedule, lambda z: z)
@@ -163,9 +163,9 @@ def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
             trials -= 1
             trial = schedule.clone()
             trial[to], trial[origin] = 1.0, 0.0
-            found = problem.loss(trial)
-            if found < loss:
-                schedule, loss = trial, found
+            trial_loss = problem.loss(trial)
+            if trial_loss < loss:
+                schedule, loss = trial, trial_loss
                 break
         else:
             return schedule
@@ -198,7 +198,7 @@ def _affordable(problem: _Problem, num_steps: int) -> int:
 
 
 def spread(num_steps: int, count: int) -> Tensor:
-    """`count` exchanges evenly among the steps, the last at the end: every H steps where H divides.
+    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides.
 
     >>> spread(6, 3).tolist()
     [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
@@ -209,7 +209,7 @@ def spread(num_steps: int, count: int) -> Tensor:
 
 
 def largest(weights: Tensor, count: int) -> Tensor:
-    """1 at the `count` largest weights, 0 elsewhere; of equal ones the last.
+    """Return 1 at the `count` largest weights and 0 elsewhere; among equal ones the last are chosen.
 
     >>> largest(torch.tensor([0.2, 0.9, 0.2, 0.1]), 2).tolist()
     [0.0, 1.0, 1.0, 0.0]
@@ -221,14 +221,14 @@ def largest(weights: Tensor, count: int) -> Tensor:
 
 
 def project_to_budget(z: Tensor, total: float) -> Tensor:
-    """The nearest weights in [0, 1] whose sum is at most `total`: clamp(z - lambda, 0, 1) for the least lambda >= 0.
+    """Return the nearest weights in [0, 1] with sum <= `total`: clamp(z - lambda, 0, 1) for the least lambda >= 0.
 
     >>> project_to_budget(torch.tensor([1.5, 0.75, 0.1]), 1.5)
     tensor([1.0000, 0.5000, 0.0000])
     """
     if float(z.clamp(0, 1).sum()) <= total:
         return z.clamp(0, 1)
-    low, high = 0.0, float(z.max())  # too much is left at `low`, nothing at `high`
+    low, high = 0.0, float(z.max())  # the sum is too large at `low`, and 0 at `high`
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if float((z - middle).clamp(0, 1).sum()) > total else (low, middle)
@@ -259,12 +259,12 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
 
 
 def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> Tensor:
-    """exp(z), `[..., K, K]`, made doubly stochastic by dividing rows and columns by their sums, in turn.
+    """Make exp(z), `[..., K, K]`, doubly stochastic by dividing rows and columns by their sums, in turn.
 
-    Entries of exp(-inf) = 0 stay 0.
+    Entries exp(-inf) = 0 stay 0.
 
     Raises:
-        ValueError: where that does not end, because no doubly stochastic matrix has these zeros, say.
+        ValueError: if this does not converge, since no doubly stochastic matrix has these zeros, say.
 
     >>> sinkhorn(torch.tensor([[0.0, 0.0], [-math.inf, 0.0]])).round(decimals=2)
     Traceback (most recent call last):
@@ -274,8 +274,8 @@ def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> T
     tensor([[0.7311, 0.2689],
             [0.2689, 0.7311]], dtype=torch.float64)
     """
-    there = z > -math.inf
-    w = torch.where(there, torch.where(there, z, 0.0).exp(), 0.0)
+    linked = z > -math.inf
+    w = torch.where(linked, torch.where(linked, z, 0.0).exp(), 0.0)
     for _ in range(max_rounds):
         w = w / w.sum(-1, keepdim=True)
         w = w / w.sum(-2, keepdim=True)

@@ -1,7 +1,7 @@
 """Whole training runs as differentiable functions: the gradient of the outcome.
 
-`rollout` runs a strategy on given batches, and everything it returns can be differentiated by every number that the
-strategy takes, by the schedule of its exchanges, by the initial parameters and by the batches. `optimize_schedule`
+`rollout` runs a strategy on given batches. Everything it returns can be differentiated with respect to every number
+that the strategy takes, the schedule of its exchanges, the initial parameters and the batches. `optimize_schedule`
 follows that gradient.
 """
 
@@ -31,15 +31,15 @@ from vecgym.strategy import Strategy
 
 
 class Outcome(NamedTuple):
-    """What a rollout came to; every tensor can be differentiated.
+    """The result of a rollout; every tensor can be differentiated.
 
     Attributes:
         loss: of the average of the nodes, on the evaluation batch, in eval mode: a scalar.
         losses: of each step and node on its own batch, before the update, `[T, K]`; nan where a node did not train.
         consensus_distance: root mean square distance of the nodes to their average after each step, `[T]`; where it is
-            0 its derivative is taken as 0.
+            0, its derivative is defined as 0.
         bytes: sent per node in each step, `[T]`, float64; a relaxed exchange counts by its weight, so that the
-            derivative by `sync_weight` is what an exchange costs.
+            derivative with respect to `sync_weight` is the cost of an exchange.
         params: after the last step, `[1 or K, *]`.
 
     >>> from vecgym.strategy import FedAvgStrategy
@@ -151,7 +151,7 @@ def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
 
 
 def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
-    """The outcome, as a function of all `tensors`: of those without influence, one with derivative 0."""
+    """Make the outcome a function of all `tensors`; the derivative by those without influence is 0."""
     if not tensors:
         return outcome
     zero = torch.stack([x.reshape(-1)[:0].sum().to("cpu", torch.float64) for x in tensors]).sum()
@@ -159,22 +159,23 @@ def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:
 
 
 def prepared(model: nn.Module, engine: EngineName | Engine, batch: Any) -> Engine:
-    """An engine that has looked at the model.
+    """Return an engine that has inspected the model.
 
     >>> from vecgym.models import Line
     >>> prepared(Line(), "auto", torch.ones(2, 1)).plan.engine
     'vmap'
     """
-    local = engine if isinstance(engine, Engine) else Engine(model, engine=engine, node_threads=1)
-    check_differentiable(local.model)  # before the engine looks, which may warn of what is refused anyway
-    if local.facts is None:
-        with torch.enable_grad():  # a run whose derivatives nobody wants may be under no_grad
-            local.prepare(batch)
-    return local
+    if not isinstance(engine, Engine):
+        engine = Engine(model, engine=engine, node_threads=1)
+    check_differentiable(engine.model)  # before the inspection, which may warn of what is refused anyway
+    if engine.facts is None:
+        with torch.enable_grad():  # a rollout whose derivatives nobody wants may be under no_grad
+            engine.prepare(batch)
+    return engine
 
 
 def as_steps(batches: Any, num_nodes: int) -> list[Any]:
-    """One tree `[K, B, ...]` for each step.
+    """Return one batch `[K, B, ...]` for each step.
 
     >>> steps = as_steps(torch.zeros(5, 2, 3), num_nodes=2)  # [T, K, B]
     >>> len(steps), steps[0].shape
@@ -205,7 +206,7 @@ def as_steps(batches: Any, num_nodes: int) -> list[Any]:
 
 
 def _check_devices(device: torch.device, given: dict[str, Any]) -> None:
-    """Raise a ValueError for a tensor on another device than the model; numbers may also be on the CPU."""
+    """Raise a ValueError for a tensor that is not on the model's device; a strategy's numbers may be on the CPU."""
     for name, value in given.items():
         allowed = {device.type, "cpu"} if name == "strategy" else {device.type}
         for x in reachable(value):
@@ -234,7 +235,7 @@ def _initial(params: Tree, engine: Engine, num_nodes: int) -> Tree:
 
 
 def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: int | None) -> None:
-    """Raise a ValueError where derivatives by `inputs` cannot be taken, or not in segments."""
+    """Raise a ValueError if the run cannot be differentiated with respect to `inputs`, or not in segments."""
     for rule in reachable(strategy) if inputs else ():
         if isinstance(rule, PerNodeRule):
             raise ValueError(

@@ -23,6 +23,20 @@ GIVEN_BACK = {error.__name__: error for error in (ValueError, TypeError, FileNot
 Labels = Callable[[int], str]  # rank -> what it holds, for errors
 
 
+def node_labels(num_nodes: int, num_processes: int) -> Labels:
+    """Return the labels of processes with equal numbers of nodes.
+
+    >>> node_labels(4, 2)(1), node_labels(2, 2)(1)
+    ('nodes 2-3', 'node 1')
+    """
+
+    def label(rank: int) -> str:
+        first, end = (i * num_nodes // num_processes for i in (rank, rank + 1))
+        return f"node {first}" if end == first + 1 else f"nodes {first}-{end - 1}"
+
+    return label
+
+
 class Started(NamedTuple):
     """Processes that were started together, and what they share."""
 

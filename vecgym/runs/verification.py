@@ -1,4 +1,4 @@
-"""Equivalence as a product: a strategy gives the same numbers stacked in one process and on real processes.
+"""Verify that a strategy gives the same numbers stacked in one process and on real processes.
 
 `verify(strategy, model, dataset)` trains both ways, in step, with the same data and seeds, and reports the largest
 difference after every step, of parameters, buffers, losses, optimizer state, strategy state and bytes.
@@ -25,18 +25,19 @@ from vecgym.runs import links, multiprocess
 from vecgym.runs.diagnosis import KINDS, Finding
 from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_with_ddp
 from vecgym.runs.options import Count, Seconds, Seed, check_strategy
+from vecgym.runs.supervisor import node_labels
 from vecgym.strategy import AllReduceStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
 
 __all__ = ["STRATEGIES", "Check", "Difference", "Finding", "Report", "verify"]
 
-COLUMNS = ("params", "buffers", "losses", "optimizer", "strategy", "ledger_bytes", "handed_bytes")
+COLUMNS = Difference._fields[1:]  # without the step
 ORDER_OF_SUMS = (
-    "The exact check passes, so the strategy is the same; torch.distributed adds up in another order, and a value that "
-    "is rounded, ranked or compared can fall to the other side by that. float64 makes it rare."
+    "The exact check passes, so the strategy is the same; torch.distributed adds up in another order, by which a value "
+    "that is rounded, ranked or compared can fall to the other side. float64 makes it rare."
 )
 
-# What `vecgym verify` knows by name.
+# The strategies that `vecgym verify` knows by name.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     name: partial(row.make, inner_optim="adamw", lr=1e-2, max_norm=1.0) for name, row in CATALOGUE.items()
 }
@@ -44,7 +45,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; print it for a table.
+    """The result of `verify`; print it for a table.
 
     Attributes:
         checks: "exact": the bound is 0; "native": torch.distributed reduces; "DDP", for AllReduce: against
@@ -159,12 +160,11 @@ def verify(options: VerifyOptions) -> Report:
     >>> report.passed, [check.name for check in report.checks], report.checks[0].worst("params")
     (True, ['exact', 'native'], 0.0)
     """
-    per_process = options.num_nodes // options.num_processes
     [checks, *_] = multiprocess.run(
         _verify_in_process,
         options.num_processes,
         (options,),
-        labels=lambda rank: f"nodes {rank * per_process}-{(rank + 1) * per_process - 1}",
+        labels=node_labels(options.num_nodes, options.num_processes),
         timeout_s=options.timeout_s,
     )
     return Report(repr(options.strategy), options.num_nodes, options.num_processes, options.dtype, tuple(checks))
