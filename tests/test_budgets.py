@@ -29,8 +29,6 @@ NO_CODE = (
 # What is longer, and why.
 LONG_MODULES: dict[str, str] = {}
 LONG_FUNCTIONS = {
-    "runs/optimize.py:optimize_schedule": "its signature, and the checks of what goes together",
-    "runs/rollout.py:rollout": "its signature, and the checks of what goes together",
     "strategy/fedavg.py:FedAvgStrategy.__init__": "its signature",
 }
 # What users call with keywords, each documented. (Constructors of strategies may have many anyway.)
@@ -40,10 +38,6 @@ MANY_PARAMETERS = {
     "engine/engine.py:Engine.gradients",
     "engine/simulation.py:Simulation.__init__",
     "optim/optimizers.py:Muon.__init__",
-    "runs/memory.py:estimate_memory",
-    "runs/optimize.py:optimize_schedule",
-    "runs/rollout.py:rollout",
-    "runs/verification.py:verify",
 }
 
 

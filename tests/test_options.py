@@ -12,7 +12,12 @@ import pytest
 from tests.fitting import dataset
 from tests.models import make_model
 from vecgym import Checkpoints, Compute, Processes, Trainer, sweep
+from vecgym.runs.memory import MemoryOptions, estimate_memory
+from vecgym.runs.optimize import optimize_schedule
 from vecgym.runs.options import GROUPS, FitOptions
+from vecgym.runs.rollout import rollout, rollout_jvp
+from vecgym.runs.rollout_options import JvpOptions, RolloutOptions, ScheduleOptions
+from vecgym.runs.verification import VerifyOptions, verify
 from vecgym.strategy import AllReduceStrategy
 from vecgym.sweeps.run import SweepOptions
 
@@ -69,14 +74,23 @@ def test_settled_options_can_be_settled_again() -> None:
     assert values(replace(given, seed=42)) == values(given)
 
 
-@pytest.mark.parametrize(
-    ("function", "cls", "first"), [(Trainer.fit, FitOptions, ["self"]), (sweep, SweepOptions, [])], ids=["fit", "sweep"]
-)
-def test_all_options_are_shown_and_documented_once(function: Any, cls: Any, first: list[str]) -> None:
+WITH_OPTIONS: list[tuple[Any, Any]] = [
+    (Trainer.fit, FitOptions),
+    (sweep, SweepOptions),
+    (estimate_memory, MemoryOptions),
+    (rollout, RolloutOptions),
+    (rollout_jvp, JvpOptions),
+    (optimize_schedule, ScheduleOptions),
+    (verify, VerifyOptions),
+]
+
+
+@pytest.mark.parametrize(("function", "cls"), WITH_OPTIONS, ids=lambda x: x.__name__)
+def test_all_options_are_shown_and_documented_once(function: Any, cls: Any) -> None:
     names = [field.name for field in fields(cls)]
-    shown = [name for name in inspect.signature(function).parameters if name not in first]
+    shown = [name for name in inspect.signature(function).parameters if name != "self"]
     assert sorted(shown) == sorted(names)
-    section = re.search(r"Args:\n(.*?)\n\nReturns", function.__doc__ or "", re.DOTALL)
+    section = re.search(r"Args:\n(.*?)\n\n(Returns|Raises)", function.__doc__ or "", re.DOTALL)
     assert section is not None
     documented = ", ".join(re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE)).split(", ")
     assert sorted(documented) == sorted(names)

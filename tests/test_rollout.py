@@ -944,7 +944,7 @@ def bad(match: str, error: type[Exception] = ValueError, **changes: Any) -> None
 def test_bad_arguments() -> None:
     model, batches, _, _ = setting()
     weights = torch.full((T,), 0.5)
-    bad(r"strategy is of type str; give a Strategy", TypeError, strategy="diloco")
+    bad(r"strategy='diloco' is of type str; .* Give a Strategy", TypeError, strategy="diloco")
     bad(r"sync_weight has 4 weights and the run 6 steps", strategy=FedAvgStrategy(sync_weight=[0, 1, 0, 1]))
     bad(r"lr of the inner optimizer has shape \[5, 1\].*\[6, 1\], and for each node too \[6, 3\]",
         strategy=FedAvgStrategy("sgd", lr=torch.ones(5, 1)))  # fmt: skip
@@ -974,9 +974,9 @@ def test_bad_arguments() -> None:
         FedAvgStrategy("sgd", lr=torch.ones((), device="meta"))
     with pytest.raises(TypeError, match="rollout_jvp takes a function of the primals"):
         rollout_jvp(model, AllReduceStrategy(), batches, [weights], [weights], num_nodes=K, eval_batch=batches[0])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="rollout_jvp has no argument 'segment'"):
+    with pytest.raises(TypeError, match=r"rollout_jvp\(\) has no argument 'segment'"):
         rollout_jvp(model, lambda w: AllReduceStrategy(), batches, [weights], [weights], num_nodes=K,
-                    eval_batch=batches[0], segment=2)  # fmt: skip
+                    eval_batch=batches[0], segment=2)  # type: ignore[call-arg]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [FedAvgStrategy, DiLoCoStrategy])

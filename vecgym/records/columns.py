@@ -1,4 +1,4 @@
-"""The columns of a history: what each is, and what recorders, loggers, readers and figures have to know of it.
+"""The columns of a history: their meaning, and what recorders, loggers, readers and figures must know of them.
 
 A new column is declared here, in `COLUMNS`, and nowhere else.
 """
@@ -14,11 +14,11 @@ class Column(NamedTuple):
     Attributes:
         meaning: what it is, with its unit.
         label: in figures; "": its name.
-        start: what is counted before the first step; None: nothing is.
-        per_node: one number a node, `[K]`, in place of one number.
-        measured: belongs to the machine and the moment: two runs that are otherwise the same differ in it.
+        start: its value before the first step; None: it has none.
+        per_node: one number for each node, `[K]`, instead of a single one.
+        measured: depends on the machine and the moment: two otherwise equal runs differ in it.
         swept: a measure of the runs of a sweep, in their rows.
-        old_name: what earlier versions called it.
+        old_name: its name in earlier versions.
 
     >>> COLUMNS["bytes_total"].label, COLUMNS["bytes_total"].start
     ('bytes sent per node', 0.0)
@@ -33,7 +33,7 @@ class Column(NamedTuple):
     old_name: str = ""
 
 
-# In the order in which they are written. Beside these there are, for each metric that a model offers (see
+# In the order in which they are written. In addition there are, for each metric that a model offers (see
 # `vecgym.runs.evaluation`), `val_NAME` of the average of the nodes and `val_NAME_local`, the mean of the nodes'.
 COLUMNS = {
     "step": Column("optimizer steps done", label="optimizer steps", start=0),
@@ -66,8 +66,8 @@ COLUMNS = {
     "steps_per_s": Column("steps per second since the row before", measured=True),
     "examples_per_s": Column("examples per second of all nodes together, since the row before", measured=True),
     "bytes_per_s": Column(
-        "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: what each node would have to send "
-        "at to keep pace with this run, if it sent during the whole step",
+        "implied bandwidth: `bytes_step` / seconds of the step, as simulated here: the rate at which each node would "
+        "have to send to keep pace with this run, if it sent during the whole step",
         measured=True,
     ),
     "memory_bytes": Column(
@@ -84,12 +84,12 @@ START = {name: column.start for name, column in COLUMNS.items() if column.start 
 INTEGERS = tuple(name for name, start in START.items() if isinstance(start, int))
 RENAMED = {column.old_name: name for name, column in COLUMNS.items() if column.old_name}
 RENAMED_IN_SWEEPS = {"bytes": "bytes_total"}
-# What a run can be drawn against, and the column.
+# The x axes of figures, and their columns.
 X_AXES = {"step": "step", "examples": "examples", "bytes": "bytes_total", "seconds": "seconds"}
 
 
 def column_label(name: str) -> str:
-    """The name of a column in figures.
+    """Return the label of a column in figures.
 
     >>> column_label("val_loss"), column_label("H")
     ('validation loss', 'H')

@@ -1,4 +1,4 @@
-"""What a run recorded: rows in the order of the steps, read as columns; see `vecgym.records.columns` for these."""
+"""The history of a run: rows in the order of the steps, read as columns; see `vecgym.records.columns`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Row(rows.Row):
 
 
 class History:
-    """Rows recorded during a run, as columns. A column that a row does not have is None there.
+    """The rows recorded during a run, as columns. A column that a row lacks is None there.
 
-    Row 0 describes the start (validation only), row t the t-th step. `settings` holds what the run was given and
+    Row 0 describes the start (validation only), row t the t-th step. `settings` holds what the run was given, and
     what was chosen for it, such as the engine's plan.
 
     >>> history = History({"engine": "vmap"})
@@ -47,12 +47,12 @@ class History:
             self.append(row)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row. Old names of columns, from a file of an earlier version say, become the present ones."""
+        """Add one row. Old names of columns, in a file of an earlier version say, become the present ones."""
         self.rows.append(Row({RENAMED.get(name, name): value for name, value in row.items()}))
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns that some row has.
+        """The names of the columns that any row has.
 
         >>> history = History()
         >>> history.append({"val_loss": 2.0, "step": 0}); history.append({"step": 1, "train_loss": 1.5})
@@ -64,26 +64,24 @@ class History:
         return known + [name for name in present if name not in known]
 
     def __getitem__(self, column: str) -> list[Any]:
-        """One entry per row; None where the row does not have it."""
+        """Return one entry per row; None where a row lacks the column."""
         column = self._known(column)
         return [row.get(column) for row in self.rows]
 
     def series(self, column: str, x: str = "step") -> tuple[list[Any], list[Any]]:
-        """The entries of a column that are there, and their `x`: ready to plot."""
+        """Return the entries of `x` and of a column, of the rows that have both: ready to plot."""
         column, x = self._known(column), self._known(x, "x")
-        there = [row for row in self.rows if row.get(column) is not None and row.get(x) is not None]
-        return [row[x] for row in there], [row[column] for row in there]
+        rows = [row for row in self.rows if row.get(column) is not None and row.get(x) is not None]
+        return [row[x] for row in rows], [row[column] for row in rows]
 
     def last(self, column: str) -> Any:
-        """The last entry of a column; None if there is none."""
+        """Return the last entry of a column; None if it has none."""
         column = self._known(column)
-        for row in reversed(self.rows):
-            if row.get(column) is not None:
-                return row[column]
-        return None
+        entries = (row[column] for row in reversed(self.rows) if row.get(column) is not None)
+        return next(entries, None)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the columns with one number a row; the file appears whole or not at all.
+        """Write the columns that have one number per row; the file appears whole or not at all.
 
         >>> import tempfile, pathlib
         >>> history = History()
@@ -100,10 +98,10 @@ class History:
             writer.writerows(self.rows)
 
     def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`; one with a number a node becomes a column for each: "train_losses[0]".
+        """Return the rows as a `pandas.DataFrame`, with a column for each node: "train_losses[0]".
 
         Raises:
-            ImportError: where pandas is not installed.
+            ImportError: if pandas is not installed.
 
         >>> history = History()
         >>> history.append({"step": 1, "train_losses": [0.5, 1.5]})
@@ -113,7 +111,7 @@ class History:
         return data_frame([{name: x for column in row.items() for name, x in _numbers(*column)} for row in self.rows])
 
     def node_array(self, column: str = "train_losses") -> np.ndarray:
-        """A per-node column as an array `[rows that have it, K]`.
+        """Return a per-node column as an array `[rows that have it, K]`.
 
         >>> history = History()
         >>> history.append({"step": 1, "train_losses": [1.0, 2.0]})
@@ -128,7 +126,7 @@ class History:
         return np.stack(rows)
 
     def _known(self, column: str, name: str = "column") -> str:
-        """The present name of a column that there is."""
+        """Return the present name of a known column."""
         column = present_name(check.instance(name, column, str, "the name of a column"), RENAMED)
         if column not in COLUMNS and column not in self.columns:
             raise KeyError(f"{name}={column!r} is not a column; there are {', '.join(self.columns)}.")

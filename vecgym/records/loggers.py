@@ -1,4 +1,4 @@
-"""Loggers: where the rows of a run go while it runs."""
+"""Loggers receive the rows of a run while it runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WandbMode = Literal["online", "offline", "disabled"]
 
 
 class Logger:
-    """Receives the settings of a run at its start, then its rows, then its end.
+    """Receive the settings of a run at its start, then its rows, then its end.
 
-    A logger that fails is reported once by a warning and not called again; it never ends the training.
+    A logger that fails is reported once by a warning and not called again; it never stops the training.
 
     >>> class Printing(Logger):
     ...     def log(self, row):
@@ -37,12 +37,12 @@ class Logger:
     """
 
     def start(self, settings: dict[str, Any]) -> None:
-        """The run begins."""
+        """Begin a run."""
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """The run goes on from a checkpoint, in place of `start`; `rows` are those that were logged up to there.
+        """Resume a run from a checkpoint, instead of `start`; `rows` are those that were logged up to there.
 
-        What a logger kept of steps after the checkpoint is to be dropped: they are logged again.
+        A logger must drop what it kept of steps after the checkpoint: they are logged again.
 
         >>> class Printing(Logger):
         ...     def start(self, settings):
@@ -55,17 +55,17 @@ class Logger:
         self.start(settings)
 
     def log(self, row: dict[str, Any]) -> None:
-        """One row of `vecgym.records.columns.COLUMNS`, and what the model measures; see there."""
+        """Log one row: values of `vecgym.records.columns.COLUMNS`, and of the model's own metrics."""
 
     def finish(self) -> None:
-        """The run has ended, however it ended."""
+        """Finish, however the run ended."""
 
 
 def as_loggers(logger: Any) -> list[Logger]:
     """Return one logger, several, or None as a list.
 
     Raises:
-        TypeError: for what is no logger.
+        TypeError: for anything but loggers.
 
     >>> as_loggers(None), len(as_loggers([Logger(), Logger()]))
     ([], 2)
@@ -82,11 +82,11 @@ def as_loggers(logger: Any) -> list[Logger]:
 class CSVLogger(Logger):
     """Write `history.csv`, `train_losses.csv`, `val_losses.csv` (a column per node) and `config.json`.
 
-    Each row is on disk as soon as it was logged. `read_csv` reads all of it back.
+    Each row is on disk as soon as it is logged. `read_csv` reads all of it back.
 
     Args:
-        directory: made if it does not exist; files of an earlier run in it are replaced. A run that is resumed
-            writes its rows anew, so that none is lost or there twice.
+        directory: created if it does not exist; files of an earlier run in it are replaced. A resumed run writes its
+            rows again, so that none is lost or duplicated.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -132,16 +132,16 @@ class CSVLogger(Logger):
         self._files = {}
 
     def _widen(self, new: list[str]) -> None:
-        """Give the file more columns: what a model measures is known with the first row that has it."""
+        """Add columns to the file: a model's own metrics are known only from the first row that has them."""
         self._files.pop("history").close()
         path = self.directory / "history.csv"
         with path.open(newline="") as file:
             rows = list(csv.reader(file))[1:]
         self._columns += new
-        aside = path.with_suffix(".tmp")
-        with aside.open("w", newline="") as file:
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", newline="") as file:
             csv.writer(file).writerows([self._columns, *([*row, *[""] * len(new)] for row in rows)])
-        os.replace(aside, path)
+        os.replace(temporary, path)
         self._files["history"] = path.open("a", newline="")
 
     def _write(self, name: str, values: list[Any]) -> None:
@@ -152,10 +152,10 @@ class CSVLogger(Logger):
 
 
 def read_csv(directory: str | os.PathLike[str]) -> History:
-    """The history that a `CSVLogger` wrote, with its settings; a last line that was cut off is left out, and warns.
+    """Read the history that a `CSVLogger` wrote, with its settings; warn of an incomplete last line, and skip it.
 
     Raises:
-        ValueError: for a directory without the files of a run, or with such that cannot be read.
+        ValueError: for a directory without the files of a run, or with unreadable ones.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -192,36 +192,36 @@ def _rows_of(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         lines, newline, cut_off = file.read().rpartition("\n")
-    if cut_off:  # of a number cut off, the rest is another number
+    if cut_off:  # what is left of a number is another number
         warn(f"{path} ends within a line, which is left out: its writer was killed, or the disk was full.")
     return list(csv.DictReader(io.StringIO(lines + newline, newline="")))
 
 
 class WandbLogger(Logger):
-    """Write a run of Weights & Biases: the settings as its config, the rows as its history.
+    """Log a run to Weights & Biases: the settings as its config, the rows as its history.
 
-    A training that goes on from a checkpoint goes on in its run of wandb's, whose id is a setting, "run_id", of runs
-    that have a `save_dir`. Offline it writes all rows once more, under the same id: what is uploaded is whole.
+    A training that is resumed from a checkpoint continues its wandb run, whose id is the setting "run_id" of runs with
+    a `save_dir`. Offline all rows are written once more, under the same id, so that the upload is complete.
 
-    Names are those of the columns; of columns with one number a node the lowest and the highest, `train_losses/min`
-    and `train_losses/max`.
+    Names are those of the columns; of columns with a number for each node the lowest and the highest,
+    `train_losses/min` and `train_losses/max`.
 
     Args:
-        project: what the run belongs to.
-        experiment_name, name: two names for the run's name; None: wandb makes one up.
-        entity: the user or team that it belongs to; None: your own.
+        project: to which the run belongs.
+        experiment_name, name: two ways to give the run's name; None: wandb makes one up.
+        entity: the user or team that owns it; None: your own.
         mode: "online"; "offline", which needs no network and no account (`wandb sync DIR` uploads the run later);
-            "disabled", which writes nothing. None: what `WANDB_MODE` says; else "online" with an API key, in
+            "disabled", which writes nothing. None: that of `WANDB_MODE`; else "online" with an API key, in
             `WANDB_API_KEY` or from `wandb login`, and "offline" without.
-        directory: where the files go, in `wandb/` there; None: `WANDB_DIR`, or else the current directory.
+        directory: the files go to `wandb/` in it; None: `WANDB_DIR`, or else the current directory.
         per_node: log each node's number as well, `train_losses/node_3`.
 
     Attributes:
-        run: wandb's own, once the run has begun: `logger.run.id`, `logger.run.dir`.
+        run: wandb's own object, once the run has begun: `logger.run.id`, `logger.run.dir`.
 
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[wandb]`.
-        ValueError: for two names, or a mode that is not known.
+        ValueError: for two names, or an unknown mode.
 
     >>> logger = WandbLogger("diloco", name="H=100", mode="offline")  # doctest: +SKIP
     >>> trainer.fit(strategy, num_nodes=8, logger=logger)  # doctest: +SKIP
@@ -252,13 +252,13 @@ class WandbLogger(Logger):
         self.directory = None if directory is None else check.path("directory", directory)
         self.per_node = check.flag("per_node", per_node)
         self.run: Any = None
-        self._next = 0  # steps below were logged before the run was taken up again
+        self._next = 0  # earlier steps were logged before the run was resumed
 
     def start(self, settings: dict[str, Any]) -> None:
         self._begin(settings)
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """What wandb has of the run already stays; the rest of the rows follow."""
+        """Resume the run: the rows that wandb has stay, and the others follow."""
         self._begin(settings, resume="allow", allow_val_change=True)
         self._next = self.run.step if self.run.resumed else 0
         for row in rows:
@@ -290,7 +290,7 @@ class WandbLogger(Logger):
 
 
 def _default_wandb_mode() -> str | None:
-    """Never one that would ask, or wait, for an account."""
+    """Return a mode that never asks, or waits, for an account."""
     mode = os.environ.get("WANDB_MODE")
     if mode:  # wandb itself reads it only once in a process
         return mode if mode in get_args(WandbMode) else None
@@ -304,14 +304,14 @@ def _default_wandb_mode() -> str | None:
 
 
 class TensorBoardLogger(Logger):
-    """Write a run of TensorBoard: a curve for each column, the settings as text; `tensorboard --logdir DIR` shows it.
+    """Log a run to TensorBoard: a curve for each column, the settings as text; `tensorboard --logdir DIR` shows it.
 
     Args:
-        directory: of this run; made if it does not exist. Give each run its own: TensorBoard joins what it finds
-            in one.
-        per_node: draw each node's number as well, `train_losses/node_3`; else the lowest and the highest.
+        directory: of this run; created if it does not exist. Give each run its own: TensorBoard joins all files in
+            one directory.
+        per_node: draw each node's number, `train_losses/node_3`, besides the lowest and the highest.
 
-    A run that is resumed goes on with its curves: what was drawn of later steps than the checkpoint's is dropped.
+    A resumed run continues its curves; points after the checkpoint are dropped.
 
     Raises:
         ImportError: at construction, without the package: `pip install vecgym[tensorboard]`.
@@ -350,7 +350,7 @@ class TensorBoardLogger(Logger):
 
 
 def _flat(row: dict[str, Any], per_node: bool) -> dict[str, float]:
-    """A row of numbers: of what is one number a node the lowest and the highest, and each if asked for."""
+    """Flatten a row to numbers: of per-node columns the lowest and the highest, and each node's if asked for."""
     flat = {name: value for name, value in row.items() if name not in PER_NODE and value is not None}
     for name in PER_NODE:
         if row.get(name) is not None:
@@ -362,10 +362,10 @@ def _flat(row: dict[str, Any], per_node: bool) -> dict[str, float]:
 
 
 def _optional(package: str, attribute: str, whose: str) -> Any:
-    """A package that not everyone has installed. A folder of its name, such as wandb's own, is none."""
+    """Import an optional package. A folder of the same name, such as the one that wandb writes, is not the package."""
     try:
-        found = importlib.import_module(package)
-        getattr(found, attribute)
+        module = importlib.import_module(package)
+        getattr(module, attribute)
     except (ImportError, AttributeError) as error:
         raise ImportError(f"{whose} needs the package {package}: pip install vecgym[{package}]") from error
-    return found
+    return module

@@ -1,4 +1,4 @@
-"""The result of an optimised schedule of exchanges."""
+"""The result of `vecgym.optimize_schedule`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OptimizedSchedule:
-    """What descent found, beside what anyone would do without it.
+    """An optimised schedule of exchanges, compared with the obvious one.
 
     Attributes:
         schedule: to train with: `[T]` of 0 and 1, or mixing matrices.
         weights: the best before rounding, `[T]` in [0, 1]; for matrices the same as `schedule`.
-        uniform: "every H" at the same bytes, `[T]` of 0 and 1; for matrices those that descent began with.
-        loss, relaxed_loss, uniform_loss: the outcome's loss of each of the three.
+        uniform: "every H" at the same bytes, `[T]` of 0 and 1; for matrices those that the descent began with.
+        loss, relaxed_loss, uniform_loss: of the outcome of `schedule`, `weights` and `uniform`.
         held_out_loss, held_out_uniform_loss: of `schedule` and `uniform` on other batches; None without them.
-        total_bytes: sent per node in the whole run, by `schedule` and by `uniform` alike.
+        total_bytes: sent per node in the whole run, by `schedule` and `uniform` alike.
         losses: of each accepted step of the descent, before rounding.
 
     >>> import torch
@@ -45,25 +45,25 @@ class OptimizedSchedule:
 
     @property
     def gain(self) -> float:
-        """How much lower the loss is than that of `uniform`, at equal bytes; 0: nothing was gained."""
+        """By how much the loss is lower than that of `uniform`, at equal bytes; 0: nothing was gained."""
         return self.uniform_loss - self.loss
 
     @property
     def held_out_gain(self) -> float | None:
-        """The same on the held-out batches, which the descent has not seen; it may be negative."""
+        """The gain on the held-out batches, which the descent has not seen; it may be negative."""
         if self.held_out_loss is None or self.held_out_uniform_loss is None:
             return None
         return self.held_out_uniform_loss - self.held_out_loss
 
     def __str__(self) -> str:
-        steps = self.schedule.dim() == 1
-        what = f"{int(self.schedule.sum())} exchanges in {len(self.schedule)} steps" if steps else "mixing matrices"
-        other = "every H" if steps else "the start"
+        of_steps = self.schedule.dim() == 1
+        what = f"{int(self.schedule.sum())} exchanges in {len(self.schedule)} steps" if of_steps else "mixing matrices"
+        other = "every H" if of_steps else "the start"
         text = (
             f"{what}, {self.total_bytes:,.0f} bytes per node: loss {self.loss:.6g}, of {other} {self.uniform_loss:.6g}"
         )
         text += f"; gained {self.gain:.3g}" if self.gain > 0 else "; NOTHING gained"
         if self.held_out_gain is None:
             return f"{text} (on the batches that were optimised on)"
-        found = f"gained {self.held_out_gain:.3g}" if self.held_out_gain > 0 else f"LOST {-self.held_out_gain:.3g}"
-        return f"{text}; on held-out batches {found}"
+        gain = f"gained {self.held_out_gain:.3g}" if self.held_out_gain > 0 else f"LOST {-self.held_out_gain:.3g}"
+        return f"{text}; on held-out batches {gain}"

@@ -1,4 +1,4 @@
-"""Rows of a sweep, one dict for each run: chosen, averaged over the seeds, with a text for every value."""
+"""Rows of a sweep, one dict for each run: select them, average them over the seeds, and show their values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vecgym.records.columns import COLUMNS, RENAMED_IN_SWEEPS
 
 Rows = Sequence[Mapping[str, Any]]
 
-# What a run of a sweep is measured by; all other names in a row are axes.
+# The measures of a run of a sweep; all other names in a row are axes, but for these states.
 MEASURES = tuple(name for name, column in COLUMNS.items() if column.swept)
 STATES = ("status", "steps", "runs")
 MAX_LABEL = 40  # characters
 
 
 def present_name(column: str, renamed: Mapping[str, str] = RENAMED_IN_SWEEPS) -> str:
-    """The name of a column; a warning where an old one was given.
+    """Return the present name of a column; warn if an old one was given.
 
     >>> present_name("bytes_total")
     'bytes_total'
@@ -49,12 +49,12 @@ class Row(dict[str, Any]):
         return self[present_name(column, self.renamed)]
 
     def get(self, column: str, default: Any = None) -> Any:
-        """The value of `column`; `default` if there is none."""
+        """Return the value of `column`, or else `default`."""
         return super().get(present_name(column, self.renamed), default)
 
 
 def renewed(rows: Rows) -> list[Row]:
-    """The rows with the present names of columns, for old ones.
+    """Return the rows with the present names of columns in place of old ones.
 
     >>> renewed([{"H": 1, "bytes_total": 3.0}])
     [{'H': 1, 'bytes_total': 3.0}]
@@ -67,7 +67,7 @@ def renewed(rows: Rows) -> list[Row]:
 
 
 def axes_of(rows: Rows) -> list[str]:
-    """The names of the axes.
+    """Return the names of the axes.
 
     >>> axes_of([{"lr": 0.1, "seed": 0, "status": "finished", "val_loss": 2.0}])
     ['lr', 'seed']
@@ -76,7 +76,7 @@ def axes_of(rows: Rows) -> list[str]:
 
 
 def check_over(rows: Rows, over: str | None) -> str | None:
-    """The axis to average over; None: there is none. "seed" need not be an axis, any other one must."""
+    """Return the axis to average over, or None. "seed" need not be an axis of the rows; any other name must be."""
     axes = axes_of(rows)
     if over is None or (isinstance(over, str) and over in axes):
         return over
@@ -88,7 +88,7 @@ def check_over(rows: Rows, over: str | None) -> str | None:
 
 
 def groups(rows: Rows, over: str | None) -> list[list[Mapping[str, Any]]]:
-    """The rows that differ in one axis only; in the order of the first of each.
+    """Group the rows that differ in the axis `over` only, in the order of the first of each.
 
     >>> rows = [{"lr": lr, "seed": seed, "val_loss": lr + seed} for seed in (0, 1) for lr in (0.1, 0.2)]
     >>> [[row["val_loss"] for row in group] for group in groups(rows, "seed")]
@@ -97,17 +97,17 @@ def groups(rows: Rows, over: str | None) -> list[list[Mapping[str, Any]]]:
     over = check_over(rows, over)
     if over is None:
         return [[row] for row in rows]
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    by_point: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     others = [name for name in axes_of(rows) if name != over]
     for row, shown in zip(rows, labelled(rows)):
-        found.setdefault(tuple(shown[name] for name in others), []).append(row)
-    return list(found.values())
+        by_point.setdefault(tuple(shown[name] for name in others), []).append(row)
+    return list(by_point.values())
 
 
 def averaged(rows: Rows, over: str | None) -> list[Row]:
-    """A row for each of `groups`: means of what was measured, "runs" how many they are of.
+    """Return a row for each of `groups`: the means of the measures, and in "runs" the number of rows.
 
-    One that has no number, or none that is finite, leaves the mean without one: it is not that of the others.
+    If one row has no number, or none that is finite, so has the mean: it is not that of the others.
 
     >>> rows = [{"lr": 0.1, "seed": seed, "status": "finished", "val_loss": 1.0 + seed} for seed in (0, 1)]
     >>> averaged(rows, "seed")
@@ -132,10 +132,10 @@ def _mean(group: Sequence[Mapping[str, Any]], over: str) -> Row:
 
 
 def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
-    """The rows that have these values, or for which these functions of a value are true.
+    """Return the rows that have these values, or for which these functions of a value are true.
 
     Raises:
-        ValueError: for a column that is not there, and where no row is left.
+        ValueError: for an unknown column, and if no row is left.
 
     >>> rows = [{"H": H, "lr": lr} for H in (1, 5) for lr in (0.1, 0.2)]
     >>> chosen(rows, {"H": 5, "lr": lambda lr: lr < 0.15})
@@ -158,7 +158,7 @@ def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
 
 
 def _matches(wanted: Any, values: list[Any]) -> Callable[[Any], bool]:
-    """A function is a condition, unless it is itself a value of the axis."""
+    """Return the condition for a value; a function is the condition itself, unless it is a value of the axis."""
     if callable(wanted) and not any(value is wanted for value in values):
         return lambda value: bool(wanted(value))
     return lambda value: value is wanted or (_is_plain(value) and bool(value == wanted))
@@ -169,7 +169,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def label(value: Any) -> Any:
-    """A value of an axis as a table shows it; a number is itself.
+    """Return a value of an axis as a table shows it; numbers stay numbers.
 
     >>> label(0.1), label(Tensor), label(lambda step: step), label(np.ones((4, 4)))
     (0.1, 'Tensor', 'lambda', 'ndarray [4, 4]')
@@ -192,7 +192,7 @@ def label(value: Any) -> Any:
 
 
 def labelled(rows: Rows) -> list[Row]:
-    """The rows with a text in place of every value that is none: different ones for different values of an axis.
+    """Return the rows with a text for every value that is not plain; different values of an axis get different texts.
 
     >>> labelled([{"f": f} for f in (lambda x: x, lambda x: 2 * x, max)])
     [{'f': 'lambda 1'}, {'f': 'lambda 2'}, {'f': 'max'}]
@@ -216,10 +216,10 @@ def _labels(values: list[Any]) -> Iterator[Any]:
 
 
 def data_frame(rows: Rows) -> Any:
-    """The rows as a `pandas.DataFrame`.
+    """Return the rows as a `pandas.DataFrame`.
 
     Raises:
-        ImportError: where pandas is not installed.
+        ImportError: if pandas is not installed.
     """
     try:
         import pandas
@@ -229,9 +229,20 @@ def data_frame(rows: Rows) -> Any:
 
 
 def counted(number: int, what: str, several: str | None = None) -> str:
-    """A number of things.
+    """Return a number of things in words.
 
     >>> counted(1, "program"), counted(2, "stack"), counted(2, "process", "processes")
     ('1 program', '2 stacks', '2 processes')
     """
     return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.rjust) -> list[str]:
+    """Return the lines of a table of texts whose first column is flush left.
+
+    >>> aligned([["", "bytes"], ["mean", "8"]])
+    ['      bytes', 'mean      8']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [[first.ljust(widths[0]), *map(justify, rest, widths[1:])] for first, *rest in rows]
+    return ["  ".join(line).rstrip() for line in lines]

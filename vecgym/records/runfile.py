@@ -1,13 +1,14 @@
-"""Files of runs: how they are written and read, and what a finished one gives: `vecgym.load`.
+"""Files of runs: write them, read them, and load the models of a finished run: `vecgym.load`.
 
-A file is what `torch.save` writes, nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
+A file is what `torch.save` writes: nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
 reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not, and that
-names, dtypes, shapes and plain values are those that were written: a file keeps its own `form` beside what it holds.
+names, dtypes, shapes and plain values are those that were written: a file also holds the `form` of its contents.
 """
 
 from __future__ import annotations
 
 import os
+import types
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ from vecgym.records.history import History, Row
 from vecgym.records.rows import counted
 
 FORMAT = "vecgym"
-VERSION = 2  # of what is in a file; a reader refuses later ones. Files of version 1 have no form
-FORM: dict[str, Any] = {  # of what `load` reads
+VERSION = 2  # of the contents; a reader refuses later ones. Files of version 1 have no form
+FORM: dict[str, Any] = {  # what `load` reads
     "step": int,
     "num_nodes": int,
     "settings": dict,
@@ -40,13 +41,13 @@ FORM: dict[str, Any] = {  # of what `load` reads
 
 @dataclass(frozen=True)
 class Saved:
-    """What `trainer.save` or a checkpoint holds of the models, and how they came about.
+    """The models in a file of `trainer.save` or a checkpoint, and how they came about.
 
     Attributes:
         step: optimizer steps done.
         num_nodes: K.
         history: what was recorded; see `vecgym.records.history`.
-        settings: what the run was given and what was chosen for it.
+        settings: what the run was given, and what was chosen for it.
         params, buffers: of every node, `[K, *]`, or `[1, *]` where all nodes have the same.
 
     >>> params = {"w": torch.tensor([1.0, 3.0])}
@@ -62,11 +63,11 @@ class Saved:
     params: Tree
     buffers: Tree
     keys: dict[str, str]  # key of the model's state_dict -> the parameter or buffer; tied ones have several keys
-    extra: dict[str, Any]  # what else is in a state_dict
+    extra: dict[str, Any]  # everything else in the state_dict
 
     @property
     def average(self) -> dict[str, Any]:
-        """The average of the nodes, for `model.load_state_dict`: what `fit` has returned. Integers: those of node 0."""
+        """The average of the nodes, for `model.load_state_dict`: what `fit` returned. Integers are those of node 0."""
         return self._state_dict(nodes.mean({**self.params, **self.buffers}))
 
     def node(self, node: int) -> dict[str, Any]:
@@ -91,9 +92,9 @@ class Saved:
 
 
 def load(path: str | os.PathLike[str]) -> Saved:
-    """Read what `trainer.save`, or a checkpoint, holds: the average of the nodes, each node's model, the history.
+    """Read a file of `trainer.save`, or a checkpoint: the average of the nodes, each node's model, the history.
 
-    Needs no class of the script that saved it, and executes nothing. Tensors are on the CPU.
+    No class of the script that saved it is needed, and nothing is executed. Tensors are on the CPU.
 
     Raises:
         FileNotFoundError: where there is no such file.
@@ -127,7 +128,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
 def record(
     model: nn.Module, num_nodes: int, step: int, params: Tree, buffers: Tree, history: History
 ) -> dict[str, Any]:
-    """Return what `load` reads: of all nodes the parameters, frozen ones too, and the buffers, `[1 or K, *]`."""
+    """Return what `load` reads: the parameters of all nodes, frozen ones too, and the buffers, `[1 or K, *]`."""
     names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
     state_dict = model.state_dict(keep_vars=True)
     return {
@@ -171,9 +172,9 @@ def read(
     """Return what `write` has written, on the CPU.
 
     Args:
-        needed: what it must have: names -> types, or the same of dicts.
-        mmap: tensors are read when they are used.
-        check: read all of the file, to see whether it is whole.
+        needed: what it must have: names -> types, nested as the contents are.
+        mmap: read tensors only when they are used.
+        check: read the whole file, to see whether it is intact.
 
     Raises:
         FileNotFoundError: where there is no such file.
@@ -202,7 +203,7 @@ def read(
         raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
     with naming(path):
         recorded = form(contents) if version == 1 else contents.pop("form")
-        wrong = _lacking(contents, needed or {}) or difference(form(contents), recorded)
+        wrong = difference(contents, needed or {}, more=True) or difference(form(contents), recorded)
     if wrong:
         raise Damaged(f"{path} is not what vecgym has written: {wrong}.")
     return contents
@@ -210,7 +211,7 @@ def read(
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what goes wrong with the contents of a file into a `Damaged` that names it.
+    """Turn errors in reading the contents of a file into a `Damaged` that names it.
 
     >>> with naming("run.pt"):
     ...     {"step": 3}["rows"]
@@ -224,23 +225,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Damaged(f"{path} is not what vecgym has written: {error!r}") from error
 
 
-def _lacking(contents: Mapping[Any, Any], needed: Mapping[str, Any], where: str = "") -> str:
-    """Return what `contents` lacks of what is needed; "" if it has all of it."""
-    for name, kind in needed.items():
-        place = f"{where}[{name!r}]"
-        if name not in contents:
-            return f"there is no {place}"
-        value = contents[name]
-        of_kind = isinstance(value, dict if isinstance(kind, Mapping) else kind)
-        if not of_kind or (kind is int and (isinstance(value, bool) or value < 0)):
-            return f"{place} is {kind_of(value)}, {value!r:.40}"
-        if isinstance(kind, Mapping) and (wrong := _lacking(value, kind, place)):
-            return wrong
-    return ""
-
-
 def form(value: Any, num_nodes: int | None = None) -> Any:
-    """Replace each tensor of nested values by its dtype and shape; of `num_nodes`, 1 row and K rows are the same.
+    """Replace each tensor of nested values by its dtype and shape; given `num_nodes`, 1 row and K rows look the same.
 
     >>> form({"step": 3, "w": torch.ones(2, 5)}), form([torch.ones(1, 5), torch.ones(2, 5)], num_nodes=2)
     ({'step': 3, 'w': 'float32 [2, 5]'}, ['float32 [1 or 2, 5]', 'float32 [1 or 2, 5]'])
@@ -260,11 +246,17 @@ def difference(value: Any, demanded: Any, where: str = "", *, more: bool = False
     """Return where two forms differ first, in words; "" if they are equal.
 
     Args:
+        demanded: a form; a type in place of a value means any of that type (`int`: any >= 0).
         more: there may be names that are not demanded, and other plain values.
 
     >>> difference({"w": "float64 [2]"}, {"w": "float32 [2]"}, "params")
     "params['w'] is 'float64 [2]' in place of 'float32 [2]'"
+    >>> difference({"step": -1, "rows": {}}, {"step": int, "rows": dict}, more=True)
+    "['step'] is of type int, -1"
     """
+    if isinstance(demanded, (type, types.UnionType)):
+        is_count = demanded is not int or (checks.is_integer(value) and value >= 0)
+        return "" if isinstance(value, demanded) and is_count else f"{where} is {kind_of(value)}, {value!r:.40}"
     if isinstance(value, dict) and isinstance(demanded, dict):
         for name in demanded if more else {**demanded, **value}:
             place = f"{where}[{name!r}]"
@@ -278,7 +270,7 @@ def difference(value: Any, demanded: Any, where: str = "", *, more: bool = False
     if type(value) is type(demanded) in (list, tuple) and len(value) == len(demanded):
         places = (f"{where}[{i}]" for i in range(len(value)))
         return next(filter(None, (difference(*each, more=more) for each in zip(value, demanded, places))), "")
-    alike = repr(value) == repr(demanded) or (more and not isinstance(demanded, str))
+    alike = repr(value) == repr(demanded) or (more and not isinstance(demanded, (str, dict)))
     return "" if alike else f"{where} is {value!r:.60} in place of {demanded!r:.60}"
 
 
@@ -286,7 +278,7 @@ def difference(value: Any, demanded: Any, where: str = "", *, more: bool = False
 
 
 def compact(x: Tensor) -> Tensor:
-    """Move a tensor to the CPU, in no more storage than it needs: of an expanded node dimension one row."""
+    """Move a tensor to the CPU, in no more storage than it needs; keep one row of an expanded node dimension."""
     x = x.detach()
     if x.dim() > 0 and len(x) > 1 and x.stride(0) == 0:
         x = x[:1]
@@ -295,12 +287,12 @@ def compact(x: Tensor) -> Tensor:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return `value` as what may be in a file; `where` names it in the error."""
+    """Convert `value` to what a file can hold; `where` names it in the error."""
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, bool):
         return value
-    for kind in (int, float, str):  # not what is derived from them, such as torch's own version
+    for kind in (int, float, str):  # and subclasses, such as the class of torch.__version__
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, np.ndarray):
@@ -366,7 +358,7 @@ def _packed(values: list[Any], name: str) -> dict[str, Any]:
 
 
 def _readable(value: Any) -> Any:
-    """Return a setting as what may be in a file, or in words."""
+    """Return a setting as a plain value, or else as text."""
     try:
         return plain(value, "")
     except TypeError:

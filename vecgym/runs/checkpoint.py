@@ -1,9 +1,9 @@
-"""Checkpoints: a run saved from time to time, and resumed as if it had never stopped.
+"""Checkpoints: save a run from time to time, and resume it as if it had never stopped.
 
-A checkpoint has everything that evolves: the simulation's state of all nodes, the ledger, the history, the states of
-the global random generators. Batches and a model's own random numbers are functions of (seed, step, node), so that the
-step says where they are. What a run is given (model, data, strategy, settings) is not in it: it is given again, and
-checked. The folder must be seen by all processes of a run; the first of them writes.
+A checkpoint holds everything that evolves: the simulation's state of all nodes, the ledger, the history, the states of
+the global random generators. Batches and a model's own random numbers are functions of (seed, step, node), so the step
+determines them. The inputs of a run (model, data, strategy, settings) are not saved: they are given again, and checked.
+All processes of a run must be able to read the folder; the first of them writes.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ FORM: dict[str, Any] = {
     "learning_rates": dict,
     "state": {"optimizer": object, "strategy": object},
     "ranks": object,
-    "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": (int, float)},
-    "recorder": {"examples": int, "seconds": (int, float)},
+    "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": int | float},
+    "recorder": {"examples": int, "seconds": int | float},
     "random": list,
 }
 
 
 class Snapshots:
-    """Takes snapshots of a run, and resumes from them.
+    """Take snapshots of a run, and resume from them.
 
     Args:
         simulation, recorder: what evolves.
-        options: what the run was given; made before anything has changed, it is noted in each snapshot.
+        options: what the run was given; each snapshot describes it as it was before the first step.
     """
 
     def __init__(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
-        self.strategy = options.strategy  # as the user has given it
+        self.strategy = options.strategy  # as the user gave it
         self.simulation = simulation
         self.recorder = recorder
         self.session = session
@@ -68,13 +68,13 @@ class Snapshots:
             "first batch of the training data": digest(torch.tensor(session.joined(digests))),
             "training data": checksum(fingerprint_of_data(train.dataset, "data")),
         }
-        self.identity = identity(self.strategy, self.engine.model, simulation, train, options)
-        self.arithmetic = arithmetic(simulation, options, self.device, session.num_processes, data)
+        self.identity = identity(simulation, train, options)
+        self.arithmetic = arithmetic(simulation, options, session.num_processes, data)
 
     def take(self, state: State) -> dict[str, Any] | None:
-        """Return all that evolves, for a file; None in processes other than the first. All processes call it."""
+        """Return everything that evolves, for a file; None except in the first process. All processes call this."""
         names = ("params", "buffers", "optimizer", "strategy")
-        everyone = self.session.gathered({name: vars(state)[name] for name in names}, self.device)
+        everyone = self.session.gathered({name: vars(state)[name] for name in names})
         node_steps = torch.tensor(self.session.joined(state.node_steps.tolist()))
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
@@ -96,15 +96,14 @@ class Snapshots:
         }
 
     def check(self, contents: Mapping[str, Any], path: Path) -> None:
-        """Raise a ValueError if a snapshot is of another run; warn where the run will not have the same bits."""
+        """Raise a ValueError if a snapshot is of another run; warn if the run will not have the same bits."""
         num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
         with runfile.naming(path):
-            noted = dict(contents["identity"])
-        check_noted(noted, path)
+            saved = dict(contents["identity"])
+        check_noted(saved, path)
         with runfile.naming(path):
-            differing = differences(noted, self.identity)
             rates = check_learning_rates(contents["learning_rates"], self.strategy, steps, num_nodes)
-            differing = differing or [*filter(None, [rates])]
+            differing = differences(saved, self.identity) or rates
             changed = differences(contents["arithmetic"], self.arithmetic)
         if differing:
             raise ValueError(
@@ -122,7 +121,7 @@ class Snapshots:
             )
 
     def restore(self, contents: Mapping[str, Any], template: State) -> State:
-        """Resume from a snapshot: put back everything but the random generators, which are set last."""
+        """Resume from a snapshot: restore everything but the random generators, which are set last."""
         comm, frozen = self.simulation.comm, self.engine.frozen
         models = contents["models"]
         expected = {"params": {**template.params, **self._frozen()}, "buffers": template.buffers}
@@ -130,7 +129,7 @@ class Snapshots:
         trained = {name: models["params"][name] for name in template.params}
         values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
         placed = _placed(self.session.rows_here(values), vars(template), self.device)
-        # At its start an optimizer may have less. Its "numbers" are Python's, which may become floats.
+        # At its start an optimizer may hold less. Its "numbers" are Python's, and may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
         _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
         self._random_states(contents)
@@ -156,7 +155,7 @@ class Snapshots:
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in a folder, by steps; whole or not. What is no file, such as a pipe, is none."""
+    """Return the checkpoints in a folder, intact or not, in the order of steps. A pipe, say, is not one."""
     paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
     return sorted((path for path in paths if is_regular(path)), key=_step_of)
 
@@ -166,14 +165,14 @@ def _step_of(path: Path) -> int:
 
 
 class Checkpointer:
-    """When a run is saved, what is kept, and what it resumes from. Without a folder nothing is saved.
+    """Decide when a run is saved, what is kept, and what it resumes from. Without a folder nothing is saved.
 
-    A write that fails (a full disk) warns; the run and what was saved before stay as they are.
+    A write that fails (on a full disk) warns; the run goes on, and earlier checkpoints stay.
 
     Attributes:
         last: the newest checkpoint from which this run can resume.
-        run_id: of what others keep of the run, such as wandb; a run that is resumed keeps it. None: nothing is saved.
-        resumed: the state to resume from, of the newest checkpoint that is whole; None: the run begins.
+        run_id: names the run in other places, such as wandb; a resumed run keeps it. None: nothing is saved.
+        resumed: the state to resume from, of the newest intact checkpoint; None: the run starts.
     """
 
     def __init__(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
@@ -201,7 +200,7 @@ class Checkpointer:
             self._contents = None
 
     def save_if_due(self, state: State, last: bool) -> None:
-        """Save the start, every `checkpoint_interval` steps, and the end, also that of an interrupted run."""
+        """Save at the start, every `checkpoint_interval` steps, and at the end, also that of an interrupted run."""
         interval = self.options.checkpoint_interval
         due = state.step == 0 or last or (interval is not None and state.step % interval == 0)
         if self.folder is None or not due:
@@ -225,13 +224,13 @@ class Checkpointer:
         return "" if self.last is None else f"; resume=True goes on from {self.last}"
 
     def _load(self) -> State | None:
-        """Restore the newest checkpoint that all processes can; None: there is none in the folder."""
+        """Restore the newest checkpoint that all processes can; None: the folder has none."""
         template: State | None = None
-        passed: Path | None = None
-        while (path := self.session.first(partial(self._newest, passed))) is not None:
-            contents = runfile.read(path, mmap=self.session.num_processes > 1, check=False)
+        paths = self.session.first(self._candidates)
+        for path in paths:
             state, wrong = None, ""
             try:
+                contents = self._read(path)
                 self._snapshots.check(contents, path)
                 template = template or self.simulation.init()
                 with runfile.naming(path):
@@ -243,49 +242,46 @@ class Checkpointer:
                 return state
             if self._searched is None:
                 raise Damaged(wrongs[0])
-            self.session.first(partial(_warn_passed, wrongs[0]))
-            passed = path
+            if self.session.rank == 0:
+                warn(f"{wrongs[0].rstrip('.')}. The next older checkpoint is taken, if there is one.")
+        if paths:
+            raise ValueError(
+                f"none of the checkpoints in {self._searched} can be read. Give resume=False and another save_dir."
+            )
         return None
 
     @property
     def _searched(self) -> Path | None:
-        """The folder in which checkpoints are looked for; None: one was asked for by name."""
+        """The folder to search for checkpoints; None: a file was asked for."""
         resume = self.options.resume
         folder = self.folder if isinstance(resume, bool) else Path(resume).absolute()
         return folder if resume is True or (folder is not None and folder.is_dir()) else None
 
-    def _newest(self, passed: Path | None) -> Path | None:
-        """Return the newest checkpoint, older than `passed`, that can be read; None: there was none in the folder."""
+    def _candidates(self) -> list[Path]:
+        """Return the checkpoints to resume from, the newest first."""
         folder, resume = self._searched, self.options.resume
         if folder is None:
             assert not isinstance(resume, bool)
-            path = Path(resume).absolute()
-            runfile.read(path, FORM)  # not as a map, which would not see that a part is too short
-            return path
-        present = checkpoints_in(folder)
-        for path in reversed(present):
-            if passed is not None and _step_of(path) >= _step_of(passed):
-                continue
-            try:
-                runfile.read(path, FORM)
-                return path
-            except Damaged as error:
-                _warn_passed(str(error))
-        if present:
-            raise ValueError(
-                f"none of the checkpoints in {folder} can be read. Give resume=False and another save_dir."
-            )
-        if resume is not True:
+            return [Path(resume).absolute()]
+        paths = checkpoints_in(folder)[::-1]
+        if not paths and resume is not True:
             raise ValueError(f"resume={str(resume)!r}: there is no checkpoint in this folder.")
-        return None
+        return paths
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Read a checkpoint. Of several processes the first checks it, and each reads only what it uses."""
+        if self.session.num_processes == 1:
+            return runfile.read(path, FORM)
+        self.session.first(partial(_check_readable, path))
+        return runfile.read(path, mmap=True, check=False)
 
     def _make_folder(self) -> None:
-        """See before the first step that it can be written to, and that no other run's checkpoints are in it."""
+        """Check, before the first step, that the folder can be written to and holds no other run's checkpoints."""
         if self.folder is None:
             return
         present = checkpoints_in(self.folder)
         if self.last is not None and self.last.parent == self.folder:
-            # Those that resume=True has passed over cannot be read, and are written anew when the run gets there.
+            # Those that resume=True has skipped cannot be read, and are overwritten when the run gets there.
             present = [p for p in present if _step_of(p) > _step_of(self.last) and self.options.resume is not True]
         if present:
             raise ValueError(
@@ -306,25 +302,26 @@ class Checkpointer:
         return saved if re.fullmatch("[0-9a-f]{16}", saved) else secrets.token_hex(8)
 
     def _remove_old(self, step: int) -> None:
-        """Remove only what is not newer than what was just written: that one is good."""
+        """Remove old checkpoints; never one that is newer than the one just written, which is known to be good."""
         older = [path for path in checkpoints_in(self.folder or "") if _step_of(path) <= step]
         for path in older[: -self.options.keep_checkpoints]:
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def _warn_passed(wrong: str) -> None:
-    warn(f"{wrong.rstrip('.')}. The next older checkpoint is taken, if there is one.")
+def _check_readable(path: Path) -> None:
+    """Raise an error unless a file is a checkpoint. (A memory map would not show that a part is too short.)"""
+    runfile.read(path, FORM)
 
 
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
-    """Raise an error unless all tensors have the names, dtypes and shapes of the template's; rows: 1 or all."""
+    """Raise an error unless all tensors have the names, dtypes and shapes of the template's, with 1 row or all."""
     if wrong := runfile.difference(runfile.form(values, num_nodes), runfile.form(template, num_nodes), more=more):
         raise ValueError(wrong)
 
 
 def _placed(values: Any, template: Any, device: torch.device) -> Any:
-    """Put tensors from a file where the run has them; `template` is the state at its start, which may have less."""
+    """Move tensors from a file to where the run has them; `template` is the state at its start, which may hold less."""
 
     def place(x: Tensor, like: Any) -> Tensor:
         return x.to(like.device if isinstance(like, Tensor) else device, copy=True)

@@ -1,4 +1,4 @@
-"""Why a strategy differs between one process and several: what differs first, and the rule it most probably breaks."""
+"""Explain why a strategy differs between one process and several: what differs first, and which rule it breaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from vecgym.collectives import Collectives
 from vecgym.strategy import Strategy
 
-# In the order in which a step computes them: the first that differs is nearest to the cause.
+# In the order in which a step computes them: the first that differs is closest to the cause.
 KINDS = ("losses", "buffers", "optimizer", "params", "strategy")
 
 # Rules of the contract, in the words of `vecgym.guide.writing_a_strategy`.
@@ -27,7 +27,7 @@ RULES = {
 
 
 class Gap(NamedTuple):
-    """How far one tensor in a process is from that of the stacked form.
+    """The distance of one tensor in a process from that of the stacked form.
 
     >>> Gap("params", "weight", torch.tensor([0.0, 0.3]), shared=True, uniform=False).largest
     0.30000001192092896
@@ -48,11 +48,11 @@ class Gap(NamedTuple):
 def gaps(
     kind: str, a: Any, b: Any, comm: Collectives, sizes: Mapping[str, float], path: tuple[str, ...] = ()
 ) -> Iterator[Gap]:
-    """The gaps between nested values of all nodes and those of the nodes here, relative to the tensors' largest values.
+    """Yield the gaps between nested values of all nodes and those of the nodes here, relative to their largest values.
 
-    What a strategy keeps is made of parameters, often as a difference of two that are nearly equal (a residual, a
-    movement). It has their rounding, however small it is itself: its gap is relative to the largest value of the
-    parameter whose name it has, or of all, where that is larger.
+    The state of a strategy is made of parameters, often as a difference of two that are nearly equal (a residual, a
+    movement). However small it is, it has their rounding errors. So its gap is relative to the largest value of the
+    parameter of the same name, or else of all parameters, where that is larger.
 
     Args:
         sizes: the largest value of each parameter.
@@ -84,24 +84,24 @@ def gaps(
 
 
 class Evidence(NamedTuple):
-    """What a process sees at the first step at which it differs from the stacked form."""
+    """What a process observes at the first step at which it differs from the stacked form."""
 
     step: int
     kind: str  # of KINDS, or "ledger", "handed bytes"
     tensor: str
-    nodes: tuple[int, ...]  # whose values differ; all here where shapes do
+    nodes: tuple[int, ...]  # whose values differ; all nodes here if the shapes do
     gap: float
     shared: bool
     uniform: bool
     calls: str  # which collectives were called, where these differ
-    changed: tuple[str, ...] = ()  # attributes of the strategy that have changed
-    random: bool = False  # another stacked run differs, too
+    changed: tuple[str, ...] = ()  # attributes of the strategy that the run changed
+    random: bool = False  # another stacked run differs too
 
 
-def evidence(step: int, found: Sequence[Gap], bound: float, calls: str, comm: Collectives) -> Evidence:
-    """Of the first tensor that is not within the bound; of the calls if all are."""
+def evidence(step: int, all_gaps: Sequence[Gap], bound: float, calls: str, comm: Collectives) -> Evidence:
+    """Return the evidence of the first tensor that is not within the bound; if all are, of the calls."""
     here = tuple(comm.node_ids.tolist())
-    gap = next((gap for gap in found if not gap.largest <= bound), None)
+    gap = next((gap for gap in all_gaps if not gap.largest <= bound), None)
     if gap is None:
         return Evidence(step, "ledger" if calls else "handed bytes", "", here, 0.0, False, False, calls)
     nodes = here
@@ -116,9 +116,9 @@ class Finding(NamedTuple):
     Attributes:
         kind: "losses", "buffers", "optimizer", "params", "strategy", "ledger" or "handed bytes".
         tensor, node: the first that differ; "" for the bytes.
-        gap: by how much, relative; inf: by name or shape.
-        cause: what speaks for it.
-        rule: of the contract in `vecgym.guide.writing_a_strategy`; "" where none is broken.
+        gap: the relative difference; inf: in name or shape.
+        cause: the most probable one.
+        rule: of the contract in `vecgym.guide.writing_a_strategy`; "" if none is broken.
 
     >>> print(Finding(3, "params", "net.0.weight", node=2, gap=0.25, cause="Rows are mixed.", rule=RULES["comm"]))
     step 3, params net.0.weight of node 2: differs by 0.25. Rows are mixed. The contract: Other nodes only through \
@@ -145,24 +145,24 @@ class Finding(NamedTuple):
 
 
 def diagnose(each: Sequence[Evidence | None], exact: bool, rounding: float) -> Finding | None:
-    """What differs first in any process, from the evidence of each; None: nothing does.
+    """Return what differs first in any process, given the evidence of each; None: nothing does.
 
     Args:
-        rounding: differences up to this one are those of another order of summation.
+        rounding: differences up to this one can come from another order of summation.
     """
-    seen = [e for e in each if e is not None]
-    if not seen:
+    present = [e for e in each if e is not None]
+    if not present:
         return None
-    step = min(e.step for e in seen)
+    step = min(e.step for e in present)
     order = (*KINDS, "ledger", "handed bytes")
-    first = min((e for e in seen if e.step == step), key=lambda e: (order.index(e.kind), e.nodes))
+    first = min((e for e in present if e.step == step), key=lambda e: (order.index(e.kind), e.nodes))
     elsewhere = each[0] is None or each[0].step > step  # the process that has node 0 sees no difference
     cause, rule = _cause(first, elsewhere, exact, rounding)
     return Finding(step, first.kind, first.tensor, first.nodes[0], first.gap, cause, RULES[rule])
 
 
 def _cause(first: Evidence, elsewhere: bool, exact: bool, rounding: float) -> tuple[str, str]:
-    """The best of the explanations, and its rule; the surest come first."""
+    """Return the most probable cause, and the rule; the most certain ones come first."""
     if first.changed:
         return f"The run has changed {', '.join(first.changed)}.", "self"
     if first.random:
@@ -190,15 +190,14 @@ def _cause(first: Evidence, elsewhere: bool, exact: bool, rounding: float) -> tu
 
 
 def attributes(strategy: Strategy) -> dict[str, Any]:
-    """What a strategy and its modules hold, to be compared later.
+    """Return the attributes of a strategy and its modules, to compare them later.
 
     >>> from vecgym.strategy import FedAvgStrategy
     >>> attributes(FedAvgStrategy("sgd", H=5))["AveragingCommunicator.H"]
     '5'
     """
-    found = {}
-    for owner in (strategy, *strategy.communication_modules):
-        for name, value in vars(owner).items():
-            shown = value.tolist() if isinstance(value, Tensor) else repr(value)
-            found[f"{type(owner).__name__}.{name}"] = shown
-    return found
+    return {
+        f"{type(owner).__name__}.{name}": value.tolist() if isinstance(value, Tensor) else repr(value)
+        for owner in (strategy, *strategy.communication_modules)
+        for name, value in vars(owner).items()
+    }

@@ -1,6 +1,6 @@
-"""What is measured of all nodes, wherever they are: averages, distances, validation losses.
+"""Measure all nodes, wherever they are: averages, distances, validation losses.
 
-Nothing here is a part of the training: no entry goes to the ledger.
+None of this is a part of the training: nothing is recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ class Evaluation(NamedTuple):
     """Means over the validation examples.
 
     >>> accuracy = (0.75, torch.tensor([0.5, 1.0]))
-    >>> found = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
-    >>> found.columns["val_loss_local"], found.columns["val_accuracy"], found.columns["val_accuracy_local"]
+    >>> evaluation = Evaluation(average=0.5, nodes=torch.tensor([1.0, 2.0]), more={"accuracy": accuracy})
+    >>> columns = evaluation.columns
+    >>> columns["val_loss_local"], columns["val_accuracy"], columns["val_accuracy_local"]
     (1.5, 0.75, 0.75)
     """
 
     average: float  # loss of the averaged model ("global")
     nodes: Tensor  # [K]: loss of each node's own model ("local")
-    more: dict[str, tuple[float, Tensor]]  # the same two of everything else that the model offers, by name
+    more: dict[str, tuple[float, Tensor]]  # the same two of each metric that the model offers
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What the history records of it."""
+        """The columns of the history."""
         local = self.nodes.numpy()
-        found = {"val_loss": self.average, "val_loss_local": float(local.mean()), "val_losses": local}
+        columns = {"val_loss": self.average, "val_loss_local": float(local.mean()), "val_losses": local}
         for name, (average, each) in self.more.items():
-            found |= {f"val_{name}": average, f"val_{name}_local": float(each.mean())}
-        return found
+            columns |= {f"val_{name}": average, f"val_{name}_local": float(each.mean())}
+        return columns
 
 
 @torch.no_grad()
 def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectives) -> Evaluation:
-    """Evaluate in eval mode; neither the state nor any random state is changed.
+    """Evaluate in eval mode, without changing the state or any random state.
 
-    Measured are the loss; what the model's `val_metrics(batch)` gives beside it, each a mean over the examples (see
-    `Engine.measures`); and the functions of the mean loss in its attribute `loss_metrics`, a dict such as
+    Measured are the loss; the metrics that the model's `val_metrics(batch)` returns, each a mean over the examples (see
+    `Engine.measures`); and the functions of the mean loss in the model's attribute `loss_metrics`, a dict such as
     `{"perplexity": torch.exp}`.
 
     >>> from vecgym.collectives import StackedCollectives
@@ -64,9 +65,9 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
 
 @torch.no_grad()
 def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], comm: Collectives) -> list[Evaluation]:
-    """`evaluate` of C configurations, each on its own of `sets`, in as few calls as for one.
+    """Evaluate C configurations, each on its own one of `sets`, in as few calls as for one.
 
-    Their nodes are those of `comm`, one configuration after the other; of more than one, all are here.
+    Their nodes are those of `comm`, one configuration after the other; if C > 1, all of them are in this process.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.models import Line
@@ -79,22 +80,21 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     C, num_local = len(sets), len(comm.node_ids)
     values = state.params, state.buffers
     means = [averages(x, C, comm) for x in values]
-    lone = num_local == 1 < comm.num_nodes  # [1, *] is then this node's own
-    same = not lone and all(x.shape[0] in (1, C) for x in tree.leaves(values))
-    # With a validation set of its own for each node, the averaged model has a loss on each.
+    alone = num_local == 1 < comm.num_nodes  # [1, *] is then this node's own
+    same = not alone and all(x.shape[0] in (1, C) for x in tree.leaves(values))
+    # If each node has its own validation set, the averaged model has a loss on each of them.
     if sets[0].per_node and C > 1:
         means = [nodes.expand(x, num_local) for x in means]
     each_node = values if C == 1 else tuple(nodes.expand(x, num_local) for x in values)
     totals: dict[str, list[Tensor]] = {}  # of the averaged models, [C or L], and of each node, [L]
     count = 0
     for batch, batch_of_each, own_batches, size in _batches(sets, num_local):
-        found = engine.measures(means[0], means[1], batch, own_batches=own_batches)
-        own = found
+        of_means = of_nodes = engine.measures(means[0], means[1], batch, own_batches=own_batches)
         if not same:
-            own = engine.measures(each_node[0], each_node[1], batch_of_each, own_batches=own_batches)
-        for name, x in found.items():
+            of_nodes = engine.measures(each_node[0], each_node[1], batch_of_each, own_batches=own_batches)
+        for name, x in of_means.items():
             mean, each = totals.setdefault(name, [torch.zeros((), dtype=torch.float64)] * 2)
-            totals[name] = [mean + x.cpu().double() * size, each + own[name].cpu().double() * size]
+            totals[name] = [mean + x.cpu().double() * size, each + of_nodes[name].cpu().double() * size]
         count += size
     parts: list[dict[str, tuple[float, Tensor]]] = [{} for _ in sets]
     for name, (mean, each) in totals.items():
@@ -105,23 +105,23 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     return [_evaluation(part, engine.model) for part in parts]
 
 
-def _evaluation(found: dict[str, tuple[float, Tensor]], model: nn.Module) -> Evaluation:
-    """With the functions of the mean loss that the model offers."""
-    loss, losses = found.pop("loss")
+def _evaluation(measured: dict[str, tuple[float, Tensor]], model: nn.Module) -> Evaluation:
+    """Add the functions of the mean loss that the model offers."""
+    loss, losses = measured.pop("loss")
     for name, function in loss_metrics(model).items():
-        found[name] = float(function(torch.tensor(loss, dtype=torch.float64))), function(losses)
-    if wrong := [name for name in found if name in ("loss_local", "losses")]:
-        raise ValueError(f"the model offers a metric called {wrong[0]!r}, which is a column already: rename it.")
-    return Evaluation(loss, losses, found)
+        measured[name] = float(function(torch.tensor(loss, dtype=torch.float64))), function(losses)
+    for name in ("loss_local", "losses"):
+        if name in measured:
+            raise ValueError(f"the model offers a metric called {name!r}, which is a column already: rename it.")
+    return Evaluation(loss, losses, measured)
 
 
 def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[tuple[Any, Any, bool, int]]:
-    """The batch of the averaged models, that of the nodes, whether each model has its own, and how many examples."""
+    """Yield a batch for the averaged models, one for the nodes, whether each model has its own, and the examples."""
     distinct, which = places(sets)
-    per_node = sets[0].per_node
-    for found in zip(*distinct):
-        batches, size = [batch for batch, _ in found], found[0][1]
-        if per_node:
+    for batches_and_sizes in zip(*distinct):
+        batches, (size, *_) = zip(*batches_and_sizes)
+        if sets[0].per_node:
             chosen = chosen_batches(batches, which)
             yield chosen, chosen, True, size
         elif len(distinct) == 1:
@@ -133,7 +133,7 @@ def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[tuple[Any,
 
 
 def averages(values: Tree, num_configs: int, comm: Collectives) -> Tree:
-    """Return the average of each of C configurations, `[C, *]`; of one see `average`.
+    """Return the average of each of C configurations, `[C, *]`; see `average`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> averages({"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}, 2, StackedCollectives(4))
@@ -170,35 +170,35 @@ def evaluated_columns(
     1.0
     """
     chosen = [batches for batches in sets if batches is not None]
-    found: list[dict[str, Any]] = [{} for _ in sets]
+    each: list[dict[str, Any]] = [{} for _ in sets]
     if chosen:
-        found = [evaluation.columns for evaluation in evaluate_each(engine, state, chosen, comm)]
+        each = [evaluation.columns for evaluation in evaluate_each(engine, state, chosen, comm)]
     if state.step > 0:
-        for columns, distance in zip(found, consensus_distances(state.params, len(sets), comm)):
+        for columns, distance in zip(each, consensus_distances(state.params, len(sets), comm)):
             columns["consensus_distance"] = distance
     memory = peak_bytes(engine.device)
-    return [{**columns, "memory_bytes": memory} if columns else columns for columns in found]
+    return [{**columns, "memory_bytes": memory} if columns else columns for columns in each]
 
 
 def loss_metrics(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The functions of the mean validation loss that a model offers, such as its perplexity.
+    """Return the functions of the mean validation loss that a model offers, such as its perplexity.
 
     >>> model = nn.Linear(1, 1)
     >>> model.loss_metrics = {"perplexity": torch.exp}
     >>> loss_metrics(model)["perplexity"](torch.zeros(2)), loss_metrics(nn.Linear(1, 1))
     (tensor([1., 1.]), {})
     """
-    found = getattr(model, "loss_metrics", {})
-    if not isinstance(found, dict) or not all(isinstance(k, str) and callable(f) for k, f in found.items()):
+    metrics = getattr(model, "loss_metrics", {})
+    if not isinstance(metrics, dict) or not all(isinstance(k, str) and callable(f) for k, f in metrics.items()):
         raise TypeError(
-            f"the model's loss_metrics is {found!r}; it must be a dict of functions of a tensor of mean losses, such "
+            f"the model's loss_metrics is {metrics!r}; it must be a dict of functions of a tensor of mean losses, such "
             'as {"perplexity": torch.exp}.'
         )
-    return found
+    return metrics
 
 
 def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -> Tensor:
-    """A value of each node here, `[L, ...]`, as one of all nodes, `[K, ...]`, in every process and on the CPU.
+    """Return a value of all nodes, `[K, ...]`, in every process and on the CPU, given that of the nodes here.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> everyone(torch.tensor([1.0, 3.0]), StackedCollectives(2))
@@ -209,7 +209,7 @@ def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -
 
 @torch.no_grad()
 def average(values: Tree, comm: Collectives) -> Tree:
-    """Return the mean over all nodes, `[*]`; integers: those of node 0. See `vecgym.core.nodes.mean`.
+    """Return the mean over all nodes, `[*]`; integers are those of node 0. See `vecgym.core.nodes.mean`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> average({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
@@ -226,7 +226,7 @@ def average(values: Tree, comm: Collectives) -> Tree:
 
 @torch.no_grad()
 def consensus_distance(params: Tree, comm: Collectives) -> float:
-    """Return `vecgym.core.nodes.consensus_distance`; between processes only sums cross.
+    """Return `vecgym.core.nodes.consensus_distance`; processes exchange only sums.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> consensus_distance({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))

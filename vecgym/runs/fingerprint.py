@@ -1,14 +1,14 @@
-"""What an object holds and what it computes, as plain values: to compare two runs, and to say what differs.
+"""Describe what an object holds and computes as plain values, to compare two runs and to say what differs.
 
-- A function is its code (instructions, constants, arguments, the names that it uses; no comments, no line numbers, no
-  names of its variables), its defaults, what it closes over, and the globals that it reads: also the functions that
-  it calls.
-- An object is its class and what it holds, a class its own methods. Those that come from an installed package are
-  known by their names, those of a script or a module of the user's by their code.
-- A tensor or array is a checksum of what is in it; of more than `MAX_BYTES`, of parts of that size in all.
-- A dataset is its class, length, and the tensors in it: what else it counts or keeps while it is read does not matter.
-- A generator of random numbers is its kind, torch's also the seed: its state changes whenever it is used.
-- A path is its last part: files may move.
+- A function is described by its code (instructions, constants, arguments, the names that it uses; no comments, line
+  numbers or names of variables), its defaults, what it closes over, and the globals that it reads, including the
+  functions that it calls.
+- An object is described by its class and what it holds, a class by its own methods. Those from an installed package
+  are known by their names, those from a script or module of the user's by their code.
+- A tensor or array is described by a checksum; beyond `MAX_BYTES`, by one of evenly spaced parts of that size in all.
+- A dataset is described by its class, its length and its tensors: whatever it counts or caches does not matter.
+- A generator of random numbers is described by its kind, torch's also by its seed: its state changes with every use.
+- A path is described by its last part: files may move.
 
 Nothing depends on addresses, the order of names in dicts and classes, or the seed of Python's hashes. Code depends on
 the version of Python.
@@ -42,16 +42,16 @@ from vecgym.core.objects import GENERATORS, closed_over, defaults, globals_read,
 from vecgym.data import TokenWindows
 from vecgym.data.partition import Shards
 
-CODE = "code "  # begins the value of what is compared by its code
-LONG = 32  # entries of a container from which on it is a checksum
-LONG_TEXT = 200  # characters
-MAX_BYTES = 2**30  # of a tensor, that are read
+CODE = "code "  # the start of the value of anything that is compared by its code
+LONG = 32  # entries; longer containers become a checksum
+LONG_TEXT = 200  # characters; longer texts do too
+MAX_BYTES = 2**30  # read of a tensor
 CHUNK_BYTES = 2**18
 MAX_DEPTH = 16
 
 Parts = Iterable[tuple[str, Any]]
 _PLAIN = (bool, int, float, str, type(None))
-_UNREAD = {  # methods that make or show an object: what it holds is compared itself
+_UNREAD = {  # methods that create or show an object: its contents are compared anyway
     "__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__", "__del__", "__eq__", "__hash__",
     "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__replace__", "__class_getitem__",
 }  # fmt: skip
@@ -64,7 +64,7 @@ def fingerprint_of(x: Any, name: str, *, weights: bool = True) -> dict[str, Any]
     """Return everything that an object holds and computes: name -> plain value.
 
     Args:
-        weights: with the values of parameters and buffers, if `x` is a module; else only what else it is.
+        weights: include the values of parameters and buffers, if `x` is a module.
 
     >>> class Spec:
     ...     def __init__(self):
@@ -80,7 +80,7 @@ def fingerprint_of(x: Any, name: str, *, weights: bool = True) -> dict[str, Any]
 
 
 def fingerprint_of_data(data: Any, name: str) -> dict[str, Any]:
-    """Return the same of what is given as a dataset: one of any class, or a function that makes those of the nodes.
+    """Return the fingerprint of a dataset of any class, or of a function that makes the nodes' datasets.
 
     >>> fingerprint_of_data(TensorDataset(torch.zeros(2, 1)), "data")["data.tensors[0]"]
     'float32 [2, 1] with checksum 66df8a530b2e5a'
@@ -94,7 +94,7 @@ def fingerprint_of_data(data: Any, name: str) -> dict[str, Any]:
 
 
 def checksum(values: Mapping[str, Any]) -> str:
-    """Of what was described, in any version of Python: without code.
+    """Return a checksum of a fingerprint that holds for any version of Python: without code.
 
     >>> checksum({"a": 1, "b": 2.0}) == checksum({"b": 2.0, "a": 1}) != checksum({"a": 1, "b": 3.0})
     True
@@ -104,7 +104,7 @@ def checksum(values: Mapping[str, Any]) -> str:
 
 
 def is_code(value: Any) -> bool:
-    """Whether a value of what was described is the checksum of code.
+    """Whether a value of a fingerprint is the checksum of code.
 
     >>> is_code("code 49e5bd1ad6c082"), is_code(0.1)
     (True, False)
@@ -113,7 +113,7 @@ def is_code(value: Any) -> bool:
 
 
 def digest(values: Any) -> str:
-    """A checksum of all tensors in nested dicts, lists and tuples.
+    """Return a checksum of all tensors in nested dicts, lists and tuples.
 
     >>> digest(torch.ones(2)) == digest([torch.ones(2)]), digest(torch.ones(2)) == digest(torch.zeros(2))
     (True, False)
@@ -122,7 +122,7 @@ def digest(values: Any) -> str:
 
 
 def is_in_memory(data: Any) -> bool:
-    """Whether `fingerprint_of` reads all examples of a dataset, since they are tensors or lists in memory.
+    """Whether `fingerprint_of` reads all examples of a dataset: they are tensors or lists in memory.
 
     >>> is_in_memory(TensorDataset(torch.ones(3))), is_in_memory(lambda rank, num_nodes, train: torch.ones(3))
     (True, False)
@@ -137,12 +137,12 @@ def is_in_memory(data: Any) -> bool:
 
 
 class _Fingerprint:
-    """Collects name -> plain value of an object and of what it reaches."""
+    """Collect name -> plain value of an object and of everything that it reaches."""
 
     def __init__(self, weights: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self.weights = weights
-        self.seen: dict[int, Any] = {}  # id -> the object, which lives as long: no other one has its id
+        self.seen: dict[int, Any] = {}  # id -> the object, which stays alive: no other gets its id
         self.depth = 0
 
     def add(self, x: Any, name: str) -> None:
@@ -153,7 +153,7 @@ class _Fingerprint:
         else:
             self.seen[id(x)] = x
             self.add_parts(self._kind(x)(x), name)
-            if isinstance(x, (dict, list, tuple, types.MethodType)):  # what is shared there may as well be equal
+            if isinstance(x, (dict, list, tuple, types.MethodType)):  # shared or equal: no matter
                 del self.seen[id(x)]
 
     def add_parts(self, parts: Parts, name: str) -> None:
@@ -163,7 +163,7 @@ class _Fingerprint:
         self.depth -= 1
 
     def _kind(self, x: Any) -> Callable[[Any], Parts]:
-        """Return what yields the parts of `x`: the end of each one's name, and its value; "" is `x` itself."""
+        """Return the function that yields the parts of `x`: the end of each name, "" for `x` itself, and its value."""
         kinds: list[tuple[Any, Callable[[Any], Parts]]] = [
             ((Tensor, np.ndarray, np.generic), self._array), (GENERATORS, self._generator), (type, self._class),
             (types.FunctionType, self._function), (types.MethodType, self._method), (functools.partial, self._partial),
@@ -211,11 +211,11 @@ class _Fingerprint:
         return [("", f"{head} with checksum {_hashed(repr(sorted(inner.values.items())).encode())}")]
 
     def _function(self, f: types.FunctionType) -> Parts:
-        own = not _is_library(f.__globals__.get("__name__") or f.__module__)
-        yield "", "function" if own else f.__qualname__
-        if own:
+        library = _is_library(f.__globals__.get("__name__") or f.__module__)
+        yield "", f.__qualname__ if library else "function"
+        if not library:
             yield "()", CODE + _code(f.__code__)
-        yield from _named(_held_by(f, own))
+        yield from _named(_held_by(f, library))
 
     def _method(self, x: types.MethodType) -> Parts:
         return [("", x.__func__), (".self", x.__self__)]
@@ -235,7 +235,7 @@ class _Fingerprint:
             yield ".__init__", vars(x)["__init__"]
 
     def _methods(self, cls: type) -> Parts:
-        """Own methods and attributes of the user's classes among a class and its bases."""
+        """Yield the methods and attributes that the user's classes among a class and its bases define."""
         for base in cls.__mro__:
             if _is_library(base.__module__) or (base is not cls and id(base) in self.seen):
                 continue
@@ -247,7 +247,7 @@ class _Fingerprint:
             for key, value in sorted(vars(base).items()):
                 value = _as_written(value)
                 if any(_as_written(vars(other).get(key)) is value for other in base.__mro__[1:]):
-                    continue  # torch hangs hooks on a class that inherits `step` when it is first used
+                    continue  # torch adds hooks to a class that inherits `step` when it is first used
                 read = key not in _UNREAD if isinstance(value, types.FunctionType) else not key.startswith("__")
                 if read and key != "_abc_impl":
                     yield f"{where}.{key}", value
@@ -259,25 +259,25 @@ class _Fingerprint:
 
     def _object(self, x: Any) -> Parts:
         yield from self._head(x)
-        own = not _is_library(type(x).__module__)
+        library = _is_library(type(x).__module__)
         slots = [key for cls in type(x).__mro__ for key in getattr(cls, "__slots__", ())]
         values = {key: getattr(x, key) for key in slots if hasattr(x, key) and not key.startswith("__")}
         for key, value in _named({**values, **getattr(x, "__dict__", {})}):
-            if not key.startswith("._") or (own and not type(value).__module__.startswith("vecgym.")):
+            if not key.startswith("._") or not (library or type(value).__module__.startswith("vecgym.")):
                 yield key, value
 
     def _module(self, x: nn.Module) -> Parts:
         yield from self._head(x)
-        own = not _is_library(type(x).__module__)
+        library = _is_library(type(x).__module__)
         settings = {key: value for key, value in vars(x).items() if key not in _MODULE_STATE}
-        yield from _named({key: value for key, value in settings.items() if own or not key.startswith("_")})
+        yield from _named({key: value for key, value in settings.items() if not (library and key.startswith("_"))})
         for key in _HOOKS:
             yield from ((f".{key}[{i}]", hook) for i, hook in enumerate(getattr(x, key, {}).values()))
         for key, value in _named({**x._parameters, **x._buffers} if self.weights else {}):
             yield key, value
             if isinstance(value, nn.Parameter) and not value.requires_grad:
                 yield f"{key}.requires_grad", False
-        self.depth -= 1  # models may be deep
+        self.depth -= 1  # nested modules do not count: models may be deep
         yield from _named(x._modules)
         self.depth += 1
 
@@ -294,7 +294,7 @@ _PARTS: dict[type, tuple[str, ...]] = {
 
 
 def _as_written(value: Any) -> Any:
-    """A function without what a library has wrapped around it, such as torch's hooks of an optimizer's `step`."""
+    """Return a function without a library's wrappers, such as torch's hooks of an optimizer's `step`."""
     while isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
         if not _is_library(value.__globals__.get("__name__")):
             break
@@ -303,7 +303,7 @@ def _as_written(value: Any) -> Any:
 
 
 def _is_data(x: Any) -> bool:
-    """Whether an attribute of a dataset is what it is made of: a cache that fills as it is read is none."""
+    """Whether an attribute of a dataset is part of its data, and no cache that fills as it is read."""
     kinds = (Tensor, np.ndarray, Dataset)
     several = list(x.values()) if isinstance(x, dict) and all(isinstance(key, str) for key in x) else x
     is_tuple = isinstance(several, tuple) or several is not x
@@ -314,10 +314,10 @@ def _named(values: Mapping[str, Any]) -> Parts:
     return [(f".{key}", value) for key, value in sorted(values.items())]
 
 
-def _held_by(f: types.FunctionType, own: bool) -> dict[str, Any]:
-    """Return what a function closes over, its defaults and the globals that it reads; a library's: the first alone."""
+def _held_by(f: types.FunctionType, library: bool) -> dict[str, Any]:
+    """Return what a function closes over and, unless it is a library's, its defaults and the globals that it reads."""
     values = {name: value for name, value in closed_over(f).items() if name != "__class__"}
-    if not own:
+    if library:
         return values
     values |= defaults(f)
     for name, value in globals_read(f).items():
@@ -331,7 +331,7 @@ def _held_by(f: types.FunctionType, own: bool) -> dict[str, Any]:
 
 @functools.cache
 def _code(code: types.CodeType) -> str:
-    """A checksum of what code does. Constants that nothing loads, such as docstrings, do not matter."""
+    """Return a checksum of what code does. Constants that nothing loads, such as docstrings, do not matter."""
     arguments = code.co_argcount + code.co_kwonlyargcount
     flags = code.co_flags & (0x04 | 0x08 | 0x20 | 0x80 | 0x100 | 0x200)  # *args, **kwargs, generators, coroutines
     parts: list[Any] = [code.co_varnames[:arguments], code.co_argcount, code.co_posonlyargcount, flags]
@@ -345,7 +345,7 @@ def _code(code: types.CodeType) -> str:
 
 
 def _constant(x: Any) -> Any:
-    """A constant as something whose `repr` is the same in every process."""
+    """Return a constant as something whose `repr` is the same in every process."""
     if isinstance(x, types.CodeType):
         return _code(x)
     if isinstance(x, (tuple, frozenset)):
@@ -356,12 +356,12 @@ def _constant(x: Any) -> Any:
 
 @functools.cache
 def _is_library(module: str | None) -> bool:
-    """Whether a module is an installed one, known by its name, and not a script's or one of the user's."""
+    """Whether a module is installed, and so known by its name, and not the user's own."""
     root = (module or "").partition(".")[0]
     if root in ("vecgym", "torch", "numpy") or _is_standard(root):
         return True
-    found = sys.modules.get(module or "") or sys.modules.get(root)
-    parts = Path(getattr(found, "__file__", None) or "").parts
+    imported = sys.modules.get(module or "") or sys.modules.get(root)
+    parts = Path(getattr(imported, "__file__", None) or "").parts
     return "site-packages" in parts or "dist-packages" in parts
 
 
@@ -380,14 +380,14 @@ def _short(x: Any) -> Any:
 
 
 def _hashed(*parts: Any) -> str:
-    found = hashlib.blake2b(digest_size=7)
+    checksum = hashlib.blake2b(digest_size=7)
     for part in parts:
-        found.update(part)
-    return found.hexdigest()
+        checksum.update(part)
+    return checksum.hexdigest()
 
 
 def _bytes_of(x: Any) -> Iterator[Any]:
-    """The bytes of a tensor or array, or of parts of it, evenly spaced from the first to the last."""
+    """Yield the bytes of a tensor or array; of a large one parts, evenly spaced from the first to the last."""
     if isinstance(x, Tensor):
         x = x.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8).numpy()
     flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)

@@ -1,14 +1,13 @@
-"""What two runs must have in common for one to go on where the other stopped, and what differs, said in words."""
+"""The identity of a run: what it must have in common with a saved one to resume it, and the differences in words."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
@@ -18,18 +17,16 @@ from vecgym.runs.fingerprint import fingerprint_of, is_code
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import Context, Strategy
 
-VERSION = 3  # of what is noted of a run; what was noted before says too little
+VERSION = 3  # of the description of a run; earlier ones say too little
 NOTHING = "nothing"
 SHOWN = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared
 
 
-def identity(
-    strategy: Strategy, model: nn.Module, simulation: Simulation, train: Batches, options: FitOptions
-) -> dict[str, Any]:
-    """What must be the same: name -> plain value."""
+def identity(simulation: Simulation, train: Batches, options: FitOptions) -> dict[str, Any]:
+    """Return what must be the same: name -> plain value."""
     settings = ("seed", "batch_size", "shuffle", "autocast")
-    trained = simulation.engine.params
+    model, trained = simulation.engine.model, simulation.engine.params
     parameters = {
         name: tree.form(p) + ("" if name in trained else ", not trained") for name, p in model.named_parameters()
     }
@@ -37,7 +34,7 @@ def identity(
         **noted(),
         "num_nodes": simulation.comm.num_nodes,
         **{name: getattr(options, name) for name in settings},
-        **dict(fingerprint_of(strategy, "strategy")),
+        **fingerprint_of(options.strategy, "strategy"),
         **{f"parameter {name}": kind for name, kind in parameters.items()},
         **{f"buffer {name}": tree.form(b) for name, b in model.named_buffers()},
         "examples of each node": str(list(simulation.num_examples or ())),
@@ -48,26 +45,26 @@ def identity(
 
 
 def noted() -> dict[str, Any]:
-    """What begins the description of a run: what it can be compared with."""
+    """Return the first entries of the description of a run, which say what it can be compared with."""
     return {"description": VERSION, "python": "{}.{}".format(*sys.version_info)}
 
 
 def check_noted(saved: Mapping[str, Any], where: Any) -> None:
-    """Raise a ValueError unless what was noted of a saved run is enough to compare it."""
+    """Raise a ValueError unless the description of a saved run can be compared with one of today."""
     if saved.get("description") != VERSION:
         raise ValueError(
-            f"{where} was written by another version of vecgym, which has noted other things of the run: whether it is "
-            "this one cannot be told. Give another path to begin anew, or that version of vecgym to go on."
+            f"{where} was written by another version of vecgym, which describes runs differently: whether it is "
+            "this one cannot be told. Give another path to begin anew, or use that version of vecgym to go on."
         )
 
 
 def arithmetic(
-    simulation: Simulation, options: FitOptions, device: torch.device, num_processes: int, data: Mapping[str, str]
+    simulation: Simulation, options: FitOptions, num_processes: int, data: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What may differ, but then the last bits do, or more: name -> plain value."""
+    """Return what may differ, but then the last bits do, or more: name -> plain value."""
     plan = simulation.engine.plan
     return {
-        "device": device.type,
+        "device": simulation.engine.device.type,
         "engine": plan.engine,
         "chunk_size": plan.chunk_size,
         "node_threads": plan.node_threads,
@@ -81,7 +78,7 @@ def arithmetic(
 
 
 def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """What differs, a line each.
+    """Return the differences, a line each.
 
     >>> differences({"seed": 1, "strategy.H": 3}, {"seed": 1, "strategy.H": 5})
     ['strategy.H: saved 3, given 5']
@@ -90,13 +87,13 @@ def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]
     pairs = [(name, saved.get(name, NOTHING), given.get(name, NOTHING)) for name in names if name != "python"]
     if saved.get("python") != given.get("python"):  # whose code differs
         pairs = [(name, a, b) for name, a, b in pairs if not (is_code(a) or is_code(b))]
-    found = [difference(name, a, b) for name, a, b in pairs if not _same(a, b)]
-    more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    return found[:SHOWN] + more
+    lines = [difference(name, a, b) for name, a, b in pairs if not _same(a, b)]
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return lines[:SHOWN] + more
 
 
 def difference(name: str, saved: Any, given: Any) -> str:
-    """What differs, in words.
+    """Say what differs.
 
     >>> difference("strategy.H", 3, 5), difference("model.forward()", "code 0a", "code 0b")
     ('strategy.H: saved 3, given 5', 'model.forward(): other code')
@@ -105,25 +102,15 @@ def difference(name: str, saved: Any, given: Any) -> str:
     return f"{name}: other code" if both else f"{name}: saved {saved}, given {given}"
 
 
-def learning_rates(strategy: Strategy, max_steps: int, num_nodes: int) -> dict[int, list[float]]:
-    """The inner learning rate at some of a run's steps."""
-    first = min(max_steps, SAMPLES // 4)
-    steps = {*range(first), *(round(i * (max_steps - 1) / SAMPLES) for i in range(SAMPLES + 1))}
-    return {step: _lr(strategy, step, max_steps, num_nodes) for step in sorted(steps) if 0 <= step < max_steps}
-
-
-def check_learning_rates(saved: Mapping[int, list[float]], strategy: Strategy, max_steps: int, num_nodes: int) -> str:
-    """ "" where the given strategy has the learning rates of the saved run; else what differs."""
-    for step, before in saved.items():
-        if step >= max_steps:
-            continue
-        now = _lr(strategy, step, max_steps, num_nodes)
-        alike = len(now) == len(before) and all(
-            math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b)) for a, b in zip(before, now)
-        )
-        if not alike:
-            return f"learning rate of step {step}: saved {_short(before)}, given {_short(now)}"
-    return ""
+def learning_rates(
+    strategy: Strategy, max_steps: int, num_nodes: int, steps: Iterable[int] | None = None
+) -> dict[int, list[float]]:
+    """Return the inner learning rate at these steps, as far as the run has them; None: at a sample of its steps."""
+    if steps is None:
+        first = range(min(max_steps, SAMPLES // 4))
+        steps = {*first, *(round(i * (max_steps - 1) / SAMPLES) for i in range(SAMPLES + 1))}
+    chosen = sorted(step for step in steps if 0 <= step < max_steps)
+    return {step: _lr(strategy, step, max_steps, num_nodes) for step in chosen}
 
 
 def _lr(strategy: Strategy, step: int, max_steps: int, num_nodes: int) -> list[float]:
@@ -132,6 +119,21 @@ def _lr(strategy: Strategy, step: int, max_steps: int, num_nodes: int) -> list[f
     except AttributeError:  # an optimizer without one
         return []
     return torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
+
+
+def check_learning_rates(
+    saved: Mapping[int, list[float]], strategy: Strategy, max_steps: int, num_nodes: int
+) -> list[str]:
+    """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
+    for step, now in learning_rates(strategy, max_steps, num_nodes, saved).items():
+        before = saved[step]
+        if len(now) != len(before) or not all(map(_close, before, now)):
+            return [f"learning rate of step {step}: saved {_short(before)}, given {_short(now)}"]
+    return []
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b))
 
 
 def _short(values: list[float]) -> str:

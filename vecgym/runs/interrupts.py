@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +12,10 @@ from typing import Any
 def interrupts() -> Iterator[list[int]]:
     """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
 
-    Yields a list that is empty until the first Ctrl-C. Outside the main thread, where no handler can be set, it
-    stays empty.
+    Yields a list that is empty until the first Ctrl-C. It stays empty where no handler can be set: outside the main
+    thread, and in a sub-interpreter.
     """
     seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
 
     def handler(signum: int, frame: Any) -> None:
         if seen:
@@ -28,7 +24,7 @@ def interrupts() -> Iterator[list[int]]:
 
     try:
         before = signal.signal(signal.SIGINT, handler)
-    except ValueError:  # a sub-interpreter
+    except ValueError:
         yield seen
         return
     try:

@@ -1,4 +1,4 @@
-"""What connects the processes of a run with the one that started them: messages, and how far each has got."""
+"""Connect the processes of a run with the one that started them: messages, and the progress of each."""
 
 from __future__ import annotations
 
@@ -10,43 +10,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vecgym.collectives.distributed import Wire
 from vecgym.core import tree
 
 
 class Progress:
-    """What the processes say of themselves, in memory that they share with the process that started them."""
+    """The progress of the processes, in memory that they share with the process that started them."""
 
     LENGTH = 200  # bytes of a text
 
     def __init__(self, context: Any, num_processes: int) -> None:
-        self.num_processes = num_processes
-        self.counts = context.RawArray("q", 2 * num_processes)  # how often each got on; whether it waits for others
-        self._texts = context.RawArray(ctypes.c_char, self.LENGTH * num_processes)
+        self.counts = context.RawArray("q", 2 * num_processes)  # steps forward of each; whether it waits for others
+        self._texts = [context.RawArray(ctypes.c_char, self.LENGTH) for _ in range(num_processes)]
 
     def say(self, rank: int, text: str) -> None:
-        self._texts[self._at(rank)] = text.encode()[: self.LENGTH].ljust(self.LENGTH, b"\0")
+        self._texts[rank].value = text.encode()[: self.LENGTH]
 
     def said(self) -> str:
-        """Return who was about to do what, where that differs between the processes; else ""."""
-        texts = [self._texts[self._at(rank)].rstrip(b"\0") for rank in range(self.num_processes)]
+        """Say what each process was about to do, if that differs between them; else return ""."""
+        texts = [text.value.decode(errors="ignore") or "nothing yet" for text in self._texts]
         if len(set(texts)) == 1:
             return ""
-        each = [f"process {rank}: {text.decode(errors='ignore') or 'nothing yet'}" for rank, text in enumerate(texts)]
-        return f". The last exchange of {'; of '.join(each)}"
-
-    def _at(self, rank: int) -> slice:
-        return slice(rank * self.LENGTH, (rank + 1) * self.LENGTH)
+        return f". The last exchange of {'; of '.join(f'process {rank}: {text}' for rank, text in enumerate(texts))}"
 
 
 class Link:
-    """A process's connection to the one that started it.
+    """The connection of a process to the one that started it.
 
     Attributes:
         rank, num_processes: of this process, and W.
 
     >>> def work(link):
-    ...     link.announce("nothing")  # what the error would say if it hung now
-    ...     link.watch(inside=False)  # it gets on
+    ...     link.announce("nothing")  # the error would say this if the process hung now
+    ...     link.watch(inside=False)  # it makes progress
     ...     link.send({"rank": link.rank})
     ...     link.put("message", "the same, said in full")
     >>> from vecgym.runs.multiprocess import run
@@ -71,13 +67,13 @@ class Link:
         self.put("message", message)
 
     def watch(self, inside: bool) -> None:
-        """Say that this process gets on, and whether it now waits for others."""
+        """Report that this process makes progress, and whether it now waits for others."""
         self.inside = inside
         self._progress.counts[2 * self.rank] += 1
         self._progress.counts[2 * self.rank + 1] = int(inside)
 
     def announce(self, text: str) -> None:
-        """Say what this process is about to do together with others, for the error if it comes to one."""
+        """Report what this process is about to do together with others, for a possible error."""
         self._progress.say(self.rank, text)
 
     def put(self, kind: str, value: Any) -> None:
@@ -86,11 +82,11 @@ class Link:
             self._pipe.send((kind, packed(value)))
 
 
-_current: Link | None = None  # of this process, where `multiprocess.run` has started it
+_current: Link | None = None  # of this process, if `multiprocess.run` has started it
 
 
 def current() -> Link | None:
-    """Return the link of this process; None where `multiprocess.run` has not started it."""
+    """Return the link of this process; None if `multiprocess.run` has not started it."""
     return _current
 
 
@@ -110,6 +106,11 @@ def announce(text: str) -> None:
     """Call `Link.announce` of this process, if it has a link."""
     if _current is not None:
         _current.announce(text)
+
+
+def wire() -> Wire:
+    """Return a wire among all processes that reports each exchange to the one that started them."""
+    return Wire(watch=watch, announce=announce)
 
 
 # --------------------------------------------------------------------------------------------- what crosses a pipe

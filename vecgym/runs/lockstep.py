@@ -1,4 +1,4 @@
-"""One strategy trained in two forms, in step: all nodes in one process, and a part of them in each of several."""
+"""Train one strategy in two forms, in step: all nodes in one process, and a part of them in each of several."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from vecgym.runs.accounting import AccountedCollectives
 from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
 from vecgym.strategy import Context, Strategy
 
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, where torch.distributed adds up
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
 
 
 class Difference(NamedTuple):
-    """After one step, the largest differences between the two forms; inf where their shapes or names differ.
+    """The largest differences between the two forms after one step; inf where their shapes or names differ.
 
-    Each relative to the largest value of its tensor; what a strategy keeps, to that of the parameter it belongs to
-    where this is larger (`vecgym.runs.diagnosis.gaps`).
+    Each is relative to the largest value of its tensor; the state of a strategy, to that of the parameter it belongs
+    to, where this is larger (`vecgym.runs.diagnosis.gaps`).
 
-    >>> Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0, handed_bytes=0).largest
-    2e-16
+    >>> difference = Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0, handed_bytes=0)
+    >>> difference.largest, difference.within(1e-12)
+    (2e-16, True)
     """
 
     step: int
@@ -43,17 +44,21 @@ class Difference(NamedTuple):
     optimizer: float
     strategy: float
     ledger_bytes: float  # between the two ledgers
-    handed_bytes: int  # between what the ledger's payload says and what torch.distributed was handed, all processes
+    handed_bytes: int  # between what the ledger implies and what torch.distributed was handed
 
     @property
     def largest(self) -> float:
-        """Of the numbers, without the bytes."""
+        """The largest of the numbers, without the bytes."""
         return max(self.params, self.buffers, self.losses, self.optimizer, self.strategy)
+
+    def within(self, bound: float) -> bool:
+        """Whether all numbers are within the bound, and both counts of bytes agree: nan never is."""
+        return self.largest <= bound and self.ledger_bytes == self.handed_bytes == 0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: `name`, its `bound`, a `Difference` for each step, and a `finding` where it fails.
+    """One comparison: its name and bound, a `Difference` for each step, and a `finding` if it fails.
 
     >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0, handed_bytes=0)
     >>> check = Check("native", bound=1e-12, rows=(equal, equal._replace(step=1, params=1e-3)))
@@ -68,14 +73,13 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether every step is within the bound, and no byte is counted otherwise."""
-        return all(row.largest <= self.bound and row.ledger_bytes == row.handed_bytes == 0 for row in self.rows)
+        """Whether every step is within the bound, and all bytes agree."""
+        return self.first_failure is None
 
     @property
     def first_failure(self) -> Difference | None:
         """The first step that is not within the bound."""
-        bad = (r for r in self.rows if not r.largest <= self.bound or r.ledger_bytes != 0 or r.handed_bytes != 0)
-        return next(bad, None)
+        return next((row for row in self.rows if not row.within(self.bound)), None)
 
     def worst(self, column: str) -> float:
         """The largest difference of one column over all steps."""
@@ -83,7 +87,7 @@ class Check:
 
 
 class Case(NamedTuple):
-    """What is trained in both forms."""
+    """The run that is made in both forms."""
 
     strategy: Strategy
     model: nn.Module
@@ -95,40 +99,33 @@ class Case(NamedTuple):
     engine: str = "loop"
     num_examples: tuple[int, ...] | None = None
 
-    def simulation(self, comm: Collectives, exact: bool) -> tuple[Simulation, Batches]:
-        """The training of the nodes of `comm`, and their batches."""
-        batches = Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=comm.node_ids)
+    def simulation(self, comm: Collectives, exact: bool) -> Simulation:
+        """Return the training of the nodes of `comm`."""
         chunk_size = 1 if exact and self.engine == "vmap" else None
         engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
-        # Every process looks at the same batch of node 0, and so comes to the same view of the model.
-        probe = Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=[0])
+        # Every process inspects the model on the same batch of node 0, with the same result.
         with torch.enable_grad():
-            engine.prepare(self.converted(probe.batch(0)))
-        simulation = Simulation(
-            self.model,
-            self.strategy,
-            comm,
-            engine=engine,
-            max_steps=self.steps,
-            seed=self.seed,
-            num_examples=self.num_examples or self._num_examples(),
-            exact=exact,
-        )
-        return simulation, batches
+            engine.prepare(self.converted(self.batches([0]).batch(0)))
+        num_examples = self.num_examples or tuple(self.batches().shard_sizes)
+        return Simulation(
+            self.model, self.strategy, comm, engine=engine, max_steps=self.steps, seed=self.seed,
+            num_examples=num_examples, exact=exact,
+        )  # fmt: skip
+
+    def batches(self, node_ids: Any = None) -> Batches:
+        """Return the batches of these nodes; None: of all."""
+        return Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed, node_ids=node_ids)
 
     def converted(self, batch: Any) -> Any:
-        """A batch in the model's precision."""
+        """Return a batch in the model's precision."""
         dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         return tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
-    def _num_examples(self) -> tuple[int, ...]:
-        return tuple(Batches(self.dataset, self.num_nodes, self.batch_size, seed=self.seed).shard_sizes)
-
 
 def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
-    """Step the stacked form and, in the processes of each wire, the distributed form; a `Check` for each wire.
+    """Step the stacked form and, in the processes of each wire, the distributed form; return a `Check` for each wire.
 
-    Every process of every wire calls it; this process must belong to all wires that it gives.
+    Every process of every wire calls this, and must belong to all the wires that it gives.
     """
     before = attributes(given.strategy)
     stacked = Form(given, StackedCollectives(given.num_nodes), exact)
@@ -159,12 +156,12 @@ def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
 
 
 class Form:
-    """One of the two forms, as far as it has got."""
+    """One of the two forms, and its state so far."""
 
     def __init__(self, given: Case, comm: Any, exact: bool) -> None:
         self.given = given
         self.comm = comm
-        self.simulation, self.batches = given.simulation(comm, exact)
+        self.simulation, self.batches = given.simulation(comm, exact), given.batches(comm.node_ids)
         self.state: State = self.simulation.init()
         self.losses = torch.empty(0)
 
@@ -175,7 +172,7 @@ class Form:
         self.losses = metrics.losses
 
     def step_as_part(self, step: int) -> None:
-        """`step` in one of several processes, after the stacked form has made it."""
+        """Take a step in one of several processes, after the stacked form has taken it."""
         try:
             self.step(step)
         except Disagreement:
@@ -188,7 +185,7 @@ class Form:
 
 
 class _Comparison:
-    """A distributed form beside the stacked one: a row for each step, and what differs first."""
+    """Compare a distributed form with the stacked one: a row for each step, and the first difference."""
 
     def __init__(self, form: Form, bound: float) -> None:
         self.form = form
@@ -198,21 +195,23 @@ class _Comparison:
 
     def add(self, step: int, stacked: Form) -> None:
         form, comm = self.form, self.form.comm
-        found = list(_all_gaps(stacked, form))
-        largest = {kind: max((gap.largest for gap in found if gap.kind == kind), default=0.0) for kind in KINDS}
-        entries, here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, form))
-        ledger = 0.0 if entries == here else math.inf
+        all_gaps = list(_all_gaps(stacked, form))
+        largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
+        entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, form))
+        ledger = 0.0 if entries == entries_here else math.inf
         ledger += abs(stacked.comm.ledger.total_bytes - comm.ledger.total_bytes)
         handed = comm.wire.handed_bytes - comm.handed_before - comm.expected_bytes
         row = Difference(step, **largest, ledger_bytes=ledger, handed_bytes=handed)
         self.rows.append(row)
-        if self.evidence is None and not (row.largest <= self.bound and ledger == handed == 0):
-            calls = "" if entries == here else f"{_calls(entries)} with all in one, {_calls(here)} with a part of them"
-            self.evidence = evidence(step, found, self.bound, calls, comm)
+        if self.evidence is None and not row.within(self.bound):
+            calls = ""
+            if entries != entries_here:
+                calls = f"{_calls(entries)} with all in one, {_calls(entries_here)} with a part of them"
+            self.evidence = evidence(step, all_gaps, self.bound, calls, comm)
 
 
 def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
-    """Of everything that a step computes."""
+    """Yield the gaps of everything that a step computes."""
     a, b = ({**vars(f.state), "losses": f.losses} for f in (stacked, form))
     sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
     for kind in KINDS:
@@ -224,7 +223,7 @@ def _calls(entries: Sequence[Entry]) -> str:
 
 
 def _draws(given: Case, exact: bool, last_step: int) -> bool:
-    """Whether stacked runs differ when the global generators do."""
+    """Whether stacked runs depend on the states of the global generators."""
     before = GlobalStates.now()
     forms = []
     for seed in (1, 2):
@@ -239,7 +238,7 @@ def _draws(given: Case, exact: bool, last_step: int) -> bool:
 
 
 def _over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Difference, ...]:
-    """The largest of all processes; excess bytes of one do not make up for missing ones of another."""
+    """Return the largest differences of all processes; excess bytes of one do not offset missing ones of another."""
     return tuple(
         Difference(int(values[0][0]), *[max(column, key=abs) for column in list(zip(*values))[1:]])
         for values in zip(*everyone)
@@ -250,18 +249,16 @@ def _over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Diff
 
 
 def compare_with_ddp(given: Case, wire: Wire) -> tuple[Difference, ...]:
-    """AllReduce's parameters against those of torch's DistributedDataParallel: same model, data and optimizer.
+    """Compare AllReduce's parameters with those of torch's DistributedDataParallel: same model, data and optimizer.
 
-    A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm, that is the same.
+    A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm that is equivalent.
     """
     form = Form(given, DistributedCollectives(given.num_nodes, wire), exact=False)
     strategy = given.strategy
     facts = form.simulation.engine.facts
+    unused = facts is not None and bool(facts.unused)
     ddp = nn.parallel.DistributedDataParallel(
-        copy.deepcopy(given.model),
-        process_group=wire.group,
-        broadcast_buffers=False,
-        find_unused_parameters=facts is not None and bool(facts.unused),
+        copy.deepcopy(given.model), process_group=wire.group, broadcast_buffers=False, find_unused_parameters=unused
     )
     optimizer = strategy.inner_optim.build(ddp.module)
     base_lr = optimizer.defaults["lr"]

@@ -1,7 +1,7 @@
-"""Memory: what a run takes, estimated before it begins, and what a device has.
+"""Estimate the memory of a run before it begins, and look up that of a device.
 
-The estimate counts tensors. It knows nothing of Python, torch's own code (300 MB and more on a CPU), of what an
-allocator keeps aside, or of operations that need room inside; `benchmarks/memory.py` measures how far off it is.
+The estimate counts tensors. It ignores Python, torch's own code (300 MB and more on a CPU), the reserves of an
+allocator, and the workspace of operations; `benchmarks/memory.py` measures how far off it is.
 """
 
 from __future__ import annotations
@@ -10,33 +10,36 @@ import copy
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
-from vecgym.core import check, tree
+from vecgym.core import tree
+from vecgym.core.options import Options, function_of
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName, Plan, choose_plan
 from vecgym.engine.contract import check_model
-from vecgym.runs.options import FitOptions
+from vecgym.engine.plan import check_engine
+from vecgym.records.rows import aligned
+from vecgym.runs.options import Chosen, Count, Flag, OptionalCount, check_parts, check_strategy
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.per_rank import as_strategy
 
 __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 
-PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it keeps once for all nodes
-TINY = 2  # the size of each dimension of these
-NO_LIMIT = 2**60  # what cgroups say where there is none
+PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it stores once for all nodes
+TINY = 2  # the size of each of their dimensions
+NO_LIMIT = 2**60  # cgroups report at least this if there is no limit
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one kind of tensor takes: `per_node_bytes` for each of `nodes`, and `shared_bytes` once.
+    """The memory of one kind of tensor: `per_node_bytes` for each of `nodes`, and `shared_bytes` once.
 
     >>> Part(per_node_bytes=100, shared_bytes=50, nodes=8).total_bytes
     850
@@ -48,13 +51,13 @@ class Part:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.per_node_bytes * self.nodes + self.shared_bytes
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What `estimate_memory` found; `str` of it is a table.
+    """The result of `estimate_memory`; its `str` is a table.
 
     Attributes:
         parts: "parameters", "gradients", "optimizer", "strategy", "batch", "activations", "exchange": see
@@ -73,55 +76,75 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """The peak: activations and exchange are never there together."""
+        """The peak: activations and exchange never exist at the same time."""
         apart = ("activations", "exchange")
         lasting = sum(part.total_bytes for name, part in self.parts.items() if name not in apart)
         return lasting + max((self.parts[name].total_bytes for name in apart if name in self.parts), default=0)
 
     def __str__(self) -> str:
-        rows = [("", "per node", "nodes", "shared", "all")]
+        rows = [["", "per node", "nodes", "shared", "all"]]
         for name, part in self.parts.items():
-            each = readable_bytes(part.per_node_bytes) if part.per_node_bytes else "-"
+            per_node = [readable_bytes(part.per_node_bytes), str(part.nodes)] if part.per_node_bytes else ["-", "-"]
             shared = readable_bytes(part.shared_bytes) if part.shared_bytes else "-"
-            rows.append((name, each, str(part.nodes) if part.per_node_bytes else "-", shared,
-                         readable_bytes(part.total_bytes)))  # fmt: skip
-        rows.append(("total (estimate)", "", "", "", readable_bytes(self.total_bytes)))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *[c.rjust(w) for c, w in zip(row[1:], widths[1:])]]) for row in rows
-        ]
+            rows.append([name, *per_node, shared, readable_bytes(part.total_bytes)])
+        rows.append(["total (estimate)", "", "", "", readable_bytes(self.total_bytes)])
         missing = [] if "activations" in self.parts else ["(without data: no batch and no activations)"]
-        return "\n".join([*(line.rstrip() for line in lines), *missing])
+        return "\n".join([*aligned(rows), *missing])
 
 
-def estimate_memory(
-    model: nn.Module,
-    strategy: Strategy,
-    num_nodes: int,
-    batch_size: int = 16,
-    data: Any = None,
-    *,
-    minibatch_size: int | None = None,
-    chunk_size: int | None = None,
-    engine: EngineName = "auto",
-    autocast: bool = False,
-    max_steps: int = 1000,
-    device: torch.device | str = "cpu",
-) -> MemoryEstimate:
-    """Estimate the memory of a run by `Trainer.fit`, as a table: of the model only one node's forward pass is made.
+def _device(name: str, device: torch.device | str) -> torch.device:
+    """Return a device, which need not be present."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f'{name}={device!r} is not a device, such as "cpu" or "cuda".') from None
 
-    parameters: 1 or K copies; gradients: likewise, those of the nodes' mean loss or of each; optimizer: its state;
-    strategy: what its modules keep (outer parameters, residuals ...); buffers; batch: the examples of a step;
-    activations: what the backward pass needs of the nodes computed at a time, of `minibatch_size` examples each;
-    exchange: copies that the nodes' exchange makes on the way. What is 1 copy and what K is seen by the strategy's own
-    steps on tiny tensors.
+
+@dataclass(frozen=True)
+class MemoryOptions(Options):
+    """All that `estimate_memory` takes.
 
     Args:
         model, strategy, num_nodes, batch_size, minibatch_size, chunk_size, engine, autocast: as for `Trainer.fit`.
         data: a dataset, or a tuple, list or dict of tensors as the model takes them: one node's batch, `[B, ...]`.
             None: the table has no batch and no activations.
         max_steps: of the run; some strategies ask.
-        device: where it would run, there or not: the engine's plan depends on it.
+        device: where it would run, present or not: the engine's plan depends on it.
+    """
+
+    model: nn.Module
+    strategy: Strategy
+    num_nodes: Count
+    batch_size: Count = 16
+    data: Any = None
+    _: KW_ONLY
+    minibatch_size: OptionalCount = None
+    chunk_size: Chosen = None
+    engine: Annotated[EngineName, check_engine] = "auto"
+    autocast: Flag = False
+    max_steps: Count = 1000
+    device: Annotated[torch.device | str, _device] = "cpu"
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        check_strategy(self.strategy, self.num_nodes)
+        super().__post_init__()
+        if self.minibatch_size is not None:
+            check_parts(self.batch_size, self.minibatch_size)
+
+
+@function_of(MemoryOptions)
+def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
+    """Estimate the memory of a run by `Trainer.fit`, as a table; only one node's forward pass is made.
+
+    parameters: 1 or K copies; gradients: likewise, those of the nodes' mean loss or of each; optimizer: its state;
+    strategy: what its modules keep (outer parameters, residuals ...); buffers; batch: the examples of a step;
+    activations: what the backward pass needs of the nodes computed at a time, of `minibatch_size` examples each;
+    exchange: copies that the nodes' exchange makes on the way. Which of them are stored once and which K times is found
+    by taking the strategy's own steps on tiny tensors.
+
+    Args:
+        {arguments}
 
     Raises:
         ValueError, TypeError: for what `Trainer.fit` refuses, too.
@@ -138,62 +161,53 @@ def estimate_memory(
     >>> estimate_memory(model, AllReduceStrategy("adamw"), 8).parts["optimizer"].total_bytes // P
     2
     """
-    check_model(model)
-    options = FitOptions(
-        strategy, num_nodes, batch_size=batch_size, minibatch_size=minibatch_size, chunk_size=chunk_size,
-        engine=engine, autocast=autocast,
-    )  # fmt: skip
-    num_nodes = options.num_nodes
-    max_steps = check.integer("max_steps", max_steps)
-    where = _device(device)
-    batch = None if data is None else tree.map_leaves(lambda x: x[None], _batch_of_one(data, options))
-    one = Engine(copy.deepcopy(model).cpu(), engine="loop", autocast=options.autocast)
-    passing = Activations() if batch is None else _activations(one, batch, options.minibatch_size)
+    num_nodes, device = options.num_nodes, torch.device(options.device)
+    one = Engine(copy.deepcopy(options.model).cpu(), engine="loop", autocast=options.autocast)
+    batch, passing = None, Activations()
+    if options.data is not None:
+        batch = tree.map_leaves(lambda x: x[None], _batch_of_one(options))
+        passing = activations(one, batch, options.minibatch_size)
     plan = Plan("vmap")
     if one.facts is not None:
-        plan = choose_plan(one.facts, num_nodes, where, torch.get_num_threads(), options.engine)
+        plan = choose_plan(one.facts, num_nodes, device, torch.get_num_threads(), options.engine)
     if options.chunk_size is not None:
         plan = replace(plan, chunk_size=options.chunk_size)
-    batch_bytes = 0 if batch is None else tree.num_bytes(batch)
-    kept = kept_by(as_strategy(strategy, one.model), one.params, num_nodes, max_steps)
-    parts = parts_of(kept, tree.num_bytes(one.buffers), batch_bytes, passing, plan, num_nodes)
+    kept = kept_by(as_strategy(options.strategy, one.model), one.params, num_nodes, options.max_steps)
+    parts = parts_of(kept, tree.num_bytes(one.buffers), tree.num_bytes(batch), passing, plan, num_nodes)
     if batch is None:
         del parts["batch"], parts["activations"]
-    return MemoryEstimate(parts, num_nodes, str(where))
+    return MemoryEstimate(parts, num_nodes, str(device))
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What one node's forward and backward pass needs for a moment."""
+    """The temporary memory of one node's forward and backward pass."""
 
     saved_bytes: int = 0  # kept for the backward pass
-    largest_bytes: int = 0  # the largest tensor on the way
+    largest_bytes: int = 0  # the largest intermediate tensor
 
 
 def activations(engine: Engine, batch: Any, minibatch_size: int | None = None) -> Activations:
-    """Measure one node on the first of the batches `[L, B, ...]`, or a part of it; the engine is prepared by it."""
-    return _activations(engine, tree.map_leaves(lambda x: x[:1], batch), minibatch_size)
-
-
-def _activations(one: Engine, batch: Any, minibatch_size: int | None) -> Activations:
-    part = batch if minibatch_size is None else tree.map_leaves(lambda x: x[:, :minibatch_size], batch)
-    own = {x.untyped_storage().data_ptr() for x in tree.leaves([one.params, one.frozen, one.buffers])}
+    """Measure one node on the first of the batches `[L, B, ...]`, or a part of it; this prepares the engine."""
+    part = tree.map_leaves(lambda x: x[:1] if minibatch_size is None else x[:1, :minibatch_size], batch)
     saved: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
         saved[x.untyped_storage().data_ptr()] = x
         return x
 
+    known = [engine.params, engine.frozen, engine.buffers]
+    before = {x.untyped_storage().data_ptr() for x in tree.leaves(known)}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        one.prepare(part)
-    own |= {x.untyped_storage().data_ptr() for x in tree.leaves(part)}
-    assert one.facts is not None
-    bytes_saved = sum(x.untyped_storage().nbytes() for at, x in saved.items() if at not in own)
-    return Activations(bytes_saved, one.facts.largest_bytes)
+        engine.prepare(part)
+    before |= {x.untyped_storage().data_ptr() for x in tree.leaves(part)}
+    assert engine.facts is not None
+    saved_bytes = sum(x.untyped_storage().nbytes() for at, x in saved.items() if at not in before)
+    return Activations(saved_bytes, engine.facts.largest_bytes)
 
 
 class Kept(NamedTuple):
-    """What lasts from step to step, in bytes, and of how many nodes."""
+    """What is kept from step to step, in bytes, and for how many nodes."""
 
     params: Part
     optimizer: Part
@@ -202,7 +216,7 @@ class Kept(NamedTuple):
 
 
 def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, max_steps: int = 1000) -> Kept:
-    """Return what a run keeps of parameters, optimizer and strategy. `params`: of one node, `[*]`."""
+    """Return what a run keeps of parameters, optimizer and strategy, given the parameters of one node, `[*]`."""
     P = tree.num_bytes(params)
     mean = strategy.mean_gradient
     one = {name: p.detach()[None] for name, p in params.items()}
@@ -210,7 +224,7 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
         state = strategy.inner_optim.rule().init(one)
         return Kept(Part(P, nodes=num_nodes), Part(tree.num_bytes(state), nodes=num_nodes), Part(), False)
     tiny = {name: torch.ones(1, *[min(n, TINY) for n in p.shape[1:]], dtype=p.dtype) for name, p in one.items()}
-    # Weights of examples, if it asks for them, change no size.
+    # Weights by examples, if the strategy asks for them, change no size.
     ctx = Context(StackedCollectives(num_nodes), max_steps=max_steps, num_examples=(1,) * num_nodes)
     optimizer, _ = strategy.init(one, ctx)
     small, slots, modules = tiny, *strategy.init(tiny, ctx)
@@ -231,7 +245,7 @@ def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, ma
 
 
 def _state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float]) -> tuple[float, float]:
-    """Return (shared, per node) bytes of modules' states on tiny parameters, at the size of the real ones."""
+    """Return (shared, per node) bytes of modules' states on tiny parameters, scaled to the real ones."""
     shared = each = 0.0
     for path, x in tree.flatten(state):
         if isinstance(x, Tensor):
@@ -272,16 +286,9 @@ def parts_of(
     }
 
 
-def _device(device: torch.device | str) -> torch.device:
-    """Return a device, which need not be there."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f'device={device!r} is not a device, such as "cpu" or "cuda".') from None
-
-
-def _batch_of_one(data: Any, options: FitOptions) -> Any:
+def _batch_of_one(options: MemoryOptions) -> Any:
     """Return one node's batch, `[B, ...]`, of a dataset; or what was given as one."""
+    data = options.data
     if isinstance(data, (tuple, list, Mapping)):
         if not any(True for _ in tree.leaves(data)):
             raise ValueError("data holds no tensor: give one node's batch [B, ...], as the model takes it.")
@@ -294,7 +301,7 @@ def _batch_of_one(data: Any, options: FitOptions) -> Any:
 
 
 def memory_limit(device: torch.device) -> int:
-    """Return all memory of a device; of a CPU what this process may have, in a container too.
+    """Return the memory of a device; of a CPU what this process may use, in a container too.
 
     >>> memory_limit(torch.device("cpu")) > 2**28
     True
@@ -303,10 +310,7 @@ def memory_limit(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        total = 8 * 2**30
+    total = _memory("SC_PHYS_PAGES", otherwise=8 * 2**30)
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(file).read_text().strip()
@@ -318,17 +322,22 @@ def memory_limit(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return half of the memory that is free: what a sweep may use when nothing is said."""
+    """Return half of the memory that is free: what a sweep may use unless told otherwise."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
+    return _memory("SC_AVPHYS_PAGES", otherwise=8 * 2**30) // 2
+
+
+def _memory(pages: str, otherwise: int) -> int:
+    """Return the bytes of so many pages, as the operating system counts them; `otherwise` where it does not."""
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not Linux
-        return 4 * 2**30
+        return otherwise
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak: allocated on a CUDA device, else resident in this process; on MPS what its driver holds now.
+    """Return the peak: allocated on a CUDA device, else resident in this process; on MPS the driver's current memory.
 
     >>> peak_bytes(torch.device("cpu")) > 2**20
     True
@@ -337,7 +346,7 @@ def peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    import resource  # not there on Windows
+    import resource  # does not exist on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,12 +1,12 @@
-"""Processes: W of them on this machine, started for one function, and ended together.
+"""Run one function in W processes on this machine, which are started for it and ended together.
 
 `run(function, num_processes, args)` calls `function(link, *args)` in each process, within a process group of
-torch.distributed, and returns what they return. Whatever happens to one of them ends all, with one error.
+torch.distributed, and returns what they return. Whatever goes wrong in one of them ends all, with one error.
 
 How they are started. On Linux without a GPU they are *forked*: each begins as a copy of this process, in milliseconds,
-and knows all that is defined here, in a notebook's cells too; nothing is pickled; each has one thread within its
-operations, since OpenMP's threads do not survive a fork. Where there is a GPU, whose driver does not survive it either,
-and on macOS they are *spawned*: new interpreters that import what they need. What they are given must then be
+and has everything that is defined here, including a notebook's cells. Nothing is pickled. Each uses one thread within
+its operations, since OpenMP's threads do not survive a fork. Where there is a GPU, whose driver does not survive it
+either, and on macOS they are *spawned*: new interpreters that import what they need. What they are given must then be
 importable: a class or function of a notebook has to move to a file (`%%writefile models.py`, `from models import Net`),
 lambdas and local functions cannot be given, and a script must keep what it does under `if __name__ == "__main__":`.
 """
@@ -41,7 +41,7 @@ from vecgym.runs.supervisor import Labels, Started, Supervisor
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
-TIMEOUT_S = 600.0  # the longest that no process may get anywhere
+TIMEOUT_S = 600.0  # without any progress in any process
 
 
 # ---------------------------------------------------------------------------------------------- the parent's side
@@ -65,14 +65,14 @@ def run(
         device: a CUDA device gives each process a GPU, in turn.
         labels: rank -> what this process holds, for errors: "nodes 2-3".
         on_message: called here with (rank, message) for every `link.send(message)`, in order.
-        timeout_s: when no process has communicated or sent anything for so long, one hangs.
-        start_method: "fork" or "spawn"; None: `start_method(device)`.
+        timeout_s: when no process has communicated or sent anything for this long, one of them hangs.
+        start_method: "fork" or "spawn"; None: `choose_start_method(device)`.
 
     Raises:
         ProcessError: when a process raises, dies or hangs; all are ended.
-        ValueError, TypeError, FileNotFoundError, Damaged: those that the function raises before its first message.
+        ValueError, TypeError, FileNotFoundError, Damaged: as the function raises them before its first message.
         ValueError: where torchrun has started this process as one of several.
-        KeyboardInterrupt: on Ctrl-C: the processes get it, and may return something first.
+        KeyboardInterrupt: on Ctrl-C: it is passed on to the processes, which may return something first.
 
     >>> def work(link, x):
     ...     total = torch.tensor(x + link.rank)
@@ -102,7 +102,7 @@ def run(
                 target=_main, args=(rank, settings, theirs, progress, function, tuple(args)), name=f"vecgym-{rank}"
             )
             started.pipes.append(mine)
-            with _readable_start_errors(method), _sleeping_threads():
+            with _starting(method):
                 process.start()
             started.processes.append(process)
             theirs.close()
@@ -135,7 +135,10 @@ def check_importable(*values: Any) -> None:
 
 
 @contextlib.contextmanager
-def _readable_start_errors(method: str) -> Iterator[None]:
+def _starting(method: str) -> Iterator[None]:
+    """Start processes within this block: their idle OpenMP threads sleep, and what cannot be sent to them is named."""
+    policy = os.environ.get("OMP_WAIT_POLICY")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the processes share the cores with one another
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of forks of programs with threads: here the child starts with one of its own.
@@ -148,23 +151,13 @@ def _readable_start_errors(method: str) -> Iterator[None]:
             f"something given cannot be sent to a new process: {error}. Fix: define models, datasets, collate "
             "functions and schedules at the top of a module, not in a function, and not as a lambda."
         ) from error
-
-
-@contextlib.contextmanager
-def _sleeping_threads() -> Iterator[None]:
-    """Start new interpreters so that OpenMP's threads sleep while they wait: they share the cores with one another."""
-    if "OMP_WAIT_POLICY" in os.environ:
-        yield
-        return
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    try:
-        yield
     finally:
-        del os.environ["OMP_WAIT_POLICY"]
+        if policy is None:
+            del os.environ["OMP_WAIT_POLICY"]
 
 
 class _Settings(NamedTuple):
-    """What every process is told."""
+    """Settings that all processes share."""
 
     num_processes: int
     folder: str
@@ -191,7 +184,7 @@ def _end(started: Started) -> None:
 def _main(
     rank: int, settings: _Settings, pipe: Any, progress: Progress, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """Live the life of a process."""
+    """Run the function in a new process, and report what it returns or raises."""
     link = Link(rank, settings.num_processes, pipe, progress)
     links.enter(link)
     _settle(link, settings)
@@ -206,16 +199,16 @@ def _main(
         code = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code)  # at once: a normal end would wait for threads and connections, of processes that may be gone
+    os._exit(code)  # at once: a normal exit would wait for threads, and for connections to processes that may be gone
 
 
 def _settle(link: Link, settings: _Settings) -> None:
     """Set up the signals, threads and warnings of a new process."""
     with contextlib.suppress(OSError):
-        os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which passes it on once
+        os.setpgid(0, 0)  # so that Ctrl-C reaches the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGUSR1"):
-        with contextlib.suppress(OSError):  # a full disk: it says where a process hangs, and is no reason to end
+        with contextlib.suppress(OSError):  # a full disk: the trace only shows where a process hangs
             trace = Path(settings.folder, f"trace-{link.rank}").open("w")  # noqa: SIM115 - open as long as the process
             faulthandler.register(signal.SIGUSR1, trace)
     threading.Thread(target=_follow_parent, args=(settings.folder,), daemon=True).start()
@@ -230,7 +223,7 @@ def _settle(link: Link, settings: _Settings) -> None:
 
 
 def _follow_parent(folder: str) -> None:
-    """End with the parent, also when that is killed, and clean up in its place."""
+    """Exit when the parent does, even if it is killed, and clean up in its place."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -240,27 +233,27 @@ def _follow_parent(folder: str) -> None:
 
 @contextlib.contextmanager
 def _process_group(link: Link, settings: _Settings) -> Iterator[None]:
-    """Join the process group of a `run`: no port that another program could take, no environment."""
+    """Join the process group of a `run`, through a file: no port that another program could take."""
     device = torch.device(settings.device)
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if num_gpus:
         torch.cuda.set_device(link.rank % num_gpus)
     os.environ["LOCAL_RANK"] = str(link.rank)
-    # Without it gloo looks the host's own name up, which fails on machines that are not in any name service.
+    # Otherwise gloo looks up the host's own name, which fails on machines that are not in any name service.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     dist.init_process_group(
-        "nccl" if num_gpus >= settings.num_processes else "gloo",  # NCCL wants a GPU for each process
+        "nccl" if num_gpus >= settings.num_processes else "gloo",  # NCCL needs a GPU for each process
         store=dist.FileStore(str(Path(settings.folder, "store")), settings.num_processes),
         rank=link.rank,
         world_size=settings.num_processes,
-        # Later than the parent, which knows who is to blame.
-        timeout=datetime.timedelta(seconds=min(settings.timeout_s, 1e9) + 60),  # which must be finite
+        # Later than the parent's, which knows who is to blame; it must be finite.
+        timeout=datetime.timedelta(seconds=min(settings.timeout_s, 1e9) + 60),
     )
     try:
         yield
     finally:
         if sys.exc_info()[0] is None:
-            dist.barrier()  # one that is done at once must not close while another still connects
+            dist.barrier()  # a process that is done at once must not close while another is still connecting
             dist.destroy_process_group()
 
 
@@ -278,11 +271,11 @@ def loopback() -> str:
 
 
 def check_alone(what: str, ways_out: str = "") -> None:
-    """Raise a ValueError in one of several processes that run the same script: each would do the whole of `what`.
+    """Raise a ValueError in one of several processes that run the same script: each would do all of `what`.
 
     >>> check_alone("a sweep")  # here there is one
     """
-    if links.current() is not None:  # started here, by one that is alone
+    if links.current() is not None:  # started by `run`, in a process that was alone
         return
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_initialized():

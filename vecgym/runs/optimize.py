@@ -1,4 +1,4 @@
-"""Gradient descent on who exchanges when, and with what weights, at a given number of bytes."""
+"""Gradient descent on who exchanges when, and with what weights, for a given number of bytes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
-from vecgym.core.tree import Tree
-from vecgym.engine import Engine, EngineName
+from vecgym.core.options import function_of
 from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout
-from vecgym.strategy import Strategy
+from vecgym.runs.rollout_options import ScheduleOptions
 
 MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not tried
 
 
-def optimize_schedule(
-    model: nn.Module,
-    strategy: Callable[[Tensor], Strategy],
-    batches: Any,
-    *,
-    num_nodes: int,
-    eval_batch: Any,
-    H: int | None = None,
-    budget_bytes: float | None = None,
-    mixing: Tensor | None = None,
-    iterations: int = 30,
-    held_out: tuple[Any, Any] | None = None,
-    segments: int | None = None,
-    params: Tree | None = None,
-    seed: int = 42,
-    num_examples: tuple[int, ...] | None = None,
-    engine: EngineName | Engine = "auto",
-) -> OptimizedSchedule:
-    """When to exchange, or with what weights, so that the loss of the outcome is lowest at a number of bytes.
+@function_of(ScheduleOptions)
+def optimize_schedule(options: ScheduleOptions) -> OptimizedSchedule:
+    """Find when to exchange, or with what weights, so that the loss of the outcome is lowest at a number of bytes.
 
     A schedule a `[T]`: projected gradient descent on {0 <= a_t <= 1, sum a_t <= n} for the n exchanges that the budget
     allows, from a_t = n / T; every point on the way is rounded to its n largest weights. From the best of these, pairs
@@ -47,17 +30,12 @@ def optimize_schedule(
     A mixing matrix W `[K, K]` or `[T, K, K]`: descent on Z, with W the doubly stochastic matrix to which Sinkhorn's
     alternate division by the sums of rows and columns brings exp(Z); 0 stays 0, so links and bytes are the start's.
 
-    What is found is made for these batches. `held_out` says what it is worth on others.
+    The result is made for these batches. `held_out` says what it is worth on others.
 
     Args:
-        model, batches, num_nodes, eval_batch, segments, params, seed, num_examples, engine: see `rollout`.
         strategy: the weights -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)` or, for a matrix,
             `lambda W: GossipStrategy(W)`.
-        H: the budget is that of an exchange every H steps;
-        budget_bytes: or this, per node in the whole run. (A matrix has bytes of its own, which must not exceed it.)
-        mixing: the matrix, or matrices, to begin with, doubly stochastic.
-        iterations: gradients of the relaxed run, at most; after them, as many trials of a pair.
-        held_out: (batches, eval_batch).
+        {arguments}
 
     Raises:
         ValueError, TypeError: for no budget or two, one too small for a single exchange, matrices that are not doubly
@@ -65,10 +43,10 @@ def optimize_schedule(
 
     >>> import torch
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> class Line(nn.Module):
+    >>> class Line(torch.nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
-    ...         self.w = nn.Parameter(torch.zeros(()))
+    ...         self.w = torch.nn.Parameter(torch.zeros(()))
     ...     def forward(self, x):
     ...         return (self.w - x).square().square().mean()
     >>> batches = torch.linspace(-1, 2, 8).view(4, 2, 1)
@@ -78,40 +56,18 @@ def optimize_schedule(
     >>> found.uniform.tolist(), found.schedule.sum().item(), found.gain >= 0
     ([0.0, 0.0, 0.0, 1.0], 1.0, True)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {check.kind_of(model)}; give an nn.Module object.")
-    if isinstance(strategy, (Strategy, type)) or not callable(strategy):
-        raise TypeError(
-            f"strategy is {check.kind_of(strategy)}; give a function of the weights, such as "
-            "lambda w: DiLoCoStrategy(sync_weight=w)."
-        )
-    num_nodes, iterations = check.integer("num_nodes", num_nodes), check.integer("iterations", iterations)
-    seed = check.seed("seed", seed)
-    if budget_bytes is not None:
-        check.number("budget_bytes", budget_bytes, "(0, inf)", "per node in the whole run")
-    if held_out is not None and not (isinstance(held_out, (tuple, list)) and len(held_out) == 2):
-        raise TypeError(f"held_out is {check.kind_of(held_out)}; give a pair (batches, eval_batch).")
-    steps = as_steps(batches, num_nodes)
-    local = prepared(model, engine, steps[0])
-
-    def run(weights: Tensor, data: tuple[Any, Any], segments: int | None = None) -> Outcome:
-        made = check.called("strategy", strategy, weights)
-        return rollout(
-            model, made, data[0], num_nodes=num_nodes, eval_batch=data[1], segments=segments,
-            params=params, seed=seed, num_examples=num_examples, engine=local,
-        )  # fmt: skip
-
-    problem = _Problem(run, (steps, eval_batch), segments, iterations)
-    if mixing is None:
-        schedule, weights, uniform, losses = _optimized_times(problem, len(steps), H, budget_bytes)
+    problem = _Problem(options)
+    if options.mixing is None:
+        schedule, weights, uniform, losses = _optimized_times(problem)
     else:
-        schedule, uniform, losses = _optimized_mixing(problem, mixing, H, budget_bytes)
+        schedule, uniform, losses = _optimized_mixing(problem, options.mixing)
         weights = schedule
     outcome = problem.outcome(schedule)
-    of_others = [None, None] if held_out is None else [problem.loss(w, held_out) for w in (schedule, uniform)]
+    others = options.held_out
+    held_out = [None if others is None else problem.loss(w, others) for w in (schedule, uniform)]
     return OptimizedSchedule(
         schedule, weights, uniform, float(outcome.loss), losses[-1], problem.loss(uniform),
-        float(outcome.bytes.sum()), tuple(losses), *of_others,
+        float(outcome.bytes.sum()), tuple(losses), *held_out,
     )  # fmt: skip
 
 
@@ -121,26 +77,30 @@ def optimize_schedule(
 class _Problem:
     """The loss as a function of the weights alone."""
 
-    def __init__(
-        self, run: Callable[..., Outcome], data: tuple[Any, Any], segments: int | None, iterations: int
-    ) -> None:
-        self.run = run
-        self.data = data
-        self.segments = segments
-        self.iterations = iterations
+    def __init__(self, options: ScheduleOptions) -> None:
+        self.options = options
+        self.steps = as_steps(options.batches, options.num_nodes)
+        self.engine = prepared(options.model, options.engine, self.steps[0])
+
+    def run(self, weights: Tensor, data: tuple[Any, Any] | None = None, segments: int | None = None) -> Outcome:
+        """Roll out the strategy of these weights, on other (batches, eval_batch) if they are given."""
+        strategy = check.called("strategy", self.options.strategy, weights)
+        batches, eval_batch = (self.steps, self.options.eval_batch) if data is None else data
+        given = {"strategy": strategy, "batches": batches, "eval_batch": eval_batch, "engine": self.engine}
+        return rollout(**{**self.options.common, **given}, segments=segments)
 
     @torch.no_grad()
     def outcome(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> Outcome:
-        return self.run(weights.detach(), self.data if data is None else data)
+        return self.run(weights.detach(), data)
 
     def loss(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> float:
         return float(self.outcome(weights, data).loss)
 
     def slope(self, z: Tensor, weights: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
-        """The loss of the weights of z, and its gradient by z."""
+        """Return the loss of the weights of z, and its gradient with respect to z."""
         z = z.detach().requires_grad_()
         with torch.enable_grad():
-            loss = self.run(weights(z), self.data, self.segments).loss
+            loss = self.run(weights(z), segments=self.options.segments).loss
             if not loss.requires_grad:
                 raise ValueError(
                     "the outcome does not depend on the weights that strategy is given: it must use them, as in "
@@ -154,18 +114,18 @@ class _Problem:
         weights: Callable[[Tensor], Tensor] = lambda z: z,
         project: Callable[[Tensor], Tensor] = lambda z: z,
     ) -> tuple[list[Tensor], list[float]]:
-        """Projected gradient descent, with steps halved where they do not help: every point accepted, and its loss."""
+        """Do projected gradient descent, halving steps that do not help; return each accepted point and its loss."""
         loss, gradient = self.slope(z, weights)
         points, losses, step = [z], [loss], 0.25
-        for _ in range(self.iterations - 1):
+        for _ in range(self.options.iterations - 1):
             largest = float(gradient.abs().max())
             if not math.isfinite(largest) or largest == 0 or step < MIN_STEP:
                 break
             trial = project(points[-1] - step * gradient / largest)
-            found, slope = self.slope(trial, weights)
-            if found < losses[-1]:  # not if it is nan
+            loss, slope = self.slope(trial, weights)
+            if loss < losses[-1]:  # not if it is nan
                 points.append(trial)
-                losses.append(found)
+                losses.append(loss)
                 gradient, step = slope, 1.5 * step
             else:
                 step /= 2
@@ -175,11 +135,10 @@ class _Problem:
 # ------------------------------------------------------------------------------------- when to exchange
 
 
-def _optimized_times(
-    problem: _Problem, num_steps: int, H: int | None, budget_bytes: float | None
-) -> tuple[Tensor, Tensor, Tensor, list[float]]:
-    """(0/1 schedule, relaxed weights, uniform schedule, losses of the descent)."""
-    count = _affordable(problem, num_steps, H, budget_bytes)
+def _optimized_times(problem: _Problem) -> tuple[Tensor, Tensor, Tensor, list[float]]:
+    """Return (0/1 schedule, relaxed weights, uniform schedule, losses of the descent)."""
+    num_steps = len(problem.steps)
+    count = _affordable(problem, num_steps)
     uniform = spread(num_steps, count)
     start = torch.full((num_steps,), count / num_steps, dtype=torch.float64)
     points, losses = problem.descend(start, project=lambda z: project_to_budget(z, count))
@@ -190,8 +149,8 @@ def _optimized_times(
 
 
 def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
-    """Move one exchange at a time to where the gradient says that it helps most, as long as it does."""
-    trials = problem.iterations
+    """Move one exchange at a time to where the gradient says that it helps most, while it does."""
+    trials = problem.options.iterations
     while trials > 0:
         _, gradient = problem.slope(schedule, lambda z: z)
         on, off = schedule == 1, schedule == 0
@@ -204,21 +163,22 @@ def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
             trials -= 1
             trial = schedule.clone()
             trial[to], trial[origin] = 1.0, 0.0
-            found = problem.loss(trial)
-            if found < loss:
-                schedule, loss = trial, found
+            trial_loss = problem.loss(trial)
+            if trial_loss < loss:
+                schedule, loss = trial, trial_loss
                 break
         else:
             return schedule
     return schedule
 
 
-def _affordable(problem: _Problem, num_steps: int, H: int | None, budget_bytes: float | None) -> int:
-    """The number of exchanges that the budget allows."""
+def _affordable(problem: _Problem, num_steps: int) -> int:
+    """Return the number of exchanges that the budget allows."""
+    H, budget_bytes = problem.options.H, problem.options.budget_bytes
     if (H is None) == (budget_bytes is None):
         raise ValueError(f"H={H!r} and budget_bytes={budget_bytes!r}: give one of them, the budget of bytes.")
     if H is not None:
-        if check.integer("H", H) > num_steps:
+        if num_steps < H:
             raise ValueError(f"H={H!r} must be an integer from 1 to the number of steps, {num_steps}.")
         return num_steps // H
     none, all_ = (problem.outcome(torch.full((num_steps,), w, dtype=torch.float64)).bytes for w in (0.0, 1.0))
@@ -238,7 +198,7 @@ def _affordable(problem: _Problem, num_steps: int, H: int | None, budget_bytes: 
 
 
 def spread(num_steps: int, count: int) -> Tensor:
-    """`count` exchanges evenly among the steps, the last at the end: every H steps where H divides.
+    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides.
 
     >>> spread(6, 3).tolist()
     [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
@@ -249,7 +209,7 @@ def spread(num_steps: int, count: int) -> Tensor:
 
 
 def largest(weights: Tensor, count: int) -> Tensor:
-    """1 at the `count` largest weights, 0 elsewhere; of equal ones the last.
+    """Return 1 at the `count` largest weights and 0 elsewhere; among equal ones the last are chosen.
 
     >>> largest(torch.tensor([0.2, 0.9, 0.2, 0.1]), 2).tolist()
     [0.0, 1.0, 1.0, 0.0]
@@ -261,14 +221,14 @@ def largest(weights: Tensor, count: int) -> Tensor:
 
 
 def project_to_budget(z: Tensor, total: float) -> Tensor:
-    """The nearest weights in [0, 1] whose sum is at most `total`: clamp(z - lambda, 0, 1) for the least lambda >= 0.
+    """Return the nearest weights in [0, 1] with sum <= `total`: clamp(z - lambda, 0, 1) for the least lambda >= 0.
 
     >>> project_to_budget(torch.tensor([1.5, 0.75, 0.1]), 1.5)
     tensor([1.0000, 0.5000, 0.0000])
     """
     if float(z.clamp(0, 1).sum()) <= total:
         return z.clamp(0, 1)
-    low, high = 0.0, float(z.max())  # too much is left at `low`, nothing at `high`
+    low, high = 0.0, float(z.max())  # the sum is too large at `low`, and 0 at `high`
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (middle, high) if float((z - middle).clamp(0, 1).sum()) > total else (low, middle)
@@ -278,10 +238,9 @@ def project_to_budget(z: Tensor, total: float) -> Tensor:
 # ------------------------------------------------------------------------------------- mixing matrices
 
 
-def _optimized_mixing(
-    problem: _Problem, start: Tensor, H: int | None, budget_bytes: float | None
-) -> tuple[Tensor, Tensor, list[float]]:
-    """(matrices, those of the start, losses of the descent)."""
+def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor, list[float]]:
+    """Return (matrices, those of the start, losses of the descent)."""
+    H, budget_bytes = problem.options.H, problem.options.budget_bytes
     if H is not None:
         raise ValueError(f"H={H!r} with mixing: how often nodes mix is the strategy's, GossipStrategy(W, every={H}).")
     if not isinstance(start, Tensor) or start.dim() not in (2, 3):
@@ -300,12 +259,12 @@ def _optimized_mixing(
 
 
 def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> Tensor:
-    """exp(z), `[..., K, K]`, made doubly stochastic by dividing rows and columns by their sums, in turn.
+    """Make exp(z), `[..., K, K]`, doubly stochastic by dividing rows and columns by their sums, in turn.
 
-    Entries of exp(-inf) = 0 stay 0.
+    Entries exp(-inf) = 0 stay 0.
 
     Raises:
-        ValueError: where that does not end, because no doubly stochastic matrix has these zeros, say.
+        ValueError: if this does not converge, since no doubly stochastic matrix has these zeros, say.
 
     >>> sinkhorn(torch.tensor([[0.0, 0.0], [-math.inf, 0.0]])).round(decimals=2)
     Traceback (most recent call last):
@@ -315,8 +274,8 @@ def sinkhorn(z: Tensor, tolerance: float = 1e-12, max_rounds: int = 10_000) -> T
     tensor([[0.7311, 0.2689],
             [0.2689, 0.7311]], dtype=torch.float64)
     """
-    there = z > -math.inf
-    w = torch.where(there, torch.where(there, z, 0.0).exp(), 0.0)
+    linked = z > -math.inf
+    w = torch.where(linked, torch.where(linked, z, 0.0).exp(), 0.0)
     for _ in range(max_rounds):
         w = w / w.sum(-1, keepdim=True)
         w = w / w.sum(-2, keepdim=True)

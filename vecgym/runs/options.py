@@ -30,7 +30,7 @@ OnDivergence = Literal["raise", "warn", "ignore"]
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for, if it is there; for None: cuda, else mps, else cpu.
+    """Return the device asked for, if it is present; for None cuda, else mps, else cpu.
 
     >>> resolve_device("cpu")
     device(type='cpu')
@@ -53,7 +53,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def _folder(name: str, value: Any) -> Path | None:
-    """Return the folder `value` as an absolute path; None: there is none."""
+    """Return the folder as an absolute path, or None."""
     if value is None:
         return None
     if not isinstance(value, (str, os.PathLike)):
@@ -70,9 +70,9 @@ def _resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
     return value
 
 
-def _fraction(name: str, value: Any) -> float | None:
-    what = "the part of the device's memory that the run may take, such as 0.8"
-    return None if value is None else check.number(name, value, "(0, 1]", what)
+def optional_number(name: str, value: Any, within: str, what: str) -> float | None:
+    """Return a number in an interval, or None."""
+    return None if value is None else check.number(name, value, within, what)
 
 
 # The type of an option, and the function `(name, value) -> value` that checks it.
@@ -80,6 +80,10 @@ Count = Annotated[int, check.integer]
 OptionalCount = Annotated[int | None, check.optional_integer]
 Chosen = Annotated[int | None, partial(check.optional_integer, what="None lets vecgym choose")]
 Flag = Annotated[bool, check.flag]
+Seed = Annotated[int, check.seed]
+Seconds = Annotated[float, partial(check.number, within="(0, inf]", what="seconds")]
+FRACTION = "the part of the device's memory that the run may take, such as 0.8"
+Fraction = Annotated[float | None, partial(optional_number, within="(0, 1]", what=FRACTION)]
 NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
 ]
@@ -109,20 +113,20 @@ class Simulated(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Options):
-    """How long a run trains, on what batches, and how it is evaluated.
+    """How long a run trains, on which batches, and how it is evaluated.
 
     Args:
         num_epochs: passes over the data, unless `max_steps` is given.
         max_steps: optimizer steps; the data repeats as needed.
-        batch_size: examples per node and step; of a node that has fewer, all that it has. Each node's loss is the
-            mean over its own. All make the same number of steps: local epochs, of as many steps as a node's own
-            data gives, there are none yet.
-        minibatch_size: examples at a time, whose gradients are accumulated; must divide `batch_size`.
+        batch_size: examples per node and step; a node that has fewer uses all of them. Each node's loss is the mean
+            over its own examples. All nodes take the same number of steps: there are no local epochs yet, whose
+            number of steps depends on the node's data.
+        minibatch_size: examples computed at a time, whose gradients are accumulated; must divide `batch_size`.
         shuffle: a new order in each epoch.
         seed: of data order, dropout and everything else that is random.
         device: "cpu", "cuda", "mps"; None: the best one present.
         val_size: validation examples; None: all; 0: never evaluate.
-        val_interval: steps between evaluations, besides one at the start and one at the end; None: only those.
+        val_interval: steps between evaluations, in addition to one at the start and one at the end; None: only those.
         dataloader_kwargs: for `torch.utils.data.DataLoader` (workers, collate_fn, drop_last ...).
         progress: show a progress bar.
     """
@@ -132,7 +136,7 @@ class Training(Options):
     batch_size: Count = 16
     minibatch_size: OptionalCount = None
     shuffle: Flag = True
-    seed: Annotated[int, check.seed] = 42
+    seed: Seed = 42
     device: Device = None
     val_size: NumExamples = None
     val_interval: OptionalCount = 100
@@ -147,7 +151,7 @@ class Computation(Options):
     Args:
         engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.engine`. The choice is in `history.settings`.
         chunk_size: the most nodes computed in one call, to bound memory.
-        node_threads: CPU threads over nodes; None: chosen by rule.
+        node_threads: CPU threads that share the nodes; None: chosen by rule.
     """
 
     engine: Annotated[EngineName, check_engine] = "auto"
@@ -163,28 +167,28 @@ class Compute(Computation):
         autocast: mixed precision in the forward passes.
         max_memory_usage: a part of the device's memory, such as 0.8: `chunk_size`, and then `minibatch_size` unless
             it is given, are chosen so that the run fits; see `vecgym.runs.fitting.fitting_sizes`. Measured on CUDA,
-            estimated elsewhere; `history.settings["memory"]` says what was found.
+            estimated elsewhere; the result is in `history.settings["memory"]`.
 
     >>> Compute(engine="loop", node_threads=2).chunk_size is None
     True
     """
 
     autocast: Flag = False
-    max_memory_usage: Annotated[float | None, _fraction] = None
+    max_memory_usage: Fraction = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes(Options):
-    """In which processes the nodes are: a group of options of `Trainer.fit`.
+    """Which processes hold the nodes: a group of options of `Trainer.fit`.
 
     Args:
         backend: "stacked": all nodes in this process; "processes": in `num_processes` processes that are started
-            here, for this run (see `vecgym.runs.multiprocess`); "distributed": in the processes of the
-            torch.distributed group that exists, or of torchrun, each of which calls `fit`. The first logs;
+            for this run (see `vecgym.runs.multiprocess`); "distributed": in the processes of the existing
+            torch.distributed group, or of torchrun, each of which calls `fit`. The first process logs;
             all return the same.
         num_processes: W, which divides `num_nodes`; each process holds K / W nodes, stacked.
         exact: on a CPU, give the same bits with any backend and any W: node by node, in one thread, and each
-            collective on all nodes in one place. Slow; for proof. Otherwise they differ by rounding.
+            collective on all nodes in one place. Slow; for proof. Otherwise results differ by rounding.
         timeout_s: with "processes", how long one may keep all others waiting before the run is ended.
 
     >>> Processes(backend="processes", num_processes=4).exact
@@ -194,7 +198,7 @@ class Processes(Options):
     backend: Annotated[Backend, partial(check.choice, allowed=get_args(Backend))] = "stacked"
     num_processes: OptionalCount = None
     exact: Flag = False
-    timeout_s: Annotated[float, partial(check.number, within="(0, inf]", what="seconds")] = TIMEOUT_S
+    timeout_s: Seconds = TIMEOUT_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,11 +216,11 @@ class Checkpoints(Options):
     """When a run is saved, and what it resumes from: a group of options of `Trainer.fit`.
 
     Args:
-        save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can go on as if it had
-            never stopped; see `vecgym.runs.checkpoint`. One is written at the start and one at the end, and on
+        save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can be resumed as if it had
+            never stopped; see `vecgym.runs.checkpoint`. One is written at the start, one at the end, and one on
             Ctrl-C.
         checkpoint_interval: steps between further checkpoints; None: only those.
-        resume: True: go on from the newest checkpoint in `save_dir` that is whole; begin anew if it has none. Or
+        resume: True: resume from the newest intact checkpoint in `save_dir`, or start anew if there is none. Or
             the path of a checkpoint, or of another folder of them.
         keep_checkpoints: how many are kept; older ones are removed.
 
@@ -244,11 +248,11 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
     """All that `Trainer.fit` takes.
 
     Args:
-        gradient_accumulation: the same as `minibatch_size`, said in parts: N means `minibatch_size=batch_size / N`.
+        gradient_accumulation: another way to give `minibatch_size`: N means `minibatch_size=batch_size / N`.
         correlation_interval: steps between measurements of the nodes' correlation; None: never.
-        on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore".
+        on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore" it.
         logger: one or several `Logger`s.
-        log_interval: steps between the rows that loggers get; the history has every step.
+        log_interval: steps between the rows that loggers receive; the history has every step.
         compute, processes, checkpoints: the options of `Compute`, `Processes` and `Checkpoints` as groups, in place of
             their names.
 
@@ -279,7 +283,7 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
             check_divides(self.num_processes, self.num_nodes)
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
-        """Return the values of a group; each option is given once."""
+        """Return the values of a group; no option may be given twice."""
         given = vars(self)[name]
         if given is None:
             return {}
@@ -296,7 +300,7 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What a run's settings say of its options."""
+        """The options that are recorded in a run's settings."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
         return {name: vars(self)[name] for name in names}
 
@@ -308,7 +312,7 @@ GROUPS: dict[str, type[Options]] = {"compute": Compute, "processes": Processes, 
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as plain Python values; an error for those that no run can be given.
+    """Return the settings as plain Python values, each checked.
 
     >>> checked({"batch_size": 0})
     Traceback (most recent call last):
@@ -323,7 +327,7 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_strategy(strategy: Any, num_nodes: Any = None) -> None:
-    """Raise a TypeError for what is no strategy, saying what the user may have meant.
+    """Raise a TypeError for anything but a strategy, saying what the user may have meant.
 
     >>> check_strategy("diloco")
     Traceback (most recent call last):
@@ -355,7 +359,7 @@ def check_parts(batch_size: int, parts: int, name: str = "minibatch_size") -> No
 
 
 def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulation: int | None) -> int | None:
-    """The `minibatch_size` of a batch that is taken in `gradient_accumulation` equal parts.
+    """Return the `minibatch_size` of a batch that is computed in `gradient_accumulation` equal parts.
 
     >>> accumulated(32, None, gradient_accumulation=4), accumulated(32, 16, gradient_accumulation=None)
     (8, 16)

@@ -1,4 +1,4 @@
-"""A run in processes of its own: what the first of them records arrives here, row by row."""
+"""A run in processes of its own: the rows that the first of them records arrive here, one by one."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from vecgym.runs import multiprocess
 from vecgym.runs.links import Link
 from vecgym.runs.options import FitOptions, resolve_device
 from vecgym.runs.recorder import Loggers, advance
-from vecgym.runs.run import Run
+from vecgym.runs.run import Run, Task
 from vecgym.runs.session import joined_nodes
+from vecgym.runs.supervisor import node_labels
 
 M = TypeVar("M", bound=nn.Module)
 WAY_OUT = 'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model itself'
 
 
 class ProcessesRun(Generic[M]):
-    """A `Run` in `options.num_processes` processes that are started for it; it has the same attributes.
+    """A `Run` in `options.num_processes` processes that are started for it, with the same attributes.
 
-    Its `state` is None: that of each process is there alone.
+    Its `state` is None: each process has its own.
     """
 
-    def __init__(self, model: M, train_dataset: Any, val_dataset: Any, options: FitOptions) -> None:
-        hooks.check_pickled(model, WAY_OUT)
-        self.model = model
-        self.datasets = train_dataset, val_dataset
+    def __init__(self, task: Task, options: FitOptions) -> None:
+        hooks.check_pickled(task.model, WAY_OUT)
+        self.task = task
         self.options = options
         self.history = History()
         self.ledger = Ledger()
@@ -48,8 +48,8 @@ class ProcessesRun(Generic[M]):
 
     def loop(self) -> None:
         """Train, and fetch the final state of all nodes."""
-        options = self.options
-        # Of every row that arrives this process chooses those that are logged.
+        options, num_processes = self.options, self.options.num_processes or 1
+        # All rows arrive here, and this process chooses those that are logged.
         theirs = replace(
             options, backend="distributed", num_processes=None, logger=None, log_interval=1, progress=False
         )
@@ -60,16 +60,16 @@ class ProcessesRun(Generic[M]):
         try:
             with tqdm(disable=not options.progress, unit="step") as bar:
                 parts = multiprocess.run(
-                    _run_part, options.num_processes or 1, (self.model, *self.datasets, theirs),
-                    device=resolve_device(options.device), labels=self._label, timeout_s=options.timeout_s,
-                    on_message=on_message,
+                    _run_part, num_processes, (self.task, theirs), device=resolve_device(options.device),
+                    labels=node_labels(options.num_nodes, num_processes), on_message=on_message,
+                    timeout_s=options.timeout_s,
                 )  # fmt: skip
         finally:
             self._loggers.finish()
         first = parts[0]
         self.ledger = first["ledger"]
         params, buffers = (_joined([part[kind] for part in parts]) for kind in ("params", "buffers"))
-        self.nodes = Nodes(copy.deepcopy(self.model), options.num_nodes, params, buffers)
+        self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, params, buffers)
         if first["diverged"] is not None:
             raise DivergenceError(*first["diverged"])
         if first["interrupted"] is not None:
@@ -81,7 +81,7 @@ class ProcessesRun(Generic[M]):
         return self.nodes.average()
 
     def _receive(self, kind: str, value: Any, bar: tqdm) -> None:
-        """Take what the first process records: the start of the run, or a row."""
+        """Record what the first process sends: the start of the run, or a row."""
         if kind == "start":
             settings, rows = {**value[0], "backend": "processes"}, value[1]
             self.history = History(settings, rows)
@@ -93,21 +93,13 @@ class ProcessesRun(Generic[M]):
             self._loggers.log(value)
             advance(bar, value)
 
-    def _label(self, rank: int) -> str:
-        """Name the nodes of a process, for errors."""
-        per_process = self.options.num_nodes // (self.options.num_processes or 1)
-        first, last = rank * per_process, (rank + 1) * per_process - 1
-        return f"node {first}" if first == last else f"nodes {first}-{last}"
 
-
-def _run_part(
-    link: Link, model: nn.Module, train_dataset: Any, val_dataset: Any, options: FitOptions
-) -> dict[str, Any]:
-    """Make one process's part of the run, and return the final state of its nodes."""
+def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
+    """Run the part of one process, and return the final state of its nodes."""
     ended: dict[str, Any] = {"diverged": None, "interrupted": None}
     options = replace(options, logger=_Relay(link))
     with joined_nodes(options) as (comm, device):
-        run = Run(model, train_dataset, val_dataset, options, comm, device)
+        run: Run[nn.Module] = Run(task, options, comm, device)
         try:
             run.loop()
         except DivergenceError as error:
@@ -120,7 +112,7 @@ def _run_part(
 
 
 class _Relay(Logger):
-    """Hand rows to the process that has started this one."""
+    """Send rows to the process that started this one."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -136,5 +128,5 @@ class _Relay(Logger):
 
 
 def _joined(parts: Sequence[Tree]) -> Tree:
-    """Join the `[L, *]` trees of all processes to one of `[K, *]`."""
+    """Join the `[L, *]` trees of all processes into one of `[K, *]`."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,4 +1,4 @@
-"""From steps to rows: in the history, at the loggers and on the progress bar."""
+"""Turn steps into rows: of the history, for the loggers and on the progress bar."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vecgym.runs.options import OnDivergence
 
 
 class StepRows:
-    """Turns what steps observed into rows of a history, one after the other.
+    """Make the rows of a history from the metrics of steps, one after the other.
 
     Attributes:
         examples: seen so far, by all nodes together.
-        seconds: since the start, at the last row.
+        seconds: from the start to the last row.
     """
 
     def __init__(self, data: Batches, limits: Sequence[int] | None = None) -> None:
@@ -88,21 +88,21 @@ class Recorder:
         self.loggers = loggers
         self._row: Row | None = None
         self._rows = StepRows(data, limits)
-        self._seconds = 0.0  # before this program took the run over
+        self._seconds = 0.0  # spent before the run was resumed
         self._bar: tqdm | None = None
 
     def start(self, settings: Mapping[str, Any], bar: tqdm | None = None) -> None:
-        """Begin the run, or resume it where it was when the history's rows were recorded."""
+        """Begin the run, or resume it after the rows in the history."""
         self.loggers.start(dict(settings), self.history.rows)
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
 
     def state(self) -> dict[str, Any]:
-        """Return what is counted beside the history."""
+        """Return the counts that are not in the history."""
         return {"examples": self._rows.examples, "seconds": time.perf_counter() - self._start}
 
     def load(self, state: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
-        """Continue after `rows`, with what was counted up to there."""
+        """Continue after `rows`, with the counts up to there."""
         for row in rows:
             self.history.append(row)
         self._rows.examples = state["examples"]
@@ -125,25 +125,25 @@ class Recorder:
             self._diverged(state.step - 1, self._row["train_losses"], trained)
 
     def add(self, **values: Any) -> None:
-        """Add columns to the present row; before the first step, to a row of its own."""
+        """Add columns to the current row; before the first step, to one of its own."""
         if self._row is None:
             self._row = Row(START)
         self._row.update(values)
 
     @property
     def row(self) -> dict[str, Any]:
-        """What is known of the present step; before the first, of the start."""
+        """The row of the current step so far; before the first, that of the start."""
         return {"step": 0} if self._row is None else self._row
 
     def flush(self) -> None:
-        """Hand on the present row."""
+        """Hand on the current row."""
         if self._row is not None:
             row, self._row = self._row, None
             self.history.append(row)
             self.loggers.log(row)
 
     def finish(self) -> None:
-        """End the run, however it ended."""
+        """Finish, however the run ended."""
         self.flush()
         self.loggers.finish()
 
@@ -159,8 +159,8 @@ class Recorder:
 
 
 def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
-    """Advance a progress bar to the step of a row, and put its loss and bytes beside the steps per second."""
-    redrawn = bar.update(row["step"] - bar.n)  # it redraws itself some times a second, and at the end
+    """Advance a progress bar to the step of a row, and show its loss and bytes."""
+    redrawn = bar.update(row["step"] - bar.n)  # it redraws itself a few times a second, and at the end
     if "train_loss" in row and (redrawn or bar.n == bar.total):
         sent = readable_bytes(row["bytes_total"])
         bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node", refresh=False)
@@ -172,14 +172,14 @@ def _mean(lr: float | Tensor) -> float:
 
 
 class Loggers:
-    """The user's loggers; one that fails is reported once and left out from then on."""
+    """The user's loggers; one that fails is reported once and dropped."""
 
     def __init__(self, logger: Logger | Sequence[Logger] | None, interval: int) -> None:
         self._alive = list(as_loggers(logger))
         self._interval = interval
 
     def start(self, settings: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> None:
-        """Begin; with rows from before, the run resumes after them."""
+        """Begin the run, or resume it after the rows `before`."""
         if before:
             self._each("resume", settings, [row for row in before if self._is_due(row)])
         else:
@@ -191,7 +191,7 @@ class Loggers:
             self._each("log", row)
 
     def finish(self) -> None:
-        """End, however the run ended."""
+        """Finish, however the run ended."""
         self._each("finish")
 
     def _is_due(self, row: dict[str, Any]) -> bool:

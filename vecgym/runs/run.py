@@ -1,9 +1,9 @@
-"""A run: `Run.loop` is all of it, on one page."""
+"""A run: `Run.loop` is the whole of it, on one page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,15 +30,23 @@ from vecgym.strategy.described import described
 M = TypeVar("M", bound=nn.Module)
 
 
-class Run(Generic[M]):
-    """The training of one model on the nodes of `comm`; all processes of it make the same steps together.
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and on what; see `vecgym.Trainer`."""
 
-    Everything is prepared and checked when it is made, and `loop` trains. Afterwards, or after an interrupt or an
-    error in the loop, it holds the run up to there.
+    model: Any
+    train_dataset: Any
+    val_dataset: Any
+
+
+class Run(Generic[M]):
+    """The training of one model on the nodes of `comm`; all of its processes take the same steps together.
+
+    Everything is prepared and checked at construction, and `loop` trains. Afterwards, or after an interrupt or an
+    error in the loop, the run holds its state up to there.
 
     Args:
-        model: is copied.
-        train_dataset, val_dataset: see `vecgym.Trainer`.
+        task: the model, which is copied, and the data.
         options: of the run.
         comm: the collectives of the nodes in this process.
         device: of these nodes.
@@ -46,31 +54,25 @@ class Run(Generic[M]):
 
     Attributes:
         history, ledger: of the run.
-        state: of the simulation, after the last step made.
+        state: of the simulation, after the last step taken.
         nodes: the stacked final state; None until the loop has ended.
     """
 
     def __init__(
-        self,
-        model: M,
-        train_dataset: Any,
-        val_dataset: Any,
-        options: FitOptions,
-        comm: Collectives,
-        device: torch.device,
+        self, task: Task, options: FitOptions, comm: Collectives, device: torch.device,
         after_step: Callable[[dict[str, Any]], None] = lambda row: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.comm = comm
         self.session = session = Session(comm)
         self.after_step = after_step
-        self.train = _training_batches(train_dataset, options, session, device)
+        self.train = _training_batches(task.train_dataset, options, session, device)
         self.num_steps = num_steps(self.train, options.num_epochs, options.max_steps)
         options.strategy.check(comm.num_nodes, self.num_steps)
 
-        self.model: M = hooks.copied(model).to(device)
+        self.model: M = hooks.copied(task.model).to(device)
         self.engine = _engine(self.model, options, self.train.batch(0), session)
         self.options, memory = _fitted(options, self.engine, self.train, self.num_steps, session)
-        self.val = _validation_batches(val_dataset, self.options, session, device)
+        self.val = _validation_batches(task.val_dataset, self.options, session, device)
 
         num_examples = session.joined(self.train.shard_sizes)
         limits = self.train.limits_of(num_examples)
@@ -90,11 +92,11 @@ class Run(Generic[M]):
         self.nodes: Nodes[M] | None = None
 
     def loop(self) -> None:
-        """Train: for each batch step, record, evaluate, log, save a checkpoint, and stop where that was asked for."""
+        """Train: for each batch take a step, record, evaluate, log, save a checkpoint, and stop if interrupted."""
         options, recorder, checkpoints = self.options, self.recorder, self.checkpoints
-        shown = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit="step")
+        progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit="step")
         try:
-            with torch.enable_grad(), interrupts() as interrupted, shown as bar:
+            with torch.enable_grad(), interrupts() as interrupted, progress as bar:
                 recorder.start(self.history.settings, bar)
                 checkpoints.begin()
                 if checkpoints.resumed is None:
@@ -131,13 +133,13 @@ class Run(Generic[M]):
             recorder.finish()
 
     def evaluate(self) -> None:
-        """Record the validation losses, and how far the nodes are apart."""
+        """Record the validation losses, and how far apart the nodes are."""
         (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.comm)
         if columns:
             self.recorder.add(**columns)
 
     def average(self) -> M:
-        """Return a copy of the model with the mean of the nodes; all processes call it."""
+        """Return a copy of the model with the mean of the nodes; all processes must call this."""
         params, buffers = (average(values, self.comm) for values in (self._all_params(), self.state.buffers))
         return nodes.fill(self.model, {**params, **buffers})
 
@@ -145,7 +147,7 @@ class Run(Generic[M]):
         self._distance_before = consensus_distance(params, self.comm)
 
     def _all_params(self) -> Tree:
-        """Return all parameters, the frozen ones too, `[1 or L, *]`, in the model's order."""
+        """Return all parameters, frozen ones too, `[1 or L, *]`, in the model's order."""
         values = {**self.state.params, **{name: p[None] for name, p in self.engine.frozen.items()}}
         return {name: values[name] for name, _ in self.model.named_parameters()}
 
@@ -155,7 +157,7 @@ class Run(Generic[M]):
         return Nodes(self.model, num_local, params, buffers)
 
     def _settings(self) -> dict[str, Any]:
-        """Return what the history says of the run: what was given, and what was chosen for it."""
+        """Return the settings for the history: what was given, and what was chosen."""
         options, plan = self.options, self.engine.plan
         return {
             "strategy": repr(options.strategy), "hyperparameters": described(options.strategy),
@@ -190,7 +192,7 @@ def _validation_batches(
 
 
 def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session) -> Engine:
-    """Return an engine that has looked at the model."""
+    """Return an engine that has inspected the model."""
     kind, chunk_size, node_threads = options.engine, options.chunk_size, options.node_threads
     if options.exact:
         kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
@@ -203,13 +205,10 @@ def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session)
 def _fitted(
     options: FitOptions, engine: Engine, train: Batches, max_steps: int, session: Session
 ) -> tuple[FitOptions, dict[str, Any]]:
-    """Cut the batch, and the engine's plan, so that the run fits into memory; the same in every process."""
+    """Cut the engine's plan, and the batch, so that the run fits into memory, alike in every process."""
     if options.max_memory_usage is None:
         return options, {}
-    sizes = fitting_sizes(
-        engine, options.strategy, train.batch(0), options.num_nodes, max_steps, options.max_memory_usage,
-        options.minibatch_size, session.num_processes,
-    )  # fmt: skip
+    sizes = fitting_sizes(engine, options, train.batch(0), max_steps, session.num_processes)
     chunk_size = session.smallest(sizes.chunk_size or options.num_nodes)
     minibatch_size = session.smallest(sizes.minibatch_size or options.batch_size)
     if sizes.chunk_size is not None:

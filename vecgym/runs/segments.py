@@ -1,4 +1,4 @@
-"""Run the steps of a rollout, all of them stored or in segments that the backward pass computes again."""
+"""Run the steps of a rollout: store all of them, or segments that the backward pass computes again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Record = tuple[Tensor, Tensor, Tensor]  # losses [T, K], consensus distance [T],
 
 
 def run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[State, Record]:
-    """Take the steps one after the other; everything is stored for the backward pass."""
+    """Take the steps one after the other, storing everything for the backward pass."""
     losses, distances, sent = [], [], []
     for batch in batches:
         with Readable():
@@ -36,7 +36,7 @@ def run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[S
 def run_in_segments(
     simulation: Simulation, state: State, batches: Sequence[Any], segments: int
 ) -> tuple[State, Record]:
-    """Take the steps in `segments` parts, of which only the states between are stored."""
+    """Take the steps in `segments` parts, storing only the states between them."""
     size = -(-len(batches) // segments)
     records = []
     for start in range(0, len(batches), size):
@@ -50,8 +50,8 @@ def run_in_segments(
 class _Part:
     """A part of a run as a function of tensors alone.
 
-    In: `tensors`, of the state before it, and those that can be differentiated of its strategy and batches. Out: those
-    of the state after it and of the record.
+    Its inputs are `tensors`: those of the state before it, and the differentiable ones of its strategy and batches.
+    Its outputs are the tensors of the state after it and of the record.
     """
 
     def __init__(self, simulation: Simulation, state: State, batches: Sequence[Any]) -> None:
@@ -64,24 +64,24 @@ class _Part:
         self._after: Any = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        own = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
+        new = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
         simulation = copy.copy(self.simulation)
-        simulation.strategy, batches = replaced(self.reads, own)
+        simulation.strategy, batches = replaced(self.reads, new)
         state, record = run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
-        found, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
-        return found
+        outputs, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
+        return outputs
 
     def result(self, tensors: Sequence[Tensor]) -> tuple[State, Record]:
-        """What the tensors of a call stand for."""
+        """Rebuild the state and the record from the tensors that a call returned."""
         after = _filled(self._after, tensors)
         return State(self.step + len(self.reads[1]), **after["state"]), tuple(after["record"].values())
 
 
 class _Recomputed(torch.autograd.Function):
-    """A part of a run of which only what went in is stored: the backward pass computes it again.
+    """A part of a run of which only the inputs are stored: the backward pass computes it again.
 
-    torch.utils.checkpoint cannot be used: the nodes' gradients are made by torch.func, which allows no hooks on what
-    is saved.
+    torch.utils.checkpoint cannot be used: the nodes' gradients are computed by torch.func, which does not allow hooks
+    on saved tensors.
     """
 
     @staticmethod
@@ -98,28 +98,28 @@ class _Recomputed(torch.autograd.Function):
         sent = [i for i, g in enumerate(grads) if g is not None]
 
         def outputs(*values: Tensor) -> list[Tensor]:
-            given = dict(enumerate(tensors)) | dict(zip(wanted, values))
-            found = part(list(given.values()))
-            return [found[i] for i in sent]
+            inputs = dict(enumerate(tensors)) | dict(zip(wanted, values))
+            results = part(list(inputs.values()))
+            return [results[i] for i in sent]
 
         given, by = [tensors[i] for i in wanted], [grads[i] for i in sent]
-        found: list[Tensor | None] = [None] * len(tensors)
+        derivatives: list[Tensor | None] = [None] * len(tensors)
         if not sent:
             slopes: Sequence[Tensor | None] = ()
-        elif torch.is_grad_enabled():  # derivatives will be taken of this, too
+        elif torch.is_grad_enabled():  # this will be differentiated too
             slopes = vjp(outputs, *given)[1](by)
         else:
             slopes = _slopes(outputs, [x.detach().requires_grad_() for x in given], by, check=part.step == 0)
         for i, slope in zip(wanted, slopes):
-            found[i] = slope
-        return None, *found
+            derivatives[i] = slope
+        return None, *derivatives
 
 
 @torch.enable_grad()
 def _slopes(
     outputs: Callable[..., list[Tensor]], given: list[Tensor], by: list[Any], check: bool
 ) -> Sequence[Tensor | None]:
-    """The derivatives of sum by * outputs by what is given."""
+    """Return the derivatives of sum(by * outputs) with respect to what is given."""
     pairs = [(y, g) for y, g in zip(outputs(*given), by) if y.requires_grad]
     if not pairs:
         return [None] * len(given)
@@ -130,7 +130,7 @@ def _slopes(
 
 
 def _check_all_found(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Raise a ValueError if `outputs` depend on another leaf that requires grad than those given."""
+    """Raise a ValueError if `outputs` depend on a leaf that requires grad and is not given."""
     known = {id(x) for x in given}
     seen: set[Any] = set()
     todo = [y.grad_fn for y in outputs]
@@ -153,11 +153,11 @@ def _trees(state: State) -> dict[str, Any]:
 
 
 class _Slot(int):
-    """The place of a tensor in a list."""
+    """The index of a tensor in a list."""
 
 
 def _flatten(values: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of nested dicts, each once; and the dicts with each tensor's place in its stead."""
+    """Return the tensors of nested dicts, each once, and the dicts with each tensor replaced by its index."""
     tensors: list[Tensor] = []
     places: dict[int, _Slot] = {}
 
@@ -175,5 +175,5 @@ def _filled(outline: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def differentiable_tensors(root: Any) -> list[Tensor]:
-    """The tensors that an object holds and derivatives may be taken by."""
+    """Return the tensors in an object with respect to which derivatives may be taken."""
     return [x for x in reachable(root) if differentiated(x)]

@@ -1,17 +1,17 @@
-"""What the processes of a run tell one another to stay in step, beside what the strategy exchanges."""
+"""Keep the processes of a run in step: what they tell one another besides what the strategy exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from vecgym.collectives import Collectives, StackedCollectives
-from vecgym.collectives.distributed import DistributedCollectives, Wire
+from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.core import tree
 from vecgym.engine import ModelFacts
 from vecgym.engine.simulation import Metrics
@@ -25,19 +25,18 @@ T = TypeVar("T")
 
 @contextmanager
 def joined_nodes(options: FitOptions) -> Iterator[tuple[Collectives, torch.device]]:
-    """Yield the collectives and the device of the nodes in this process: all, or with "distributed" its part."""
+    """Yield the collectives and the device of the nodes in this process: all nodes, or its part if "distributed"."""
     device = resolve_device(options.device)
     with one_thread() if options.exact else nullcontext():
         if options.backend == "stacked":
             yield StackedCollectives(options.num_nodes), device
             return
         with multiprocess.joined(device) as device:
-            wire = Wire(watch=links.watch, announce=links.announce)
-            yield DistributedCollectives(options.num_nodes, wire, exact=options.exact), device
+            yield DistributedCollectives(options.num_nodes, links.wire(), exact=options.exact), device
 
 
 class Session:
-    """What the processes of a run tell one another to stay in step; with one process, nothing."""
+    """Keep the processes of a run in step; with one process, nothing is exchanged."""
 
     def __init__(self, comm: Collectives) -> None:
         self.comm = comm
@@ -53,18 +52,18 @@ class Session:
         return min(self.each(count))
 
     def joined(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Return a number of each node here as one of each of all nodes."""
+        """Return the numbers of all nodes, given one for each node here."""
         return tuple(count for part in self.each(list(counts)) for count in part)
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
-        """Return what the first process has seen of the model: which parameters are trained, say."""
+        """Return what the first process knows of the model: which parameters are trained, say."""
         if self.wire is None:
             return facts
         shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random")}
         return replace(facts, **self.wire.broadcast_object(shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
-        """Return the losses of all nodes; with them go the interrupts, so that all stop after the same step."""
+        """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step."""
         if self.num_processes == 1:
             return metrics
         losses = metrics.losses
@@ -82,7 +81,7 @@ class Session:
         return [value] if self.wire is None else self.wire.all_gather_object(value)
 
     def first(self, find: Callable[[], T]) -> T:
-        """Return in all processes what the first one finds; its error is raised in all."""
+        """Return in all processes what the first one finds; raise its error in all of them."""
         if self.wire is None:
             return find()
         outcome: tuple[Any, Exception | None] = None, None
@@ -96,59 +95,48 @@ class Session:
             raise failure
         return value
 
-    def gathered(self, values: Any, device: torch.device) -> Any:
-        """Gather nested values of the nodes here from all nodes, in the first process and on the CPU; elsewhere None.
+    def gathered(self, values: Any) -> Any:
+        """Gather nested values of the nodes from all processes, on the CPU of the first; elsewhere return None.
 
-        What is the same on every node is `[1, *]`, as it would be in one process. What a process lacks, since none
-        of its nodes has trained yet, is 0 there.
+        A value that is the same on every node is `[1, *]`, as it would be in one process. A value that a process
+        lacks, because none of its nodes has trained yet, is 0 there.
         """
         if self.wire is None or self.num_processes == 1:
             return plain(values, "state")
-        here = dict(tree.flatten(values))
-        forms = self.each({path: self._form(x) for path, x in here.items()})
+        leaves = dict(tree.flatten(values))
+        paths = dict.fromkeys(path for process in self.each(list(leaves)) for path in process)
         gathered = {}
-        for path in dict.fromkeys(path for form in forms for path in form):
-            value = self._gathered_leaf(here.get(path), [form.get(path) for form in forms], device)
+        for path in paths:
+            parts = self.each(plain(leaves.get(path), f"state{tree.path_name(path)}"))
             if self.rank == 0:
-                gathered[path] = plain(value, "state")
+                gathered[path] = _joined_rows(parts, len(self.comm.node_ids))
         return tree.unflatten(gathered) if self.rank == 0 else None
 
     def rows_here(self, values: Any) -> Any:
-        """Return the rows of the nodes here in nested values of all nodes."""
+        """Return the rows of the nodes here, given nested values of all nodes."""
         if self.num_processes == 1:
             return values
         first, last, K = int(self.comm.node_ids[0]), int(self.comm.node_ids[-1]) + 1, self.comm.num_nodes
         return tree.map_leaves(lambda x: x[first:last] if x.dim() > 0 and len(x) == K > 1 else x, values)
 
-    def _form(self, x: Any) -> Any:
-        """Return what other processes must know of a value: of a tensor of nodes its shape and type, else itself."""
-        if isinstance(x, Tensor) and x.dim() > 0 and len(x) in (1, len(self.comm.node_ids)):
-            return _Form(len(x), x.shape[1:], x.dtype)
-        return x
 
-    def _gathered_leaf(self, x: Any, forms: Sequence[Any], device: torch.device) -> Any:
-        known = next(form for form in forms if form is not None) if any(f is not None for f in forms) else None
-        if not isinstance(known, _Form):
-            return known
-        num_local = len(self.comm.node_ids)
-        if num_local > 1 and all(form is not None and form.rows == 1 for form in forms):
-            return x
-        x = torch.zeros(1, *known.shape, dtype=known.dtype) if x is None else x
-        assert self.wire is not None
-        rows = self.wire.all_gather(x.to(device).expand(num_local, *known.shape).contiguous()).cpu()  # [K, *]
-        return rows[:1].clone() if num_local == 1 and _rows_equal(rows) else rows
+def _joined_rows(parts: Sequence[Any], num_local: int) -> Any:
+    """Join the values of all processes: tensors `[1 or L, *]` to `[1 or K, *]`; of anything else return the first.
 
-
-class _Form(NamedTuple):
-    """Of a tensor `[rows, *shape]`."""
-
-    rows: int
-    shape: torch.Size
-    dtype: torch.dtype
+    A process that lacks the value gives None.
+    """
+    first = next((x for x in parts if x is not None), None)
+    if not isinstance(first, Tensor) or first.dim() == 0 or len(first) not in (1, num_local):
+        return first
+    if num_local > 1 and all(x is not None and len(x) == 1 for x in parts):
+        return first
+    present = [torch.zeros_like(first[:1]) if x is None else x for x in parts]
+    rows = torch.cat([x.expand(num_local, *first.shape[1:]) for x in present])  # [K, *]
+    return rows[:1].clone() if num_local == 1 and _rows_equal(rows) else rows
 
 
 def _rows_equal(x: Tensor) -> bool:
-    """Compare to the bit: 0 is not -0."""
+    """Whether all rows have the same bits: 0 is not -0."""
     if x.numel() == 0:
         return True
     rows = x.contiguous().view(-1).view(torch.uint8).view(len(x), -1)
@@ -157,7 +145,7 @@ def _rows_equal(x: Tensor) -> bool:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread within operations: sums that several share depend on how many they are."""
+    """Use one thread within operations: sums depend on how many threads share them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The process that has started others: it waits for them, and when one fails it says which, and why."""
+"""The parent of a run's processes: it waits for them, and when one fails it says which, and why."""
 
 from __future__ import annotations
 
@@ -15,22 +15,36 @@ from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.links import Progress, unpacked
 
-GRACE_S = 2.0  # after a first error: others may tell more, such as who caused it
+GRACE_S = 2.0  # to wait after a first error, for others that may tell more, such as who caused it
 POLL_S = 0.1
-# What was given is wrong: raised here as it was raised there.
+# Errors in what was given: raised here as they were raised there.
 GIVEN_BACK = {error.__name__: error for error in (ValueError, TypeError, FileNotFoundError, Damaged)}
 
 Labels = Callable[[int], str]  # rank -> what it holds, for errors
 
 
+def node_labels(num_nodes: int, num_processes: int) -> Labels:
+    """Return the labels of processes with equal numbers of nodes.
+
+    >>> node_labels(4, 2)(1), node_labels(2, 2)(1)
+    ('nodes 2-3', 'node 1')
+    """
+
+    def label(rank: int) -> str:
+        first, end = (i * num_nodes // num_processes for i in (rank, rank + 1))
+        return f"node {first}" if end == first + 1 else f"nodes {first}-{end - 1}"
+
+    return label
+
+
 class Started(NamedTuple):
-    """Processes that were started together."""
+    """Processes that were started together, and what they share."""
 
     processes: list[Any]
     pipes: list[Any]
     progress: Progress
-    folder: str  # of what they share
-    method: str  # how they were started
+    folder: str
+    method: str  # "fork" or "spawn"
 
 
 class Failure(NamedTuple):
@@ -38,39 +52,36 @@ class Failure(NamedTuple):
 
     rank: int
     text: str  # the traceback
-    kind: str  # the class of the error, "" for a process that died
+    kind: str  # the class of the error; "" for a process that died
     message: str
-    inside: bool  # while it waited for other processes: rarely the cause
-    began: bool  # after its first message
+    inside: bool  # it was waiting for other processes: rarely the cause
+    began: bool  # it had sent its first message
 
 
 class Supervisor:
-    """Wait for processes, pass on what they send, and find the one that is to blame for a failure."""
+    """Wait for processes, pass on what they send, and find the one to blame for a failure."""
 
     def __init__(
         self, started: Started, labels: Labels, on_message: Callable[[int, Any], None], timeout_s: float
     ) -> None:
-        self.processes = started.processes
-        self.pipes: dict[int, Any] = dict(enumerate(started.pipes))
-        self.progress = started.progress
-        self.folder = started.folder
-        self.method = started.method
+        self.started = started
         self.labels = labels
         self.on_message = on_message
         self.timeout_s = timeout_s
+        self.pipes: dict[int, Any] = dict(enumerate(started.pipes))  # of the processes that have not ended
         self.results: dict[int, Any] = {}
         self.failures: list[Failure] = []
 
     def wait(self) -> list[Any]:
-        """Return what the processes return, in the order of their ranks; a second Ctrl-C does not wait."""
+        """Return what the processes return, in the order of their ranks; a second Ctrl-C raises at once."""
         idle = Clock()
-        failing: Clock | None = None  # since a first failure
-        seen = list(self.progress.counts)
+        failing: Clock | None = None  # since the first failure
+        seen = list(self.started.progress.counts)
         with interrupts() as interrupted:
             told = False
-            while len(self.results) < len(self.processes):
-                if self._receive() or list(self.progress.counts) != seen:
-                    seen, idle = list(self.progress.counts), Clock()
+            while len(self.results) < len(self.started.processes):
+                if self._receive() or list(self.started.progress.counts) != seen:
+                    seen, idle = list(self.started.progress.counts), Clock()
                 if interrupted and not told:
                     told, idle = True, Clock()
                     self._interrupt()
@@ -80,18 +91,18 @@ class Supervisor:
                         raise self._error(bool(interrupted))
                 if idle.passed() > self.timeout_s:
                     raise self._hanging()
-        for process in self.processes:
+        for process in self.started.processes:
             process.join(10)
-        return [self.results[rank] for rank in range(len(self.processes))]
+        return [self.results[rank] for rank in range(len(self.started.processes))]
 
     def _receive(self) -> bool:
-        """Read what has come, and return whether anything has."""
+        """Read the messages that have arrived, and return whether there were any."""
         active = dict(self.pipes)
-        sentinels = [self.processes[rank].sentinel for rank in active]
+        sentinels = [self.started.processes[rank].sentinel for rank in active]
         ready = connection.wait([*active.values(), *sentinels], POLL_S)
         came = False
         for rank, pipe in active.items():
-            process = self.processes[rank]
+            process = self.started.processes[rank]
             if pipe not in ready and process.sentinel not in ready:
                 continue
             ended = not process.is_alive()
@@ -121,12 +132,12 @@ class Supervisor:
             self.failures.append(Failure(rank, *value))
 
     def _death(self, rank: int) -> Failure:
-        code = self.processes[rank].exitcode
+        code = self.started.processes[rank].exitcode
         how = (
             f"was killed by signal {signal.Signals(-code).name}" if (code or 0) < 0 else f"ended with exit code {code}"
         )
         hint = ""
-        if self.method == "spawn" and self.progress.counts[2 * rank] == 0:
+        if self.started.method == "spawn" and self.started.progress.counts[2 * rank] == 0:
             hint = (
                 " before it began. What it has printed says why; often a script that does not keep what it does under "
                 'if __name__ == "__main__":, or a definition that cannot be imported.'
@@ -134,50 +145,50 @@ class Supervisor:
         return Failure(rank, "", "", f"{how}{hint}", False, True)
 
     def _interrupt(self) -> None:
-        for process in self.processes:
+        for process in self.started.processes:
             if process.is_alive() and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGINT)
 
     def _error(self, interrupted: bool) -> BaseException:
-        """Choose one error of several: who fails while it waits for others mostly fails because of them."""
+        """Choose one error of several: a process that fails while it waits for others mostly fails because of them."""
         causes = [f for f in self.failures if not f.inside] or self.failures
-        first = next((f for f in causes if not f.kind), causes[0])  # a process that died tells nothing itself
+        first = next((f for f in causes if not f.kind), causes[0])  # a process that died cannot report
         if first.kind == "KeyboardInterrupt" or (interrupted and first.inside):
             return KeyboardInterrupt()
         if first.kind in GIVEN_BACK and not first.began:
             return GIVEN_BACK[first.kind](first.message)
         text = f"{first.kind}: {first.message}" if first.kind else first.message
-        if first.inside or not first.kind:  # perhaps since the processes did not call the same
-            text += self.progress.said()
+        if first.inside or not first.kind:  # perhaps because the processes did not make the same calls
+            text += self.started.progress.said()
         return ProcessError(first.rank, self.labels(first.rank), text, first.text)
 
     def _hanging(self) -> ProcessError:
-        """Blame the process that others wait for: the one that waits for nobody, or that has got least far."""
+        """Blame the process that the others wait for: one that waits for nobody, or else the one furthest behind."""
         alive = list(self.pipes)
-        outside = [rank for rank in alive if not self.progress.counts[2 * rank + 1]]
-        rank = min(outside or alive, key=lambda r: self.progress.counts[2 * r])
+        outside = [rank for rank in alive if not self.started.progress.counts[2 * rank + 1]]
+        rank = min(outside or alive, key=lambda r: self.started.progress.counts[2 * r])
         trace = ""
-        process = self.processes[rank]
+        process = self.started.processes[rank]
         if hasattr(signal, "SIGUSR1") and process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)  # faulthandler then writes where it is
                 time.sleep(0.5)
-            file = Path(self.folder, f"trace-{rank}")
+            file = Path(self.started.folder, f"trace-{rank}")
             trace = file.read_text() if file.exists() else ""
-        text = f"hangs: it got nowhere for {self.timeout_s:g} s (timeout_s){self.progress.said()}"
+        text = f"hangs: it got nowhere for {self.timeout_s:g} s (timeout_s){self.started.progress.said()}"
         return ProcessError(rank, self.labels(rank), text, trace)
 
 
 class Clock:
-    """Seconds that this program could run: while all of it is stopped, by Ctrl-Z say, no process hangs."""
+    """Count the seconds that this program could run: while all of it is stopped, by Ctrl-Z say, no process hangs."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._last = time.monotonic()
 
     def passed(self) -> float:
-        """Seconds up to this call; call it often."""
+        """Return the seconds up to this call; call it often."""
         now = time.monotonic()
         self._seconds += min(now - self._last, 10 * POLL_S)
         self._last = now

@@ -1,4 +1,4 @@
-"""The trainer: a model and its data, trained by `fit`, and what came of it."""
+"""The trainer: a model and its data, `fit`, and the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vecgym.records.history import History
 from vecgym.runs.multiprocess import check_alone
 from vecgym.runs.options import FitOptions
 from vecgym.runs.processes import ProcessesRun
-from vecgym.runs.run import Run
+from vecgym.runs.run import Run, Task
 from vecgym.runs.session import joined_nodes
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Trainer(Generic[M]):
         return self.run.nodes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the average of the nodes, each node's model, history and settings to a file: see `vecgym.load`.
+        """Write the average of the nodes, each node's model, the history and the settings to a file; see `vecgym.load`.
 
         Raises:
             AttributeError: before `fit`.
@@ -127,7 +127,7 @@ class Trainer(Generic[M]):
         runfile.write(path, runfile.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
-        """Draw the last run: losses with the nodes' spread, and the consensus distance; see `vecgym.plot.plot_runs`.
+        """Draw the last run: losses with the nodes' spread, and consensus distance; see `vecgym.plot.plot_runs`.
 
         Args:
             path: where to save the figure as well, such as "run.png".
@@ -167,20 +167,20 @@ class Trainer(Generic[M]):
         check_model(self.model)  # it may have changed
         if options.backend != "distributed":
             check_alone(f'a run with backend="{options.backend}"', 'give backend="distributed", or ')
-        task = self.model, self.train_dataset, self.val_dataset
+        task = Task(self.model, self.train_dataset, self.val_dataset)
         with self._alone():
             if options.backend == "processes":
-                self.run = ProcessesRun(*task, options)
+                self.run = ProcessesRun(task, options)
                 self.run.loop()
                 return self.run.average()
             with joined_nodes(options) as (comm, device):
-                self.run = Run(*task, options, comm, device, self.after_step)
+                self.run = Run(task, options, comm, device, self.after_step)
                 self.run.loop()
                 return self.run.average()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Allow one run at a time: its state is this object's."""
+        """Allow one run at a time, since its state is kept in this object."""
         if self._training:
             raise RuntimeError(
                 "this Trainer is in the middle of a run, whose state a second one would overwrite: fit() was called "
@@ -193,9 +193,9 @@ class Trainer(Generic[M]):
             self._training = False
 
     def after_step(self, row: dict[str, Any]) -> None:
-        """For subclasses: called with the row of each step once it is complete, and before the first with that of 0.
+        """Override this: called with the row of each step once it is complete, and before the first step.
 
-        Not with `backend="processes"`, where the steps are made elsewhere.
+        Not called with `backend="processes"`, where the steps are taken elsewhere.
 
         >>> import torch
         >>> from vecgym.strategy import FedAvgStrategy
