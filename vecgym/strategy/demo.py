@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,11 @@ from vecgym.compress import (
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree, per_node
 from vecgym.optim import OptimSpec, clip_grad_norm
-from vecgym.optim.schedule import Schedule
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, optimizer_step
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
+from vecgym.strategy.inner import StepOptions, optimizer_step, takes_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DeMoCommunicator(CommunicationModule):
@@ -197,6 +202,7 @@ class DeMoStrategy(Strategy):
     moving by lr in the direction of a rounding error.
     """
 
+    @takes_options(StepOptions)
     def __init__(
         self,
         compression_decay: float | Tensor = 0.999,
@@ -205,19 +211,11 @@ class DeMoStrategy(Strategy):
         weight_decay: float | Tensor = 0.0,
         *,
         lr: float | Tensor = 1e-3,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[StepOptions],
     ) -> None:
-        super().__init__(
-            OptimSpec(torch.optim.SGD, lr=lr, weight_decay=weight_decay),
-            communication_modules=[DeMoCommunicator(compression_decay, compression_topk, compression_chunk)],
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        module = DeMoCommunicator(compression_decay, compression_topk, compression_chunk)
+        spec = OptimSpec(torch.optim.SGD, lr=lr, weight_decay=weight_decay)
+        super().__init__(spec, communication_modules=[module], **inner)
 
     @torch.no_grad()  # the derivative of the sign is 0
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:

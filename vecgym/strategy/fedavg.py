@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch import Tensor
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.schedule import Schedule
 from vecgym.strategy.average import Mean, ServerMean, Weighting
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.fedopt import ServerOptimizer
+from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Exchange, Parameters
 from vecgym.strategy.when import Rounds, SyncWeight, make_sync_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AveragingCommunicator(Parameters):
@@ -194,6 +197,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
     `weighting="examples"`; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
@@ -209,11 +213,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         server_lr: float | Tensor | None = None,
         server_betas: tuple[float | Tensor, float | Tensor] | None = None,
         server_tau: float | Tensor | None = None,
-        lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
         has_mu = not isinstance(proximal_mu, (int, float)) or proximal_mu != 0
         if sync_weight is not None and (server_optim is not None or has_mu):
@@ -229,15 +229,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
             modules = [ServerCommunicator(server, H, participation, weighting)]
         if has_mu:
             modules.append(ProximalTerm(proximal_mu, H))
-        super().__init__(
-            inner_optim,
-            communication_modules=modules,
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        super().__init__(inner_optim, communication_modules=modules, **inner)
 
 
 def check_resting(resting: str | None, rounds_of_all: bool) -> str:

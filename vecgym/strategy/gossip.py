@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.schedule import Schedule
 from vecgym.strategy.average import Average
 from vecgym.strategy.base import Context, State, Strategy
+from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Parameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FIXED: dict[str, Callable[[int], Tensor]] = {
     "ring": graphs.ring,
@@ -181,27 +184,15 @@ class GossipStrategy(Strategy):
     arXiv 2110.13363; random matchings: Boyd et al., "Randomized Gossip Algorithms", 2006.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         topology: Topology = "ring",
         every: int = 1,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        *,
-        lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(
-            inner_optim,
-            communication_modules=[GossipCommunicator(topology, every)],
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        super().__init__(inner_optim, communication_modules=[GossipCommunicator(topology, every)], **inner)
 
 
 @functools.lru_cache(maxsize=4)
