@@ -62,6 +62,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("rprop", {"lr": 0.03, "etas": (0.45, 1.3), "step_sizes": (1e-2, 5e-2), "maximize": True}),
     ("lion", {}),
     ("lion", {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True}),
+    ("fedadam", {}),
+    ("fedadam", {"lr": 0.03, "betas": (0.8, 0.9), "tau": 0.01}),
+    ("fedyogi", {"lr": 0.03, "betas": (0.8, 0.9), "tau": 0.01}),
+    ("fedadagrad", {"lr": 0.03, "betas": (0.8, 0.9), "tau": 0.01}),
 ]
 ONE_OF_EACH = [next(case for case in reversed(CASES) if case[0] == cls.__name__.lower()) for cls in ELEMENTWISE]
 # Hyperparameters that differ per node: nodes 0 and 1 are equal neighbours, so that a run holds two nodes.
@@ -80,6 +84,9 @@ PER_NODE: dict[str, dict[str, Any]] = {
         "step_sizes": [(1e-6, 1e-6, 1e-2), (50.0, 50.0, 0.1)],
     },
     "lion": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "weight_decay": (0.1, 0.1, 0.0)},
+    "fedadam": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "tau": (0.01, 0.01, 0.1)},
+    "fedyogi": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "tau": (0.01, 0.01, 0.1)},
+    "fedadagrad": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "tau": (0.01, 0.01, 0.1)},
 }
 
 
@@ -448,8 +455,15 @@ HYPER: dict[str, dict[str, Any]] = {
     "adadelta": {"lr": 0.1, "rho": 0.8, "eps": 1e-2, "weight_decay": 0.1},
     "rprop": {"lr": 0.1, "etas": (0.5, 1.2), "step_sizes": (1e-3, 1.0)},
     "lion": {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1},
+    "fedadam": {"lr": 0.1, "betas": (0.8, 0.9), "tau": 0.1},
+    "fedyogi": {"lr": 0.1, "betas": (0.8, 0.9), "tau": 0.1},
+    "fedadagrad": {"lr": 0.1, "betas": (0.8, 0.9), "tau": 0.1},
 }
-WITHOUT_DERIVATIVE = {"rprop": ["step_sizes", "step_sizes"], "lion": ["betas", "betas"]}  # in clamp, under the sign
+WITHOUT_DERIVATIVE = {
+    "rprop": ["step_sizes", "step_sizes"],  # in clamp
+    "lion": ["betas", "betas"],  # under the sign
+    "fedadagrad": ["betas"],  # without effect
+}
 
 
 def unrolled(name, steps=None, extra=None, zero=False):
@@ -509,7 +523,8 @@ def test_second_derivatives_match_finite_differences(name):
 def test_every_hyperparameter_has_a_derivative():
     for name in HYPER:
         f, arguments = unrolled(name, extra={"nesterov": False} if name == "sgd" else None)
-        grads = torch.autograd.grad(f(*[a.requires_grad_() for a in arguments]).sin().sum(), arguments)
+        loss = f(*[a.requires_grad_() for a in arguments]).sin().sum()
+        grads = torch.autograd.grad(loss, arguments, materialize_grads=True)
         names = [key for key, v in HYPER[name].items() for _ in (v if isinstance(v, tuple) else (v,))]
         dead = [key for key, g in zip(names, grads) if (g == 0).all()]
         assert dead == WITHOUT_DERIVATIVE.get(name, []), name
@@ -521,7 +536,8 @@ def test_derivatives_through_torch_func(name):
     loss = lambda *a: f(*a).sin().sum()  # noqa: E731
     argnums = tuple(range(len(arguments)))
     grads = torch.func.grad(loss, argnums=argnums)(*arguments)
-    expected = torch.autograd.grad(loss(*[a.requires_grad_() for a in arguments]), arguments)
+    value = loss(*[a.requires_grad_() for a in arguments])
+    expected = torch.autograd.grad(value, arguments, materialize_grads=True)
     assert_close(dict(enumerate(grads)), dict(enumerate(expected)))
     arguments = [a.detach() for a in arguments]
     tangents = tuple(torch.ones_like(a) for a in arguments)

@@ -15,7 +15,7 @@ from vecgym.strategy.average import Mean, ServerMean, Weighting
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.inner import InnerOptions, takes_options
-from vecgym.strategy.modules import Exchange, Parameters
+from vecgym.strategy.modules import OuterStep, Parameters
 from vecgym.strategy.when import Rounds, SyncWeight, make_sync_weight
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ class AveragingCommunicator(Parameters):
         super().__init__(average, Rounds(self.H) if self.sync_weight is None else self.sync_weight)
 
 
-class ServerCommunicator(Exchange):
+class ServerCommunicator(OuterStep):
     """Every H steps, a server moves theta by the mean movement of the nodes that took part.
 
-    Delta = sum_{k in S} w_k (theta_k - theta) / sum_{k in S} w_k;  theta <- server(theta, Delta);  theta_i <- theta.
+    g = sum_{k in S} w_k (theta - theta_k) / sum_{k in S} w_k;  theta <- server(theta, g);  theta_i <- theta.
 
-    State: `params` (theta) and the server optimizer's slots, `[1, *]`: stored once for all nodes. Bytes sent per
+    State: `params` (theta) and `optimizer`, the server optimizer's, `[1, *]`: stored once for all nodes. Bytes sent per
     participant and round: b * P up (and as many down from the server).
 
     Args:
@@ -105,27 +105,13 @@ class ServerCommunicator(Exchange):
         weighting: Weighting = "equal",
     ) -> None:
         self.server = check.instance("server", server, ServerOptimizer, "a ServerOptimizer('adam', lr=0.1)")
-        self.when = Rounds(H)
-        self.average = mean = ServerMean(weighting, participation)
-        self.H, self.participation, self.weighting = self.when.H, mean.participation, mean.weighting
+        mean = ServerMean(weighting, participation)
+        super().__init__(mean, server.spec, H)
+        self.participation, self.weighting = mean.participation, mean.weighting
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        super().check(num_nodes, max_steps)
         self.server.check()
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        return {"params": params, "slots": self.server.init(params)}
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self.when.exchange(self._server_step, params, state, self._counted(ctx))
-
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        return self.server.lr
-
-    def _server_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        delta, _ = self.average(tree.map(torch.sub, params, state["params"]), {}, ctx)  # [1, *]
-        theta, slots = self.server.update(state["params"], delta, state["slots"])
-        return theta, {"params": theta, "slots": slots}
+        super().check(num_nodes, max_steps)
 
 
 class ProximalTerm(CommunicationModule):
