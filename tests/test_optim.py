@@ -13,6 +13,7 @@ from torch import nn
 import vecgym.optim.elementwise as elementwise
 from tests.reference import optimizers as reference
 from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import map_leaves
 from vecgym.optim import (
     ELEMENTWISE,
     ElementwiseRule,
@@ -1148,3 +1149,50 @@ def test_clip_needs_a_positive_norm(max_norm):
         check_max_norm(max_norm)
     with pytest.raises(ValueError, match=r"max_norm=.* must be a number in"):
         clip_grad_norm({"w": torch.ones(1, 2)}, max_norm)
+
+
+class Stateful(torch.optim.Optimizer):
+    """What it keeps lies in its state, its groups and its attributes, some of them made by a step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "pace": 1.0})
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        self.total = getattr(self, "total", 0.0) + self.count
+        for group in self.param_groups:
+            group["pace"] *= 0.9
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.mul_(0.5).add_(p.grad)
+                p.data -= group["lr"] * group["pace"] * (m + self.total * 1e-3)
+
+
+class Remembering(Stateful):
+    """It also keeps a list, which nothing sets back: there is a new one at each step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.seen = []
+
+    def step(self, closure=None):
+        self.seen.append(len(self.seen))
+        assert self.seen == [0]
+        super().step()
+
+
+@pytest.mark.parametrize("cls", [Stateful, Remembering])
+def test_a_step_taken_twice_from_one_state_gives_the_same(cls):
+    """The optimizers of the nodes are kept from step to step, and begin every step as new."""
+    rule = OptimSpec(cls, lr=0.1).rule()
+    params = draw(0)
+    state = rule.init(params)
+    for step in range(3):
+        again = rule.update(params, gradient(step), state, inplace=False)
+        fresh = OptimSpec(cls, lr=0.1).rule().update(params, gradient(step), state, inplace=False)
+        params, state = rule.update(params, gradient(step), state, inplace=False)
+        for other in (again, fresh):
+            assert_close(other[0], params, rtol=0)
+            assert map_leaves(torch.Tensor.tolist, other[1]) == map_leaves(torch.Tensor.tolist, state)
+    assert state["attributes"]["optimizer"]["count"].tolist() == [3.0] * K

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Mixing
+from vecgym.compress.codecs import Codec
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.strategy.average import Average
+from vecgym.strategy.average import Reduction
 from vecgym.strategy.base import Context, State, Strategy
+from vecgym.strategy.gathered import Codes, gathered_codes
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Parameters
 
@@ -34,7 +36,7 @@ NAMES = (*FIXED, "one_peer_exponential", "random_matching")
 Topology = str | Tensor | Sequence[Sequence[float]] | Callable[[int], Tensor]
 
 
-class Mix(Average):
+class Mix(Reduction):
     """Each node averages with its neighbours in a graph: x_i <- sum_j W_ij x_j.
 
     Args:
@@ -57,6 +59,8 @@ class Mix(Average):
     >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, {}, ctx)[0]
     {'w': tensor([1., 1., 0., 1.])}
     """
+
+    linear, shared = True, False
 
     def __init__(self, topology: Topology = "ring") -> None:
         self.topology = _checked_topology(topology)
@@ -85,6 +89,11 @@ class Mix(Average):
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return ctx.comm.mix(values, self.mixing(ctx), inplace=ctx.inplace), state
+
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
+        shares = self.mixing(ctx).weights[ctx.comm.node_ids]
+        return {name: codec.average(received[name], x, shares) for name, x in like.items()}
 
     def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
         if self._constant is not None:

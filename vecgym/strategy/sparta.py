@@ -12,10 +12,10 @@ from vecgym.optim import OptimSpec
 from vecgym.strategy.average import Average, Mean
 from vecgym.strategy.base import CommunicationModule, Strategy, check_interval
 from vecgym.strategy.codes import Compressed
-from vecgym.strategy.compression import TopKSparseCommunicator
 from vecgym.strategy.diloco import DiLoCoCommunicator
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Parameters
+from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
 from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.when import Rounds
