@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from vecgym.strategy import (
     Gradients,
     Mean,
     Mix,
+    MostMoved,
     OuterStep,
     Parameters,
     PartitionedSelector,
@@ -42,6 +43,7 @@ from vecgym.strategy import (
     Sparse,
     SPARTAStrategy,
     Strategy,
+    StrongestCosines,
     SyncWeight,
 )
 from vecgym.strategy.robust import median
@@ -306,6 +308,69 @@ def test_the_median_in_islands() -> None:
         assert all(torch.equal(found["w"][i], expected) for i in island)
 
 
+def exchanges(how: Average, inplace: bool, num_exchanges: int = 6) -> Iterator[tuple[Tensor, Tensor, Context]]:
+    """What the nodes give, [K, 7], and what they get, in one exchange after the other."""
+    g = torch.Generator().manual_seed(2)
+    ctx = Context(StackedCollectives(K), seed=SEED, inplace=inplace)
+    state = how.init({"w": torch.zeros(1, 7, dtype=torch.float64)}, ctx)
+    for i in range(num_exchanges):
+        x = torch.randn(K, 7, generator=g, dtype=torch.float64)
+        ctx = Context(StackedCollectives(K), step=i, exchange=i, seed=SEED, inplace=inplace)
+        found, state = how({"w": x.clone()}, state, ctx)
+        yield x, found["w"].expand(K, -1), ctx
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_the_residuals_of_drawn_coordinates(inplace: bool) -> None:
+    """A coordinate that is not drawn keeps its residual, which is sent when it is drawn again."""
+    selector, e = PartitionedSelector(0.4), torch.zeros(K, 7, dtype=torch.float64)
+    shapes = {"w": torch.Size([7])}
+    drawn = selector.init(shapes, Context(StackedCollectives(K), seed=SEED))
+    for x, found, ctx in exchanges(Sparse(selector, Compressed(Mean(), TopK(k=1), decay=0.5)), inplace):
+        index, drawn = selector.select(shapes, drawn, ctx.exchange, ctx)
+        at, expected = index["w"], x.clone()
+        p = x[:, at] + 0.5 * e[:, at]
+        sent = torch.stack([strongest(row, 1) for row in p])
+        e[:, at], expected[:, at] = p - sent, sent.mean(0)
+        assert_close({"w": found}, {"w": expected}, 1e-14)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_codes_to_a_server_and_the_residuals_of_those_who_send_none(inplace: bool) -> None:
+    how, e = Compressed(ServerMean(participation=0.4), TopK(k=2)), torch.zeros(K, 7, dtype=torch.float64)
+    for x, found, ctx in exchanges(how, inplace):
+        senders, p = how.active_nodes(ctx) or [], x + e
+        sent = {i: strongest(p[i], 2) for i in senders}
+        for i in senders:
+            e[i] = p[i] - sent[i]
+        assert_close({"w": found}, {"w": torch.stack(list(sent.values())).mean(0).expand(K, -1)}, 1e-14)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_codes_to_neighbours(inplace: bool) -> None:
+    how, e = Compressed(Mix("ring"), TopK(k=2)), torch.zeros(K, 7, dtype=torch.float64)
+    for x, found, ctx in exchanges(how, inplace):
+        p = x + e
+        sent = torch.stack([strongest(row, 2) for row in p])
+        e = p - sent
+        assert_close({"w": found}, {"w": (sent.roll(1, 0) + sent + sent.roll(-1, 0)) / 3}, 1e-14)
+        (entry,) = ctx.comm.ledger
+        assert (entry.operation, entry.sent_bytes) == ("all_gather", 2 * (8 + 4))
+
+
+def test_what_moved_most_is_written_late_where_it_was_sent() -> None:
+    """The other coordinates stay as the nodes have them by then."""
+    module = Parameters(MostMoved(fraction=0.25), delay=2)
+    params, seen = {"w": torch.zeros(2, 4)}, []
+    state = module.init(params, Context(StackedCollectives(2)))
+    for step, moved in enumerate([[8.0, 0, 0, 0], [0, 0, 1.0, 0], [0, 1.0, 0, 0]]):
+        params = {"w": params["w"] + torch.tensor([moved, [0.0] * 4])}
+        params, state = module.exchange_parameters(params, state, Context(StackedCollectives(2), step=step))
+        seen.append(params["w"].tolist())
+    assert seen[1] == [[8, 0, 1, 0], [0, 0, 0, 0]]
+    assert seen[2] == [[4, 1, 1, 0], [4, 0, 0, 0]]  # node 1 sent its first coordinate too: of equals the first
+
+
 def test_what_is_private_is_clipped_and_blurred_as_much_as_it_says() -> None:
     comm, x = StackedCollectives(4), {"a": torch.full((4, 30_000), 3.0), "b": torch.full((4, 10_000), 3.0)}
     found, _ = Private(Mean(), clip=2.0, noise=0.5)(x, {}, Context(comm))
@@ -333,6 +398,12 @@ PROCESSES: dict[str, Callable[[], CommunicationModule]] = {
     "codes to a server": lambda: Parameters(
         Compressed(ServerMean(participation=0.5), TopK(0.3), reference=True), every=2
     ),
+    "codes to neighbours": lambda: Parameters(Compressed(Mix("ring"), Chain(TopK(0.4), Quantise(2))), every=2),
+    "codes of drawn coordinates, late": lambda: Parameters(
+        Sparse(PartitionedSelector(0.5), Compressed(Mean(), "int8", reference=True)), every=2, delay=1
+    ),
+    "what moved most, late": lambda: Parameters(MostMoved(0.3, bits=8), every=2, delay=1),
+    "strongest cosines": lambda: OuterStep(StrongestCosines(0.9, k=2, chunk=4), NESTEROV, H=3),
     "codes, median, private": lambda: OuterStep(
         Private(Compressed(Robust("median", island_size=3), "int8"), clip=1.0, noise=0.1), NESTEROV, H=2
     ),
@@ -370,7 +441,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "leave out fragments",
     ),
-    "codes for Mix": (lambda: Compressed(Mix("ring"), "int8"), TypeError, "give Mean"),
+    "codes of codes": (lambda: Compressed(MostMoved(), "int8"), TypeError, "give Mean"),
+    "a reference of neighbours": (
+        lambda: Compressed(Mix("ring"), "int8", reference=True),
+        ValueError,
+        "only an average of all",
+    ),
+    "PowerSGD of neighbours": (lambda: Compressed(Mix("ring"), PowerSGD(1)), ValueError, "do not share"),
     "a reference of islands": (
         lambda: Compressed(Mean(2), "int8", reference=True),
         ValueError,
@@ -383,12 +460,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "has no effect",
     ),
-    "a residual for other coordinates": (
-        lambda: Sparse(PartitionedSelector(0.5), Compressed(Mean(), "int8")).init(
-            {"w": torch.zeros(1, 4)}, Context(StackedCollectives(2))
+    "matrices for other coordinates": (
+        lambda: Sparse(PartitionedSelector(0.5), Compressed(Mean(), PowerSGD(1))).init(
+            {"w": torch.zeros(1, 4, 4)}, Context(StackedCollectives(2))
         ),
         ValueError,
-        "error_feedback=False",
+        "not a value for each coordinate",
     ),
     "trim": (lambda: Robust("trimmed_mean"), ValueError, "trim=1"),
     "too much trimmed": (lambda: Robust("trimmed_mean", 2).check(4, 10), ValueError, "leaves nothing of 4 nodes"),

@@ -39,19 +39,23 @@ from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    Compressed,
     Context,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipCommunicator,
     GradientAveraging,
+    Mean,
     OptimSpec,
     ServerCommunicator,
     ServerOptimizer,
     Strategy,
 )
 from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import TopKSparseCommunicator, compressed, quantised, with_compression
-from vecgym.strategy.selectors import RandomSelector
+from vecgym.strategy.compression import compressed, with_compression
+from vecgym.strategy.most_moved import TopKSparseCommunicator
+from vecgym.strategy.selectors import PartitionedSelector, RandomSelector
 from vecgym.strategy.sparta import SparseCommunicator
 
 K = 5
@@ -86,6 +90,10 @@ def draw(num_nodes: int = 4) -> Draw:
 
 def values(*shape: int, dtype: torch.dtype = DOUBLE) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
+
+
+def quantised(x: Tree, bits: int, ctx: Context) -> Tree:
+    return Compressed(Mean(), Quantise(bits), error_feedback=False)(x, {}, ctx)[0]
 
 
 def codec_of(name: str) -> Codec:
@@ -397,14 +405,14 @@ def test_compressed_exchanges_equal_their_twins(case: str, method: str, num_node
     theirs = CASES[case].twin(start, data, num_nodes, average, inner=CASES[case].inner)
     assert_close(ours.losses, theirs.losses, TOLERANCE, "losses")
     assert_close(ours.params, stacks(theirs), TOLERANCE, "params")
-    state = ours.state.strategy["0"][phase]
+    state = ours.state.strategy["0"].get("average", {}) if case == "diloco" else ours.state.strategy["0"]
     assert ("residual" in state) == error_feedback
     if error_feedback:
         residuals = {name: torch.stack(of_nodes) for name, of_nodes in average.residuals.items()}
         assert_close(state["residual"], residuals, TOLERANCE, "residual")
         assert max(float(x.abs().max()) for x in residuals.values()) > 1e-4
     if case == "diloco":
-        outer = ours.state.strategy["0"]["module"]["params"]
+        outer = ours.state.strategy["0"]["params"]
         assert_close(outer, {name: x[None] for name, x in theirs.outer.items()}, TOLERANCE, "outer")
 
 
@@ -449,7 +457,7 @@ def test_what_was_sent_and_the_residual_are_what_was_given(method: str, inplace:
         assert {len(x) for x in average.values()} == {1}
         given = tree.map(lambda total, g: total + g.mean(0, keepdim=True), given, grads)
         received = tree.map(torch.add, received, average)
-    residual = tree.map(lambda e: e.mean(0, keepdim=True), state["gradients"]["residual"])
+    residual = tree.map(lambda e: e.mean(0, keepdim=True), state["residual"])
     assert_close(tree.map(torch.add, received, residual), given, 1e-13)
     assert difference(received, given) > 1e-3
 
@@ -466,7 +474,8 @@ def test_sending_everything_is_not_compressing(case: str) -> None:
             ours = run(start, CommunicateOptimizeStrategy([module], OptimSpec(cls, **options)), data)
             assert_close(ours.params, plain.params, 1e-12, repr(module))
             if error_feedback:
-                residual = ours.state.strategy["0"][CASES[case].phase]["residual"]
+                state = ours.state.strategy["0"]
+                residual = (state["average"] if case == "diloco" else state)["residual"]
                 assert max(float(x.abs().max()) for x in residual.values()) < 1e-15
 
 
@@ -482,6 +491,33 @@ def test_compressed_fedavg_is_compressed_diloco_without_an_outer_optimizer(metho
         run(start, CommunicateOptimizeStrategy([compressed(module, CODECS[method])], inner), data) for module in modules
     )
     assert_close(first.params, second.params, 1e-12)
+
+
+OTHERS: dict[str, tuple[Callable[[], CommunicationModule], dict[str, Any]]] = {
+    "a server": (lambda: ServerCommunicator(ServerOptimizer("adam", lr=0.1), H=3), {}),
+    "a sample at a server": (lambda: AveragingCommunicator(H=3, participation=0.6), {}),
+    "a sample at an optimizing server": (
+        lambda: ServerCommunicator(ServerOptimizer("avgm"), H=3, participation=0.6, weighting="examples"),
+        {},
+    ),
+    "drawn coordinates": (lambda: SparseCommunicator(RandomSelector(0.3)), {}),
+    "drawn coordinates, late": (lambda: SparseCommunicator(PartitionedSelector(0.3), delay=2), {}),
+    "neighbours": (lambda: GossipCommunicator("random_matching" if K % 2 == 0 else "ring"), {"reference": False}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_sending_everything_is_not_compressing_in_other_exchanges(name: str) -> None:
+    """What only some send, of some coordinates, or to some: with error feedback, and a reference where there is one."""
+    module, settings = OTHERS[name]
+    start, data = make_model("MLP", dtype=DOUBLE), stacked(batches(steps=12))
+    examples: dict[str, Any] = {"num_examples": tuple(range(1, K + 1))}
+    plain = run(start, CommunicateOptimizeStrategy([module()], "sgd", lr=0.1), data, **examples)
+    for differentiable in (False, True):
+        coded = CommunicateOptimizeStrategy([compressed(module(), TopK(1.0), **settings)], "sgd", lr=0.1)
+        ours = run(start, coded, data, differentiable=differentiable, **examples)
+        assert_close(ours.params, plain.params, 1e-12)
+        assert ours.comm.ledger.total_bytes > 0
 
 
 def make(case: str, method: str) -> Strategy:
@@ -577,11 +613,7 @@ def test_derivatives_pass_straight_through(method: str) -> None:
         state = module.init({"w": values(1, 12, 10).requires_grad_()}, context())
         for step in range(2):
             ctx = context(step, inplace=False)
-            exchange = (
-                module.exchange_gradients
-                if "gradients" in state and "parameters" not in state
-                else module.exchange_parameters
-            )
+            exchange = module.exchange_parameters if "reference" in state else module.exchange_gradients
             average, state = exchange(x, state, ctx)
             weights = values(12, 10)
             (slope,) = torch.autograd.grad((average["w"][0] * weights).sum(), x["w"])
@@ -690,7 +722,7 @@ def test_nodes_that_begin_differently_share_the_reference_of_node_0() -> None:
     params = {"w": values(4, 6)}
     module = compressed(AveragingCommunicator(), TopK(1.0))
     state = module.init(params, context())
-    assert_same_bits(state["parameters"]["reference"], {"w": params["w"][:1]})
+    assert_same_bits(state["reference"], {"w": params["w"][:1]})
     new, _ = module.exchange_parameters(params, state, context())
     assert_close(new, {"w": params["w"].mean(0, keepdim=True)}, 1e-14)
 
@@ -833,10 +865,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "no draw": (lambda: RandomK(0.5).encode(torch.ones(1, 2)), ValueError, "draws random numbers"),
     "islands": (lambda: compressed(AveragingCommunicator(island_size=2), "topk"), ValueError, "island_size=2"),
-    "participation": (
-        lambda: compressed(AveragingCommunicator(participation=0.5), "int8"),
+    "some who keep what they have": (
+        lambda: compressed(AveragingCommunicator(participation=0.5, resting="keep"), "int8"),
         ValueError,
         "reference=False",
+    ),
+    "neighbours": (lambda: compressed(GossipCommunicator("ring"), "int8"), ValueError, "reference=False"),
+    "in part": (
+        lambda: compressed(AveragingCommunicator(sync_weight=[0.5, 1]), "int8"),
+        ValueError,
+        "exchanges in part",
+    ),
+    "what is compressed": (
+        lambda: exchange(compressed(compressed(AveragingCommunicator(), "int8"), "topk")),
+        ValueError,
+        "all_gather",
     ),
     "islands that are found out late": (
         lambda: exchange(compressed(every(1, delayed(AveragingCommunicator(2), 1)), "int8")),
@@ -857,21 +900,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two means": (lambda: exchange(compressed(Twice(), "topk"), "gradients"), ValueError, "a second time"),
     "a tensor": (lambda: exchange(compressed(OneTensor(), "topk"), "gradients"), ValueError, "takes trees"),
     "another collective": (lambda: exchange(compressed(Gather(), "topk"), "gradients"), ValueError, "all_gather"),
-    "a server": (
-        lambda: exchange(compressed(ServerCommunicator(ServerOptimizer("avg")), "topk")),
-        ValueError,
-        "server_mean",
-    ),
-    "parts of parameters": (
-        lambda: exchange(compressed(SparseCommunicator(RandomSelector(0.5)), "int8")),
-        ValueError,
-        "error_feedback=False",
-    ),
-    "parts of parameters with a reference": (
-        lambda: exchange(compressed(SparseCommunicator(RandomSelector(0.5)), "int8", error_feedback=False)),
-        ValueError,
-        "reference=False",
-    ),
 }
 
 
@@ -903,7 +931,7 @@ def test_what_is_the_same_on_every_node_may_be_given_once(method: str) -> None:
         state = module.init(once, context())
         for step in range(3):
             average, state = module.exchange_gradients(x, state, context(step))
-        results.append((average, state["gradients"]["residual"]))
+        results.append((average, state["residual"]))
     assert_close(results[0][0], results[1][0], 1e-13)
     assert_close(results[0][1], results[1][1], 1e-13)
 
@@ -913,7 +941,7 @@ def test_the_reference_is_not_the_parameters() -> None:
     params = {"w": values(4, 12, 10)}
     module = compressed(AveragingCommunicator(), "int8")
     new, state = module.exchange_parameters(params, module.init({"w": params["w"][:1]}, context()), context())
-    assert new["w"].data_ptr() != state["parameters"]["reference"]["w"].data_ptr()
+    assert new["w"].data_ptr() != state["reference"]["w"].data_ptr()
 
 
 def test_parameters_can_be_sent_as_they_are() -> None:

@@ -122,7 +122,7 @@ def stale_sample(patch: pytest.MonkeyPatch) -> None:
 
 
 def yogi_as_adam(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(fedopt.SECOND_MOMENTS, "yogi", fedopt.SECOND_MOMENTS["adam"])
+    patch.setitem(fedopt.SPECS, "yogi", fedopt.SPECS["adam"])
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any], str]] = {

@@ -13,6 +13,7 @@ from torch import nn
 import vecgym.optim.elementwise as elementwise
 from tests.reference import optimizers as reference
 from vecgym.core.errors import VecgymWarning
+from vecgym.core.tree import map_leaves
 from vecgym.optim import (
     ELEMENTWISE,
     ElementwiseRule,
@@ -62,6 +63,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("rprop", {"lr": 0.03, "etas": (0.45, 1.3), "step_sizes": (1e-2, 5e-2), "maximize": True}),
     ("lion", {}),
     ("lion", {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True}),
+    ("fedadam", {}),
+    ("fedadam", {"lr": 0.03, "betas": (0.8, 0.9), "tau": 0.01}),
+    ("fedyogi", {"lr": 0.03, "betas": (0.8, 0.9), "tau": 0.01}),
+    ("fedadagrad", {"lr": 0.03, "betas": (0.8, 0.9), "tau": 0.01}),
 ]
 ONE_OF_EACH = [next(case for case in reversed(CASES) if case[0] == cls.__name__.lower()) for cls in ELEMENTWISE]
 # Hyperparameters that differ per node: nodes 0 and 1 are equal neighbours, so that a run holds two nodes.
@@ -80,6 +85,9 @@ PER_NODE: dict[str, dict[str, Any]] = {
         "step_sizes": [(1e-6, 1e-6, 1e-2), (50.0, 50.0, 0.1)],
     },
     "lion": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "weight_decay": (0.1, 0.1, 0.0)},
+    "fedadam": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "tau": (0.01, 0.01, 0.1)},
+    "fedyogi": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "tau": (0.01, 0.01, 0.1)},
+    "fedadagrad": {"betas": [(0.9, 0.9, 0.5), (0.99, 0.99, 0.7)], "tau": (0.01, 0.01, 0.1)},
 }
 
 
@@ -448,8 +456,15 @@ HYPER: dict[str, dict[str, Any]] = {
     "adadelta": {"lr": 0.1, "rho": 0.8, "eps": 1e-2, "weight_decay": 0.1},
     "rprop": {"lr": 0.1, "etas": (0.5, 1.2), "step_sizes": (1e-3, 1.0)},
     "lion": {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1},
+    "fedadam": {"lr": 0.1, "betas": (0.8, 0.9), "tau": 0.1},
+    "fedyogi": {"lr": 0.1, "betas": (0.8, 0.9), "tau": 0.1},
+    "fedadagrad": {"lr": 0.1, "betas": (0.8, 0.9), "tau": 0.1},
 }
-WITHOUT_DERIVATIVE = {"rprop": ["step_sizes", "step_sizes"], "lion": ["betas", "betas"]}  # in clamp, under the sign
+WITHOUT_DERIVATIVE = {
+    "rprop": ["step_sizes", "step_sizes"],  # in clamp
+    "lion": ["betas", "betas"],  # under the sign
+    "fedadagrad": ["betas"],  # without effect
+}
 
 
 def unrolled(name, steps=None, extra=None, zero=False):
@@ -509,7 +524,8 @@ def test_second_derivatives_match_finite_differences(name):
 def test_every_hyperparameter_has_a_derivative():
     for name in HYPER:
         f, arguments = unrolled(name, extra={"nesterov": False} if name == "sgd" else None)
-        grads = torch.autograd.grad(f(*[a.requires_grad_() for a in arguments]).sin().sum(), arguments)
+        loss = f(*[a.requires_grad_() for a in arguments]).sin().sum()
+        grads = torch.autograd.grad(loss, arguments, materialize_grads=True)
         names = [key for key, v in HYPER[name].items() for _ in (v if isinstance(v, tuple) else (v,))]
         dead = [key for key, g in zip(names, grads) if (g == 0).all()]
         assert dead == WITHOUT_DERIVATIVE.get(name, []), name
@@ -521,7 +537,8 @@ def test_derivatives_through_torch_func(name):
     loss = lambda *a: f(*a).sin().sum()  # noqa: E731
     argnums = tuple(range(len(arguments)))
     grads = torch.func.grad(loss, argnums=argnums)(*arguments)
-    expected = torch.autograd.grad(loss(*[a.requires_grad_() for a in arguments]), arguments)
+    value = loss(*[a.requires_grad_() for a in arguments])
+    expected = torch.autograd.grad(value, arguments, materialize_grads=True)
     assert_close(dict(enumerate(grads)), dict(enumerate(expected)))
     arguments = [a.detach() for a in arguments]
     tangents = tuple(torch.ones_like(a) for a in arguments)
@@ -1132,3 +1149,50 @@ def test_clip_needs_a_positive_norm(max_norm):
         check_max_norm(max_norm)
     with pytest.raises(ValueError, match=r"max_norm=.* must be a number in"):
         clip_grad_norm({"w": torch.ones(1, 2)}, max_norm)
+
+
+class Stateful(torch.optim.Optimizer):
+    """What it keeps lies in its state, its groups and its attributes, some of them made by a step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "pace": 1.0})
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        self.total = getattr(self, "total", 0.0) + self.count
+        for group in self.param_groups:
+            group["pace"] *= 0.9
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.mul_(0.5).add_(p.grad)
+                p.data -= group["lr"] * group["pace"] * (m + self.total * 1e-3)
+
+
+class Remembering(Stateful):
+    """It also keeps a list, which nothing sets back: there is a new one at each step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.seen = []
+
+    def step(self, closure=None):
+        self.seen.append(len(self.seen))
+        assert self.seen == [0]
+        super().step()
+
+
+@pytest.mark.parametrize("cls", [Stateful, Remembering])
+def test_a_step_taken_twice_from_one_state_gives_the_same(cls):
+    """The optimizers of the nodes are kept from step to step, and begin every step as new."""
+    rule = OptimSpec(cls, lr=0.1).rule()
+    params = draw(0)
+    state = rule.init(params)
+    for step in range(3):
+        again = rule.update(params, gradient(step), state, inplace=False)
+        fresh = OptimSpec(cls, lr=0.1).rule().update(params, gradient(step), state, inplace=False)
+        params, state = rule.update(params, gradient(step), state, inplace=False)
+        for other in (again, fresh):
+            assert_close(other[0], params, rtol=0)
+            assert map_leaves(torch.Tensor.tolist, other[1]) == map_leaves(torch.Tensor.tolist, state)
+    assert state["attributes"]["optimizer"]["count"].tolist() == [3.0] * K

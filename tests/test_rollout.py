@@ -43,9 +43,10 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import TopKSparseCommunicator, compressed
+from vecgym.strategy.compression import compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 

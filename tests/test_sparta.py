@@ -55,7 +55,7 @@ from vecgym.strategy import (
     Strategy,
 )
 from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import TopKSparseCommunicator
+from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import (
     PartitionedSelector,
     RandomSelector,

@@ -150,9 +150,8 @@ class _Group:
         if slot == NUMBER:
             return torch.ones(1, dtype=torch.float64)
         zeros = torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
-        if slot == "sum":
-            return zeros + _shaped(_scalar(self.spec.hyper["initial_accumulator_value"]), like=p)
-        return zeros
+        first = self.formula.first.get(slot)
+        return zeros if first is None else zeros + _shaped(_scalar(first(self.spec.hyper)), like=p)
 
     def _lr(self, lr: float | Tensor | None) -> Any:
         if lr is None:

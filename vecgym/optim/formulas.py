@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from vecgym.optim import kernels
-from vecgym.optim.kernels import muon_lr_ratio, orthogonalised
-from vecgym.optim.optimizers import Lion, Muon
+from vecgym.optim.kernels import BETAS, COEFFICIENTS, Moment, muon_lr_ratio, orthogonalised
+from vecgym.optim.optimizers import FedAdagrad, FedAdam, FedYogi, Lion, Muon
 
 Scalar = Any  # a number, or a tensor [] or [L]
 Slots = dict[str, Tensor]
@@ -37,7 +37,7 @@ class Formula:
 
     `pairs` names the parts of a hyperparameter that is a tuple; `prepare(slots, numbers, t)` adjusts the
     numbers or the state lists before the kernel makes step `t`. `kernel(params, grads, slots, h)`: a step in place;
-    None: torch's functional one.
+    None: torch's functional one. `first`: slot -> its first value, from the hyperparameters; 0 where there is none.
     """
 
     slots: tuple[str, ...]
@@ -46,6 +46,7 @@ class Formula:
     prepare: Callable[[dict[str, list[Tensor]], dict[str, Any], int], None] = lambda slots, numbers, t: None
     kernel: Callable[..., None] | None = None
     decoupled: bool = False  # weight decay shrinks the parameter, unless the hyperparameters say otherwise
+    first: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
     of_matrices: bool = False  # not elementwise: every parameter of a node must be a matrix
 
 
@@ -233,6 +234,20 @@ def lion(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tupl
     return p - x(h.lr) * sign, {"exp_avg": _lerp(m, g, x(1 - h.beta2))}
 
 
+def adaptive(moment: Moment) -> Callable[..., tuple[Tensor, Slots]]:
+    """m <- b1 m + (1 - b1) g;  p <- p - lr m / (sqrt(v) + tau), where v <- `moment(v, g^2, b2, 1 - b2)`.
+
+    FedAdam, FedYogi and FedAdagrad of arXiv 2003.00295, algorithm 2: from v = tau^2, without bias correction.
+    """
+
+    def body(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+        m = x(h.beta1) * s["momentum"] + x(1 - h.beta1) * g
+        v = moment(s["second_moment"], g * g, x(h.beta2), x(1 - h.beta2))
+        return p - x(h.lr) * m / (root(v) + x(h.tau)), {"momentum": m, "second_moment": v}
+
+    return body
+
+
 def muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
     """m <- mu m + (1 - mu) g;  u = mu m + (1 - mu) g (Nesterov), or m;  p <- (1 - lr wd) p - lr r NS(u).
 
@@ -260,29 +275,36 @@ def _first_step_size(slots: dict[str, list[Tensor]], numbers: dict[str, Any], t:
             eta.fill_(numbers["lr"])
 
 
-_BETAS = {"betas": ("beta1", "beta2")}
+def _adaptive(moment: Moment) -> Formula:
+    slots, kernel = ("momentum", "second_moment"), kernels.adaptive(moment)
+    return Formula(slots, adaptive(moment), BETAS, kernel=kernel, first={"second_moment": kernels.tau_squared})
+
+
 _RPROP = {"etas": ("etaminus", "etaplus"), "step_sizes": ("step_size_min", "step_size_max")}
 
 # The classes whose rule treats every element by itself, so that it is exact on stacked tensors. A subclass is
 # not its parent: it may have changed the rule.
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
     torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first),
-    torch.optim.Adam: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, _BETAS),
-    torch.optim.AdamW: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, _BETAS, decoupled=True),
+    torch.optim.Adam: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, BETAS),
+    torch.optim.AdamW: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, BETAS, decoupled=True),
     torch.optim.RMSprop: Formula(("square_avg", "grad_avg", "momentum_buffer"), rmsprop),
-    torch.optim.Adagrad: Formula(("sum",), adagrad),
-    torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam, _BETAS),
-    torch.optim.RAdam: Formula(("exp_avg", "exp_avg_sq"), radam, _BETAS),
-    torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax, _BETAS),
+    torch.optim.Adagrad: Formula(("sum",), adagrad, first={"sum": lambda h: h["initial_accumulator_value"]}),
+    torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam, BETAS),
+    torch.optim.RAdam: Formula(("exp_avg", "exp_avg_sq"), radam, BETAS),
+    torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax, BETAS),
     torch.optim.Adadelta: Formula(("square_avg", "acc_delta"), adadelta),
     torch.optim.Rprop: Formula(("prev", "step_size"), rprop, _RPROP, _first_step_size),
-    Lion: Formula(("exp_avg",), lion, _BETAS, kernel=kernels.lion, decoupled=True),
+    Lion: Formula(("exp_avg",), lion, BETAS, kernel=kernels.lion, decoupled=True),
+    FedAdam: _adaptive(kernels.adam_moment),
+    FedYogi: _adaptive(kernels.yogi_moment),
+    FedAdagrad: _adaptive(kernels.adagrad_moment),
 }
 _OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
     Muon: Formula(
         ("momentum_buffer",),
         muon,
-        {"ns_coefficients": ("a", "b", "c")},
+        COEFFICIENTS,
         kernel=kernels.muon,
         decoupled=True,
         of_matrices=True,

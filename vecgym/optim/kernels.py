@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from vecgym.core.transforms import plain
 from vecgym.core.tree import differentiated
 
 Slots = dict[str, list[Tensor]]
+Moment = Callable[[Any, Any, Any, Any], Any]
+
+# The parts of hyperparameters that are tuples.
+BETAS = {"betas": ("beta1", "beta2")}
+COEFFICIENTS = {"ns_coefficients": ("a", "b", "c")}
 
 # Up to this many multiplications torch computes a product of two bfloat16 matrices by another kernel on the CPU, which
 # rounds differently from that of many products at once.
@@ -33,6 +39,43 @@ def lion(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> Non
         torch._foreach_mul_(params, 1 - h.lr * h.weight_decay)
     torch._foreach_add_(params, signs, alpha=-h.lr)
     torch._foreach_lerp_(slots["exp_avg"], grads, 1 - h.beta2)
+
+
+def adaptive(moment: Moment) -> Callable[..., None]:
+    """One step of FedAdam and the like; `vecgym.optim.formulas.adaptive` says what it computes."""
+
+    def step(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
+        for p, g, m, v in zip(params, grads, slots["momentum"], slots["second_moment"]):
+            m.mul_(h.beta1).add_((1 - h.beta1) * g)
+            v.copy_(moment(v, g * g, h.beta2, 1 - h.beta2))
+            p.sub_(h.lr * m / (v.sqrt() + h.tau))
+
+    return step
+
+
+def adam_moment(v: Any, square: Any, beta: Any, rest: Any) -> Any:
+    """v <- beta v + (1 - beta) g^2, with `rest` = 1 - beta."""
+    return beta * v + rest * square
+
+
+def yogi_moment(v: Any, square: Any, beta: Any, rest: Any) -> Any:
+    """v <- v - (1 - beta) g^2 sign(v - g^2)."""
+    return v - rest * square * torch.sign(v - square)
+
+
+def adagrad_moment(v: Any, square: Any, beta: Any, rest: Any) -> Any:
+    """v <- v + g^2."""
+    return v + square
+
+
+def zero(h: dict[str, Any]) -> float:
+    """The first value of most slots."""
+    return 0.0
+
+
+def tau_squared(h: dict[str, Any]) -> Any:
+    """The first value of the second moment of FedAdam and the like."""
+    return h["tau"] ** 2
 
 
 def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:

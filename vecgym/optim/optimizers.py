@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,43 @@ from vecgym.optim import kernels
 _ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 
-class Lion(Optimizer):
+class _OfKernel(Optimizer):
+    """An optimizer whose step is a kernel of vecgym.
+
+    Attributes:
+        kernel: the step in place, see `vecgym.optim.kernels`.
+        slots: what is kept of each parameter -> its first value, from the hyperparameters.
+        pairs: the names of the parts of hyperparameters that are tuples.
+    """
+
+    kernel: Callable[..., None]
+    slots: Mapping[str, Callable[[dict[str, Any]], float]]
+    pairs: Mapping[str, tuple[str, ...]]
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        try:
+            super().__init__(params, defaults)
+        except (TypeError, ValueError, KeyError) as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"params must be what torch's optimizers take, such as model.parameters(): {error}") from error
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; `closure` computes the loss again."""
+        loss = _loss(closure)
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p, (slot, first) in itertools.product(params, self.slots.items()):
+                if slot not in self.state[p]:
+                    self.state[p][slot] = torch.full_like(p, first(group))
+            if params:
+                parts = {part: x for name, names in self.pairs.items() for part, x in zip(names, group[name])}
+                slots = {slot: [self.state[p][slot] for p in params] for slot in self.slots}
+                type(self).kernel(params, [p.grad for p in params], slots, SimpleNamespace(**group, **parts))
+        return loss
+
+
+class Lion(_OfKernel):
     """The sign of a momentum: c = b1 m + (1 - b1) g;  p <- p - lr (sign(c) + wd p);  m <- b2 m + (1 - b2) g.
 
     Chen et al. 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675, algorithm 2, with the defaults
@@ -29,6 +66,8 @@ class Lion(Optimizer):
     tensor([ 0.7500, -0.7500])
     """
 
+    kernel, slots, pairs = kernels.lion, {"exp_avg": kernels.zero}, kernels.BETAS
+
     def __init__(
         self,
         params: Any,
@@ -40,25 +79,70 @@ class Lion(Optimizer):
     ) -> None:
         check.number("lr", lr, "[0, inf)", "the learning rate")
         check.number("weight_decay", weight_decay, "[0, inf)")
-        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
-            raise ValueError(f"betas={betas!r} must be two numbers in [0, 1], such as (0.9, 0.99).")
-        for beta in betas:
-            check.number("betas", beta, "[0, 1]", "two of them, such as (0.9, 0.99)")
+        _check_betas(betas, "[0, 1]")
         check.flag("maximize", maximize)
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        try:
-            super().__init__(params, defaults)
-        except (TypeError, ValueError, KeyError) as error:
-            kind = ValueError if isinstance(error, ValueError) else TypeError
-            raise kind(f"params must be what torch's optimizers take, such as model.parameters(): {error}") from error
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step; `closure` computes the loss again."""
-        return _step(self, closure, "exp_avg", kernels.lion, {"betas": ("beta1", "beta2")})
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
 
 
-class Muon(Optimizer):
+class _Adaptive(_OfKernel):
+    """The optimizers of arXiv 2003.00295, which differ in their second moment."""
+
+    slots, pairs = {"momentum": kernels.zero, "second_moment": kernels.tau_squared}, kernels.BETAS
+
+    def __init__(
+        self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3
+    ) -> None:
+        check.number("lr", lr, "[0, inf)", "the learning rate")
+        _check_betas(betas, "[0, 1)")
+        check.number("tau", tau, "(0, inf)", "the degree of adaptivity")
+        super().__init__(params, lr=lr, betas=betas, tau=tau)
+
+
+class FedAdam(_Adaptive):
+    """A server's Adam: m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  p <- p - lr m / (sqrt(v) + tau).
+
+    From v = tau^2, and without bias correction. With g = theta - mean_i theta_i it is the server's step in
+    `FedAvgStrategy(server_optim="adam")`.
+
+    Reddi et al. 2021, "Adaptive Federated Optimization", arXiv 2003.00295, algorithm 2.
+
+    >>> p = torch.nn.Parameter(torch.zeros(1))
+    >>> p.grad = torch.tensor([1.0])
+    >>> FedAdam([p], lr=0.5, betas=(0.0, 0.0), tau=1.0).step()
+    >>> p.data
+    tensor([-0.2500])
+    """
+
+    kernel = kernels.adaptive(kernels.adam_moment)
+
+
+class FedYogi(_Adaptive):
+    """As `FedAdam`, with v <- v - (1 - b2) g^2 sign(v - g^2), which changes v by no more than g^2.
+
+    >>> p = torch.nn.Parameter(torch.zeros(1))
+    >>> p.grad = torch.tensor([1.0])
+    >>> FedYogi([p], lr=0.5, betas=(0.0, 0.0), tau=0.5).step()  # v = 0.25 + 1
+    >>> p.data
+    tensor([-0.3090])
+    """
+
+    kernel = kernels.adaptive(kernels.yogi_moment)
+
+
+class FedAdagrad(_Adaptive):
+    """As `FedAdam`, with v <- v + g^2; b2 has no effect.
+
+    >>> p = torch.nn.Parameter(torch.zeros(1))
+    >>> p.grad = torch.tensor([1.0])
+    >>> FedAdagrad([p], lr=0.5, betas=(0.0, 0.0), tau=0.5).step()
+    >>> p.data
+    tensor([-0.3090])
+    """
+
+    kernel = kernels.adaptive(kernels.adagrad_moment)
+
+
+class Muon(_OfKernel):
     """`torch.optim.Muon`, for versions of torch that do not have it: the same arguments, defaults and steps.
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
@@ -69,6 +153,9 @@ class Muon(Optimizer):
     >>> bool((p.data + torch.eye(2)).abs().max() < 0.4)
     True
     """
+
+    kernel, slots = kernels.muon, {"momentum_buffer": kernels.zero}
+    pairs = kernels.COEFFICIENTS
 
     def __init__(
         self,
@@ -86,40 +173,17 @@ class Muon(Optimizer):
             check.number(name, value, "[0, inf)")
         if adjust_lr_fn is not None:
             check.choice("adjust_lr_fn", adjust_lr_fn, _ADJUSTMENTS)
-        defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        super().__init__(
+            params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
+            ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
+        )  # fmt: skip
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.dim() != 2:
                 raise ValueError(f"Muon takes matrices, and a parameter has the shape {list(p.shape)}")
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step; `closure` computes the loss again."""
-        return _step(self, closure, "momentum_buffer", kernels.muon, {"ns_coefficients": ("a", "b", "c")})
-
 
 if hasattr(torch.optim, "Muon"):
     Muon = torch.optim.Muon  # type: ignore[misc, assignment]
-
-
-def _step(optimizer: Optimizer, closure: Any, slot: str, kernel: Any, tuples: dict[str, tuple[str, ...]]) -> Any:
-    """One step by a kernel of vecgym; `tuples` names the parts of hyperparameters that are tuples."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = check.called("closure", closure)
-    for group in optimizer.param_groups:
-        params = [p for p in group["params"] if p.grad is not None]
-        for p in params:
-            optimizer.state[p].setdefault(slot, torch.zeros_like(p))
-        if params:
-            parts = {part: x for name, names in tuples.items() for part, x in zip(names, group[name])}
-            slots = {slot: [optimizer.state[p][slot] for p in params]}
-            kernel(params, [p.grad for p in params], slots, SimpleNamespace(**group, **parts))
-    return loss
 
 
 class Joined(Optimizer):
@@ -144,10 +208,22 @@ class Joined(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step of each; `closure` computes the loss again."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = check.called("closure", closure)
+        loss = _loss(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
+
+
+def _check_betas(betas: Any, within: str) -> None:
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be two numbers in {within}, such as (0.9, 0.99).")
+    for beta in betas:
+        check.number("betas", beta, within, "two of them, such as (0.9, 0.99)")
+
+
+def _loss(closure: Any) -> Any:
+    """The loss that a closure computes, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return check.called("closure", closure)

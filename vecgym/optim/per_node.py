@@ -6,6 +6,9 @@ For rules that look at a whole tensor (its norm, its rank) and so are not elemen
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import check_names, count_nodes
 from vecgym.optim.formulas import stacked_names
 from vecgym.optim.interface import OptState, Spec
+
+_OF_TORCH = vars(torch.optim.SGD([torch.zeros(1)])).keys()  # the attributes that every optimizer has
 
 
 class PerNodeRule:
@@ -49,14 +54,18 @@ class PerNodeRule:
                 f" come before the optimizer: use one of {stacked_names()}, or a class whose step() needs no closure"
             )
         self.spec = spec
+        self._kept: list[_Node] = []  # what is expensive: to build an optimizer takes longer than its step
+
+    def __reduce__(self) -> Any:
+        return PerNodeRule, (self.spec,)
 
     def init(self, params: Tree) -> OptState:
         """The state before the first step; most optimizers add to it at their first step."""
         num_nodes = self._num_nodes(params, None)
         params = _spread(params, num_nodes)
         held: OptState = {"tensors": {}, "numbers": {}, "attributes": {}}
-        nodes = [_Node(self.spec, params, i) for i in range(num_nodes)]
-        return {"step": torch.zeros(1, dtype=torch.int64), **_collect(nodes, held)}
+        with self._nodes(params, num_nodes) as nodes:
+            return {"step": torch.zeros(1, dtype=torch.int64), **_collect(nodes, held)}
 
     def update(
         self,
@@ -86,12 +95,25 @@ class PerNodeRule:
             params, grads = _spread(params, num_nodes), _spread(grads, num_nodes)
             held = _spread({kind: state[kind] for kind in ("tensors", "numbers", "attributes")}, num_nodes)
             steps = state["step"].expand(num_nodes).tolist()
-            nodes = [_Node(self.spec, params, i) for i in range(num_nodes)]
-            for node, done in zip(nodes, steps):
-                if done > 0:
-                    node.load(held)
-                node.step(grads, lr)
-            return params, {"step": state["step"] + 1, **_collect(nodes, held)}
+            with self._nodes(params, num_nodes) as nodes:
+                for node, done in zip(nodes, steps):
+                    if done > 0:
+                        node.load(held)
+                    node.step(grads, lr)
+                return params, {"step": state["step"] + 1, **_collect(nodes, held)}
+
+    @contextmanager
+    def _nodes(self, params: Tree, num_nodes: int) -> Iterator[list[_Node]]:
+        """An optimizer for each node, as new, on views of the stacked parameters."""
+        alike = len(self._kept) == num_nodes and self._kept[0].takes(params)
+        nodes = self._kept if alike else [_Node(self.spec, params, i) for i in range(num_nodes)]
+        self._kept = []
+        for node in nodes:
+            node.begin(params)
+        yield nodes
+        for node in nodes:
+            node.end()
+        self._kept = nodes if nodes[0].renewable else []
 
     def _num_nodes(self, trees: Any, lr: float | Tensor | None) -> int:
         settings = leaves([lr, list(self.spec.kwargs.values())])
@@ -99,15 +121,42 @@ class PerNodeRule:
 
 
 class _Node:
-    """Node i's optimizer: a new one, whose parameters are views of the stacked ones."""
+    """Node i's optimizer, on parameters that are views of the stacked ones from `begin` to `end`."""
 
     def __init__(self, spec: Spec, params: Tree, i: int):
         self.i = i
-        self.views = {name: p.detach()[i] for name, p in params.items()}
-        self.params = {name: nn.Parameter(view) for name, view in self.views.items()}
+        self.params = {name: nn.Parameter(p.detach()[i]) for name, p in params.items()}
         self.optimizer = spec.build(self.params.items(), node=i)
         self.fresh = {place: _numbers(there) for place, there in self.places().items()}
+        self.views: Tree = {}
         self.loaded: dict[tuple[str, str], Tensor] = {}  # (slot, name) -> view of the stacked state
+        self._shapes = _shapes(params)
+        self._changing = [*self.places().values(), self.optimizer.defaults]
+        self._new = [dict(there) for there in self._changing]
+        own, groups = {key: x for key, x in vars(self.optimizer).items() if key not in _OF_TORCH}, self._new[1:]
+        held = [*own.values(), *(x for group in groups for key, x in group.items() if key != "params")]
+        # Whether a step can change nothing that `begin` could not set back.
+        self.renewable = all(isinstance(x, (bool, int, float, str, tuple, NoneType)) for x in held)
+
+    def takes(self, params: Tree) -> bool:
+        """Whether these could be the parameters."""
+        return self._shapes == _shapes(params)
+
+    def begin(self, params: Tree) -> None:
+        """Set everything back, and look at these parameters."""
+        for there, new in zip(self._changing, self._new):
+            there.clear()
+            there.update(new)
+        self.views = {name: p.detach()[self.i] for name, p in params.items()}
+        for name, p in self.params.items():
+            p.data = self.views[name]
+
+    def end(self) -> None:
+        """Hold nothing of the run."""
+        self.optimizer.state.clear()
+        self.views, self.loaded = {}, {}
+        for p in self.params.values():
+            p.data, p.grad = p.data.new_empty(0), None
 
     def places(self) -> dict[str, dict[str, Any]]:
         """Where an optimizer may keep numbers that are no parameter's."""
@@ -167,6 +216,10 @@ def _collect(nodes: list[_Node], held: OptState) -> OptState:
         if changed:
             new["attributes"][place] = {key: _stack_numbers([numbers[key] for numbers in now]) for key in changed}
     return new
+
+
+def _shapes(params: Tree) -> list[Any]:
+    return [(name, p.shape[1:], p.dtype, p.device) for name, p in params.items()]
 
 
 def _numbers(there: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStr
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
-             when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust; around one:
-             Sparse, Compressed, Corrupted, Private: how the nodes agree
+             when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust, MostMoved,
+             StrongestCosines; around one: Sparse, Compressed, Corrupted, Private: how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
              GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments
@@ -31,14 +31,15 @@ from vecgym.strategy.average import Average, Mean, ServerMean
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
 from vecgym.strategy.codes import Compressed
 from vecgym.strategy.compose import delayed, every
-from vecgym.strategy.compression import TopKSparseCommunicator, compressed
-from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
+from vecgym.strategy.compression import compressed
+from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
 from vecgym.strategy.modules import Gradients, OuterStep, Parameters
 from vecgym.strategy.moments import Moments
+from vecgym.strategy.most_moved import MostMoved, TopKSparseCommunicator
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.robust import Corrupted, Private, Robust
 from vecgym.strategy.selectors import (
@@ -73,6 +74,7 @@ __all__ = [
     "Mean",
     "Mix",
     "Moments",
+    "MostMoved",
     "OptimSpec",
     "OuterStep",
     "Parameters",
@@ -95,6 +97,7 @@ __all__ = [
     "Sparse",
     "SparseCommunicator",
     "Strategy",
+    "StrongestCosines",
     "SyncWeight",
     "TopKSparseCommunicator",
     "When",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor
 
 from vecgym.optim import OptimSpec
-from vecgym.optim.schedule import Schedule
 from vecgym.strategy.average import Mean
 from vecgym.strategy.base import Strategy
+from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Gradients
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GradientAveraging(Gradients):
@@ -47,25 +51,13 @@ class AllReduceStrategy(Strategy):
     node keeps its own batch-norm statistics; `fit` averages them at the end.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        *,
-        lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(
-            inner_optim,
-            communication_modules=[GradientAveraging()],
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        super().__init__(inner_optim, communication_modules=[GradientAveraging()], **inner)
 
 
 SimpleReduceStrategy = AllReduceStrategy  # EXO Gym's other name for it

@@ -7,25 +7,26 @@ module's (`vecgym.strategy.modules`) that holds it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vecgym.collectives import Collectives, StackedCollectives
+from vecgym.collectives import Collectives
 from vecgym.collectives.topology import Groups, random_islands, sample_nodes
 from vecgym.compress.codecs import Codec
 from vecgym.core import check
 from vecgym.core.tree import Tree
 from vecgym.strategy.base import Context, State
+from vecgym.strategy.gathered import Codes, gathered_codes, shares_of
 from vecgym.strategy.when import nothing
 
 Weighting = Literal["equal", "examples"]  # of the nodes in a mean
-Codes = dict[str, Tree]  # the codes of each tensor, in parts
 OPTIONAL = ("sync_weight", "resting")  # not shown where they are None
 
 
@@ -124,16 +125,38 @@ def shown(x: object, every: bool = False) -> str:
     return f"{type(x).__name__}({', '.join(parts)})"
 
 
-# ---------------------------------------------------------------------------------------- rules of all nodes' values
+# ---------------------------------------------------------------------------------------- of what the nodes send
 
 
-class Rule(Average):
-    """An average of some or all nodes, which can also be taken of codes that nodes send in place of their values."""
+class Reduction(Average):
+    """An average of what nodes send, which may also be codes in place of their values.
 
-    # Whether the result is linear in what the nodes send, so that two matrices may be averaged in place of one.
+    Attributes:
+        linear: whether the result is linear in what the nodes send, so that two matrices may be averaged in place of
+            one.
+        shared: whether it is the same on every node.
+    """
+
     linear = False
-    # Whether the result is the same on every node.
     shared = True
+
+    @abstractmethod
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
+        """The average of what the codes of each node stand for, `[1 or L, *]`; `like` are the values, `[L, *]`."""
+
+    def silent(self, ctx: Context) -> Tensor | None:
+        """Which of the nodes held here send nothing in this exchange, bool `[L]`; None: all send."""
+        return self.keeping(ctx)
+
+
+class Sampled(Reduction):
+    """An average of all nodes, or of a sample of them.
+
+    Args:
+        weighting: "equal", or "examples": the weight of a node is the number of its examples.
+        participation: the fraction of the nodes, drawn anew for each exchange (at least one), that trains before it and
+            takes part in it.
+    """
 
     def __init__(self, weighting: Weighting, participation: float) -> None:
         self.weighting = check_weighting(weighting)
@@ -150,12 +173,8 @@ class Rule(Average):
         """The weight of each node; None: all alike."""
         return node_weights(self.weighting, ctx)
 
-    @abstractmethod
-    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
-        """The average of what the codes of each node stand for, `[1 or L, *]`; `like` are the values, `[L, *]`."""
 
-
-class Mean(Rule):
+class Mean(Sampled):
     """The mean over all nodes, over islands of nodes, or over those that take part.
 
     x_i <- sum_k w_k x_k / sum_k w_k over the nodes k of i's island. A node that takes no part keeps its own.
@@ -225,7 +244,7 @@ class Mean(Rule):
         return {name: codec.average(received[name], x, shares) for name, x in like.items()}
 
 
-class ServerMean(Rule):
+class ServerMean(Sampled):
     """The mean of what the nodes that take part send to a server, which sends it to all: `[L, *]` -> `[1, *]`.
 
     Bytes sent per participant: those of the values up, and as many down from the server.
@@ -242,6 +261,9 @@ class ServerMean(Rule):
 
     def __init__(self, weighting: Weighting = "equal", participation: float = 1.0) -> None:
         super().__init__(weighting, participation)
+
+    def silent(self, ctx: Context) -> Tensor | None:
+        return outside([participants(self.participation, ctx)], ctx.comm)
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return ctx.comm.server_mean(values, participants(self.participation, ctx), self.weights(ctx)), state
@@ -282,6 +304,12 @@ class Around(Average):
 
     def keeping(self, ctx: Context) -> Tensor | None:
         return self.inner.keeping(ctx)
+
+    def around(self, inner: Average) -> Average:
+        """The same around another average."""
+        twin = copy.copy(self)
+        twin.inner = inner
+        return twin
 
     def _told(self, told: Tree, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """What the nodes agree on if `inner` is told this; a node that takes no part keeps its value."""
@@ -343,34 +371,6 @@ def outside(groups: Groups | None, comm: Collectives) -> Tensor | None:
     if inside is None or len(inside) == comm.num_nodes:
         return None
     return ~torch.isin(comm.node_ids, torch.tensor(inside, dtype=torch.long))
-
-
-def shares_of(groups: Groups | None, weights: Sequence[float] | None, comm: Collectives) -> Tensor | None:
-    """W `[1 or L, K]`: a node's average is sum_k W_ik x_k. None: the plain mean.
-
-    It is what the average makes of the unit vectors, on paper: no communication.
-    """
-    if groups is None and weights is None:
-        return None
-    W = StackedCollectives(comm.num_nodes).mean(torch.eye(comm.num_nodes, dtype=torch.float64), groups, weights)
-    return W[comm.node_ids] if len(W) > 1 else W
-
-
-def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:
-    """Every node's codes, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
-    sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
-    received = gather(sent)
-    return {
-        name: {part: received.get(f"{name}/{part}", y[:, None]) for part, y in code.items()}
-        for name, code in codes.items()
-    }
-
-
-def decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
-    """`[R, K, ...]` -> `[R, K, *]`."""
-    sent = next(y for part, y in code.items() if part not in codec.shared)
-    wide = {part: y.expand(sent.shape[0], sent.shape[1], *y.shape[2:]) for part, y in code.items()}
-    return codec.decode({part: wide[part].flatten(0, 1) for part in wide}, like).unflatten(0, sent.shape[:2])
 
 
 def kept(keeping: Tensor | None, old: Tree, new: Tree) -> Tree:

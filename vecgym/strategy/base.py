@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vecgym.core import check, nodes
 from vecgym.core.tree import Tree, leaves
-from vecgym.optim import OptimSpec, Rule, check_max_norm, clip_grad_norm, ensure_optim_spec
+from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
 from vecgym.strategy.communication import CommunicationModule, Context, Slots, State, innermost, overrides
+from vecgym.strategy.inner import InnerOptions, moments_in, optimizer_step, takes_options, with_moments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "CommunicateOptimizeStrategy",
@@ -262,74 +266,14 @@ class CommunicateOptimizeStrategy(Strategy):
 AveragingCommunicator(island_size=4, H=1, participation=1.0, weighting='equal'))
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         communication_modules: Sequence[CommunicationModule],
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        *,
-        lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(
-            inner_optim,
-            communication_modules=communication_modules,
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
-
-
-def optimizer_step(
-    spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
-) -> tuple[Tree, State]:
-    """Step `step` of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
-    now = spec.at(step)
-    everyone = ctx.rows is None and not ctx.exact
-    if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
-        return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
-    rows = ctx.comm.node_ids if ctx.rows is None else ctx.rows
-    # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
-    parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
-    found = []
-    for i, part in enumerate(parts):
-        here = replace(ctx, rows=part)
-        own = now.mapped(here.own).rule()
-        if len(parts) == 1:
-            return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
-        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
-        found.append(own.update(p, g, s, lr=here.own(lr), inplace=ctx.inplace))
-    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
-
-
-def moments_in(optimizer: State, params: Tree) -> Slots:
-    """What the state of an inner optimizer holds in the shape of the parameters.
-
-    >>> params = {"w": torch.zeros(1, 3)}
-    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
-    ['exp_avg', 'exp_avg_sq']
-    """
-    slots = {slot: values for slot, values in _slots(optimizer).items() if isinstance(values, dict)}
-    found = {
-        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
-        for slot, values in slots.items()
-    }
-    return {slot: values for slot, values in found.items() if values}
-
-
-def with_moments(optimizer: State, moments: Slots) -> State:
-    """The state of an inner optimizer with other `moments_in` it."""
-    held = _slots(optimizer)
-    changed = {**held, **{slot: {**held[slot], **values} for slot, values in moments.items()}}
-    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
-
-
-def _slots(optimizer: State) -> dict[str, Any]:
-    return optimizer.get("tensors", optimizer)  # a PerNodeRule keeps what is no tensor apart
+        super().__init__(inner_optim, communication_modules=communication_modules, **inner)
 
 
 def check_interval(name: str, value: Any) -> int:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecgym.collectives import Collectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.compress import Compressor, PowerSGD, RandomK, make_codec
 from vecgym.compress.codecs import Draw
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
-from vecgym.strategy.average import Around, Average, Rule, kept
+from vecgym.strategy.average import Around, Average, Reduction, kept
 from vecgym.strategy.base import Context, State
 
 NO_ISLANDS = (
@@ -42,18 +42,19 @@ class Compressed(Around):
     Under differentiation (`not ctx.inplace`) the code passes derivatives straight through: the derivative of C(p) with
     respect to p is taken as 1. The residual and the reference are constants.
 
-    State: `residual`, `[L, *]` (`[1, *]` before the first exchange); `reference`, `[1, *]`; the `codec`'s own, `[1,
-    *]`.
-    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`, through one all-gather, in which
-    every node takes part (with islands too: each then reads the codes of its own), or up to the server of a
-    `ServerMean`; with PowerSGD through two averages.
+    State: `residual`, `[L, *]` (`[1, *]` before the first exchange); `reference`, `[1, *]`; `codec`, its own, `[1, *]`.
+
+    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`. They go through one all-gather, in
+    which every node takes part (with islands and neighbours too: each then reads the codes of its own), or up to the
+    server of a `ServerMean`; with PowerSGD through two averages.
 
     Args:
-        inner: `Mean`, `ServerMean` or `Robust`.
+        inner: `Mean`, `ServerMean`, `Mix` or `Robust`.
         codec: a codec or its name, as in `compressed`.
         error_feedback: whether each node keeps a residual.
         decay: of the residual, in (0, 1].
         reference: whether the difference to the last average is sent.
+        purpose: names the random numbers: two averages of the same purpose draw the same.
 
     Raises:
         ValueError, TypeError: for another `inner`, an unknown codec, a decay without error feedback,
@@ -72,8 +73,6 @@ class Compressed(Around):
     SparseLoCo", arXiv 2508.15706.
     """
 
-    purpose = "compress"  # of the random numbers
-
     def __init__(
         self,
         inner: Average,
@@ -82,12 +81,14 @@ class Compressed(Around):
         error_feedback: bool = True,
         decay: float = 1.0,
         reference: bool = False,
+        purpose: str = "compress",
     ) -> None:
-        self.inner: Rule = check.instance("inner", inner, Rule, "Mean(), ServerMean() or Robust()")
+        self.inner: Reduction = check.instance("inner", inner, Reduction, "Mean(), ServerMean(), Mix() or Robust()")
         self.codec = make_codec(codec)
         self.error_feedback = check.flag("error_feedback", error_feedback)
         self.decay = check.number("decay", decay, "(0, 1]", "what is kept of a residual from one exchange to the next")
         self.reference = check.flag("reference", reference)
+        self.purpose = purpose
         check_feedback(self.codec, error_feedback)
         if decay != 1 and not error_feedback:
             raise ValueError(f"decay={decay} without error_feedback has no effect: leave one of them out.")
@@ -114,22 +115,19 @@ class Compressed(Around):
         with torch.no_grad():
             x = constant(values)
             d = x if r is None else {name: y - r[name] for name, y in x.items()}
-            keeping = self.inner.keeping(ctx)
-            inplace = ctx.inplace and keeping is None
+            silent = self.inner.silent(ctx)  # these keep their residual
+            inplace = ctx.inplace and silent is None
             p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in d.items()}
             average, sent, codec_state = self._average(p, state.get("codec", {}), ctx)
             new = {**state, "codec": codec_state} if "codec" in state else dict(state)
             if e is not None:  # p is then a tensor of its own, or the residual's
                 new["residual"] = {**e, **{name: _plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
-                new["residual"] = kept(keeping, e, new["residual"])
-            average = kept(keeping, d, average)
+                new["residual"] = kept(silent, e, new["residual"])
+            average = kept(self.inner.keeping(ctx), d, average)
             if r is not None:
                 average = {name: _plus(r[name], y, ctx.inplace) for name, y in average.items()}
                 new["reference"] = {**r, **tree.map(torch.clone, average)}  # the parameters will be overwritten
-        if not ctx.inplace:
-            smooth, _ = self.inner(values, {}, replace(ctx, comm=unrecorded(ctx.comm)))
-            average = straight_through(average, smooth)
-        return average, new
+        return straight_through(average, values, ctx, lambda told: self.inner(values, {}, told)[0]), new
 
     def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
         """x + decay * residual, in the storage of the residual where that is allowed."""
@@ -147,6 +145,21 @@ class Compressed(Around):
         return average, own, state
 
 
+def coded(average: Average, codec: Compressor, **options: Any) -> Average | None:
+    """The same average of codes: `Compressed` around what is innermost in it. None: it cannot be taken of codes.
+
+    >>> from vecgym.strategy import Mean, Sparse
+    >>> coded(Sparse(0.1, Mean()), make_codec("int8"))
+    Sparse(RandomSelector(p=0.1), Compressed(Mean(), Quantise(bits=8, stochastic=False)))
+    """
+    if isinstance(average, Reduction):
+        return Compressed(average, codec, **options)
+    if isinstance(average, Compressed) or not isinstance(average, Around):
+        return None
+    inner = coded(average.inner, codec, **options)
+    return None if inner is None else average.around(inner)
+
+
 def check_feedback(codec: Compressor, error_feedback: bool) -> None:
     """Raise a ValueError for a codec that error feedback would make diverge.
 
@@ -159,29 +172,22 @@ def check_feedback(codec: Compressor, error_feedback: bool) -> None:
         )
 
 
-class OfPurpose(Compressed):
-    """With random numbers of its own."""
-
-    def __init__(self, purpose: str, inner: Average, codec: Compressor, **options: bool) -> None:
-        self.purpose = purpose
-        super().__init__(inner, codec, **options)
-
-
 def constant(values: Tree) -> Tree:
     """The values without derivatives: `no_grad` alone stops those of reverse mode only."""
     return tree.map(Tensor.detach, values)
 
 
-def straight_through(values: Tree, smooth: Tree) -> Tree:
-    """`values`, with the derivatives of `smooth`."""
-    return {name: x + (smooth[name] - smooth[name].detach()) for name, x in values.items()}
+def straight_through(read: Tree, values: Tree, ctx: Context, smooth: Callable[[Context], Tree]) -> Tree:
+    """What was read of codes, with the derivatives of `smooth(ctx)`, an exchange of the values, if any are taken.
 
-
-def unrecorded(comm: Collectives) -> Collectives:
-    """The same collectives with another ledger: for derivatives, which nobody sends."""
-    twin = copy.copy(comm)
-    twin.ledger = Ledger()
-    return twin
+    Nobody sends derivatives: the context that `smooth` is told has a ledger of its own.
+    """
+    if ctx.inplace or not any(map(tree.differentiated, values.values())):
+        return read
+    comm = copy.copy(ctx.comm)
+    comm.ledger = Ledger()
+    exact = smooth(replace(ctx, comm=comm))
+    return {name: x + (exact[name] - exact[name].detach()) for name, x in read.items()}
 
 
 def _draws(purpose: str, ctx: Context) -> Callable[[str], Draw]:

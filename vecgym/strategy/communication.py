@@ -113,8 +113,6 @@ class CommunicationModule:
     mean_gradient = False
     # False where `active_nodes` never leaves out a node.
     lets_rest = True
-    # True where every method only passes on to `self.module`, at other times or in another form.
-    passes_on = False
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the module cannot work for this run.
@@ -232,6 +230,41 @@ class CommunicationModule:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
+class Wrapper(CommunicationModule):
+    """A module around another one, `module`, to which every call is passed on: at other times, or in another form."""
+
+    def __init__(self, module: CommunicationModule) -> None:
+        self.module = module
+
+    def told(self, ctx: Context) -> Context:
+        """What the module in it is told."""
+        return ctx
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        self.module.check(num_nodes, max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        return self.module.init(params, self.told(ctx))
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        return self.module.active_nodes(self.told(ctx))
+
+    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
+        return self.module.local_gradients(grads, params, state, self.told(ctx))
+
+    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return self.module.exchange_gradients(grads, state, self.told(ctx))
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return self.module.exchange_parameters(params, state, self.told(ctx))
+
+    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        return self.module.exchange_moments(moments, state, self.told(ctx))
+
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        return self.module.outer_learning_rate(self.told(ctx))
+
+
 def overrides(module: CommunicationModule, method: str) -> bool:
     """Whether a module has its own `method`, or that which `every(n, module)` and the like pass it on to.
 
@@ -244,6 +277,6 @@ def overrides(module: CommunicationModule, method: str) -> bool:
 
 def innermost(module: Any) -> CommunicationModule:
     """What `every(n, module)` and the like are around."""
-    while module.passes_on:
+    while isinstance(module, Wrapper):
         module = module.module
     return module

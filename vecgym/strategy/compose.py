@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
 from vecgym.strategy.base import CommunicationModule, Context, Slots, State, check_interval
+from vecgym.strategy.communication import Wrapper
 from vecgym.strategy.when import Late, Rounds, check_delay, nothing, warn_if_too_late
 
 
@@ -90,79 +90,59 @@ def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
     return module if d == 0 else _Delayed(module, d)
 
 
-class _Every(CommunicationModule):
+class _Every(Wrapper):
     """See `every`. `mean_gradient` stays False: between exchanges each node uses its own gradient."""
 
-    passes_on = True
-
     def __init__(self, n: int, module: CommunicationModule) -> None:
+        super().__init__(module)
         self.n = n
-        self.module = module
         self._when = Rounds(n, name="n")
+
+    def told(self, ctx: Context) -> Context:
+        return replace(ctx, step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n))
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self._when.check(max_steps, self)
         self.module.check(num_nodes, max(1, max_steps // self.n))
 
-    def init(self, params: Tree, ctx: Context) -> State:
-        return self.module.init(params, self._inner(ctx))
-
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        return self.module.active_nodes(self._inner(ctx))
-
-    def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        return self.module.local_gradients(grads, params, state, self._inner(ctx))
-
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if not self._when.due(ctx.step):
-            return grads, state
-        with ctx.comm.ledger.stretched(self.n):
-            return self.module.exchange_gradients(grads, state, self._inner(ctx))
-
-    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
-        if not self._when.due(ctx.step):
-            return moments, state
-        with ctx.comm.ledger.stretched(self.n):
-            return self.module.exchange_moments(moments, state, self._inner(ctx))
+        return self._when_due(self.module.exchange_gradients, grads, state, ctx)
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return self._when_due(self.module.exchange_parameters, params, state, ctx)
+
+    def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
+        return self._when_due(self.module.exchange_moments, moments, state, ctx)
+
+    def _when_due(self, exchange: Callable[..., Any], values: Any, state: State, ctx: Context) -> tuple[Any, State]:
         if not self._when.due(ctx.step):
-            return params, state
+            return values, state
         with ctx.comm.ledger.stretched(self.n):
-            return self.module.exchange_parameters(params, state, self._inner(ctx))
-
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        return self.module.outer_learning_rate(self._inner(ctx))
-
-    def _inner(self, ctx: Context) -> Context:
-        return replace(ctx, step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n))
+            return exchange(values, state, self.told(ctx))
 
     def __repr__(self) -> str:
         return f"every({self.n}, {self.module!r})"
 
 
-class _Delayed(CommunicationModule):
+class _Delayed(Wrapper):
     """See `delayed`."""
 
-    passes_on = True
+    exchange_moments = CommunicationModule.exchange_moments  # not passed on
 
     def __init__(self, module: CommunicationModule, d: int) -> None:
-        self.module = module
+        super().__init__(module)
         self.d = d
         self._late = Late(d)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         warn_if_too_late(self, "d", self.d, max_steps)
-        self.module.check(num_nodes, max_steps)
+        super().check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
-        return {"module": self.module.init(params, ctx), "queue": self._late.init(nothing(params))}
-
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        return self.module.active_nodes(ctx)
+        return {"module": super().init(params, ctx), "queue": self._late.init(nothing(params))}
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        return self.module.local_gradients(grads, params, state["module"], ctx)
+        return super().local_gradients(grads, params, state["module"], ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         grads, changed = contract.exchange_gradients(self.module, grads, state["module"], ctx)
@@ -178,9 +158,6 @@ class _Delayed(CommunicationModule):
         due, queue = self._late.turn(change, state["queue"], ctx.step)
         params = {name: p + due[name] if due[name].numel() else p for name, p in params.items()}
         return params, {"module": changed, "queue": queue}
-
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        return self.module.outer_learning_rate(ctx)
 
     def __repr__(self) -> str:
         return f"delayed({self.module!r}, {self.d})"

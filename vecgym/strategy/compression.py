@@ -1,38 +1,25 @@
-"""Compression of any exchange, with error feedback, and exchanges that are compressed by themselves.
-
-`compressed(module, "topk")` makes every average that a communication module takes a compressed one;
-`TopKSparseCommunicator` is sparse averaging of what moved most.
-"""
+"""Compression of any module's exchange, with error feedback."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from vecgym.collectives import Collectives
+from vecgym.collectives.base import T
 from vecgym.collectives.topology import Groups
-from vecgym.compress import Compressor, Quantise, check_bits, check_fraction, make_codec
-from vecgym.compress.codecs import index_dtype, part_of
-from vecgym.compress.dct import mean_of_senders, strongest
+from vecgym.compress import Compressor, make_codec
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
-from vecgym.strategy.average import Mean, Rule, ServerMean, decode_all, flat, gathered_codes
+from vecgym.strategy.average import Mean
 from vecgym.strategy.base import CommunicationModule, Context, State, overrides
-from vecgym.strategy.codes import (
-    NO_ISLANDS,
-    Compressed,
-    OfPurpose,
-    check_feedback,
-    constant,
-    straight_through,
-    unrecorded,
-)
-from vecgym.strategy.modules import Exchange
+from vecgym.strategy.codes import NO_ISLANDS, Compressed, check_feedback, coded
+from vecgym.strategy.communication import Wrapper
+from vecgym.strategy.modules import Exchange, Gradients
 from vecgym.strategy.when import SyncWeight
 
 PHASES = {"gradients": contract.exchange_gradients, "parameters": contract.exchange_parameters}
@@ -46,11 +33,10 @@ def compressed(
     reference: bool | None = None,
     **options: Any,
 ) -> CommunicationModule:
-    """`module`, with the average that it takes in an exchange compressed.
+    """`module`, whose average is compressed: the same module around a `Compressed` average.
 
-    Where the module calls `ctx.comm.mean(x)`, node i sends C(p_i) instead of x_i: p_i = x_i - r + e_i;
-    e_i <- p_i - C(p_i); the mean is r + 1/K sum_i C(p_i), over all nodes or over i's island, weighted if the
-    module's is.
+    With x_i what node i would send, it sends C(p_i) instead: p_i = x_i - r + e_i; e_i <- p_i - C(p_i); the average is
+    r + 1/K sum_i C(p_i), over all nodes or over i's island, weighted if the module's is.
 
     e is the *residual* (error feedback): what is not sent now is sent later. So the sum of what a node sent, plus
     its residual, is the sum of what it had to send. Without `error_feedback` e = 0: what is not sent is lost.
@@ -58,29 +44,29 @@ def compressed(
     r is the *reference*, for modules that average the parameters themselves: the last average, and the initial
     parameters before the first. The code of parameters would mean little (top-k would set most of them to 0); that
     of their movement since the nodes were last the same is what is wanted. Only what is the same on every node can
-    be a reference, so there are no islands with it, nor nodes that sit out. By default there is a reference
-    when the module keeps no state with which it could compare the parameters itself: `AveragingCommunicator` gets
-    one; `DiLoCoCommunicator`, which averages theta_outer - theta_i, and gradients do not.
+    be a reference, so there are no islands with it, nor nodes that sit out, unless a server tells them. By default
+    there is a reference when the module has nothing with which it could compare the parameters itself:
+    `AveragingCommunicator` gets one; `DiLoCoCommunicator`, which averages theta_outer - theta_i, and gradients do not.
+
+    A module of your own calls `ctx.comm.mean` once per exchange, of a tree with the parameters' names and shapes (of
+    any, without error feedback and reference), and that mean is then the compressed one.
 
     Under differentiation (`not ctx.inplace`) the code passes derivatives straight through: the derivative of C(p)
     with respect to p is taken as 1, so that the mean is r + C with the derivatives of the plain mean of x. The residual
     and the reference are constants.
 
-    State: `module`, the module's; for each phase in which it acts (`gradients`, `parameters`) the `residual`, `[L, *]`
-    (`[1, *]` before the first exchange), the `reference`, `[1, *]`, and the `codec`'s own, PowerSGD's Q, `[1, *]`.
+    State: the module's, its average's being that of `Compressed`. Of a module of your own: `module`, the module's, and
+    for each phase in which it acts (`gradients`, `parameters`) that of `Compressed`.
 
-    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`, at every exchange. They go through
-    one all-gather, in which every node takes part (with islands too: each then reads the codes of its own); with
-    `"powersgd"` through two averages.
+    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`, at every exchange; see `Compressed`.
 
     Args:
-        module: one that averages by `ctx.comm.mean`, once per exchange, a tree of the parameters' names and shapes
-            (of any, without error feedback and reference), such as `GradientAveraging()`.
-        method: "topk", "randomk", "int8", "int4", "sign" or "powersgd", or a codec of `vecgym.compress.codecs`.
+        module: one that holds an `Average` of what the nodes send, such as `GradientAveraging()`, or your own.
+        method: "topk", "randomk", "int8", "int4", "int2", "sign" or "powersgd", or a codec of `vecgym.compress.codecs`.
         error_feedback: whether each node keeps a residual.
         reference: whether the difference to the last average is sent; None: see above.
-        options: of the method: topk: fraction or k; randomk: fraction, unbiased; int8, int4: stochastic; powersgd:
-            rank.
+        options: of the method: topk: fraction or k; randomk: fraction, unbiased; int8, int4, int2: stochastic;
+            powersgd: rank.
 
     Raises:
         ValueError, TypeError: for an unknown method or option; for `unbiased` with error feedback; for a reference with
@@ -105,7 +91,28 @@ TopK(fraction=0.05, k=None), error_feedback=True)
     if reference is not None:
         check.flag("reference", reference)
     check_feedback(codec, error_feedback)
-    return _Compressed(module, codec, error_feedback, reference)
+    if reference and not (overrides(module, "exchange_parameters") or overrides(module, "exchange_moments")):
+        raise ValueError(f"reference=True: {module!r} exchanges no parameters. Leave it out.")
+    chosen = "" if reference is None else f", reference={reference}"
+    shown = f"compressed({module!r}, {codec!r}, error_feedback={error_feedback}{chosen})"
+    # A subclass of somebody else's may do anything with the average that it holds.
+    if isinstance(module, Exchange) and type(module).__module__.startswith("vecgym."):
+        if isinstance(module.when, SyncWeight) and not module.when.binary:
+            raise ValueError(
+                f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
+                "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
+            )
+        given = module.of_values if reference is None else reference
+        phase = "gradients" if isinstance(module, Gradients) else "parameters"
+        try:
+            average = coded(
+                module.average, codec, error_feedback=error_feedback, reference=given, purpose=f"compress {phase}"
+            )
+        except ValueError as error:
+            raise ValueError(f"{module!r}: {error}") from None
+        if average is not None:
+            return _WithCodes(module.around(average), codec, shown)
+    return _Compressed(module, codec, error_feedback, reference, shown)
 
 
 def with_compression(module: CommunicationModule, compression: str | Compressor | None) -> CommunicationModule:
@@ -118,144 +125,42 @@ def with_compression(module: CommunicationModule, compression: str | Compressor 
     return module if compression is None else compressed(module, compression)
 
 
-def quantised(values: Tree, bits: int, ctx: Context, *, stochastic: bool = False) -> Tree:
-    """The mean over all nodes of values that each node sends in 8 or 4 bits: `[L, m]` -> `[1, m]`.
+class _WithCodes(Wrapper):
+    """`compressed` of a module that holds an average: `module` holds the `Compressed` one."""
 
-    In the place of `ctx.comm.mean(values)`. One scale per tensor and node; no error feedback. Bytes per tensor:
-    m + 4 or ceil(m / 2) + 4. Derivatives pass straight through, as in `compressed`.
+    def __init__(self, module: CommunicationModule, codec: Compressor, shown: str) -> None:
+        super().__init__(module)
+        self.codec = codec
+        self._shown = shown
 
-    >>> from vecgym.collectives import StackedCollectives
-    >>> ctx = Context(StackedCollectives(2))
-    >>> quantised({"w": torch.tensor([[127.0, 20.4], [127.0, 41.0]])}, 8, ctx), ctx.comm.ledger.total_bytes
-    ({'w': tensor([[127.0000,  30.5000]])}, 6.0)
-    """
-    codec = Quantise(check_bits("bits", bits), stochastic)
-    return OfPurpose("quantised", Mean(), codec, error_feedback=False)(values, {}, ctx)[0]
+    def __repr__(self) -> str:
+        return self._shown
 
 
-class TopKSparseCommunicator(CommunicationModule):
-    """Every step, each node sends those of its parameters that moved most, and these are averaged.
+class _Compressed(_WithCodes):
+    """`compressed` of any other module, which is told collectives whose `mean` is the compressed one."""
 
-    I_i = the k coordinates of each tensor with the largest |theta_i - last_i|;  for every coordinate c that any
-    node sent: theta_j[c] <- the mean of theta_i[c] over the nodes i that sent c, on all nodes j; last_j[c] <- the
-    same. Other coordinates stay each node's own, and so do their `last`: a coordinate that moves slowly is sent once
-    it has moved far enough.
-
-    State: `last`, the last average of each coordinate, the same on every node, `[1, *]`; at first the initial
-    parameters. Bytes per tensor of n values and step: k (b + 4), k = max(1,
-    round(fraction n)); with 8 bits k (1 + 4) + 4; with 4 bits ceil(k / 2) + 4 k + 4. For an exchange every n-th step:
-    `every(n, TopKSparseCommunicator(...))`.
-
-    Under differentiation the choice of coordinates is a constant, and quantised values pass derivatives straight
-    through.
-
-    Args:
-        fraction: of each tensor, in (0, 1].
-        quantization_bits: send the values in 8 or 4 bits, one scale per tensor and node; None: as they are.
-
-    Raises:
-        ValueError: for a fraction outside (0, 1] and for other bits.
-
-    >>> TopKSparseCommunicator(0.005, quantization_bits=8)
-    TopKSparseCommunicator(fraction=0.005, quantization_bits=8)
-
-    Reference: no paper defines it. It is vecgym's reading of EXO Gym's documents, which offer
-    `SPARTAStrategy(compression_method='topk', quantization_bits=8)`; their code has no such arguments.
-    """
-
-    def __init__(self, fraction: float = 0.005, quantization_bits: int | None = None) -> None:
-        self.fraction = check_fraction("fraction", fraction)
-        if quantization_bits is not None:
-            check_bits("quantization_bits", quantization_bits)
-        self.quantization_bits = quantization_bits
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        return {"last": params}
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        last = state["last"]
-        indices = {name: self._moved_most(p.detach(), last[name]) for name, p in params.items()}
-        values = {name: flat(params[name]).expand(len(at), -1).gather(1, at) for name, at in indices.items()}
-        received = self._gather(values, ctx)  # [1, K, k]
-        sent = ctx.comm.all_gather({name: at.to(index_dtype(_size(params[name]))) for name, at in indices.items()})
-        new, kept = {}, {}
-        for name, p in params.items():
-            at, n = sent[name].long(), _size(p)
-            mean = mean_of_senders(at[:, :, None], received[name][:, :, None], n).view(len(at), *p.shape[1:])
-            touched = torch.zeros(len(at), n, dtype=torch.bool, device=p.device).scatter_(1, at.flatten(1), True)
-            touched = touched.view(len(at), *p.shape[1:])  # [1, *]
-            new[name] = torch.where(touched, mean, p)
-            kept[name] = torch.where(touched, mean, last[name]).detach()
-        return new, {"last": kept}
-
-    def _moved_most(self, p: Tensor, last: Tensor) -> Tensor:
-        """The coordinates that a node sends: `[L, k]`."""
-        movement = flat(p - last)
-        return strongest(movement, part_of(movement.shape[1], self.fraction))
-
-    def _gather(self, values: Tree, ctx: Context) -> Tree:
-        """What every node reads of the values `[L, k]` of all: `[1, K, k]`."""
-        if self.quantization_bits is None:
-            return ctx.comm.all_gather(values)
-        codec = Quantise(self.quantization_bits)
-        with torch.no_grad():
-            codes = {name: codec.encode(x) for name, x in constant(values).items()}
-            received = gathered_codes(codes, codec, ctx.comm.all_gather)
-            read = {name: decode_all(code, codec, values[name]) for name, code in received.items()}
-        return read if ctx.inplace else straight_through(read, unrecorded(ctx.comm).all_gather(values))
-
-
-# ------------------------------------------------------------------------------------------ around a whole module
-
-
-class _Compressed(CommunicationModule):
-    """See `compressed`. `mean_gradient` stays False: what is compressed is each node's own gradient."""
-
-    passes_on = True
+    exchange_moments = CommunicationModule.exchange_moments  # not passed on
 
     def __init__(
-        self, module: CommunicationModule, codec: Compressor, error_feedback: bool, reference: bool | None
+        self, module: CommunicationModule, codec: Compressor, error_feedback: bool, reference: bool | None, shown: str
     ) -> None:
-        self.module = module
-        self.codec = codec
+        super().__init__(module, codec, shown)
         self.error_feedback = error_feedback
         self.reference = reference
-        if reference and "parameters" not in _phases(module):
-            raise ValueError(f"reference=True: {module!r} exchanges no parameters. Leave it out.")
-        if isinstance(module, Exchange):  # all others are found out at their first exchange
-            self._check_exchange(module)
-
-    def _check_exchange(self, module: Exchange) -> None:
-        if isinstance(module.when, SyncWeight) and not module.when.binary:
-            raise ValueError(
-                f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
-                "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
-            )
-        if isinstance(module.average, ServerMean) and not module.average.everyone:
-            raise ValueError(
-                f"{module!r} averages at a server, and only an average among nodes can be compressed: give "
-                'participation=1, or resting="keep" together with reference=False.'
-            )
-        if self.reference is not False and isinstance(module.average, Rule) and not module.average.shared:
-            raise ValueError(f"{module!r}: {NO_ISLANDS}")
-
-    def check(self, num_nodes: int, max_steps: int) -> None:
-        self.module.check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
-        inner = self.module.init({name: p.clone() for name, p in params.items()}, ctx)
+        inner = super().init({name: p.clone() for name, p in params.items()}, ctx)
         compares = any(x.numel() for x in tree.leaves(inner))
         state: State = {"module": inner}
-        for phase in _phases(self.module):
-            reference = phase == "parameters" and (not compares if self.reference is None else self.reference)
-            state[phase] = self._average(phase, Mean(), reference).init(params, ctx)
+        for phase in PHASES:
+            if overrides(self.module, f"exchange_{phase}"):
+                reference = phase == "parameters" and (not compares if self.reference is None else self.reference)
+                state[phase] = self._average(phase, Mean(), reference).init(params, ctx)
         return state
 
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        return self.module.active_nodes(ctx)
-
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        return self.module.local_gradients(grads, params, state["module"], ctx)
+        return super().local_gradients(grads, params, state["module"], ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return self._exchange("gradients", grads, state, ctx)
@@ -263,38 +168,22 @@ class _Compressed(CommunicationModule):
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return self._exchange("parameters", params, state, ctx)
 
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        return self.module.outer_learning_rate(ctx)
-
-    def _average(self, phase: str, rule: Rule, reference: bool) -> Compressed:
-        return OfPurpose(f"compress {phase}", rule, self.codec, error_feedback=self.error_feedback, reference=reference)
+    def _average(self, phase: str, mean: Mean, reference: bool) -> Compressed:
+        return Compressed(
+            mean, self.codec, error_feedback=self.error_feedback, reference=reference, purpose=f"compress {phase}"
+        )
 
     def _exchange(self, phase: str, given: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The module's exchange, with collectives of which nothing is left but one `mean`, a compressed one."""
         if phase not in state:
             return given, state
-        after: State | None = None
 
-        def mean(
-            x: Tree, groups: Groups | None = None, weights: Sequence[float] | None = None, inplace: bool = False
-        ) -> Tree:
-            nonlocal after
-            if after is not None:
-                raise ValueError(refusal("mean a second time in one exchange"))
-            self._check(x, given, state[phase], phase, groups)
-            average = self._average(phase, _Asked(groups, weights), "reference" in state[phase])
-            result, after = average(x, state[phase], ctx)
-            return result
+        def mean(x: Any, own: State, groups: Groups | None, weights: Sequence[float] | None) -> tuple[Tree, State]:
+            self._check(x, given, own, phase, groups)
+            return self._average(phase, _Asked(groups, weights), "reference" in own)(x, own, ctx)
 
-        def refusal(name: str) -> str:
-            return (
-                f"{self!r}: the module calls ctx.comm.{name}. Only an exchange that consists of one ctx.comm.mean can "
-                "be compressed: that of GradientAveraging, AveragingCommunicator or DiLoCoCommunicator, say."
-            )
-
-        comm = cast(Collectives, contract.Restricted(ctx.comm, refusal, mean=mean))
+        comm = _OneMean(ctx.comm, repr(self), mean, state[phase])
         result, changed = PHASES[phase](self.module, given, state["module"], replace(ctx, comm=comm))
-        return result, {**state, "module": changed, phase: state[phase] if after is None else after}
+        return result, {**state, "module": changed, phase: comm.state}
 
     def _check(self, x: Any, given: Tree, state: State, phase: str, groups: Groups | None) -> None:
         """Raise a ValueError for an average that has no compressed form."""
@@ -317,9 +206,33 @@ class _Compressed(CommunicationModule):
                 "to send their difference to the last average, or reference=False to send them as they are."
             )
 
-    def __repr__(self) -> str:
-        chosen = "" if self.reference is None else f", reference={self.reference}"
-        return f"compressed({self.module!r}, {self.codec!r}, error_feedback={self.error_feedback}{chosen})"
+
+class _OneMean(contract.Refusing):
+    """Collectives for one exchange, in which one mean is taken, in another way, and nothing else is done.
+
+    Attributes:
+        state: of the average; after the mean the new one.
+    """
+
+    def __init__(self, comm: Collectives, who: str, take: Callable[..., tuple[Any, State]], state: State) -> None:
+        super().__init__(comm, self._refused)
+        self.state = state
+        self._who, self._take, self._taken = who, take, False
+
+    def _refused(self, operation: str) -> str:
+        return (
+            f"{self._who}: the module calls ctx.comm.{operation}. Only an exchange that consists of one ctx.comm.mean "
+            "can be compressed: that of GradientAveraging, AveragingCommunicator or DiLoCoCommunicator, say."
+        )
+
+    def mean(
+        self, x: T, groups: Groups | None = None, weights: Sequence[float] | None = None, *, inplace: bool = False
+    ) -> T:
+        if self._taken:
+            raise ValueError(self._refused("mean a second time in one exchange"))
+        self._taken = True
+        result, self.state = self._take(x, self.state, groups, weights)
+        return result
 
 
 class _Asked(Mean):
@@ -340,18 +253,5 @@ class _Asked(Mean):
         return self._weights
 
 
-# ------------------------------------------------------------------------------------------------------ small parts
-
-
-def _shape(x: Tensor | None) -> torch.Size | None:
+def _shape(x: torch.Tensor | None) -> torch.Size | None:
     return None if x is None else x.shape[1:]
-
-
-def _size(x: Tensor) -> int:
-    """Values of one node."""
-    return x[0].numel()
-
-
-def _phases(module: CommunicationModule) -> list[str]:
-    """The phases of a step in which the module does something."""
-    return [phase for phase in PHASES if overrides(module, f"exchange_{phase}")]

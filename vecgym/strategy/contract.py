@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -50,8 +50,7 @@ def local_gradients(
     """`module.local_gradients`; `silent`: where some nodes sit out, so that nobody may communicate."""
     if silent:
         who = _who(module, "local_gradients")
-        comm = Restricted(ctx.comm, lambda name: f"{who} calls ctx.comm.{name} {SILENT}")
-        ctx = replace(ctx, comm=cast(Collectives, comm))
+        ctx = replace(ctx, comm=Refusing(ctx.comm, lambda name: f"{who} calls ctx.comm.{name} {SILENT}"))
     found = module.local_gradients(grads, params, state, ctx)
     num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
     _check_tree(found, grads, module, "local_gradients", "gradients", num_rows)
@@ -84,35 +83,38 @@ def exchange_parameters(module: CommunicationModule, params: Tree, state: State,
     return _exchanged(module.exchange_parameters(params, state, ctx), module, "parameters", params, state, ctx)
 
 
-class Restricted:
-    """Stands for the collectives where not every operation is allowed: it says who is there, and refuses the others.
+class Refusing(Collectives):
+    """Collectives that say who is there, and carry out no operation.
 
     Args:
-        comm: the collectives.
+        comm: those that would.
         refusal: the name of an operation -> why it is refused.
-        allowed: operations, by name.
 
     >>> import torch
     >>> from vecgym.collectives import StackedCollectives
-    >>> comm = Restricted(StackedCollectives(2), "{} is not allowed".format, sum=lambda x: x)
-    >>> comm.num_nodes, comm.sum(3)
-    (2, 3)
+    >>> comm = Refusing(StackedCollectives(2), "{} is not allowed".format)
+    >>> comm.num_nodes
+    2
     >>> comm.mean(torch.ones(2))
     Traceback (most recent call last):
     ...
     ValueError: mean is not allowed
     """
 
-    def __init__(self, comm: Collectives, refusal: Callable[[str], str], **allowed: Callable[..., Any]) -> None:
-        self._comm, self._refusal, self._allowed = comm, refusal, allowed
+    def __init__(self, comm: Collectives, refusal: Callable[[str], str]) -> None:
+        self.num_nodes, self.node_ids, self.ledger = comm.num_nodes, comm.node_ids, comm.ledger
+        self._refusal = refusal
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._allowed:
-            return self._allowed[name]
-        value = getattr(self._comm, name)
-        if callable(value):
-            raise ValueError(self._refusal(name))
-        return value
+    def _announce(self, operation: str, x: Any, who: Any = None) -> None:
+        raise ValueError(self._refusal(operation))
+
+    def everyone(self, x: Tree) -> Tree:
+        raise ValueError(self._refusal("everyone"))
+
+    def _never(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError  # every operation is announced first
+
+    _sum = _all_gather = _broadcast = _permute = _mix = _never
 
 
 def _exchanged(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
@@ -20,11 +22,121 @@ from vecgym.compress import (
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree, per_node
 from vecgym.optim import OptimSpec, clip_grad_norm
-from vecgym.optim.schedule import Schedule
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, optimizer_step
+from vecgym.strategy.average import Average
+from vecgym.strategy.base import Context, State, Strategy
+from vecgym.strategy.inner import StepOptions, optimizer_step, takes_options
+from vecgym.strategy.modules import Gradients
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-class DeMoCommunicator(CommunicationModule):
+class StrongestCosines(Average):
+    """The nodes agree on the strongest cosine components of a momentum of their values.
+
+    delta_i <- decay delta_i + x_i;  q_i = the k coefficients of largest magnitude in each chunk of DCT(delta_i);
+    delta_i <- delta_i - DCT^-1(q_i);  Q = for each coefficient the mean of q_i over the nodes i that sent it;
+    the average is DCT^-1(Q), `[1, *]`.
+
+    State: `residual`, DCT(delta_i) of each tensor, `[L, chunks, chunk area]`: one per node (`[1, ...]` before
+    the first exchange). Kept as coefficients, what was sent leaves exactly 0 behind, and only the mean is transformed
+    back. Bytes sent per node: sum over tensors of chunks * min(k, chunk area) * (8 + b), with 64-bit indices.
+
+    Under differentiation which coefficients are sent is a constant; what is sent of them has its derivatives.
+
+    Args:
+        decay: of the momentum, in [0, 1).
+        k: coefficients sent of each chunk; all of them where a chunk has fewer.
+        chunk: the longest side of a chunk: each dimension is cut into chunks of its largest divisor that is not larger.
+
+    Example: DiLoCo whose movements are exchanged as DeMo's gradients are.
+
+    >>> from vecgym.strategy import OuterStep
+    >>> OuterStep(StrongestCosines(decay=0.9, k=8), "sgd", H=50)
+    OuterStep(StrongestCosines(decay=0.9, k=8), \
+outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
+
+    Reference: Peng et al., arXiv 2411.19870; `DeMoStrategy` names the deviations.
+    """
+
+    def __init__(self, decay: float | Tensor = 0.999, k: int = 32, chunk: int = 64) -> None:
+        self.decay = _check_decay("decay", decay)
+        self.k = check.integer("k", k, what="the coefficients sent of each chunk")
+        self.chunk = check.integer("chunk", chunk, what="the longest side of a chunk")
+
+    def init(self, values: Tree, ctx: Context) -> State:
+        return {"residual": tree.map(self._zeros, values)}
+
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        residual, indices, sent = {}, {}, {}
+        for name, x in values.items():
+            old = state["residual"][name]
+            # Another module may make them [1, *] at some steps: the residuals of the nodes still differ.
+            x = x.expand(max(len(x), len(old)), *x.shape[1:])
+            old = old.expand(len(x), -1, -1)
+            found = self._update_in_place(old, x, ctx.exact) if ctx.inplace else self._update(old, x)
+            residual[name], indices[name], sent[name] = found
+        indices, sent = (ctx.comm.all_gather(x, inplace=True) for x in (indices, sent))  # [1, K, chunks, k]
+        mean = {name: self._decode(indices[name], sent[name], x) for name, x in values.items()}
+        return mean, {"residual": residual}
+
+    def residual(self, state: State, values: Tree) -> Tree:
+        """delta of each node, `[L, *]`; `values` have the shapes, `[1 or L, *]`.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> average, ctx = StrongestCosines(k=1), Context(StackedCollectives(2))
+        >>> x = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])}
+        >>> _, state = average(x, average.init(x, ctx), ctx)
+        >>> average.residual(state, x)["w"][1]  # the constant part, the strongest, was sent
+        tensor([-1.5000, -0.5000,  0.5000,  1.5000])
+        """
+        return {name: self._to_tensors(X, values[name]) for name, X in state["residual"].items()}
+
+    def _grid(self, x: Tensor) -> Grid:
+        return grid(tuple(x.shape[1:]), self.chunk)
+
+    def _zeros(self, p: Tensor) -> Tensor:
+        cut = self._grid(p)
+        return p.new_zeros(1, cut.chunks, cut.area)
+
+    def _update(self, residual: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(residual, indices, values) after one gradient; pure."""
+        momentum = self.decay * residual + dct(to_chunks(g, self._grid(g))).flatten(2)
+        indices = strongest(momentum, self.k)
+        return momentum.scatter(-1, indices, 0.0), indices, momentum.gather(-1, indices)
+
+    def _update_in_place(self, residual: Tensor, g: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, overwriting the residual, block after block of strips of `height` rows of any node.
+
+        Exact: of one node, since a matrix product may round differently in another place of a larger one.
+        """
+        cut = self._grid(g)
+        strip, num_strips = Grid(1, *cut[1:]), g.shape[0] * cut.rows
+        residual = residual.contiguous()
+        momenta = residual.view(num_strips, strip.chunks, strip.area)
+        strips = g.reshape(num_strips, strip.height, strip.columns * strip.width)
+        length = cut.rows if exact else max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
+        sent: list[tuple[Tensor, Tensor]] = []
+        decay = torch.as_tensor(self.decay, dtype=torch.float64).item()
+        for momentum, block in zip(momenta.split(length), strips.split(length)):
+            accumulate_dct_(momentum, block, strip, decay)
+            indices = strongest(momentum, self.k)
+            sent.append((indices, momentum.gather(-1, indices)))
+            momentum.scatter_(-1, indices, 0.0)
+        indices, values = (torch.cat(parts).reshape(*residual.shape[:2], parts[0].shape[-1]) for parts in zip(*sent))
+        return residual, indices, values
+
+    def _decode(self, indices: Tensor, values: Tensor, like: Tensor) -> Tensor:
+        """What all nodes sent, `[1, K, chunks, k]`, as one tensor `[1, *]`."""
+        return self._to_tensors(mean_of_senders(indices, values, self._grid(like).area), like)
+
+    def _to_tensors(self, coefficients: Tensor, like: Tensor) -> Tensor:
+        """`[L, chunks, area]` -> `[L, *]`."""
+        cut = self._grid(like)
+        return from_chunks(inverse_dct(coefficients.unflatten(-1, (cut.height, cut.width))), cut, like.shape[1:])
+
+
+class DeMoCommunicator(Gradients):
     """Every step, the nodes exchange the strongest cosine components of a momentum of their gradients.
 
     delta_i <- decay delta_i + g_i;  q_i = the k coefficients of largest magnitude in each chunk of DCT(delta_i);
@@ -32,11 +144,8 @@ class DeMoCommunicator(CommunicationModule):
     the gradient that the optimizer takes is DCT^-1(Q), `[1, *]`, so that parameters and optimizer state are stored
     once for all nodes.
 
-    State: `residual`, DCT(delta_i) of each parameter, `[L, chunks, chunk area]`: one per node (`[1, ...]` before
-    the first step). Kept as coefficients, what was sent leaves exactly 0 behind, and only the mean is transformed
-    back; `residual` gives delta_i itself. Bytes sent per node and step: `step_bytes`.
-
-    Under differentiation which coefficients are sent is a constant; what is sent of them has its derivatives.
+    State, and derivatives: see `StrongestCosines`; `residual` gives delta_i itself. Bytes sent per node and step:
+    `step_bytes`.
 
     Args:
         compression_decay: decay of the momentum, in [0, 1).
@@ -55,41 +164,18 @@ class DeMoCommunicator(CommunicationModule):
 DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=64))
     """
 
+    shows_defaults = True
+
     def __init__(
         self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
     ) -> None:
-        number = isinstance(compression_decay, (int, float)) or (
-            isinstance(compression_decay, Tensor) and compression_decay.dim() == 0
-        )
-        number = number and not isinstance(compression_decay, bool)
-        if not number or not 0 <= compression_decay < 1:
-            raise ValueError(
-                f"compression_decay={compression_decay!r} must be in [0, 1): what is kept of the momentum at each "
-                "step, such as 0.999."
-            )
-        self.compression_decay = compression_decay
-        self.compression_topk = check.integer(
-            "compression_topk", compression_topk, what="the coefficients sent of each chunk"
-        )
-        self.compression_chunk = check.integer(
-            "compression_chunk", compression_chunk, what="the longest side of a chunk"
-        )
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        return {"residual": tree.map(self._zeros, params)}
-
-    def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        residual, indices, values = {}, {}, {}
-        for name, g in grads.items():
-            old = state["residual"][name]
-            # Another module may make them [1, *] at some steps: the residuals of the nodes still differ.
-            g = g.expand(max(len(g), len(old)), *g.shape[1:])
-            old = old.expand(len(g), -1, -1)
-            found = self._update_in_place(old, g, ctx.exact) if ctx.inplace else self._update(old, g)
-            residual[name], indices[name], values[name] = found
-        indices, values = (ctx.comm.all_gather(x, inplace=True) for x in (indices, values))  # [1, K, chunks, k]
-        mean = {name: self._decode(indices[name], values[name], g) for name, g in grads.items()}
-        return mean, {"residual": residual}
+        _check_decay("compression_decay", compression_decay)
+        check.integer("compression_topk", compression_topk, what="the coefficients sent of each chunk")
+        check.integer("compression_chunk", compression_chunk, what="the longest side of a chunk")
+        self.cosines = StrongestCosines(compression_decay, compression_topk, compression_chunk)
+        super().__init__(self.cosines)
+        self.compression_decay, self.compression_topk = compression_decay, compression_topk
+        self.compression_chunk = compression_chunk
 
     def residual(self, state: State, params: Tree) -> Tree:
         """delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`.
@@ -102,7 +188,7 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         >>> module.residual(state, params)["w"][1]  # the constant part, the strongest, was sent
         tensor([-1.5000, -0.5000,  0.5000,  1.5000])
         """
-        return {name: self._to_tensors(X, params[name]) for name, X in state["residual"].items()}
+        return self.cosines.residual(state, params)
 
     def step_bytes(self, params: Tree) -> int:
         """Bytes that a node sends in a step: sum over tensors of chunks * min(k, chunk area) * (8 + b).
@@ -113,49 +199,6 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         """
         k, limit = self.compression_topk, self.compression_chunk
         return sum(topk_bytes(p.shape[1:], k, limit, p.element_size()) for p in params.values())
-
-    def _grid(self, x: Tensor) -> Grid:
-        return grid(tuple(x.shape[1:]), self.compression_chunk)
-
-    def _zeros(self, p: Tensor) -> Tensor:
-        cut = self._grid(p)
-        return p.new_zeros(1, cut.chunks, cut.area)
-
-    def _update(self, residual: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(residual, indices, values) after one gradient; pure."""
-        momentum = self.compression_decay * residual + dct(to_chunks(g, self._grid(g))).flatten(2)
-        indices = strongest(momentum, self.compression_topk)
-        return momentum.scatter(-1, indices, 0.0), indices, momentum.gather(-1, indices)
-
-    def _update_in_place(self, residual: Tensor, g: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, overwriting the residual, block after block of strips of `height` rows of any node.
-
-        Exact: of one node, since a matrix product may round differently in another place of a larger one.
-        """
-        cut = self._grid(g)
-        strip, num_strips = Grid(1, *cut[1:]), g.shape[0] * cut.rows
-        residual = residual.contiguous()
-        momenta = residual.view(num_strips, strip.chunks, strip.area)
-        strips = g.reshape(num_strips, strip.height, strip.columns * strip.width)
-        length = cut.rows if exact else max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
-        sent: list[tuple[Tensor, Tensor]] = []
-        decay = torch.as_tensor(self.compression_decay, dtype=torch.float64).item()
-        for momentum, block in zip(momenta.split(length), strips.split(length)):
-            accumulate_dct_(momentum, block, strip, decay)
-            indices = strongest(momentum, self.compression_topk)
-            sent.append((indices, momentum.gather(-1, indices)))
-            momentum.scatter_(-1, indices, 0.0)
-        indices, values = (torch.cat(parts).reshape(*residual.shape[:2], parts[0].shape[-1]) for parts in zip(*sent))
-        return residual, indices, values
-
-    def _decode(self, indices: Tensor, values: Tensor, like: Tensor) -> Tensor:
-        """What all nodes sent, `[1, K, chunks, k]`, as one tensor `[1, *]`."""
-        return self._to_tensors(mean_of_senders(indices, values, self._grid(like).area), like)
-
-    def _to_tensors(self, coefficients: Tensor, like: Tensor) -> Tensor:
-        """`[L, chunks, area]` -> `[L, *]`."""
-        cut = self._grid(like)
-        return from_chunks(inverse_dct(coefficients.unflatten(-1, (cut.height, cut.width))), cut, like.shape[1:])
 
 
 class DeMoStrategy(Strategy):
@@ -197,6 +240,7 @@ class DeMoStrategy(Strategy):
     moving by lr in the direction of a rounding error.
     """
 
+    @takes_options(StepOptions)
     def __init__(
         self,
         compression_decay: float | Tensor = 0.999,
@@ -205,19 +249,11 @@ class DeMoStrategy(Strategy):
         weight_decay: float | Tensor = 0.0,
         *,
         lr: float | Tensor = 1e-3,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[StepOptions],
     ) -> None:
-        super().__init__(
-            OptimSpec(torch.optim.SGD, lr=lr, weight_decay=weight_decay),
-            communication_modules=[DeMoCommunicator(compression_decay, compression_topk, compression_chunk)],
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        module = DeMoCommunicator(compression_decay, compression_topk, compression_chunk)
+        spec = OptimSpec(torch.optim.SGD, lr=lr, weight_decay=weight_decay)
+        super().__init__(spec, communication_modules=[module], **inner)
 
     @torch.no_grad()  # the derivative of the sign is 0
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
@@ -231,6 +267,12 @@ class DeMoStrategy(Strategy):
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """SGD on the signs; the gradients were clipped before the exchange."""
         return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
+
+
+def _check_decay(name: str, decay: Any) -> float | Tensor:
+    one = isinstance(decay, Tensor) and decay.dim() == 0
+    look = check.per_node if one else check.number
+    return look(name, decay, "[0, 1)", "what is kept of the momentum at each step, such as 0.999")
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vecgym.compress import Compressor
 from vecgym.optim import OptimSpec
-from vecgym.optim.schedule import Schedule
 from vecgym.strategy.average import Mean
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.compression import with_compression
+from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import DEFAULT_H, OuterStep, outer_spec
 from vecgym.strategy.when import SyncWeight, make_sync_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DiLoCoCommunicator(OuterStep):
@@ -85,6 +89,7 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
     2311.08105. No deviation.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
@@ -92,25 +97,14 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
         H: int = DEFAULT_H,
         *,
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
-        lr: float | Tensor | None = None,
         inner_lr: float | Tensor | None = None,
         outer_lr: float | Tensor | None = None,
         compression: str | Compressor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
-        if lr is not None and inner_lr is not None:
-            raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
-        super().__init__(
-            inner_optim,
-            communication_modules=[
-                with_compression(DiLoCoCommunicator(outer_optim, H, outer_lr, sync_weight), compression)
-            ],
-            lr=inner_lr if lr is None else lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        if inner_lr is not None:
+            if inner.get("lr") is not None:
+                raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
+            inner["lr"] = inner_lr
+        module = DiLoCoCommunicator(outer_optim, H, outer_lr, sync_weight)
+        super().__init__(inner_optim, communication_modules=[with_compression(module, compression)], **inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch import Tensor
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.schedule import Schedule
 from vecgym.strategy.average import Mean, ServerMean, Weighting
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.fedopt import ServerOptimizer
-from vecgym.strategy.modules import Exchange, Parameters
+from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.modules import OuterStep, Parameters
 from vecgym.strategy.when import Rounds, SyncWeight, make_sync_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AveragingCommunicator(Parameters):
@@ -72,12 +75,12 @@ class AveragingCommunicator(Parameters):
         super().__init__(average, Rounds(self.H) if self.sync_weight is None else self.sync_weight)
 
 
-class ServerCommunicator(Exchange):
+class ServerCommunicator(OuterStep):
     """Every H steps, a server moves theta by the mean movement of the nodes that took part.
 
-    Delta = sum_{k in S} w_k (theta_k - theta) / sum_{k in S} w_k;  theta <- server(theta, Delta);  theta_i <- theta.
+    g = sum_{k in S} w_k (theta - theta_k) / sum_{k in S} w_k;  theta <- server(theta, g);  theta_i <- theta.
 
-    State: `params` (theta) and the server optimizer's slots, `[1, *]`: stored once for all nodes. Bytes sent per
+    State: `params` (theta) and `optimizer`, the server optimizer's, `[1, *]`: stored once for all nodes. Bytes sent per
     participant and round: b * P up (and as many down from the server).
 
     Args:
@@ -102,27 +105,13 @@ class ServerCommunicator(Exchange):
         weighting: Weighting = "equal",
     ) -> None:
         self.server = check.instance("server", server, ServerOptimizer, "a ServerOptimizer('adam', lr=0.1)")
-        self.when = Rounds(H)
-        self.average = mean = ServerMean(weighting, participation)
-        self.H, self.participation, self.weighting = self.when.H, mean.participation, mean.weighting
+        mean = ServerMean(weighting, participation)
+        super().__init__(mean, server.spec, H)
+        self.participation, self.weighting = mean.participation, mean.weighting
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        super().check(num_nodes, max_steps)
         self.server.check()
-
-    def init(self, params: Tree, ctx: Context) -> State:
-        return {"params": params, "slots": self.server.init(params)}
-
-    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self.when.exchange(self._server_step, params, state, self._counted(ctx))
-
-    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        return self.server.lr
-
-    def _server_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        delta, _ = self.average(tree.map(torch.sub, params, state["params"]), {}, ctx)  # [1, *]
-        theta, slots = self.server.update(state["params"], delta, state["slots"])
-        return theta, {"params": theta, "slots": slots}
+        super().check(num_nodes, max_steps)
 
 
 class ProximalTerm(CommunicationModule):
@@ -194,6 +183,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
     `weighting="examples"`; with islands and with `resting="keep"`, nodes that sit out keep their own parameters.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
@@ -209,11 +199,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
         server_lr: float | Tensor | None = None,
         server_betas: tuple[float | Tensor, float | Tensor] | None = None,
         server_tau: float | Tensor | None = None,
-        lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
         has_mu = not isinstance(proximal_mu, (int, float)) or proximal_mu != 0
         if sync_weight is not None and (server_optim is not None or has_mu):
@@ -229,15 +215,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
             modules = [ServerCommunicator(server, H, participation, weighting)]
         if has_mu:
             modules.append(ProximalTerm(proximal_mu, H))
-        super().__init__(
-            inner_optim,
-            communication_modules=modules,
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        super().__init__(inner_optim, communication_modules=modules, **inner)
 
 
 def check_resting(resting: str | None, rounds_of_all: bool) -> str:

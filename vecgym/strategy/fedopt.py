@@ -4,55 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
+from vecgym.optim import OptimSpec
+from vecgym.strategy.communication import State
 
-Slots = dict[str, Tree]
-
-
-def _momentum(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
-    return beta * v + delta
-
-
-def _adagrad(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
-    return v + delta.square()
-
-
-def _adam(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
-    return beta * v + (1 - beta) * delta.square()
-
-
-def _yogi(v: Tensor, delta: Tensor, beta: float | Tensor) -> Tensor:
-    square = delta.square()
-    return v - (1 - beta) * square * torch.sign(v - square)
-
-
-SECOND_MOMENTS: dict[str, Callable[[Tensor, Tensor, float | Tensor], Tensor]] = {
-    "adagrad": _adagrad,
-    "adam": _adam,
-    "yogi": _yogi,
+SPECS: dict[str, Callable[[Any], OptimSpec]] = {
+    "avg": lambda server: OptimSpec("sgd", lr=server.lr),
+    "avgm": lambda server: OptimSpec("sgd", lr=server.lr, momentum=server.betas[0]),
+    "adagrad": lambda server: OptimSpec("fedadagrad", lr=server.lr, betas=server.betas, tau=server.tau),
+    "adam": lambda server: OptimSpec("fedadam", lr=server.lr, betas=server.betas, tau=server.tau),
+    "yogi": lambda server: OptimSpec("fedyogi", lr=server.lr, betas=server.betas, tau=server.tau),
 }
-SERVER_OPTIMIZERS = ("avg", "avgm", *SECOND_MOMENTS)
 
 
 @dataclass(frozen=True)
 class ServerOptimizer:
-    """What a server does with the nodes' mean movement Delta = mean_i theta_i - theta.
+    """The optimizer of a server, whose gradient is g = theta - mean_i theta_i, by its name in federated learning.
 
-    avg:  theta <- theta + eta Delta
-    avgm: m <- beta_1 m + Delta;  theta <- theta + eta m
-    adagrad, adam, yogi: m <- beta_1 m + (1 - beta_1) Delta;  theta <- theta + eta m / (sqrt(v) + tau), with
-        adagrad: v <- v + Delta^2
-        adam:    v <- beta_2 v + (1 - beta_2) Delta^2
-        yogi:    v <- v - (1 - beta_2) Delta^2 sign(v - Delta^2)
+    avg:  theta <- theta - eta g
+    avgm: m <- beta_1 m + g;  theta <- theta - eta m
+    adagrad, adam, yogi: m <- beta_1 m + (1 - beta_1) g;  theta <- theta - eta m / (sqrt(v) + tau), with
+        adagrad: v <- v + g^2
+        adam:    v <- beta_2 v + (1 - beta_2) g^2
+        yogi:    v <- v - (1 - beta_2) g^2 sign(v - g^2)
         from v = tau^2, without bias correction.
 
     Args:
-        name: one of `SERVER_OPTIMIZERS`.
+        name: "avg", "avgm", "adagrad", "adam" or "yogi".
         lr: eta.
         betas: (beta_1, beta_2), each in [0, 1).
         tau: > 0, the degree of adaptivity.
@@ -61,10 +45,10 @@ class ServerOptimizer:
     >>> params, slots = {"w": torch.zeros(1)}, server.init({"w": torch.zeros(1)})
     >>> for _ in range(2):
     ...     params, slots = server.update(params, {"w": torch.ones(1)}, slots)
-    >>> params["w"]
-    tensor([2.5000])
+    >>> params["w"], server.spec
+    (tensor([2.5000]), OptimSpec(SGD, lr=1.0, momentum=0.5))
 
-    Reference: algorithm 2 of arXiv 2003.00295; "avgm" of arXiv 1909.06335, with the momentum not damped. No
+    References: algorithm 2 of arXiv 2003.00295; "avgm" is that of arXiv 1909.06335, with the momentum not damped. No
     deviation.
     """
 
@@ -74,7 +58,7 @@ class ServerOptimizer:
     tau: float | Tensor = 1e-3
 
     def __post_init__(self) -> None:
-        check.choice("server_optim", self.name, SERVER_OPTIMIZERS)
+        check.choice("server_optim", self.name, SPECS)
         check.per_node("server_lr", self.lr, "[0, inf)")
         check.per_node("server_tau", self.tau, "(0, inf)")
         pair = isinstance(self.betas, (tuple, list)) and len(self.betas) == 2
@@ -82,6 +66,11 @@ class ServerOptimizer:
             raise ValueError(f"server_betas={self.betas!r} must be two numbers in [0, 1).")
         for beta in self.betas:
             check.per_node("server_betas", beta, "[0, 1)", "each of the two numbers")
+
+    @property
+    def spec(self) -> OptimSpec:
+        """The optimizer that this name and these numbers stand for."""
+        return SPECS[self.name](self)
 
     def check(self) -> None:
         """Raise a ValueError for several values of a number: a run has one server, a stack of runs one for each.
@@ -95,28 +84,10 @@ class ServerOptimizer:
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"server_{name} has shape {list(value.shape)}: there is one server, give one number.")
 
-    def init(self, params: Tree) -> Slots:
-        """The slots before the first round, `[1, *]`."""
-        if self.name == "avg":
-            return {}
-        zeros = tree.map(torch.zeros_like, params)
-        if self.name == "avgm":
-            return {"momentum": zeros}
-        return {"momentum": zeros, "second_moment": tree.map(lambda z: z + self.tau**2, zeros)}
+    def init(self, params: Tree) -> State:
+        """The state before the first round, `[1, *]`."""
+        return self.spec.rule().init(params)
 
-    def update(self, params: Tree, delta: Tree, slots: Slots) -> tuple[Tree, Slots]:
-        """One step; nothing given is changed."""
-        if self.name == "avg":
-            return tree.map(lambda p, d: p + self._lr(p) * d, params, delta), slots
-        beta_1, beta_2 = self.betas
-        if self.name == "avgm":
-            momentum = tree.map(lambda m, d: _momentum(m, d, beta_1), slots["momentum"], delta)
-            return tree.map(lambda p, m: p + self._lr(p) * m, params, momentum), {"momentum": momentum}
-        momentum = tree.map(lambda m, d: beta_1 * m + (1 - beta_1) * d, slots["momentum"], delta)
-        rule = SECOND_MOMENTS[self.name]
-        second = tree.map(lambda v, d: rule(v, d, beta_2), slots["second_moment"], delta)
-        new = tree.map(lambda p, m, v: p + self._lr(p) * m / (v.sqrt() + self.tau), params, momentum, second)
-        return new, {"momentum": momentum, "second_moment": second}
-
-    def _lr(self, like: Tensor) -> float | Tensor:
-        return tree.per_node(self.lr, like)
+    def update(self, params: Tree, delta: Tree, slots: State) -> tuple[Tree, State]:
+        """One step along the mean movement `delta` = mean_i theta_i - theta; nothing given is changed."""
+        return self.spec.rule().update(params, tree.map(torch.neg, delta), slots, inplace=False)

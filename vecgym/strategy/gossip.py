@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Mixing
+from vecgym.compress.codecs import Codec
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.schedule import Schedule
-from vecgym.strategy.average import Average
+from vecgym.strategy.average import Reduction
 from vecgym.strategy.base import Context, State, Strategy
+from vecgym.strategy.gathered import Codes, gathered_codes
+from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Parameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FIXED: dict[str, Callable[[int], Tensor]] = {
     "ring": graphs.ring,
@@ -31,7 +36,7 @@ NAMES = (*FIXED, "one_peer_exponential", "random_matching")
 Topology = str | Tensor | Sequence[Sequence[float]] | Callable[[int], Tensor]
 
 
-class Mix(Average):
+class Mix(Reduction):
     """Each node averages with its neighbours in a graph: x_i <- sum_j W_ij x_j.
 
     Args:
@@ -54,6 +59,8 @@ class Mix(Average):
     >>> Mix("ring")({"w": torch.tensor([3.0, 0.0, 0.0, 0.0])}, {}, ctx)[0]
     {'w': tensor([1., 1., 0., 1.])}
     """
+
+    linear, shared = True, False
 
     def __init__(self, topology: Topology = "ring") -> None:
         self.topology = _checked_topology(topology)
@@ -82,6 +89,11 @@ class Mix(Average):
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return ctx.comm.mix(values, self.mixing(ctx), inplace=ctx.inplace), state
+
+    def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
+        shares = self.mixing(ctx).weights[ctx.comm.node_ids]
+        return {name: codec.average(received[name], x, shares) for name, x in like.items()}
 
     def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
         if self._constant is not None:
@@ -181,27 +193,15 @@ class GossipStrategy(Strategy):
     arXiv 2110.13363; random matchings: Boyd et al., "Randomized Gossip Algorithms", 2006.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         topology: Topology = "ring",
         every: int = 1,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        *,
-        lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
-        super().__init__(
-            inner_optim,
-            communication_modules=[GossipCommunicator(topology, every)],
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        super().__init__(inner_optim, communication_modules=[GossipCommunicator(topology, every)], **inner)
 
 
 @functools.lru_cache(maxsize=4)

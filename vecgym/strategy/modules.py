@@ -11,6 +11,7 @@ outer_optim=OptimSpec(SGD, lr=0.7), H=50)
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ class Exchange(CommunicationModule):
 
     average: Average
     when: When
+    of_values = True  # as the nodes hold them, and no differences
     shows_defaults = False  # in its representation
 
     def check(self, num_nodes: int, max_steps: int) -> None:
@@ -47,6 +49,12 @@ class Exchange(CommunicationModule):
     @property
     def lets_rest(self) -> bool:  # type: ignore[override]
         return not self.average.everyone
+
+    def around(self, average: Average) -> CommunicationModule:
+        """The same module with another average."""
+        twin = copy.copy(self)
+        twin.average = average
+        return twin
 
     def _counted(self, ctx: Context) -> Context:
         """The context for the average, with the exchanges counted: those who train now take part in the next."""
@@ -74,6 +82,7 @@ class Gradients(Exchange):
     """
 
     when = Rounds(1)
+    of_values = False
     active_nodes = CommunicationModule.active_nodes  # all: a node that sits out has no gradient
 
     def __init__(self, average: Average) -> None:
@@ -209,6 +218,8 @@ class OuterStep(Exchange):
     References: Douillard et al., "DiLoCo", arXiv 2311.08105, and "Streaming DiLoCo with overlapping communication",
     arXiv 2501.18512. Deviation: a fragment is every P-th tensor, in the order of the model, not a group of layers.
     """
+
+    of_values = False
 
     def __init__(
         self,

@@ -14,14 +14,12 @@ from vecgym.optim import clip_grad_norm
 from vecgym.strategy.average import (
     Around,
     Average,
-    Codes,
     Mean,
-    decode_all,
-    gathered_codes,
     num_participants,
     per_row,
 )
 from vecgym.strategy.base import Context, State
+from vecgym.strategy.gathered import Codes, decode_all, gathered_codes
 
 Attack = Callable[[Tensor], Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vecgym.core import check, tree
+from vecgym.core import check
 from vecgym.core.tree import Tree
 from vecgym.strategy.average import Around, Average, flat
 from vecgym.strategy.base import Context, State
@@ -18,12 +18,16 @@ class Sparse(Around):
 
     x_i[M] <- inner(x_j[M]). M is the same on every node and comes from the seed, so it costs no bytes.
 
-    State: `selector`, the selector's.
+    State: `selector`, the selector's; `inner`, the inner average's for all coordinates, of which those in M are used
+    and changed.
 
     Args:
         selector: a `Selector`, such as `PartitionedSelector(0.01)`; a number is the p of a `RandomSelector`.
-        inner: how the nodes agree on these coordinates. It must not keep a state for each of them, since they are
-            others each time: `Compressed(Mean(), codec, error_feedback=False)`.
+        inner: how the nodes agree on these coordinates. What it keeps must be a value for each coordinate, such as the
+            residual of a code.
+
+    Raises:
+        ValueError: before the first step, for an average that keeps something else, such as PowerSGD's matrices.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import Mean
@@ -40,12 +44,14 @@ class Sparse(Around):
         self.selector = check.instance("selector", selector, Selector, "a Selector, such as PartitionedSelector(0.01)")
 
     def init(self, values: Tree, ctx: Context) -> State:
-        if any(True for _ in tree.leaves(self.inner.init(values, ctx))):
+        inner, shapes = self.inner.init(values, ctx), _shapes(values)
+        if any(not isinstance(slot, dict) or _shapes(slot) != shapes for slot in inner.values()):
             raise ValueError(
-                f"{self!r} averages other coordinates each time, and {self.inner!r} keeps a state for each: "
-                "give error_feedback=False, or an average without a state."
+                f"{self!r} averages other coordinates each time, and {self.inner!r} keeps something that is not a "
+                "value for each coordinate: give an average without a state, or a codec such as TopK or Quantise."
             )
-        return {"selector": self.selector.init(_shapes(values), ctx)}
+        state = {"selector": self.selector.init(shapes, ctx)}
+        return {**state, "inner": inner} if inner else state
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         agreed, state = self.agree(values, state, ctx)
@@ -54,22 +60,32 @@ class Sparse(Around):
     def agree(self, values: Tree, state: State, ctx: Context) -> tuple[State, State]:
         index, selector = self.selector.select(_shapes(values), state["selector"], ctx.exchange, ctx)
         index = {name: where.to(values[name].device) for name, where in index.items()}
-        chosen = {name: flat(values[name]).index_select(1, where) for name, where in index.items()}
-        mean, _ = self.inner(chosen, {}, ctx)
+        held = state.get("inner", {})
+        mean, changed = self.inner(_taken(values, index), {slot: _taken(x, index) for slot, x in held.items()}, ctx)
+        state = {**state, "selector": selector}
+        if held:
+            state["inner"] = {slot: x | _put(x, index, changed[slot], ctx.inplace) for slot, x in held.items()}
         # `[1, m]`: as all state, with the node dimension first. Of a tensor left out: none.
         absent = {name: x for name, x in values.items() if name not in index}
         at = {name: where[None] for name, where in index.items()}
-        return {"index": at | _no_index(absent), "mean": mean | nothing(absent)}, {**state, "selector": selector}
+        return {"index": at | _no_index(absent), "mean": mean | nothing(absent)}, state
 
     def write(self, agreed: State, values: Tree, ctx: Context) -> Tree:
-        at, mean = agreed["index"], agreed["mean"]
-        return {
-            name: _written(x, at[name][0], mean[name], ctx.inplace) if at[name].numel() else x
-            for name, x in values.items()
-        }
+        index = {name: at[0] for name, at in agreed["index"].items() if at.numel()}
+        return values | _put(values, index, agreed["mean"], ctx.inplace)
 
     def empty(self, values: Tree) -> State:
         return {"index": _no_index(values), "mean": nothing(values)}
+
+
+def _taken(values: Tree, index: Tree) -> Tree:
+    """The flat coordinates `index`, `[m]`, of each tensor `[1 or L, *]`: `[1 or L, m]`."""
+    return {name: flat(values[name]).index_select(1, where) for name, where in index.items()}
+
+
+def _put(values: Tree, index: Tree, new: Tree, inplace: bool) -> Tree:
+    """The tensors `[1 or L, *]` with `new`, `[1 or L, m]`, at the flat coordinates `index`, `[m]`."""
+    return {name: _written(values[name], where, new[name], inplace) for name, where in index.items()}
 
 
 def _written(param: Tensor, index: Tensor, values: Tensor, inplace: bool) -> Tensor:

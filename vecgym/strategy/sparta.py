@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from vecgym.compress import Quantise, check_bits
 from vecgym.optim import OptimSpec
-from vecgym.optim.schedule import Schedule
 from vecgym.strategy.average import Average, Mean
 from vecgym.strategy.base import CommunicationModule, Strategy, check_interval
 from vecgym.strategy.codes import Compressed
-from vecgym.strategy.compression import TopKSparseCommunicator
 from vecgym.strategy.diloco import DiLoCoCommunicator
+from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Parameters
+from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
 from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.when import Rounds
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 METHODS = ("random", "topk")
 
@@ -114,6 +119,7 @@ class SPARTAStrategy(Strategy):
     openreview stFPf3gzq1. Deviation: the mask comes from a seed that the nodes share; nobody sends it.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         p_sparta: float | None = None,
@@ -123,22 +129,10 @@ class SPARTAStrategy(Strategy):
         delay: int = 0,
         compression_method: str | None = None,
         quantization_bits: int | None = None,
-        lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
         module = _exchange(p_sparta, index_selector, delay, compression_method, quantization_bits)
-        super().__init__(
-            inner_optim,
-            communication_modules=[module],
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        super().__init__(inner_optim, communication_modules=[module], **inner)
 
 
 class SPARTADiLoCoStrategy(Strategy):
@@ -169,6 +163,7 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
     effect, and the outer step comes after H + 1 steps the first time.
     """
 
+    @takes_options(InnerOptions)
     def __init__(
         self,
         p_sparta: float | None = None,
@@ -179,27 +174,14 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
         *,
         index_selector: Selector | None = None,
         delay: int = 0,
-        lr: float | Tensor | None = None,
         outer_lr: float | Tensor | None = None,
-        max_norm: float | Tensor | None = None,
-        lr_scheduler: str | Schedule | None = None,
-        warmup_steps: int = 0,
-        cosine_anneal: bool = False,
+        **inner: Unpack[InnerOptions],
     ) -> None:
         selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
         check_interval("sparta_interval", sparta_interval)
-        super().__init__(
-            inner_optim,
-            communication_modules=[
-                SparseCommunicator(selector, delay=delay, interval=sparta_interval),
-                DiLoCoCommunicator(outer_optim, H, outer_lr),
-            ],
-            lr=lr,
-            max_norm=max_norm,
-            lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-            cosine_anneal=cosine_anneal,
-        )
+        sparse = SparseCommunicator(selector, delay=delay, interval=sparta_interval)
+        diloco = DiLoCoCommunicator(outer_optim, H, outer_lr)
+        super().__init__(inner_optim, communication_modules=[sparse, diloco], **inner)
 
 
 def _selector(selector: Selector | None, name: str, rate: float | None, default: float) -> Selector:

@@ -1,0 +1,122 @@
+"""The inner optimizer of a strategy: the arguments that all strategies share, and its step on the nodes that train."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypedDict, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check, nodes
+from vecgym.core.tree import Tree, leaves
+from vecgym.optim import OptimSpec, Rule
+from vecgym.optim.schedule import Schedule
+from vecgym.strategy.communication import Context, Slots, State
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+class StepOptions(TypedDict, total=False):
+    """How the inner optimizer takes its steps; see `Strategy`."""
+
+    max_norm: float | Tensor | None
+    lr_scheduler: str | Schedule | None
+    warmup_steps: int
+    cosine_anneal: bool
+
+
+class InnerOptions(StepOptions, total=False):
+    """What all strategies take for their inner optimizer by keyword; see `Strategy`."""
+
+    lr: float | Tensor | None
+
+
+def takes_options(options: type) -> Callable[[Constructor], Constructor]:
+    """Let a constructor take `**inner: Unpack[options]`, where `help` and editors see each option.
+
+    >>> class Mine:
+    ...     @takes_options(InnerOptions)
+    ...     def __init__(self, H, **inner):
+    ...         print(H, inner)
+    >>> list(inspect.signature(Mine).parameters)
+    ['H', 'lr', 'max_norm', 'lr_scheduler', 'warmup_steps', 'cosine_anneal']
+    >>> Mine(3, warmup_step=5)
+    Traceback (most recent call last):
+    ...
+    TypeError: Mine has no argument 'warmup_step'; did you mean 'warmup_steps'? It has: H, lr, max_norm, \
+lr_scheduler, warmup_steps, cosine_anneal.
+    """
+    defaults = {"lr": None, "max_norm": None, "lr_scheduler": None, "warmup_steps": 0, "cosine_anneal": False}
+    kinds = {name: kind.__forward_arg__ for name, kind in options.__annotations__.items()}
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        for name, default in defaults.items()
+        if name in kinds
+    ]
+
+    def decorate(init: Constructor) -> Constructor:
+        given = inspect.signature(init)
+        own = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = [p.name for p in (*own[1:], *shared)]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            check.keywords(type(self).__name__, kwargs, names)
+            init(self, *args, **kwargs)
+
+        checked.__signature__ = given.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        return cast(Constructor, checked)
+
+    return decorate
+
+
+def optimizer_step(
+    spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
+) -> tuple[Tree, State]:
+    """Step `step` of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
+    now = spec.at(step)
+    everyone = ctx.rows is None and not ctx.exact
+    if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
+        return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
+    rows = ctx.comm.node_ids if ctx.rows is None else ctx.rows
+    # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
+    parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
+    found = []
+    for i, part in enumerate(parts):
+        here = replace(ctx, rows=part)
+        own = now.mapped(here.own).rule()
+        if len(parts) == 1:
+            return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
+        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
+        found.append(own.update(p, g, s, lr=here.own(lr), inplace=ctx.inplace))
+    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
+
+
+def moments_in(optimizer: State, params: Tree) -> Slots:
+    """What the state of an inner optimizer holds in the shape of the parameters.
+
+    >>> params = {"w": torch.zeros(1, 3)}
+    >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
+    ['exp_avg', 'exp_avg_sq']
+    """
+    slots = {slot: values for slot, values in _slots(optimizer).items() if isinstance(values, dict)}
+    found = {
+        slot: {name: x for name, x in values.items() if name in params and x.shape[1:] == params[name].shape[1:]}
+        for slot, values in slots.items()
+    }
+    return {slot: values for slot, values in found.items() if values}
+
+
+def with_moments(optimizer: State, moments: Slots) -> State:
+    """The state of an inner optimizer with other `moments_in` it."""
+    held = _slots(optimizer)
+    changed = {**held, **{slot: {**held[slot], **values} for slot, values in moments.items()}}
+    return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed
+
+
+def _slots(optimizer: State) -> dict[str, Any]:
+    return optimizer.get("tensors", optimizer)  # a PerNodeRule keeps what is no tensor apart
