@@ -17,7 +17,7 @@ from vecgym.optim import clip_grad_norm
 from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import State
-from vecgym.strategy.communication import overrides
+from vecgym.strategy.communication import innermost, overrides
 
 # An exchange of several configurations holds what would be one row for each, such as outer parameters, once for each
 # node. Of small models, whose exchange is Python above all, that is the lesser cost.
@@ -100,7 +100,7 @@ class Exchange(Part):
         super().__init__(name, start, members)
         self.strategy, self.comm = members[0].strategy, members[0].comm
         self.adds = _has_own(self.strategy, "local_gradients")
-        self.exchanges_gradients = _has_own(self.strategy, "exchange_gradients")
+        self.exchanges_gradients = exchanges_gradients(self.strategy)
         self.exchanges_moments = _has_own(self.strategy, "exchange_moments")
         if self.size > 1:
             self.comm = StackedCollectives(self.num_nodes, self.size, self.comm.ledger)
@@ -194,6 +194,22 @@ def _is_overridden(strategy: Strategy, *methods: str) -> bool:
 def _has_own(strategy: Strategy, method: str) -> bool:
     """Whether a strategy, or a module of its, does something at this place of a step."""
     return _is_overridden(strategy, method) or any(overrides(m, method) for m in strategy.communication_modules)
+
+
+def lets_rest(strategy: Strategy) -> bool:
+    """Whether some nodes may sit out a step."""
+    resting = any(overrides(m, "active_nodes") and innermost(m).lets_rest for m in strategy.communication_modules)
+    return resting or _is_overridden(strategy, "active_nodes")
+
+
+def exchanges_gradients(strategy: Strategy) -> bool:
+    """Whether nodes may exchange gradients.
+
+    >>> from vecgym.strategy import DeMoStrategy, FedAvgStrategy
+    >>> exchanges_gradients(DeMoStrategy()), exchanges_gradients(FedAvgStrategy(participation=0.5))
+    (True, False)
+    """
+    return _has_own(strategy, "exchange_gradients")
 
 
 def neighbours(keys: Sequence[Key | None]) -> list[int]:

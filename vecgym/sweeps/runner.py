@@ -25,7 +25,7 @@ from vecgym.strategy import Context
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration, alike
 from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve
-from vecgym.sweeps.parts import exchange_key, optimizer_key
+from vecgym.sweeps.parts import exchange_key, exchanges_gradients, lets_rest, optimizer_key
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
 # Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
@@ -113,8 +113,10 @@ class Runner:
 
     def _programs(self) -> list[Program]:
         groups: list[tuple[tuple[Any, ...], list[Configuration]]] = []
+        resting = any(lets_rest(config.strategy) for config in self.configs)
         for config in self.configs:
-            key = self._key(config)
+            # A step in which some nodes sit out has no exchange of gradients.
+            key = (*self._key(config), resting and exchanges_gradients(config.strategy))
             for known, members in groups:
                 if known == key and alike(members[0].model, config.model):
                     members.append(config)
@@ -176,7 +178,8 @@ class Runner:
                  "(one copy for all nodes, or one for each)")  # fmt: skip
         first, config = self.programs[0].configs[0], program.configs[0]
         found = [name for name, a, b in zip(names, self._key(first), self._key(config)) if a != b]
-        return found if alike(first.model, config.model) else [*found, "model"]
+        found = found if alike(first.model, config.model) else [*found, "model"]
+        return found or ["kind of exchange (of gradients; beside configurations whose nodes may sit out)"]
 
     def estimate(self, num_configs: int) -> tuple[float, float]:
         """Seconds and bytes for so many configurations like the first ones, from a few timed steps."""
