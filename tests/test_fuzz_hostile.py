@@ -105,6 +105,7 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.strategy.SPARTAStrategy", "delay", "10**30"),
             ("vecgym.compat.exogym.SPARTAStrategy", "async_sparta_delay", "2**62"),
             ("vecgym.strategy.OuterStep", "fragments", "2**62"),
+            ("vecgym.strategy.RankStrategy", "lr_scheduler", "nn.Linear(2, 2)"),  # an error of a node's thread
             ('vecgym.OptimSpec("muon")', "ns_steps", "2**62"),  # made that many steps
         ]
     ],

@@ -931,7 +931,7 @@ def matrices_by_muon(name, p):
 
 @pytest.mark.parametrize("ns_steps", [100, 2**62, 2.5, -1, torch.tensor([5, 100])])
 def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps):
-    with pytest.raises(ValueError, match="ns_steps=.* must be an integer from 0 to 99"):
+    with pytest.raises(ValueError, match=r"ns_steps=.* must be an integer from 0 to 99"):
         OptimSpec("muon", lr=0.1, ns_steps=ns_steps)
 
 
