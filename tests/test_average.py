@@ -486,7 +486,7 @@ def test_what_cannot_work_is_refused(setting: str) -> None:
 def test_what_never_happens_warns() -> None:
     with pytest.warns(VecgymWarning, match="every=11 is larger than the run's 10 steps"):
         Parameters(Mean(), every=11).check(4, 10)
-    with pytest.warns(VecgymWarning, match="delay=10 .* takes effect"):
+    with pytest.raises(ValueError, match=r"delay=10 .* takes effect"):
         OuterStep(Mean(), H=2, delay=10).check(4, 10)
 
 

@@ -101,6 +101,12 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.sweep", "strategy", "int"),
             ("vecgym.collectives.topology.check_doubly_stochastic", "name", "tensor(2)"),
             ("vecgym.verify", "dtype", "['a']"),
+            ("vecgym.strategy.delayed", "d", "2**62"),  # built a queue without end
+            ("vecgym.strategy.SPARTAStrategy", "delay", "10**30"),
+            ("vecgym.compat.exogym.SPARTAStrategy", "async_sparta_delay", "2**62"),
+            ("vecgym.strategy.OuterStep", "fragments", "2**62"),
+            ("vecgym.strategy.RankStrategy", "lr_scheduler", "nn.Linear(2, 2)"),  # an error of a node's thread
+            ('vecgym.OptimSpec("muon")', "ns_steps", "2**62"),  # made that many steps
         ]
     ],
 }  # fmt: skip

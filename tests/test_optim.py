@@ -946,6 +946,12 @@ def matrices_by_muon(name, p):
     return {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-3}
 
 
+@pytest.mark.parametrize("ns_steps", [100, 2**62, 2.5, -1, torch.tensor([5, 100])])
+def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps):
+    with pytest.raises(ValueError, match=r"ns_steps=.* must be an integer from 0 to 99"):
+        OptimSpec("muon", lr=0.1, ns_steps=ns_steps)
+
+
 def test_muon_refuses_what_is_no_matrix_and_says_what_to_do():
     with pytest.raises(ValueError, match=r"Muon takes matrices, and parameter 'conv' .*\[2, 3, 2, 2\].*param_groups"):
         OptimSpec("muon").rule().init(draw(0))

@@ -50,7 +50,9 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
     GradientAveraging,
+    Mean,
     OptimSpec,
+    OuterStep,
     ProximalTerm,
     Strategy,
 )
@@ -810,11 +812,9 @@ def test_the_same_rate_twice_is_no_conflict() -> None:
 @pytest.mark.parametrize(
     ("module", "max_steps", "match"),
     [
-        (SparseCommunicator(delay=5), 5, "delay=5 .* takes effect"),
         (SparseCommunicator(interval=6), 5, "interval=6 .* never exchanges"),
         (every(6, AveragingCommunicator()), 5, "n=6 .* never exchanges"),
         (every(3, AveragingCommunicator(H=2)), 5, "H=2 is larger than the run's 1 steps"),
-        (delayed(AveragingCommunicator(), 5), 5, "d=5 .* takes effect"),
     ],
 )
 def test_settings_without_effect_warn(module: CommunicationModule, max_steps: int, match: str) -> None:
@@ -824,6 +824,31 @@ def test_settings_without_effect_warn(module: CommunicationModule, max_steps: in
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         strategy.check(2, 100)
+
+
+@pytest.mark.parametrize(
+    ("module", "max_steps", "match"),
+    [
+        (SparseCommunicator(delay=5), 5, "delay=5 .* takes effect.* Give a smaller delay, or more steps"),
+        (delayed(AveragingCommunicator(), 5), 5, "d=5 .* takes effect"),
+        (every(3, delayed(AveragingCommunicator(), 2)), 6, "d=2 .* the run's 2 steps"),  # exchanges, inside `every`
+    ],
+)
+def test_a_delay_as_long_as_the_run_is_refused(module: CommunicationModule, max_steps: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        CommunicateOptimizeStrategy([module]).check(2, max_steps)
+    CommunicateOptimizeStrategy([module]).check(2, max_steps + 3)
+
+
+@pytest.mark.parametrize("steps", [2**62, 10**30, 1_000_001])
+def test_a_queue_that_no_machine_can_hold_is_refused(steps: int) -> None:
+    for make in (
+        lambda: delayed(AveragingCommunicator(), steps),
+        lambda: SparseCommunicator(delay=steps),
+        lambda: OuterStep(Mean(), delay=steps),
+    ):
+        with pytest.raises(ValueError, match=f"={steps} is more than 1,000,000 optimizer steps"):
+            make()
 
 
 def test_what_does_not_fit_the_run_is_found_inside_combinators() -> None:

@@ -274,6 +274,19 @@ def test_strategy_classes_share_a_program() -> None:
     assert "place of the parameters" in result.explain()
 
 
+def test_gradients_are_exchanged_beside_configurations_whose_nodes_sit_out() -> None:
+    """No node that sits out has a gradient to exchange; those of DeMo and of compressed gradients all have."""
+    resting = FedAvgStrategy("sgd", H=2, participation=0.3, lr=0.05)
+    exchanging = [
+        DeMoStrategy(lr=0.01),
+        CommunicateOptimizeStrategy([compressed(GradientAveraging(), "int8")], "sgd", lr=0.05),
+        CommunicateOptimizeStrategy([every(2, GradientAveraging())], "sgd", lr=0.05),
+    ]
+    for strategies in ([resting, *exchanging], [*exchanging, resting]):
+        check_all(run_sweep(None, {"strategy": strategies}))
+    check_all(run_sweep(None, {"strategy": [FedAvgStrategy("sgd", H=2, lr=0.05), *exchanging]}), stacks=1)
+
+
 def test_strategies_may_be_an_axis() -> None:
     strategies = [FedAvgStrategy("adam", lr=0.01), SPARTAStrategy(0.1, "sgd", lr=0.1)]
     check_all(run_sweep(None, {"strategy": strategies, "seed": [0, 1]}))

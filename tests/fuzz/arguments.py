@@ -65,10 +65,9 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 UNKNOWN = {"seeds": 1, "batchsize": 2, "learning_rate": 0.1, "H_": 3, "deivce": "cpu", "nesterow": True}
 LONG = (
     "max_steps", "num_epochs", "iterations", "steps", "num_steps", "samples", "num_tokens", "max_rounds", "timeout_s",
-    "eval_iters", "max_configs", "num_nodes", "tolerance", "count",
-    "d", "delay", "async_sparta_delay", "ns_steps",
+    "eval_iters", "max_configs", "tolerance", "count", "num_layers",
 )  # fmt: skip
-WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps as were asked for are no hang
+WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps, or layers, as were asked for are no hang
 
 # What only vecgym's own code hands on: of these modules everything, ...
 UNDERNEATH = (

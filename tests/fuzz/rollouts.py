@@ -3,7 +3,11 @@
 All numbers of a strategy that can be differentiated are multiplied by factors that are 1, and the initial parameters
 moved along a direction: compared is the derivative in one random direction of all these. Left out is what has other
 derivatives on purpose: codes, which pass them straight through, and signs. A case is set aside where the differences
-do not settle: at a kink (clipping, a top-k that changes).
+do not settle: at a kink (clipping, a top-k that changes). A rollout takes all examples of a batch as a node's own, so
+that no node has fewer than a batch here.
+
+A case is six runs: one of `fit`, one with derivatives, whose trajectory is compared too, and four for the differences,
+which also give the value itself without derivatives.
 """
 
 from __future__ import annotations
@@ -70,6 +74,9 @@ def smaller(case: Case) -> Iterator[Case]:
 
 def run(case: Case) -> Outcome:
     settings = with_defaults({**case.settings, "data": case.settings.get("data", "tensor")})
+    settings["batch_size"] = min(
+        settings["batch_size"], *Data.of(settings, case.seed).num_examples(settings["num_nodes"])
+    )
     try:
         alone = of_library(settings, case.seed)
     except (ValueError, TypeError) as error:
@@ -77,8 +84,10 @@ def run(case: Case) -> Outcome:
     except DivergenceError:
         return Refusal("not compared: the run diverges")
     rolled = Rolled(settings, case.seed)
+    factors = torch.ones(len(rolled.paths), dtype=torch.float64, requires_grad=True)
+    along = torch.zeros((), dtype=torch.float64, requires_grad=True)
     try:
-        outcome = rolled.outcome(torch.ones(len(rolled.paths), dtype=torch.float64))
+        outcome = rolled.outcome(factors, along)
         gaps = {
             "losses": difference(outcome.losses, alone.losses),
             "bytes": difference(outcome.bytes, alone.bytes),
@@ -92,9 +101,16 @@ def run(case: Case) -> Outcome:
             if what != "bytes" and rounding_decides(settings, case.seed, of_twin(settings, case.seed), gaps):
                 return Refusal("not compared: rounding decides")
             return Failure(f"trajectory, {what}: {settings['strategy']['kind']}", str(gaps))
-        return rolled.check_derivatives()
+        value = value_of(outcome)
+        slope, of_params = torch.autograd.grad(value, [factors, along])
+        return rolled.check_derivatives(torch.cat([slope, of_params.view(1)]), float(value.detach()))
     except (ValueError, TypeError) as error:
         return Refusal(f"{type(error).__name__}: {error}") if deliberate(error) else crash(error)
+
+
+def value_of(outcome: Trained) -> Tensor:
+    """What is differentiated."""
+    return outcome.loss + 0.1 * outcome.losses.nansum() + 0.1 * outcome.consensus_distance.sum()
 
 
 def wide(p: Tensor, num_nodes: int) -> Tensor:
@@ -138,47 +154,38 @@ class Rolled:
             params=params, seed=self.seed, num_examples=self.num_examples, engine=self.engine,
         )  # fmt: skip
 
-    def value(self, factors: Tensor, along: Tensor | float = 0.0) -> Tensor:
-        outcome = self.outcome(factors, along)
-        return outcome.loss + 0.1 * outcome.losses.nansum() + 0.1 * outcome.consensus_distance.sum()
-
-    def check_derivatives(self) -> Outcome:
-        count = len(self.paths)
-        factors = torch.ones(count, dtype=torch.float64, requires_grad=True)
-        along = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        value = self.value(factors, along)
-        slopes = torch.autograd.grad(value, [factors, along])
-        slope = torch.cat([slopes[0], slopes[1].view(1)])
+    def check_derivatives(self, slope: Tensor, value: float) -> Outcome:
+        """Compare `slope`, the derivatives by all factors and along the initial parameters, with differences."""
         g = torch.Generator().manual_seed(self.seed)
-        together = self.check_direction(slope, torch.randn(count + 1, generator=g, dtype=torch.float64), value)
+        together = self.check_direction(slope, torch.randn(len(slope), generator=g, dtype=torch.float64), value)
         if not isinstance(together, Failure):
             return together
-        for i, direction in enumerate(torch.eye(count + 1, dtype=torch.float64)):
+        for i, direction in enumerate(torch.eye(len(slope), dtype=torch.float64)):
             if isinstance(single := self.check_direction(slope, direction, value), Failure):
                 path = [*self.paths, ("initial parameters",)][i]
                 return Failure(f"derivative by {path[-1]}: {self.settings['strategy']['kind']}", single.message)
         return together
 
-    def check_direction(self, slope: Tensor, direction: Tensor, value: Tensor) -> Outcome:
-        derivative = float(slope @ direction)
-        fine, coarse = self.differences(direction, STEP / 4), self.differences(direction, STEP)
-        size = max(1.0, abs(float(value.detach())), abs(fine))
+    def check_direction(self, slope: Tensor, direction: Tensor, value: float) -> Outcome:
+        derivative, kind = float(slope @ direction), self.settings["strategy"]["kind"]
+        fine, coarse, middle = self.differences(direction, STEP)
+        size = max(1.0, abs(value), abs(fine))
         if not abs(fine - coarse) <= 0.1 * GRADIENT * size:
             return Refusal("not compared: the differences do not settle")
+        if not abs(middle - value) <= STEP * GRADIENT * size:
+            return Failure(f"value without derivatives: {kind}", f"{middle:.10g}, with them {value:.10g}")
         if abs(derivative - fine) <= GRADIENT * size:
             return None
-        return Failure(
-            f"derivative: {self.settings['strategy']['kind']}", f"{derivative:.10g}, differences {fine:.10g}"
-        )
+        return Failure(f"derivative: {kind}", f"{derivative:.10g}, differences {fine:.10g}")
 
     @torch.no_grad()
-    def differences(self, direction: Tensor, h: float) -> float:
-        """Central differences of fourth order."""
-
-        def at(x: float) -> float:
-            return float(self.value(1 + x * direction[:-1], x * direction[-1]))
-
-        return (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
+    def differences(self, direction: Tensor, h: float) -> tuple[float, float, float]:
+        """Central differences of fourth and of second order, and what they take for the value itself."""
+        (low, less, more, high) = (
+            float(value_of(self.outcome(1 + x * direction[:-1], x * direction[-1]))) for x in (-h, -h / 2, h / 2, h)
+        )
+        near, far = (more - less) / h, (high - low) / (2 * h)
+        return (4 * near - far) / 3, near, (4 * (less + more) - (low + high)) / 6
 
 
 def scaled(value: Any, factor: Tensor) -> Any:

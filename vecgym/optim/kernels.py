@@ -88,7 +88,7 @@ def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> Non
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, update in enumerate(updates):
         alike.setdefault(tuple(update.shape[1:]), []).append(i)
-    num_steps = _num_steps(h.ns_steps)
+    num_steps = check_num_steps(h.ns_steps)
     for shape, layers in alike.items():
         joined = torch.cat([updates[i] for i in layers]) if len(layers) > 1 else updates[layers[0]]
         orthogonal = _newton_schulz(joined, h.a, h.b, h.c, h.eps, num_steps).split([len(updates[i]) for i in layers])
@@ -132,7 +132,7 @@ def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, step
         matrices = u.expand(counts[0], *u.shape[1:])
         return torch.cat([orthogonalised(m[None], (a, b, c), *rest) for m, (a, b, c, *rest) in zip(matrices, each)])
     a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
-    count = _num_steps(count)
+    count = check_num_steps(count)
     rounded = _newton_schulz(u.detach(), a, b, c, least, count).to(u.dtype)
     if not any(differentiated(x) for x in (u, *settings)):
         return rounded
@@ -140,8 +140,19 @@ def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, step
     return smooth + (rounded - smooth).detach()
 
 
-def _num_steps(value: Any) -> int:
-    return check.integer("ns_steps", int(value) if value == int(value) else value, 0)  # in a stack they are floats
+def check_num_steps(value: Any) -> int:
+    """Return `value`, Newton-Schulz steps, if it is what `torch.optim.Muon` takes: 0 to 99.
+
+    >>> check_num_steps(5.0)  # in a stack they are floats
+    5
+    >>> check_num_steps(100)
+    Traceback (most recent call last):
+    ...
+    ValueError: ns_steps=100 must be an integer from 0 to 99: Newton-Schulz steps, of which 5 are usual.
+    """
+    if check.is_finite(value) and value == int(value) and 0 <= value < 100:
+        return int(value)
+    raise ValueError(f"ns_steps={value!r} must be an integer from 0 to 99: Newton-Schulz steps, of which 5 are usual.")
 
 
 def _newton_schulz(u: Tensor, a: float, b: float, c: float, eps: float, steps: int) -> Tensor:

@@ -110,6 +110,8 @@ class Strategy:
         self.inner_optim.check_steps(num_nodes, max_steps, "inner optimizer")
         if self.max_norm is not None:
             check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
+        if callable(self.lr_scheduler):  # what is wrong with the user's function shows here, not within a node's thread
+            make_schedule(self.lr_scheduler, max_steps)(0)
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 

@@ -10,7 +10,7 @@ from vecgym.core.tree import Tree
 from vecgym.strategy import contract
 from vecgym.strategy.base import CommunicationModule, Context, Slots, State, check_interval
 from vecgym.strategy.communication import Wrapper
-from vecgym.strategy.when import Late, Rounds, check_delay, nothing, warn_if_too_late
+from vecgym.strategy.when import Late, Rounds, check_delay, check_in_time, nothing
 
 
 def every(n: int, module: CommunicationModule) -> CommunicationModule:
@@ -61,7 +61,8 @@ def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
         d: optimizer steps; inside `every`, exchanges.
 
     Raises:
-        ValueError: for d < 0, and for a module that never changes parameters.
+        ValueError: for d < 0, for a module that never changes parameters, and at `check` unless d is smaller than the
+            run's steps.
 
     Reference: the delayed average of Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed
     Training Using Delayed Averaging", arXiv 2006.00441, for any module.
@@ -135,7 +136,7 @@ class _Delayed(Wrapper):
         self._late = Late(d)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        warn_if_too_late(self, "d", self.d, max_steps)
+        check_in_time(self, "d", self.d, max_steps)
         super().check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:

@@ -25,7 +25,7 @@ from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
-from vecgym.strategy.when import Late, Rounds, SyncWeight, When, as_when, blended, nothing, warn_if_too_late
+from vecgym.strategy.when import Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
 DEFAULT_H = 100
@@ -122,7 +122,8 @@ class Parameters(Exchange):
         delay: optimizer steps until what was agreed on is written.
 
     Raises:
-        ValueError, TypeError: for every < 1, delay < 0, a delay together with a `SyncWeight`.
+        ValueError, TypeError: for every < 1, delay < 0, a delay together with a `SyncWeight`; at `check` unless the
+            delay is smaller than the run's steps.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import Mean
@@ -144,7 +145,7 @@ class Parameters(Exchange):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         super().check(num_nodes, max_steps)
-        warn_if_too_late(self, "delay", self.delay, max_steps)
+        check_in_time(self, "delay", self.delay, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
         state = self.average.init(params, ctx)
@@ -203,7 +204,8 @@ class OuterStep(Exchange):
 
     Raises:
         ValueError, TypeError: for H, fragments or offsets < 1, other numbers of offsets than fragments, delay < 0,
-            alpha outside [0, 1), and for a `SyncWeight` with fragments or a delay.
+            alpha outside [0, 1), and for a `SyncWeight` with fragments or a delay; at `check` unless the delay is
+            smaller than the run's steps.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import Mean
@@ -246,22 +248,21 @@ class OuterStep(Exchange):
         self.offsets = None if offsets is None else [check.integer("offsets", offset) for offset in offsets]
         if isinstance(self.when, SyncWeight) and (fragments > 1 or delay or offsets is not None):
             raise ValueError(f"{self.when!r} says when all exchange: leave out fragments, offsets and delay.")
-        self._times = self._all_times()
         self._rule = self.outer_optim.rule()
 
-    def _all_times(self) -> list[When]:
+    def _time_of(self, p: int) -> When:
+        """When a fragment exchanges."""
         if not isinstance(self.when, Rounds) or (self.fragments == 1 and self.offsets is None):
-            return [self.when]
+            return self.when
         H, first = self.when.H, self.when.offset
-        even = [first + p * H // self.fragments for p in range(self.fragments)]
-        return [Rounds(H, offset) for offset in self.offsets or even]
+        return Rounds(H, first + p * H // self.fragments if self.offsets is None else self.offsets[p])
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        usual = self._times == [self.when]  # else fragments that begin early are a step ahead
+        usual = self._time_of(0) is self.when  # else fragments that begin early are a step ahead
         num_steps = self.when.count(max_steps) if usual else self.when.count(max_steps - 1) + 1
         self.outer_optim.check_steps(num_nodes, num_steps, "outer optimizer")
         super().check(num_nodes, max_steps)
-        warn_if_too_late(self, "delay", self.delay, max_steps)
+        check_in_time(self, "delay", self.delay, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
         states = [self._init(part, ctx) for part in self._parts(params)]
@@ -269,9 +270,9 @@ class OuterStep(Exchange):
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if self.fragments == 1:
-            return self._exchange(self._times[0], params, state, ctx)
-        for p, (when, part) in enumerate(zip(self._times, self._parts(params))):
-            new, changed = self._exchange(when, part, state[str(p)], ctx)
+            return self._exchange(self._time_of(0), params, state, ctx)
+        for p, part in enumerate(self._parts(params)):
+            new, changed = self._exchange(self._time_of(p), part, state[str(p)], ctx)
             params, state = {**params, **new}, {**state, str(p): changed}
         return params, state
 
@@ -297,9 +298,10 @@ class OuterStep(Exchange):
         return OuterStep(self.average, outer, self.when)
 
     def _parts(self, params: Tree) -> list[Tree]:
-        """The parameters of each fragment."""
+        """The parameters of each fragment; those beyond the last tensor have none, and are left out."""
         names = list(params)
-        return [{name: params[name] for name in names[p :: self.fragments]} for p in range(self.fragments)]
+        number = max(1, min(self.fragments, len(names)))
+        return [{name: params[name] for name in names[p :: self.fragments]} for p in range(number)]
 
     def _init(self, params: Tree, ctx: Context) -> State:
         state = {"params": params, "optimizer": self._rule.init(params)}

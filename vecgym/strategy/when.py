@@ -17,6 +17,8 @@ from vecgym.strategy.base import Context, State, check_interval
 
 Exchange = Callable[[Tree, State, Context], tuple[Tree, State]]
 
+LONGEST_DELAY = 1_000_000  # optimizer steps
+
 
 class When(ABC):
     """The steps at which nodes exchange.
@@ -161,22 +163,35 @@ def nothing(values: Tree) -> Tree:
 
 
 def check_delay(name: str, value: Any) -> int:
-    """Return `value` if it is an integer >= 0, a number of optimizer steps.
+    """Return `value` if it is an integer >= 0, a number of optimizer steps, and one for which a queue can be built.
 
     >>> check_delay("delay", -1)
     Traceback (most recent call last):
     ...
     ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
     """
-    return check.integer(name, value, 0, "optimizer steps between an exchange and its effect; 0: at once")
+    delay = check.integer(name, value, 0, "optimizer steps between an exchange and its effect; 0: at once")
+    if delay > LONGEST_DELAY:
+        raise ValueError(
+            f"{name}={delay} is more than {LONGEST_DELAY:,} optimizer steps, for each of which a queue has a slot: "
+            "give the steps between an exchange and its effect."
+        )
+    return delay
 
 
-def warn_if_too_late(who: object, name: str, delay: int, max_steps: int) -> None:
-    """Warn when nothing that is exchanged takes effect before the run ends."""
-    if delay >= max_steps:
-        warn(
+def check_in_time(who: object, name: str, delay: int, max_steps: int) -> None:
+    """Raise a ValueError if nothing that is exchanged takes effect before the run ends.
+
+    >>> check_in_time("SPARTA", "delay", 5, max_steps=5)
+    Traceback (most recent call last):
+    ...
+    ValueError: delay=5 in 'SPARTA' is not smaller than the run's 5 steps: nothing that it exchanges takes effect, and \
+all of it is kept. Give a smaller delay, or more steps.
+    """
+    if 0 < delay >= max_steps:
+        raise ValueError(
             f"{name}={delay} in {who!r} is not smaller than the run's {max_steps} steps: nothing that it exchanges "
-            "takes effect."
+            f"takes effect, and all of it is kept. Give a smaller {name}, or more steps."
         )
 
 
