@@ -100,7 +100,6 @@ class Engine:
         check_settings(engine, chunk_size, node_threads, compile)
         check_model(model)
         self.settings = (engine, chunk_size, node_threads)
-        self.autocast = autocast
         self.model = model
         self.facts: ModelFacts | None = None
         self.compiles, self.autocast = compile, autocast
