@@ -1,18 +1,20 @@
-"""Time of one training step: vecgym against what one would write instead.
+"""Time of one training step: vecgym against what one would write instead, and against what the machine can do.
 
-For every workload these alternatives run interleaved in one process (A B C A B C ...), and a ratio is that of the
-medians over the rounds. The unit is a block of H = 20 steps, which holds one synchronisation of DiLoCo.
+For every workload each alternative runs in a process of its own, and they take turns (A B C, B C A, ...); a ratio is
+that of the medians over the rounds. A turn is a block of H = 20 steps, which holds one synchronisation of DiLoCo.
 
-- loop: K plain modules, each with fused AdamW, one after the other; every H steps DiLoCo's outer step in the
-  obvious way (mean over the modules, torch's SGD with Nesterov momentum, copy back).
-- vecgym: `Simulation.step` with `DiLoCoStrategy(H)`, `engine="auto"`; with `--engines`, also each engine with 1 and
-  with all threads: the figures by which `vecgym.engine.choose_plan` is calibrated.
-- big: one model with fused AdamW on the K batches together; the floor for AllReduce.
-- allreduce: `Simulation.step` with `AllReduceStrategy`.
-- fit: `Trainer.fit` with a progress bar (into nothing) on a `TensorDataset`, without validation. What it costs to
-  start is not counted: the time is that of a fit of 2n steps less that of a fit of n.
+- loop: K plain modules, each with fused AdamW, one after the other; every H steps DiLoCo's outer step in the obvious
+  way. big: one model with fused AdamW on the K batches together. These processes do not import vecgym.
+- fit: `Trainer.fit` with `DiLoCoStrategy(H)` on a `TensorDataset`, with history, ledger and progress bar (into
+  nothing), without validation; fit allreduce: with `AllReduceStrategy`. Timed from the first multiple of H steps to the
+  last, so that what it costs to start is not counted.
+- bare, bare allreduce: `Simulation.step` alone. With `--engines`, also each engine with 1 and with all threads.
+- beside: the loop in a process where a vecgym engine with its node threads is alive and idle.
+- floor: what the processor needs at least for K separate models (for AllReduce: one): the larger of arithmetic / rate
+  of a large matrix product, and bytes / bandwidth of a copy, both measured as one of the alternatives.
 
-Every alternative cycles through the same few synthetic batches. All workloads together take about eight minutes.
+loop and big cycle through the same few batches, which is a little less work than a fit's shuffled ones. All workloads
+together take about twelve minutes.
 """
 
 from __future__ import annotations
@@ -22,253 +24,315 @@ import contextlib
 import itertools
 import json
 import os
-import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from plain import LR, Big, Loop
 from torch.utils.data import TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+from turns import Turns, serve, take_turns
 from workloads import WORKLOADS, Batch, Workload, header, machine, markdown
 
-from vecgym import Trainer
-from vecgym.collectives import StackedCollectives
-from vecgym.core import tree
-from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
-from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
-
-LR = 1e-3
 NUM_BATCHES = 20
-# Upper bounds for ratios of step times, measured with 2 threads.
-TO_LOOP = {"tiny": 1 / 50, "mlp": 1 / 3, "cnn": 1 / 1.25, "gpt": 1 / 1.35, "gpt256": 1 / 1.08}
-TO_BIG = 1.15
-TO_BARE_STEP = 1.15
+# Lower bounds for "times faster than the loop", upper bounds for the others; measured with 2 threads.
+FASTER = {"tiny": 90, "mlp": 3.1, "cnn": 1.6, "gpt": 1.6, "gpt256": 1.12}
+TO_BIG = {"tiny": 1.25, "mlp": 1.1, "cnn": 1.1, "gpt": 1.1, "gpt256": 1.1}
+TO_FLOOR = {"mlp": 1.2}
+TO_BARE_STEP = 1.1
+BESIDE = 1.05
 
-Block = Callable[[], object]
+Work = Callable[[], Mapping[str, float] | None]
 
-
-class Loop:
-    """DiLoCo over K plain modules."""
-
-    def __init__(self, workload: Workload, num_nodes: int, H: int) -> None:
-        self.models = [workload.model() for _ in range(num_nodes)]
-        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=True) for model in self.models]
-        self.outer = list(workload.model().parameters())
-        self.outer_optimizer = torch.optim.SGD(self.outer, lr=0.7, momentum=0.9, nesterov=True)
-        self.H = H
-        self.step = 0
-
-    def __call__(self, batch: Batch) -> None:
-        for model, optimizer, x, y in zip(self.models, self.optimizers, *batch):
-            model((x, y)).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        if self.step % self.H == 0:
-            self.synchronize()
-
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        for outer, *inner in zip(self.outer, *[model.parameters() for model in self.models]):
-            outer.grad = outer - torch.stack(inner).mean(0)
-        self.outer_optimizer.step()
-        for outer, *inner in zip(self.outer, *[model.parameters() for model in self.models]):
-            for p in inner:
-                p.copy_(outer)
+# --------------------------------------------------------------------------------------- in a process of its own
 
 
-class Big:
-    """One plain module on the batches of all nodes together."""
+def blocks_of(step: Callable[[Batch], object], workload: Workload, num_nodes: int, H: int) -> Work:
+    """Blocks of H steps on a few batches, again and again."""
+    batches = [workload.batch(num_nodes, seed) for seed in range(NUM_BATCHES)]
 
-    def __init__(self, workload: Workload) -> None:
-        self.model = workload.model()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+    def work() -> dict[str, float]:
+        start = time.perf_counter()
+        for batch in itertools.islice(itertools.cycle(batches), H):
+            step(batch)
+        return {"seconds": (time.perf_counter() - start) / H}
 
-    def __call__(self, batch: Batch) -> None:
-        x, y = batch
-        self.model((x.flatten(0, 1), y.flatten(0, 1))).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    return work
+
+
+def serve_loop(workload: Workload, num_nodes: int, H: int) -> None:
+    serve(blocks_of(Loop(workload, num_nodes, H), workload, num_nodes, H))
+
+
+def serve_big(workload: Workload, num_nodes: int, H: int) -> None:
+    serve(blocks_of(Big(workload), workload, num_nodes, H))
+
+
+def make_strategy(name: str, H: int) -> Any:
+    from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+
+    return DiLoCoStrategy("adamw", H=H, lr=LR) if name == "diloco" else AllReduceStrategy("adamw", lr=LR)
 
 
 class Bare:
-    """vecgym's own step."""
+    """vecgym's own step, `Simulation.step`."""
 
-    def __init__(self, workload: Workload, num_nodes: int, strategy: Strategy, **engine: Any) -> None:
+    def __init__(self, workload: Workload, num_nodes: int, strategy: Any, **engine: Any) -> None:
+        from vecgym.collectives import StackedCollectives
+        from vecgym.engine import Engine
+        from vecgym.engine.simulation import Simulation
+
         model = workload.model()
         self.engine = Engine(model, **engine)
         self.plan = self.engine.prepare(workload.batch(num_nodes))
         self.simulation = Simulation(model, strategy, StackedCollectives(num_nodes), engine=self.engine)
-        self.state: State = self.simulation.init()
+        self.state = self.simulation.init()
 
     def __call__(self, batch: Batch) -> None:
         self.state, _ = self.simulation.step(self.state, batch)
 
     def state_bytes(self) -> int:
         """What all that evolves takes, including DiLoCo's outer parameters."""
+        from vecgym.core import tree
+
         return tree.num_bytes([self.state.params, self.state.buffers, self.state.optimizer, self.state.strategy])
 
 
-def block(step: Callable[[Batch], object], batches: list[Batch], num_steps: int) -> Block:
-    """A call that takes `num_steps` steps."""
+def serve_bare(
+    workload: Workload, num_nodes: int, H: int, strategy: str, engine: str = "auto", node_threads: str | None = None
+) -> None:
+    threads = None if node_threads is None else int(node_threads)
+    bare = Bare(workload, num_nodes, make_strategy(strategy, H), engine=engine, node_threads=threads)
+    work = blocks_of(bare, workload, num_nodes, H)
+    serve(work, plan=str(bare.plan), state_bytes=bare.state_bytes())
 
-    def run() -> None:
-        for batch in itertools.islice(itertools.cycle(batches), num_steps):
-            step(batch)
 
-    return run
+def serve_beside(workload: Workload, num_nodes: int, H: int) -> None:
+    """The loop, next to a live engine that has its node threads."""
+    alive = Bare(workload, num_nodes, make_strategy("diloco", H), engine="vmap", node_threads=torch.get_num_threads())
+    alive(workload.batch(num_nodes))
+    serve(blocks_of(Loop(workload, num_nodes, H), workload, num_nodes, H), plan=str(alive.plan))
 
 
-def fit(workload: Workload, num_nodes: int, strategy: Strategy, data: tuple[Tensor, ...], num_steps: int) -> Block:
-    """A call that trains for `num_steps` steps from the start."""
-    trainer = Trainer(workload.model(), TensorDataset(*data))
+def serve_fit(workload: Workload, num_nodes: int, H: int, strategy: str, steps: str, **options: Any) -> None:
+    """Whole fits; the time per step from the first synchronisation to the last."""
+    from vecgym import Trainer
 
-    def run() -> None:
+    class Timed(Trainer):
+        def after_step(self, row: dict[str, Any]) -> None:
+            if row["step"] in marks:
+                marks[row["step"]] = time.perf_counter()
+
+    marks = {H: 0.0, int(steps): 0.0}
+    trainer = Timed(workload.model(), TensorDataset(*workload.data(num_nodes * workload.batch_size * 20)))
+
+    def work() -> dict[str, float]:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            trainer.fit(strategy, num_nodes, max_steps=num_steps, batch_size=workload.batch_size, device="cpu")
+            trainer.fit(
+                make_strategy(strategy, H), num_nodes, max_steps=int(steps), batch_size=workload.batch_size,
+                device="cpu", **options,
+            )  # fmt: skip
+        return {"seconds": (marks[int(steps)] - marks[H]) / (int(steps) - H)}
 
-    return run
+    serve(work)
 
 
-def interleave(alternatives: dict[str, Block], budget_s: float) -> dict[str, list[float]]:
-    """Seconds of each call, in turn, after one unmeasured round: as many rounds as the budget allows, 3 to 25."""
-    seconds: dict[str, list[float]] = {name: [] for name in alternatives}
-    start = time.perf_counter()
-    for run in alternatives.values():
+def serve_rates(workload: Workload, num_nodes: int, H: int) -> None:
+    """What the processor can do: multiply large matrices, and copy."""
+    x, y = torch.randn(2, 1024, 1024).unbind()
+    source = torch.randn(2**25)  # 128 MiB: more than any cache
+    target = torch.empty_like(source)
+
+    def timed(run: Callable[[], object]) -> float:
+        start = time.perf_counter()
         run()
-    round_s = time.perf_counter() - start
-    for _ in range(max(3, min(25, round(budget_s / round_s))) if budget_s > 0 else 1):
-        for name, run in alternatives.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+        return time.perf_counter() - start
+
+    def work() -> dict[str, float]:
+        gemm_s = min(timed(lambda: x @ y) for _ in range(10))
+        copy_s = min(timed(lambda: target.copy_(source)) for _ in range(5))
+        return {"flop_per_s": 2 * 1024**3 / gemm_s, "bytes_per_s": 2 * source.nbytes / copy_s}
+
+    serve(work, **floor_counts(workload))
 
 
-def measure(
-    workload: Workload, num_nodes: int, H: int, budget_s: float, fit_s: float, with_engines: bool
-) -> dict[str, Any]:
-    """Every alternative on one workload: milliseconds per step, ratios, plan, bytes."""
+def floor_counts(workload: Workload) -> dict[str, int]:
+    """What one node needs for a step at least: FLOP of forward and backward pass, and bytes to and from memory.
 
-    def diloco() -> Strategy:
-        return DiLoCoStrategy("adamw", H=H, lr=LR)
+    Of each parameter's 4 bytes: read in the forward and in the backward pass, its gradient written, then AdamW reads
+    parameter, gradient and two moments and writes three: 10 times. Activations, inputs and outer steps are left out.
+    """
+    model = workload.model()
+    x, y = workload.batch(1)
+    with FlopCounterMode(display=False) as counter:
+        model((x[0], y[0])).backward()
+    return {"flop": counter.get_total_flops(), "bytes": 10 * sum(p.nbytes for p in model.parameters())}
 
-    threads = sorted({1, torch.get_num_threads()})
-    engines = {
-        f"{engine} x{count}": Bare(workload, num_nodes, diloco(), engine=engine, node_threads=count)
-        for engine in ("vmap", "loop")
-        for count in threads
-        if with_engines
+
+SERVERS: dict[str, Callable[..., None]] = {
+    "loop": serve_loop,
+    "big": serve_big,
+    "bare": serve_bare,
+    "beside": serve_beside,
+    "fit": serve_fit,
+    "rates": serve_rates,
+}
+
+
+# ---------------------------------------------------------------------------------------------------- in the parent
+
+
+def commands(name: str, num_nodes: int, H: int, steps: int, engines: list[tuple[str, int]]) -> dict[str, list[str]]:
+    """The command of each alternative."""
+
+    def command(server: str, *more: Any) -> list[str]:
+        return [str(Path(__file__).resolve()), "--serve", server, name, str(num_nodes), str(H), *map(str, more)]
+
+    return {
+        "loop": command("loop"),
+        "fit": command("fit", "diloco", steps),
+        "bare": command("bare", "diloco"),
+        "big": command("big"),
+        "fit allreduce": command("fit", "allreduce", steps),
+        "bare allreduce": command("bare", "allreduce"),
+        "beside": command("beside"),
+        "rates": command("rates"),
+        **{f"bare {engine} x{threads}": command("bare", "diloco", engine, threads) for engine, threads in engines},
     }
-    auto = Bare(workload, num_nodes, diloco())
-    allreduce = Bare(workload, num_nodes, AllReduceStrategy("adamw", lr=LR))
-    steps: dict[str, Callable[[Batch], object]] = {
-        "loop": Loop(workload, num_nodes, H),
-        "vecgym": auto,
-        "big": Big(workload),
-        "allreduce": allreduce,
-        **{f"vecgym {name}": one for name, one in engines.items()},
-    }
-    batches = [workload.batch(num_nodes, seed) for seed in range(NUM_BATCHES)]
-    alternatives: dict[str, Block] = {name: block(step, batches, H) for name, step in steps.items()}
-    seconds = interleave(alternatives, budget_s)
 
-    # The fits are long enough, `fit_s` seconds, to be told from the cost of their start, which varies.
-    n = H * max(1, round(fit_s / statistics.median(seconds["vecgym"])))
-    data = workload.data(num_nodes * workload.batch_size * 20)
-    fits = {
-        "fit n": fit(workload, num_nodes, diloco(), data, n),
-        "fit 2n": fit(workload, num_nodes, diloco(), data, 2 * n),
-        "bare n": block(auto, batches, n),
-    }
-    fit_seconds = interleave(fits, budget_s / 2)
-    per_step = {name: [s / H for s in values] for name, values in seconds.items()}
-    per_step["fit"] = [(long - short) / n for short, long in zip(fit_seconds["fit n"], fit_seconds["fit 2n"])]
-    per_step["bare"] = [s / n for s in fit_seconds["bare n"]]
-    ms = {name: 1e3 * statistics.median(values) for name, values in per_step.items()}
 
-    twice = Bare(workload, 2 * num_nodes, AllReduceStrategy("adamw", lr=LR))
-    twice(workload.batch(2 * num_nodes))
-    for one in (auto, allreduce, twice, *engines.values()):
-        one.engine.close()
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Every alternative on one workload: milliseconds per step, floors, ratios, plans, bytes."""
+    workload = WORKLOADS[name]
+    num_nodes, H = (min(workload.num_nodes, 4), 2) if args.quick else (workload.num_nodes, 20)
+    counts = sorted({1, args.threads})
+    engines = [(engine, count) for engine in ("vmap", "loop") for count in counts] if args.engines else []
+    turns = take_turns(
+        commands(name, num_nodes, H, H * (2 if args.quick else 6), engines), 0 if args.quick else args.seconds,
+        args.threads,
+    )  # fmt: skip
+    assert not any(turns.info[plain]["vecgym"] for plain in ("loop", "big"))
+    timed = [alternative for alternative in turns.info if alternative != "rates"]
+    ms = {alternative: 1e3 * turns.median(alternative) for alternative in timed}
+    ms |= floors(turns, num_nodes)
     return {
         "num_nodes": num_nodes,
-        "plan": str(auto.plan),
         "ms": ms,
-        "ratios": {
-            "vecgym / loop": ms["vecgym"] / ms["loop"],
-            "allreduce / big": ms["allreduce"] / ms["big"],
-            "fit / bare": ms["fit"] / ms["bare"],
-        },
-        "state_bytes": {
-            "diloco": auto.state_bytes(),
-            "allreduce K": allreduce.state_bytes(),
-            "allreduce 2K": twice.state_bytes(),
-        },
-        "seconds_per_step": per_step,
+        "spread": {alternative: turns.spread(alternative) for alternative in timed},
+        "ratios": ratios(ms),
+        "rates": turns.info["rates"] | {rate: turns.median("rates", rate) for rate in ("flop_per_s", "bytes_per_s")},
+        "plans": {alternative: info["plan"] for alternative, info in turns.info.items() if "plan" in info},
+        "state_bytes": {name: turns.info[name]["state_bytes"] for name in ("bare", "bare allreduce")},
+        "load": turns.load,
+        "seconds_per_step": {alternative: turns.all(alternative) for alternative in timed},
+    }  # fmt: skip
+
+
+def floors(turns: Turns, num_nodes: int) -> dict[str, float]:
+    """Milliseconds that a step of K separate models, and of one, takes at least."""
+    counts = turns.info["rates"]
+    arithmetic_s = num_nodes * counts["flop"] / turns.median("rates", "flop_per_s")
+    copy_s = counts["bytes"] / turns.median("rates", "bytes_per_s")
+    return {"floor": 1e3 * max(arithmetic_s, num_nodes * copy_s), "floor allreduce": 1e3 * max(arithmetic_s, copy_s)}
+
+
+def ratios(ms: dict[str, float]) -> dict[str, float]:
+    return {
+        "loop / fit": ms["loop"] / ms["fit"],
+        "fit / floor": ms["fit"] / ms["floor"],
+        "fit / big": ms["fit"] / ms["big"],
+        "fit allreduce / big": ms["fit allreduce"] / ms["big"],
+        "fit allreduce / floor": ms["fit allreduce"] / ms["floor allreduce"],
+        "fit / bare": ms["fit"] / ms["bare"],
+        "beside / loop": ms["beside"] / ms["loop"],
     }
 
 
-def checks(results: dict[str, dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(what, measured ratio, largest allowed)."""
-    found = []
-    for name, result in results.items():
-        ratios, state_bytes = result["ratios"], result["state_bytes"]
-        found += [
-            (f"{name}: vecgym / loop", ratios["vecgym / loop"], TO_LOOP[name]),
-            (f"{name}: allreduce / big", ratios["allreduce / big"], TO_BIG),
-            (f"{name}: fit / bare step", ratios["fit / bare"], TO_BARE_STEP),
-            (f"{name}: allreduce state, 2K / K", state_bytes["allreduce 2K"] / state_bytes["allreduce K"], 1.0),
-        ]
-    return found
+def targets(workload: str) -> dict[str, float]:
+    """The least of the first ratio, and the most of the others."""
+    found = {
+        "loop / fit": FASTER[workload], "fit allreduce / big": TO_BIG[workload], "fit / bare": TO_BARE_STEP,
+        "beside / loop": BESIDE,
+    }  # fmt: skip
+    return found | ({"fit / floor": TO_FLOOR[workload]} if workload in TO_FLOOR else {})
+
+
+def judged(workload: str, measured: dict[str, float]) -> list[list[str]]:
+    """Rows of a table: ratio, target, measured, met."""
+    rows = []
+    for ratio, value in measured.items():
+        target = targets(workload).get(ratio)
+        if target is None:
+            rows.append([f"{workload}: {ratio}", "", f"{value:.2f}", ""])
+        else:
+            at_least = ratio == "loop / fit"
+            met = value >= target if at_least else value <= target
+            asked = f"{'>=' if at_least else '<='} {target:g}"
+            rows.append([f"{workload}: {ratio}", asked, f"{value:.2f}", "yes" if met else "**no**"])
+    return rows
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:
-    """Two tables: what was asked for, and every figure."""
-    rows = [
-        [what, f"<= {target:.3g}", f"{ratio:.3f}", "yes" if ratio <= target else "**no**"]
-        for what, ratio, target in checks(results)
-    ]
+    """Tables of ratios and of milliseconds, plans, and how the floors come about."""
+    rows = [row for name, result in results.items() for row in judged(name, result["ratios"])]
     names = list(next(iter(results.values()))["ms"])
     figures = [
-        [f"{workload} K={result['num_nodes']}", *[f"{result['ms'][name]:.2f}" for name in names]]
-        for workload, result in results.items()
+        [f"{name} K={result['num_nodes']}", *[f"{result['ms'][column]:.2f}" for column in names]]
+        for name, result in results.items()
     ]
-    plans = [f"- {workload}: {result['plan']}" for workload, result in results.items()]
+    plans = [
+        f"- {name}, {which}: {plan}" for name, result in results.items() for which, plan in result["plans"].items()
+    ]
     return "\n\n".join(
         [
             markdown(["ratio", "target", "measured", "met"], rows),
             "ms per step (median):\n\n" + markdown(["workload", *names], figures),
-            'Plans of engine="auto":\n\n' + "\n".join(plans),
+            "Floors:\n\n" + "\n".join(f"- {name}: {floor_in_words(result)}" for name, result in results.items()),
+            "Plans:\n\n" + "\n".join(plans),
+            "Spread (half the distance of the quartiles, % of the median), and load:\n\n"
+            + "\n".join(f"- {name}: {spread_in_words(result)}; {result['load']}" for name, result in results.items()),
         ]
     )
 
 
+def floor_in_words(result: dict[str, Any]) -> str:
+    rates = result["rates"]
+    return (
+        f"{result['num_nodes']} x {rates['flop'] / 1e6:.3g} MFLOP at {rates['flop_per_s'] / 1e9:.0f} GFLOP/s, "
+        f"{result['num_nodes']} x {rates['bytes'] / 1e6:.3g} MB (10 x 4 bytes a parameter) at "
+        f"{rates['bytes_per_s'] / 1e9:.1f} GB/s"
+    )
+
+
+def spread_in_words(result: dict[str, Any]) -> str:
+    return ", ".join(f"{alternative} {100 * spread:.0f}" for alternative, spread in result["spread"].items())
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        server, name, num_nodes, H, *more = sys.argv[2:]
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return SERVERS[server](WORKLOADS[name], int(num_nodes), int(H), *more)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="NAME",
                         help=f"any of {', '.join(WORKLOADS)}; default: all")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
     parser.add_argument("--engines", action="store_true", help="measure each engine, not only the chosen one")
-    parser.add_argument("--seconds", type=float, default=60, help="about how long for each workload (default 60)")
+    parser.add_argument("--seconds", type=float, default=120, help="about how long for each workload (default 120)")
     parser.add_argument("--quick", action="store_true", help="few nodes, short blocks, one round: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
     print(header(), flush=True)
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in args.workloads:
-        workload = WORKLOADS[name]
-        if args.quick:
-            results[name] = measure(workload, min(workload.num_nodes, 4), 2, 0, 0.05, args.engines)
-        else:
-            results[name] = measure(workload, workload.num_nodes, 20, args.seconds, 0.5, args.engines)
+        results[name] = measure(name, args)
         shown = ", ".join(f"{what} {value:.2f}" for what, value in results[name]["ms"].items())
-        print(f"{name}: ms per step: {shown}", flush=True)
+        print(f"{name}: ms per step: {shown}; {results[name]['load']}", flush=True)
         if args.json:
             args.json.write_text(json.dumps({"machine": machine(), "workloads": results}, indent=1))
     print("\n" + report(results))

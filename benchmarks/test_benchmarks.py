@@ -50,13 +50,41 @@ def test_versions(tmp_path: Path) -> None:
 def test_step_time(tmp_path: Path) -> None:
     table, result = run_quick("step_time.py", tmp_path, "--workloads", "tiny", "--engines")
     assert "| ratio | target | measured | met |" in table
-    assert 'Plans of engine="auto"' in table
+    assert "- tiny, bare: vmap (all nodes in one call)" in table
     tiny = result["workloads"]["tiny"]
-    assert set(tiny["ratios"]) == {"vecgym / loop", "allreduce / big", "fit / bare"}
-    names = {"loop", "vecgym", "big", "allreduce", "vecgym vmap x1", "vecgym loop x1", "bare"}
+    assert {"loop / fit", "fit / floor", "fit / big", "fit allreduce / big", "fit / bare", "beside / loop"} < set(
+        tiny["ratios"]
+    )
+    names = {"loop", "fit", "bare", "big", "fit allreduce", "beside", "bare vmap x1", "bare loop x1", "floor"}
     assert all(tiny["ms"][name] > 0 for name in names)
+    # Forward pass, and the gradients of two weights and of one input: 2 * 8 * (16 * 32 + 32 * 2) * 2 + 2 * 8 * 32 * 2.
+    assert tiny["rates"]["flop"] == 2 * 8 * (2 * (16 * 32 + 32 * 2) + 32 * 2)
+    assert tiny["rates"]["bytes"] == 10 * 4 * 610
     # Two moments of AdamW and the parameters, 16 * 32 + 32 + 32 * 2 + 2 = 610 floats each, and the step (int64).
-    assert tiny["state_bytes"]["allreduce K"] == tiny["state_bytes"]["allreduce 2K"] == 3 * 4 * 610 + 8
+    assert tiny["state_bytes"]["bare allreduce"] == 3 * 4 * 610 + 8
+
+
+def test_baselines_do_not_import_vecgym() -> None:
+    """Nor does the process that measures: what vecgym does to a process must not slow them down."""
+    code = "import sys, step_time; assert not any(name.startswith('vecgym') for name in sys.modules), sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=FOLDER)
+
+
+def test_turns_are_taken_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    turns = importlib.import_module("turns")
+    script = tmp_path / "one.py"
+    script.write_text(
+        f"import os, sys, time\nsys.path.insert(0, {str(FOLDER)!r})\nfrom turns import serve\n"
+        "serve(lambda: {'clock': time.time(), 'seconds': float(sys.argv[1])}, process=os.getpid())"
+    )
+    taken = turns.take_turns({"a": [str(script), "1"], "b": [str(script), "3"]}, 0.01, 1, rounds=(4, 4))
+    assert len({taken.info["a"]["process"], taken.info["b"]["process"], os.getpid()}) == 3
+    assert (taken.median("a"), taken.median("b"), taken.spread("a")) == (1, 3, 0)
+    first, second = taken.all("a", "clock"), taken.all("b", "clock")
+    assert [a < b for a, b in zip(first, second)] == [True, False, True, False], "A B, B A, ..."
+    with pytest.raises(RuntimeError, match="status 1"):
+        turns.take_turns({"a": [str(script)]}, 0, 1)
 
 
 def test_strategies(tmp_path: Path) -> None:
@@ -120,7 +148,7 @@ def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> Non
     tiny = workloads.WORKLOADS["tiny"]
     batches = [tiny.batch(3, seed) for seed in range(5)]
     loop = step_time.Loop(tiny, num_nodes=3, H=2)
-    bare = step_time.Bare(tiny, 3, step_time.DiLoCoStrategy("adamw", H=2, lr=step_time.LR))
+    bare = step_time.Bare(tiny, 3, step_time.make_strategy("diloco", H=2))
     for batch in batches:
         loop(batch)
         bare(batch)

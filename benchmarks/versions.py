@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from turns import Turns, serve, take_turns
 
 BLOCK = 20  # steps
 STRATEGIES = ("diloco", "allreduce")
 
 
-def serve(name: str, strategy_name: str, quick: bool) -> None:
-    """In a process of its own: take a block of steps for each line that is read, and print its seconds."""
+def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
+    """In a process of its own: blocks of steps."""
     import torch
     from workloads import WORKLOADS
 
@@ -49,48 +47,25 @@ def serve(name: str, strategy_name: str, quick: bool) -> None:
     batches = [workload.batch(num_nodes, seed) for seed in range(BLOCK)]
     simulation.engine.prepare(batches[0])
     state = simulation.init()
-    for _ in sys.stdin:
-        before = time.perf_counter()
+
+    def work() -> None:
+        nonlocal state
         for batch in batches:
             state, _ = simulation.step(state, batch)
-        print(time.perf_counter() - before, flush=True)
+
+    serve(work)
 
 
-def start(checkout: Path, arguments: list[str], threads: int) -> subprocess.Popen[str]:
-    """Start the process of a checkout. Closing its standard input ends it."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve", *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def block(process: subprocess.Popen[str]) -> float:
-    """Have a process take a block of steps; return its seconds."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError("the process of a checkout ended; see its message above")
-    return float(line)
-
-
-def measure(checkouts: list[Path], name: str, strategy: str, budget_s: float, threads: int, quick: bool) -> list[float]:
-    """The seconds per step of each checkout, medians."""
-    arguments = [name, strategy, *(["--quick"] if quick else [])]
-    with ExitStack() as stack:
-        processes = [stack.enter_context(start(checkout, arguments, threads)) for checkout in checkouts]
-        round_s = sum([block(process) for process in processes])  # the first block is not measured
-        seconds: list[list[float]] = [[] for _ in processes]
-        for i in range(1 if quick else max(5, min(60, round(budget_s / round_s)))):
-            for j in (0, 1) if i % 2 else (1, 0):
-                seconds[j].append(block(processes[j]))
-    return [statistics.median(each) / BLOCK for each in seconds]
+def measure(checkouts: list[Path], name: str, strategy: str, args: argparse.Namespace) -> Turns:
+    """Blocks of both checkouts, "first" and "second"."""
+    command = [str(Path(__file__).resolve()), "--serve", name, strategy, *(["--quick"] if args.quick else [])]
+    paths = dict(zip(("first", "second"), checkouts))
+    return take_turns(dict.fromkeys(paths, command), 0 if args.quick else args.seconds, args.threads, paths)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
-        return serve(sys.argv[2], sys.argv[3], quick="--quick" in sys.argv)
+        return serve_steps(sys.argv[2], sys.argv[3], quick="--quick" in sys.argv)
     from workloads import WORKLOADS, header, machine, markdown
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,14 +78,14 @@ def main() -> None:
     args = parser.parse_args()
 
     print(header(), flush=True)
-    print(f"load {os.getloadavg()[0]:.1f}, {args.threads} threads in each process\n", flush=True)
     rows, figures = [], {}
     for name in args.workloads:
         for strategy in STRATEGIES:
-            first, second = measure(args.checkouts, name, strategy, args.seconds, args.threads, args.quick)
-            figures[f"{name} {strategy}"] = {"ms": [1e3 * first, 1e3 * second], "ratio": second / first}
-            rows.append([f"{name} {strategy}", f"{1e3 * first:.2f}", f"{1e3 * second:.2f}", f"{second / first:.3f}"])
-            print(rows[-1], file=sys.stderr, flush=True)
+            turns = measure(args.checkouts, name, strategy, args)
+            first, second = (1e3 * turns.median(which) / BLOCK for which in ("first", "second"))
+            figures[f"{name} {strategy}"] = {"ms": [first, second], "ratio": second / first, "load": turns.load}
+            rows.append([f"{name} {strategy}", f"{first:.2f}", f"{second:.2f}", f"{second / first:.3f}"])
+            print(rows[-1], turns.load, file=sys.stderr, flush=True)
     print(markdown(["workload", "first, ms per step", "second", "ratio"], rows))
     if args.json:
         threads = {"threads": str(args.threads)}

@@ -43,11 +43,45 @@ class CNN(nn.Module):
         return F.cross_entropy(self.net(x), y)
 
 
-def gpt(context: int, num_layers: int, num_heads: int, width: int) -> nn.Module:
-    """A GPT of 65 characters; imported here, so that only those who use it import vecgym."""
-    from vecgym.models import GPT
+class GPT(nn.Module):
+    """nanoGPT's architecture without dropout; batch (tokens [B, T], targets [B, T]). It is `vecgym.models.GPT`, written
+    here once more, so that the baselines run without vecgym."""
 
-    return GPT(65, context, num_layers, num_heads, width)
+    def __init__(self, context: int, num_layers: int, num_heads: int, width: int, vocab_size: int = 65) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList([_Block(width, num_heads) for _ in range(num_layers)])
+        self.norm = nn.LayerNorm(width, bias=False)
+        for p in self.parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, batch: Batch) -> Tensor:
+        tokens, targets = batch
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]  # [B, T, C]
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)  # the embedding is also the head
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm_1(x)).chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3) for y in qkv)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, T, C / heads]
+        x = x + self.project(attended.transpose(-2, -3).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 def _dense(inputs: tuple[int, ...], classes: int) -> Callable[[int, torch.Generator], Batch]:
@@ -97,8 +131,8 @@ WORKLOADS: dict[str, Workload] = {
         Workload("tiny", lambda: MLP(16, 32, 2), _dense((16,), 2), batch_size=8, num_nodes=512),
         Workload("mlp", lambda: MLP(784, 128, 10), _dense((784,), 10), batch_size=32, num_nodes=64),
         Workload("cnn", CNN, _dense((1, 28, 28), 10), batch_size=32, num_nodes=16),
-        Workload("gpt", lambda: gpt(64, 2, 4, 64), _tokens(64, 65), batch_size=8, num_nodes=16),
-        Workload("gpt256", lambda: gpt(128, 4, 8, 256), _tokens(128, 65), batch_size=4, num_nodes=4),
+        Workload("gpt", lambda: GPT(64, 2, 4, 64), _tokens(64, 65), batch_size=8, num_nodes=16),
+        Workload("gpt256", lambda: GPT(128, 4, 8, 256), _tokens(128, 65), batch_size=4, num_nodes=4),
     ]
 }
 

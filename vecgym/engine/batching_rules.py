@@ -148,7 +148,8 @@ def _cross_entropy(
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply a shared weight to the rows of all nodes at once, and large weights of each node by `_StackedLinear`."""
     # Under autocast the operation itself must see which precision to take.
-    foldable = weight.dim() == 2 and input.dtype == weight.dtype and not torch.is_autocast_enabled(weight.device.type)
+    casting = weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type)
+    foldable = weight.dim() == 2 and input.dtype == weight.dtype and not casting
     opened = _open(input, weight, bias) if foldable else None
     if opened is None or (opened.dims[1] is not None and weight.numel() < LARGE_WEIGHT):
         return F.linear(input, weight, bias)

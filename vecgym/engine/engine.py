@@ -26,9 +26,10 @@ from vecgym.core import nodes, rng, tree
 from vecgym.core.errors import warn
 from vecgym.core.transforms import plain
 from vecgym.core.tree import Tree
-from vecgym.engine import contract, hooks
+from vecgym.engine import contract, hooks, remembered
 from vecgym.engine.backend import Backend, Keys, Local, Part, rows
 from vecgym.engine.batching_rules import TwiceDifferentiable
+from vecgym.engine.compiled import Compiled, tried
 from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import BACKENDS, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
@@ -46,6 +47,8 @@ class Engine:
         chunk_size: the most nodes in one vectorised call; None: no bound.
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
+        compile: compile the gradients of all nodes with `torch.compile`, where that can be done; see
+            `vecgym.engine.compiled`. A warning says why it cannot.
 
     Attributes:
         plan: how the nodes are computed; `prepare` chooses it, `use` gives another.
@@ -83,17 +86,20 @@ class Engine:
         chunk_size: int | None = None,
         node_threads: int | None = None,
         autocast: bool = False,
+        compile: bool = False,
     ) -> None:
-        check_settings(engine, chunk_size, node_threads)
+        check_settings(engine, chunk_size, node_threads, compile)
         contract.check_model(model)
         self.settings = (engine, chunk_size, node_threads)
-        self.autocast = autocast
         self.model = model
         self.facts: ModelFacts | None = None
+        self.compiles, self.autocast = compile, autocast
         self._stateless = StatelessModel(model, autocast)
         self.params, self.frozen = self._stateless.params, self._stateless.frozen
         self.buffers = self._stateless.buffers
         self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
+        if compile:
+            self._backends["compiled"] = Compiled(self._stateless)
         by_node = engine == "loop" or bool(hooks.on_gradients(model))
         self.plan = Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for")
         self._pool: ThreadPoolExecutor | None = None
@@ -101,10 +107,12 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- set-up
 
-    def prepare(self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None) -> Plan:
+    def prepare(self, batch: Any, agree: Callable[[ModelFacts], ModelFacts] | None = None, mean: bool = False) -> Plan:
         """Examine and check the model on one step's batch `[L, B, ...]`, and choose the plan.
 
-        `agree` maps what this process has seen to what all processes use.
+        Args:
+            agree: maps what this process has seen to what all processes use.
+            mean: whether the gradient of the nodes' mean loss will be asked for, and so be compiled.
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
@@ -117,6 +125,9 @@ class Engine:
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0])
+        if self.compiles and facts.vmap_error is None:
+            self.use(self._compiled_plan(batch, plan, mean))
+            return self.plan
         if facts.vmap_error is not None and engine in ("auto", "fastest"):
             warn(
                 f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
@@ -157,12 +168,33 @@ class Engine:
                 plan = replace(plan, node_threads=1)
         return plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
 
+    def _compiled_plan(self, batch: Any, plan: Plan, mean: bool) -> Plan:
+        """`plan` with the compiled backend, if it can have that; its own threads take the place of node threads."""
+        num_nodes = sizes_of(batch)[0]
+        size = min(plan.chunk_size or num_nodes, num_nodes)
+
+        def part() -> Part:
+            params = {name: p.detach()[None] for name, p in self.params.items()}
+            params = params if mean else nodes.expand(params, size)
+            buffers = {name: b[None].clone() for name, b in self.buffers.items()}
+            some = tree.map_leaves(lambda x: x[:size], batch)
+            return Part(params, self._stateless.own_buffers(buffers, size, False), some, Keys(0, 0, range(size)))
+
+        refusal, report = tried(self._backends["compiled"], self._backends["vmap"], part, self.autocast)
+        if refusal:
+            warn(f"compile=True has no effect, the model runs uncompiled: {refusal}.")
+            return plan
+        return Plan("compiled", chunk_size=plan.chunk_size, reason=report)
+
     def _measured_plan(self, batch: Any, facts: ModelFacts, plan: Plan) -> Plan:
         """Measure the possible plans, and return the fastest."""
         num_nodes = sizes_of(batch)[0]
         names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
         counts = {1} if one_thread(facts, self.device) else {1, torch.get_num_threads()}
         candidates = [Plan(name, min(t, num_nodes), plan.chunk_size) for name in names for t in sorted(counts)]
+        key = remembered.key_of(self.model, batch, torch.get_num_threads())
+        if (before := remembered.recall(key, candidates)) is not None:
+            return before
         params = {name: p.detach()[None].repeat(num_nodes, *[1] * p.dim()) for name, p in self.params.items()}
         buffers = {name: b[None] for name, b in self.buffers.items()}
 
@@ -174,9 +206,11 @@ class Engine:
                 torch.cuda.synchronize(self.device)
 
         try:
-            return fastest(candidates, step)
+            best = fastest(candidates, step)
         finally:
             self.close()
+        remembered.remember(key, best)
+        return best
 
     # -------------------------------------------------------------------------------------------- training
 

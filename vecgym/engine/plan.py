@@ -108,7 +108,7 @@ def check_engine(name: str, value: Any) -> str:
     return check.choice(name, value, ("auto", *BACKENDS, "fastest"))
 
 
-def check_settings(engine: str, chunk_size: int | None, node_threads: int | None) -> None:
+def check_settings(engine: str, chunk_size: int | None, node_threads: int | None, compile: bool = False) -> None:
     """Raise a ValueError for settings of the engine that cannot work.
 
     >>> check_settings("vmap", chunk_size=0, node_threads=None)
@@ -119,6 +119,13 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
     check_engine("engine", engine)
     for name, value in (("chunk_size", chunk_size), ("node_threads", node_threads)):
         check.optional_integer(name, value, what="None lets vecgym choose")
+    if compile and engine not in ("auto", "vmap"):
+        raise ValueError(f'compile=True compiles all nodes at once, and engine={engine!r} does not: use engine="auto".')
+    if compile and node_threads is not None:
+        raise ValueError(
+            f"node_threads={node_threads} with compile=True: compiled code uses torch's threads by itself. "
+            "Leave one of them out."
+        )
 
 
 def one_thread(facts: ModelFacts, device: torch.device) -> str:

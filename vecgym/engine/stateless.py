@@ -144,6 +144,16 @@ class StatelessModel:
         loss, after, _ = self._train[thread].call(tensors, batch, {})
         return loss, {name: after[name] for name in changed}
 
+    def traceable_loss(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tensor, Tree]:
+        """`loss` in a form that torch.compile can follow; buffers must be changed in place.
+
+        Args:
+            shared: all other tensors, the frozen parameters too.
+        """
+        after = dict(changed)
+        loss = torch.func.functional_call(self._train[0].model, (params, after, shared), (batch,))
+        return loss, after
+
     def gradient(self, leaves: Tree, buffers: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
         """Compute the loss in training mode, buffers after it, and the gradient of each of `leaves`; None: unused."""
         with self.casting():

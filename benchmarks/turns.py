@@ -1,0 +1,164 @@
+"""Alternatives that take turns, each in a process of its own.
+
+A process makes one alternative ready, and then does a block of work for each line that it reads (`serve`). The parent
+starts the processes and has them take turns, A B C, B C A, ... (`take_turns`), so that what else happens on the machine
+meets all alike, and no alternative's threads, memory or imports slow another one down. A ratio is that of the medians.
+
+On Linux the parent also reads how much processor time went to anybody else meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+BUSY = 0.1  # of a core: more than this for others, in the median of the blocks, is a busy machine
+
+
+# ------------------------------------------------------------------------------------------------- the alternative
+
+
+def serve(work: Callable[[], Mapping[str, float] | None], **info: Any) -> None:
+    """In a process of its own: print `info`, then call `work` for each line that is read, and print what it took.
+
+    `work` may return figures of its own, "seconds" among them or not; what it does not say is measured here.
+    """
+    print(json.dumps({**info, "vecgym": "vecgym" in sys.modules}), flush=True)
+    for _ in sys.stdin:
+        start, cpu = time.perf_counter(), time.process_time()
+        figures = dict(work() or {})
+        wall = time.perf_counter() - start
+        print(json.dumps({"seconds": wall, **figures, "cpu": time.process_time() - cpu, "wall": wall}), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------- the parent
+
+
+class Alternative:
+    """A process that serves. Closing its standard input ends it.
+
+    Args:
+        command: of the process.
+        threads: for torch, in the process.
+        path: PYTHONPATH, where it differs from this process's.
+    """
+
+    def __init__(self, command: Sequence[str], threads: int, path: Path | None = None) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if path is not None:
+            environment["PYTHONPATH"] = str(path.resolve())
+        self.command = list(command)
+        self.process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.info = self._read()
+
+    def block(self) -> dict[str, float]:
+        """Have it do a block of work; return its figures, and in "others" the cores that somebody else used."""
+        assert self.process.stdin is not None
+        before, own = used_by_all(), time.process_time()
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        figures: dict[str, float] = self._read()
+        if before is not None:
+            used = (used_by_all() or 0) - before - (time.process_time() - own) - figures["cpu"]
+            figures["others"] = max(0.0, used / figures["wall"])
+        return figures
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait()
+            raise RuntimeError(f"{' '.join(self.command)} ended with status {status}; see its message above")
+        return json.loads(line)
+
+    def __enter__(self) -> Alternative:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.process.__exit__(kind, error, traceback)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What alternatives have said of themselves, and their figures, block after block."""
+
+    info: dict[str, dict[str, Any]]
+    figures: dict[str, list[dict[str, float]]]
+
+    def median(self, name: str, figure: str = "seconds") -> float:
+        return statistics.median(self.all(name, figure))
+
+    def all(self, name: str, figure: str = "seconds") -> list[float]:
+        return [block[figure] for block in self.figures[name]]
+
+    def spread(self, name: str) -> float:
+        """Half the distance between the quartiles, as a part of the median."""
+        seconds = sorted(self.all(name))
+        low, high = seconds[len(seconds) // 4], seconds[-1 - len(seconds) // 4]
+        return (high - low) / 2 / statistics.median(seconds)
+
+    @property
+    def others(self) -> float | None:
+        """The cores that others used, a median over all blocks; None: not known here."""
+        used = [block["others"] for blocks in self.figures.values() for block in blocks if "others" in block]
+        return statistics.median(used) if used else None
+
+    @property
+    def load(self) -> str:
+        """The load by others, in words."""
+        if self.others is None:
+            return "load by others: unknown on this system"
+        return f"load by others: {self.others:.2f} cores{', BUSY' if self.others > BUSY else ''}"
+
+
+def take_turns(
+    commands: Mapping[str, Sequence[str]],
+    budget_s: float,
+    threads: int,
+    paths: Mapping[str, Path] | None = None,
+    rounds: tuple[int, int] = (5, 60),
+) -> Turns:
+    """Start all alternatives; after one block each that is not counted, as many rounds as the budget allows.
+
+    Args:
+        commands: of each alternative, without the interpreter.
+        budget_s: seconds for all rounds together; 0: one round.
+        threads: of each process.
+        paths: PYTHONPATH of some alternatives.
+        rounds: the fewest and the most.
+    """
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(Alternative(command, threads, (paths or {}).get(name)))
+            for name, command in commands.items()
+        }
+        round_s = sum(one.block()["wall"] for one in started.values())
+        figures: dict[str, list[dict[str, float]]] = {name: [] for name in started}
+        count = max(rounds[0], min(rounds[1], round(budget_s / round_s))) if budget_s else 1
+        names = list(started)
+        for i in range(count):
+            first = i % len(names)
+            for name in names[first:] + names[:first]:
+                figures[name].append(started[name].block())
+        return Turns({name: one.info for name, one in started.items()}, figures)
+
+
+def used_by_all() -> float | None:
+    """The seconds that all processors together have been in use since the machine started; None: not known here."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,133 @@
+"""The compiled backend: the same gradients, or a reason why not."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fitting import dataset
+from tests.models import MODELS, NO_VMAP, make_model
+from vecgym import VecgymWarning
+from vecgym.data import Batches
+from vecgym.engine import Engine, compiled
+from vecgym.engine.backend import Local
+
+TRACED = [name for name in MODELS if name not in (*NO_VMAP, "LSTM")]
+K = 3
+
+
+@pytest.fixture
+def _traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace and differentiate as `torch.compile` does, and run the graph without generating code: a second a model."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+
+
+def computed(engine: Engine, batch: Any, mean: bool = False) -> Local:
+    params = {name: p.detach()[None].clone() for name, p in engine.params.items()}
+    buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
+    return engine.gradients(params, buffers, batch, seed=0, step=0, mean=mean)
+
+
+def compare(name: str, mean: bool = False) -> None:
+    model = make_model(name, dtype=torch.float64)
+    batch = Batches(dataset(name, 40, dtype=torch.float64), K, 4).batch(0)
+    ours, theirs = Engine(model, compile=True), Engine(model, engine="vmap")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VecgymWarning)
+        plan = ours.prepare(batch, mean=mean)
+    theirs.prepare(batch)
+    assert plan.engine == "compiled"
+    assert plan.reason.startswith("compiled in ")
+    for _ in range(2):
+        found, expected = computed(ours, batch, mean), computed(theirs, batch, mean)
+        torch.testing.assert_close(found.grads, expected.grads, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found.losses, expected.losses, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found.buffers, expected.buffers, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_traced_only")
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_gradients_are_those_of_vmap(name: str) -> None:
+    compare(name)
+
+
+@pytest.mark.usefixtures("_traced_only")
+@pytest.mark.parametrize("name", ["MLP", "GPT"])
+def test_traced_gradients_of_the_mean_loss(name: str) -> None:
+    compare(name, mean=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MLP", "CNN", "GPT"])
+def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
+    compare(name)
+    if name == "MLP":
+        compare(name, mean=True)
+
+
+class Broken(nn.Module):
+    """Cannot be traced whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return (self.w * x).square().mean()
+
+
+def test_a_model_that_cannot_be_compiled_runs_and_says_why() -> None:
+    batch = torch.randn(K, 4, 2)
+    engine = Engine(Broken(), compile=True)
+    with pytest.warns(VecgymWarning, match=r"compile=True has no effect, the model runs uncompiled: .*graph_break"):
+        plan = engine.prepare(batch)
+    assert plan.engine == "vmap"
+    assert computed(engine, batch).losses.shape == (K,)
+
+
+@pytest.mark.parametrize("name", NO_VMAP[:1])
+def test_a_model_that_vmap_cannot_run_is_not_compiled(name: str) -> None:
+    engine = Engine(make_model(name), compile=True)
+    with pytest.warns(VecgymWarning, match=r"(?s)vmap cannot run"):
+        assert engine.prepare(Batches(dataset(name, 40), K, 4).batch(0)).engine == "loop"
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_a_model_that_is_traced_wrongly_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = compiled.Compiled.gradients
+
+    def wrong(self: compiled.Compiled, *args: Any) -> Local:
+        local = right(self, *args)
+        local.grads["first.weight"][1, 0] *= 1.01
+        return local
+
+    monkeypatch.setattr(compiled.Compiled, "gradients", wrong)
+    engine = Engine(make_model("MLP", dtype=torch.float64), compile=True)
+    with pytest.warns(VecgymWarning, match=r"compiled, the gradient of first\.weight is off by"):
+        plan = engine.prepare(Batches(dataset("MLP", 40, dtype=torch.float64), K, 4).batch(0))
+    assert plan.engine == "vmap"
+
+
+def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def missing(*args: Any) -> None:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(compiled.Compiled, "gradients", missing)
+    engine = Engine(make_model("MLP"), compile=True)
+    with pytest.raises(RuntimeError, match=r"compile=True needs a C\+\+ compiler.*install one.*leave out compile=True"):
+        engine.prepare(Batches(dataset("MLP", 40), K, 4).batch(0))
+
+
+@pytest.mark.parametrize("settings", [{"engine": "loop"}, {"engine": "fastest"}, {"node_threads": 2}])
+def test_what_cannot_be_combined(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="compile=True"):
+        Engine(make_model("MLP"), compile=True, **settings)

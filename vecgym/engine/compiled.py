@@ -1,0 +1,170 @@
+"""The backend `compiled`: that of `vmap`, with the gradients of all nodes traced and compiled by `torch.compile`.
+
+Whether a model can be compiled is tried before training, on the first batch: `tried` compares the compiled gradients
+with those of `vmap`, and says how long compiling took and when that is earned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vecgym.core import tree
+from vecgym.core.nodes import expand
+from vecgym.core.tree import Tree
+from vecgym.engine.backend import Local, Part, settle
+from vecgym.engine.contract import cause
+from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.vmap import Vmap
+
+# How far compiled gradients may be from those of vmap, since sums are taken in another order: as a part of the largest
+# value of the tensor, and of that of all tensors (a gradient that is 0 in exact arithmetic is nothing but rounding).
+# A model that is traced wrongly is off by far more.
+TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
+LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
+
+
+class Compiled(Vmap):
+    """All nodes at once, as one compiled function; evaluation and derivatives of gradients as `vmap` does them.
+
+    A batch of another size, or another number of nodes, is compiled anew when it first comes.
+    """
+
+    def __init__(self, model: StatelessModel) -> None:
+        super().__init__(model)
+        self._each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False)
+        self._of_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False)
+
+    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
+        # Contiguous also where it is stored once: strides of 0 would be another function to compile.
+        params = tree.map(torch.Tensor.contiguous, expand(part.params, part.size))
+        grads, losses = self._run(self._each, part, params)
+        return Local(grads, losses, part.buffers)
+
+    def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
+        grads, losses = self._run(self._of_mean, part, {name: p[0] for name, p in part.params.items()})
+        share = part.size / num_nodes
+        yield (grads if share == 1 else tree.map(lambda g: g * share, grads)), losses
+
+    def _run(self, compiled: Callable[..., Any], part: Part, params: Tree) -> tuple[Tree, Tensor]:
+        changed, shared = self.model.split(part.buffers)
+        with (
+            self.model.seeded(part.keys.of(0)), self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
+            _eager_random_numbers(),
+        ):  # fmt: skip
+            grads, losses, after = compiled(params, changed, {**self.model.frozen, **shared}, part.batch)
+        settle(changed, after)
+        return grads, losses
+
+    def _gradients_of_each(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
+        of_one = grad_and_value(self.model.traceable_loss, has_aux=True)
+        of_all = vmap(of_one, in_dims=(0, 0, None, 0), randomness="different")
+        grads, (losses, after) = of_all(params, changed, shared, batch)
+        return grads, losses, after
+
+    def _gradient_of_mean(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
+        def mean_loss(params: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+            of_all = vmap(self.model.traceable_loss, in_dims=(None, 0, None, 0), randomness="different")
+            losses, after = of_all(params, changed, shared, batch)
+            return losses.mean(), (losses, after)
+
+        grads, (losses, after) = grad(mean_loss, has_aux=True)(params)
+        return grads, losses, after
+
+
+class Trial(NamedTuple):
+    """What a trial has shown: `refusal`, why the model is not compiled, or how it went, in words."""
+
+    refusal: str
+    report: str
+
+
+def tried(compiled: Compiled, reference: Vmap, part: Callable[[], Part], autocast: bool) -> Trial:
+    """Compile, compare with `reference`, and time both.
+
+    Args:
+        part: gives the same work each time it is called; parameters stored once, `[1, *]`, ask for the gradient of the
+            mean loss.
+
+    Raises:
+        RuntimeError: if there is no compiler.
+    """
+    expected, _ = _timed(reference, part())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.compile about itself
+            found, compile_s = _timed(compiled, part())
+    except Exception as error:  # whatever the compiler raises: without it the model runs
+        _check_compiler(error)
+        return Trial(_first_line(cause(error)), "")
+    if wrong := _difference(expected, found, autocast):
+        return Trial(wrong, "")
+    saved_s = min(_timed(reference, part())[1] for _ in range(3)) - min(_timed(compiled, part())[1] for _ in range(3))
+    earned = f"earned after {math.ceil(compile_s / saved_s)} steps" if saved_s > 0 else "no faster here"
+    return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
+
+
+def _timed(backend: Vmap, part: Part) -> tuple[Local, float]:
+    start = time.perf_counter()
+    if all(p.shape[0] == 1 for p in part.params.values()) and part.size > 1:
+        ((grads, losses),) = backend.mean_gradients(part, part.size)
+        local = Local(grads, losses, part.buffers)
+    else:
+        local = backend.gradients(part, dict)
+    if local.losses.device.type == "cuda":
+        torch.cuda.synchronize(local.losses.device)
+    return local, time.perf_counter() - start
+
+
+def _difference(expected: Local, found: Local, autocast: bool) -> str:
+    """Say which tensor is another one; "" if none is."""
+    largest = max([_largest(g) for g in expected.grads.values()], default=0.0)
+    for name, a, b in [
+        ("the loss", expected.losses, found.losses),
+        *((f"the gradient of {name}", g, found.grads[name]) for name, g in expected.grads.items()),
+        *((f"the buffer {name}", x, found.buffers[name]) for name, x in expected.buffers.items()),
+    ]:
+        of_own, of_all = LOW_PRECISION if autocast else TOLERANCE.get(a.dtype, LOW_PRECISION)
+        allowed = of_own * _largest(a) + of_all * largest if a.is_floating_point() else 0
+        if not torch.allclose(a.double(), b.double(), rtol=0, atol=allowed, equal_nan=True):
+            off = _largest(a.double() - b.double())
+            return f"compiled, {name} is off by {off:.1e}, where rounding explains at most {allowed:.1e}"
+    return ""
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().nan_to_num().amax().item() if x.numel() else 0.0
+
+
+def _check_compiler(error: BaseException) -> None:
+    """Raise an error with the fix if what is missing is a compiler."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen).lower()
+        if "Compiler" in type(seen).__name__ or ("compiler" in text and "not found" in text):
+            raise RuntimeError(
+                "compile=True needs a C++ compiler, and torch.compile finds none that works: install one (g++ or "
+                "clang++; for CUDA also Triton), or set the environment variable CXX to it, or leave out "
+                "compile=True.\n"
+                f"{_first_line(str(seen))}"
+            ) from error
+        seen = seen.__cause__ or seen.__context__
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "torch.compile gives no reason")
+
+
+def _eager_random_numbers() -> Any:
+    """Compile dropout and the like with the random numbers that they draw uncompiled."""
+    from torch._inductor import config  # only here: it takes a second to import
+
+    return config.patch(fallback_random=True)
