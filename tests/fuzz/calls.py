@@ -86,6 +86,7 @@ UNCALLED = {
     "vecgym.optim.Muon": "torch's own, where it has one",
     **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
        ("", ".train")},
+    **{f"vecgym.compat.exogym.strict.StrictRun.{name}": "called by the nodes of a run" for name in ("row", "step")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
@@ -546,7 +547,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compat.exogym.strict.AsExoGym.check_demo": {"shape": lambda: [2, 2]},
     "vecgym.compat.exogym.strict.ignored": {"strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
     "vecgym.compat.exogym.strict.StrictRun": {
-        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "progress": lambda: False, "row": dict},
+        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "progress": lambda: False},
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 
