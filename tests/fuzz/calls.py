@@ -86,7 +86,6 @@ UNCALLED = {
     "vecgym.optim.Muon": "torch's own, where it has one",
     **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
        ("", ".train")},
-    **{f"vecgym.compat.exogym.strict.StrictRun.{name}": "called by the nodes of a run" for name in ("row", "step")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
