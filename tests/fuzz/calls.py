@@ -546,7 +546,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compat.exogym.strict.AsExoGym.check_demo": {"shape": lambda: [2, 2]},
     "vecgym.compat.exogym.strict.ignored": {"strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
     "vecgym.compat.exogym.strict.StrictRun": {
-        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "progress": lambda: False, "row": dict},
+        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "progress": lambda: False},
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import platform
 
@@ -40,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 def extras() -> list[str]:
     """Return the optional packages that are installed, with their versions."""
+    from importlib import metadata
+
     found = []
     for package in OPTIONAL:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -14,11 +15,17 @@ from vecgym.compat.exogym.options import Count, CountFrom0, Flag, PathLike
 from vecgym.core import check
 from vecgym.core.options import Options
 
-OptionalCount = Annotated[int | None, check.optional_integer]
-
 
 def _keywords(name: str, value: Any) -> Any:
     return value if value is None else check.instance(name, value, Mapping, "a dict of arguments of torch's DataLoader")
+
+
+def _axis(name: str, value: Any) -> Any:
+    return value if value is None else check.choice(name, value, ("step", "examples"))
+
+
+OptionalCount = Annotated[int | None, check.optional_integer]
+Name = Annotated[str | None, partial(check.instance, kind=(str, type(None)), give="a str, or None")]
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,13 @@ class FitOptions(Options):
     _: KW_ONLY
     seed: Annotated[int, check.seed] = 42
     device: str | torch.device | None = None
-    run_name: str | None = None
-    wandb_project: str | None = None
-    log_x_axis: str | None = None
+    run_name: Name = None
+    wandb_project: Name = None
+    log_x_axis: Annotated[str | None, _axis] = None
     kwargs: Any = None
     logger: Any = None
     log_interval: Count = 1
-    disable_logging: Any = False
+    disable_logging: Flag = False
     gradient_accumulation: OptionalCount = None
     max_memory_usage: Any = None
     start_port: Any = None

@@ -105,7 +105,8 @@ class Trainer:
             ValueError: for what cannot work.
         """
         warn_without_effect("fit()", vars(options), OF_RUNS)
-        device = vecgym_options.resolve_device(options.device or self.device or None)
+        devices = [device for device in (options.device, self.device) if device is not None and str(device)]
+        device = vecgym_options.resolve_device(devices[0] if devices else None)
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
         is_strict = _defaults["strict_timing"] if self.strict_timing is None else self.strict_timing
         return self._fit_strict(options) if is_strict else self._fit(options)
@@ -122,7 +123,7 @@ class Trainer:
             "save_dir": None,
         }
         if options.checkpoint_interval is not None:
-            arguments["save_dir"] = os.path.join(options.save_dir, str(options.run_name))
+            arguments["save_dir"] = os.path.join(options.save_dir, options.run_name or "")
         try:
             with torch_distributed_calls():
                 return trainer.fit(**arguments)
@@ -153,7 +154,8 @@ class Trainer:
             return []
         if options.logger is not None:
             return as_loggers(options.logger)
-        extra = {"num_nodes": options.num_nodes, "batch_size": options.batch_size, "kwargs": options.kwargs or {}}
+        kwargs = {} if options.kwargs is None else options.kwargs
+        extra = {"num_nodes": options.num_nodes, "batch_size": options.batch_size, "kwargs": kwargs}
         name, config = str(options.run_name), create_config(self.model_orig, options.strategy, None, extra)
         if options.wandb_project is not None:
             try:

@@ -83,15 +83,15 @@ class StrictRun:
         self._models[rank] = model
         node.train()
 
-    def row(self, row: dict[str, Any]) -> None:
+    def _record(self, row: dict[str, Any]) -> None:
         """Record a row; node 0 does it for all."""
         self.history.append(row)
         self.loggers.log(row)
 
-    def step(self, row: dict[str, Any]) -> None:
+    def _record_step(self, row: dict[str, Any]) -> None:
         """Record the row of a step; Ctrl-C ends the run after it."""
         sent = {"bytes_step": self.ledger.step_bytes, "bytes_total": self.ledger.total_bytes}
-        self.row({**row, "train_loss": float(self.losses[0]), "train_losses": self.losses.copy(), **sent})
+        self._record({**row, "train_loss": float(self.losses[0]), "train_losses": self.losses.copy(), **sent})
         self.stop = bool(self._interrupted)
         self.bar.update()
 
@@ -180,7 +180,7 @@ class TrainNode:
         if config.correlation_interval is not None and self.local_step % config.correlation_interval == 0:
             more["correlation"] = self._correlation()
         if self.rank == 0:
-            self.run.step({**row, "lr": lr, **more})
+            self.run._record_step({**row, "lr": lr, **more})
         per_rank.barrier()
         return row
 
@@ -217,7 +217,7 @@ class TrainNode:
                     mean += float(self._loss(model, "val")) / count
         found = per_rank.here()[0].share(self.rank, "the result of an evaluation", mean)
         if self.rank == 0:
-            self.run.row({**row, "val_loss": found[min(1, self.num_nodes - 1)], "val_losses": np.array(found[:1])})
+            self.run._record({**row, "val_loss": found[min(1, self.num_nodes - 1)], "val_losses": np.array(found[:1])})
 
     def _correlation(self) -> float:
         flat = [p.detach() for p in self.model.parameters()]
