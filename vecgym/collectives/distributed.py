@@ -86,17 +86,17 @@ class Wire:
         group = group or self.group
         if dist.get_world_size(group) == 1 or x.numel() == 0:
             return x
-        carried = self._counted(self._staged(x.contiguous()))
+        carried = self._staged(x.contiguous())
+        self._count(carried)
         self._call(lambda: dist.all_reduce(carried, group=group))
         return carried.to(x.device)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather the rows of all processes, in the order of their ranks: `[L, n] -> [W L, n]`."""
-        if x.numel() == 0:
-            return x.new_empty(self.num_processes * len(x), *x.shape[1:])
-        if self.num_processes == 1:
-            return x
-        carried = self._counted(self._staged(_as_bytes(x)))
+        if self.num_processes == 1 or x.numel() == 0:
+            return x.new_empty(self.num_processes * len(x), *x.shape[1:]) if x.numel() == 0 else x
+        carried = self._staged(_as_bytes(x))
+        self._count(carried)
         gathered = carried.new_empty(self.num_processes * carried.numel())
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
         self._call(lambda: gather(gathered, carried, group=self.group))
@@ -108,14 +108,16 @@ class Wire:
             return x
         carried = self._staged(_as_bytes(x).clone())
         if self.rank == src:
-            self._counted(carried)
+            self._count(carried)
         self._call(lambda: dist.broadcast(carried, self.ranks[src], group=self.group))
         return _from_bytes(carried, x)
 
     def exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> dict[int, Tensor]:
         """Send a tensor to each rank in `sent`; receive one from each in `received`, of the shape given there."""
-        outgoing = {rank: self._counted(self._staged(_as_bytes(x))) for rank, x in sent.items() if x.numel()}
+        outgoing = {rank: self._staged(_as_bytes(x)) for rank, x in sent.items() if x.numel()}
         incoming = {rank: self._staged(torch.empty_like(_as_bytes(x))) for rank, x in received.items() if x.numel()}
+        for x in outgoing.values():
+            self._count(x)
         sends = [dist.P2POp(dist.isend, x, self.ranks[rank], group=self.group) for rank, x in outgoing.items()]
         receives = [dist.P2POp(dist.irecv, x, self.ranks[rank], group=self.group) for rank, x in incoming.items()]
         if sends or receives:
@@ -150,9 +152,8 @@ class Wire:
                 "operations in the same order, whichever nodes it holds and whatever their values are."
             )
 
-    def _counted(self, x: Tensor) -> Tensor:
+    def _count(self, x: Tensor) -> None:
         self.handed_bytes += x.numel() * x.element_size()
-        return x
 
     def _call(self, communicate: Callable[[], Any]) -> Any:
         self._watch(True)
@@ -262,8 +263,7 @@ class DistributedCollectives(Collectives):
         result = x.clone()
         for group in groups:
             ranks = sorted({int(node) // self.num_local for node in group})
-            all_of_them = len(ranks) == self.wire.num_processes
-            processes = self.wire.group if all_of_them else self.wire.subgroup(ranks)
+            processes = self.wire.group if len(ranks) == self.wire.num_processes else self.wire.subgroup(ranks)
             if len(group) > 1 and self.wire.rank in ranks:
                 rows = torch.tensor([node - self.first for node in group if self._is_here(node)], device=x.device)
                 part = _partial(x.index_select(0, rows), len(group) if average else 1)
@@ -293,11 +293,9 @@ class DistributedCollectives(Collectives):
 
         Every process sends to each other process the rows that it wants, each once.
         """
-        L = self.num_local
-        by_process = [
-            sorted({j for row in wanted[r * L : (r + 1) * L] for j in row}) for r in range(self.num_nodes // L)
-        ]
-        here, others = self.wire.rank, [r for r in range(len(by_process)) if r != self.wire.rank]
+        L, W = self.num_local, self.wire.num_processes
+        by_process = [sorted({j for row in wanted[r * L : (r + 1) * L] for j in row}) for r in range(W)]
+        here, others = self.wire.rank, [r for r in range(W) if r != self.wire.rank]
         sent = {r: [j - self.first for j in by_process[r] if self._is_here(j)] for r in others}
         received = {r: [j for j in by_process[here] if j // L == r] for r in others}
         arrived = self.wire.exchange(

@@ -221,11 +221,11 @@ def derivative_error(cause: str) -> RuntimeError:
 
 def check_memory(error: Exception) -> None:
     """Raise an error that says what to do, if memory ran out."""
-    fix = "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
+    advice = "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
     if isinstance(error, torch.OutOfMemoryError):
-        raise torch.OutOfMemoryError(f"{cause(error)}.\n{fix}") from error
+        raise torch.OutOfMemoryError(f"{cause(error)}.\n{advice}") from error
     if "allocate memory" in str(error):
-        raise RuntimeError(f"{cause(error)}.\n{fix}") from error
+        raise RuntimeError(f"{cause(error)}.\n{advice}") from error
 
 
 @contextlib.contextmanager
