@@ -174,14 +174,14 @@ def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[
     torch.set_num_threads(1)
     wire, dtype = links.wire(), options.dtype
     model = copy.deepcopy(options.model).to("cpu", dtype)
-    given = Case(
+    case = Case(
         options.strategy, model, options.dataset, options.num_nodes, options.steps, options.batch_size, options.seed,
         options.engine,
     )  # fmt: skip
-    [exact], [native] = (compare(given, [wire], exact=exact) for exact in (True, False))
+    [exact], [native] = (compare(case, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:
         native = replace(native, finding=native.finding._replace(cause=ORDER_OF_SUMS, rule=""))
     checks = [exact, native]
-    if isinstance(given.strategy, AllReduceStrategy):
-        checks.append(Check("DDP", BOUNDS[dtype], compare_with_ddp(given, wire)))
+    if isinstance(case.strategy, AllReduceStrategy):
+        checks.append(Check("DDP", BOUNDS[dtype], compare_with_ddp(case, wire)))
     return checks
