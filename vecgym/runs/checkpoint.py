@@ -125,7 +125,7 @@ def _step_of(path: Path) -> int:
 class Checkpointer:
     """Decide when a run is saved, what is kept, and what it resumes from. Without a folder nothing is saved.
 
-    A write that fails (on a full disk) warns; the run goes on, and earlier checkpoints stay.
+    A write that fails (on a full disk) warns; the run continues, and earlier checkpoints stay.
 
     Attributes:
         last: the newest checkpoint from which this run can resume.
@@ -173,7 +173,7 @@ class Checkpointer:
             runfile.write(path, {**contents, **self._identity.record()})
         except OSError as error:
             kept = f"the newest checkpoint is {self.last}" if self.last else "this run has no checkpoint"
-            warn(f"{path} could not be written: {error}. The run goes on; {kept}.")
+            warn(f"{path} could not be written: {error}. The run continues; {kept}.")
             return
         self.last = path
         self._remove_old(state.step)
@@ -245,7 +245,7 @@ class Checkpointer:
         if present:
             raise ValueError(
                 f"save_dir={str(self.folder)!r} has checkpoints already, up to {present[-1].name}, which would be "
-                "mixed with those of this run. Fix: resume=True to go on from them, another save_dir, or remove them."
+                "mixed with those of this run. Fix: resume=True to resume from them, another save_dir, or remove them."
             )
         try:
             remove_partial(self.folder, "step*")

@@ -148,8 +148,8 @@ def check_noted(saved: Mapping[str, Any], where: Any) -> None:
     """Raise a ValueError unless the description of a saved run can be compared with one of today."""
     if saved.get("description") != VERSION:
         raise ValueError(
-            f"{where} was written by another version of vecgym, which describes runs differently: whether it is "
-            "this one cannot be told. Give another path to begin anew, or use that version of vecgym to go on."
+            f"{where} was written by another version of vecgym, which describes runs differently: they "
+            "cannot be compared. Give another path to start anew, or resume with that version of vecgym."
         )
 
 

@@ -141,10 +141,9 @@ def verify(options: VerifyOptions) -> Report:
 
     "exact": every node by itself, in one thread, and every collective on the tensors of all nodes: no difference at
     all is allowed. "native": torch.distributed adds up, as it does in a run: 1e-12 is allowed in float64 and 1e-5 in
-    float32, relative to the largest value of each tensor. In both, the ledgers must be the same, and the bytes handed
-    to torch.distributed, counted where they are handed over, those that the ledger's payload means
-    (`DistributedCollectives`). An `AllReduceStrategy` is also compared with
-    `torch.nn.parallel.DistributedDataParallel`.
+    float32, relative to the largest value of each tensor. In both, the ledgers must be the same, and torch.distributed
+    must be handed as many bytes as the ledger's payloads imply (`DistributedCollectives`). An `AllReduceStrategy` is
+    also compared with `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
         {arguments}
