@@ -81,7 +81,7 @@ class Saved:
         values = {**self.params, **self.buffers}
         for name, x in values.items():
             if not isinstance(x, Tensor) or x.dim() == 0 or len(x) not in (1, self.num_nodes):
-                raise TypeError(f"{name} is no tensor with a row for each of {self.num_nodes} nodes, or one for all")
+                raise TypeError(f"{name} is not a tensor with a row for each of {self.num_nodes} nodes, or one for all")
         self._state_dict(values)
 
     def _state_dict(self, values: Tree) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def load(path: str | os.PathLike[str]) -> Saved:
     No class of the script that saved it is needed, and nothing is executed. Tensors are on the CPU.
 
     Raises:
-        FileNotFoundError: where there is no such file.
-        ValueError: for a file that is damaged, or no file of vecgym's, naming it.
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file that is damaged, or not one of vecgym's, naming it.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -177,7 +177,7 @@ def read(
         check: read the whole file, to see whether it is intact.
 
     Raises:
-        FileNotFoundError: where there is no such file.
+        FileNotFoundError: if there is no such file.
         Damaged: for a damaged file, a foreign one, or one of a later version, naming it.
     """
     path = checks.path("path", path)
@@ -274,7 +274,7 @@ def difference(value: Any, demanded: Any, where: str = "", *, more: bool = False
     return "" if alike else f"{where} is {value!r:.60} in place of {demanded!r:.60}"
 
 
-# -------------------------------------------------------------------------------------------- what is in them
+# -------------------------------------------------------------------------------------------------- contents
 
 
 def compact(x: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ from vecgym.core.files import is_regular, remove_partial, write_atomically
 from vecgym.core.rng import GlobalStates
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
-from vecgym.runs.fingerprint import checksum, digest, fingerprint_of_data
-from vecgym.runs.identity import arithmetic, check_learning_rates, check_noted, differences, identity, learning_rates
+from vecgym.runs.identity import Identity
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
 from vecgym.runs.session import Session
@@ -47,29 +46,18 @@ FORM: dict[str, Any] = {
 
 
 class Snapshots:
-    """Take snapshots of a run, and resume from them.
+    """Take snapshots of a run, and restore them.
 
     Args:
         simulation, recorder: what evolves.
-        options: what the run was given; each snapshot describes it as it was before the first step.
+        session: of the run.
     """
 
-    def __init__(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
-        self.strategy = options.strategy  # as the user gave it
+    def __init__(self, simulation: Simulation, recorder: Recorder, session: Session) -> None:
         self.simulation = simulation
         self.recorder = recorder
         self.session = session
         self.engine = simulation.engine
-        self.device = simulation.engine.device
-        train = recorder.data
-        batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], train.batch(0))
-        digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(simulation.num_local)]
-        data = {
-            "first batch of the training data": digest(torch.tensor(session.joined(digests))),
-            "training data": checksum(fingerprint_of_data(train.dataset, "data")),
-        }
-        self.identity = identity(simulation, train, options)
-        self.arithmetic = arithmetic(simulation, options, session.num_processes, data)
 
     def take(self, state: State) -> dict[str, Any] | None:
         """Return everything that evolves, for a file; None except in the first process. All processes call this."""
@@ -80,45 +68,15 @@ class Snapshots:
         if everyone is None:
             return None
         params = {**everyone.pop("params"), **self._frozen()}
-        num_nodes, num_steps = self.simulation.comm.num_nodes, self.simulation.max_steps
+        buffers, num_nodes = everyone.pop("buffers"), self.simulation.comm.num_nodes
         return {
-            **runfile.record(
-                self.engine.model, num_nodes, state.step, params, everyone.pop("buffers"), self.recorder.history
-            ),
-            "identity": self.identity,
-            "arithmetic": self.arithmetic,
-            "learning_rates": learning_rates(self.strategy, num_steps, num_nodes),
+            **runfile.record(self.engine.model, num_nodes, state.step, params, buffers, self.recorder.history),
             "state": {**everyone, "node_steps": node_steps},
             "ranks": self.simulation.strategy.hidden_state(),
             "ledger": self.recorder.ledger.state(),
             "recorder": self.recorder.state(),
             "random": random_states,
         }
-
-    def check(self, contents: Mapping[str, Any], path: Path) -> None:
-        """Raise a ValueError if a snapshot is of another run; warn if the run will not have the same bits."""
-        num_nodes, steps = self.simulation.comm.num_nodes, self.simulation.max_steps
-        with runfile.naming(path):
-            saved = dict(contents["identity"])
-        check_noted(saved, path)
-        with runfile.naming(path):
-            rates = check_learning_rates(contents["learning_rates"], self.strategy, steps, num_nodes)
-            differing = differences(saved, self.identity) or rates
-            changed = differences(contents["arithmetic"], self.arithmetic)
-        if differing:
-            raise ValueError(
-                f"{path} is of another run:\n  " + "\n  ".join(differing) + "\n"
-                "Give what it was saved with, or begin anew with resume=False and another save_dir."
-            )
-        if contents["step"] > steps:
-            raise ValueError(
-                f"{path} has {contents['step']} steps already, and max_steps={steps} are asked for: give more."
-            )
-        if changed:
-            warn(
-                f"The run resumed from {path} will not have the bits of an uninterrupted one:\n  "
-                + "\n  ".join(changed)
-            )
 
     def restore(self, contents: Mapping[str, Any], template: State) -> State:
         """Resume from a snapshot: restore everything but the random generators, which are set last."""
@@ -128,7 +86,7 @@ class Snapshots:
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
-        placed = _placed(self.session.rows_here(values), vars(template), self.device)
+        placed = _placed(self.session.rows_here(values), vars(template), self.engine.device)
         # At its start an optimizer may hold less. Its "numbers" are Python's, and may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
         _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
@@ -167,7 +125,7 @@ def _step_of(path: Path) -> int:
 class Checkpointer:
     """Decide when a run is saved, what is kept, and what it resumes from. Without a folder nothing is saved.
 
-    A write that fails (on a full disk) warns; the run goes on, and earlier checkpoints stay.
+    A write that fails (on a full disk) warns; the run continues, and earlier checkpoints stay.
 
     Attributes:
         last: the newest checkpoint from which this run can resume.
@@ -187,7 +145,8 @@ class Checkpointer:
         self._contents: dict[str, Any] | None = None  # of the checkpoint that the run resumes from
         if self.folder is None and options.resume is False:
             return
-        self._snapshots = Snapshots(options, simulation, recorder, session)
+        self._snapshots = Snapshots(simulation, recorder, session)
+        self._identity = Identity(options, simulation, recorder.data, session)
         if options.resume is not False:
             self.resumed = self._load()
         session.first(self._make_folder)
@@ -211,10 +170,10 @@ class Checkpointer:
             return
         path = self.folder / NAME.format(state.step)
         try:
-            runfile.write(path, contents)
+            runfile.write(path, {**contents, **self._identity.record()})
         except OSError as error:
             kept = f"the newest checkpoint is {self.last}" if self.last else "this run has no checkpoint"
-            warn(f"{path} could not be written: {error}. The run goes on; {kept}.")
+            warn(f"{path} could not be written: {error}. The run continues; {kept}.")
             return
         self.last = path
         self._remove_old(state.step)
@@ -231,7 +190,7 @@ class Checkpointer:
             state, wrong = None, ""
             try:
                 contents = self._read(path)
-                self._snapshots.check(contents, path)
+                self._identity.check(contents, path)
                 template = template or self.simulation.init()
                 with runfile.naming(path):
                     state = self._snapshots.restore(contents, template)
@@ -286,7 +245,7 @@ class Checkpointer:
         if present:
             raise ValueError(
                 f"save_dir={str(self.folder)!r} has checkpoints already, up to {present[-1].name}, which would be "
-                "mixed with those of this run. Fix: resume=True to go on from them, another save_dir, or remove them."
+                "mixed with those of this run. Fix: resume=True to resume from them, another save_dir, or remove them."
             )
         try:
             remove_partial(self.folder, "step*")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
+from vecgym.core.errors import warn
 from vecgym.data import Batches
 from vecgym.engine.simulation import Simulation
-from vecgym.runs.fingerprint import fingerprint_of, is_code
+from vecgym.records import runfile
+from vecgym.runs.fingerprint import checksum, digest, fingerprint_of, fingerprint_of_data, is_code
 from vecgym.runs.options import FitOptions
-from vecgym.strategy import Context, Strategy
+from vecgym.runs.session import Session
+from vecgym.strategy import Context
 
 VERSION = 3  # of the description of a run; earlier ones say too little
 NOTHING = "nothing"
@@ -23,8 +27,74 @@ SHOWN = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared
 
 
-def identity(simulation: Simulation, train: Batches, options: FitOptions) -> dict[str, Any]:
-    """Return what must be the same: name -> plain value."""
+class Identity:
+    """What makes a run itself: only a run that has it in common may resume from its checkpoints.
+
+    Args:
+        options: of the run; they are described as they are before its first step.
+        simulation, train, session: of the run.
+
+    Attributes:
+        required: what must be the same: name -> plain value.
+        arithmetic: what may differ, but then the last bits do, or more: name -> plain value.
+    """
+
+    def __init__(self, options: FitOptions, simulation: Simulation, train: Batches, session: Session) -> None:
+        self.strategy = options.strategy  # as the user gave it
+        self.num_nodes = simulation.comm.num_nodes
+        self.num_steps = simulation.max_steps
+        self.required = _required(options, simulation, train)
+        self.arithmetic = {**_arithmetic(options, simulation, session), **_checksums(train, simulation, session)}
+
+    def record(self) -> dict[str, Any]:
+        """Return it for a file."""
+        first = range(min(self.num_steps, SAMPLES // 4))
+        steps = {*first, *(round(i * (self.num_steps - 1) / SAMPLES) for i in range(SAMPLES + 1))}
+        rates = {step: self._learning_rates(step) for step in sorted(steps) if 0 <= step < self.num_steps}
+        return {"identity": self.required, "arithmetic": self.arithmetic, "learning_rates": rates}
+
+    def check(self, contents: Mapping[str, Any], path: Path) -> None:
+        """Raise a ValueError if a file is of another run; warn if the run will not have the same bits."""
+        with runfile.naming(path):
+            saved = dict(contents["identity"])
+        check_noted(saved, path)
+        with runfile.naming(path):
+            different_rates = self._different_rates(contents["learning_rates"])
+            differing = differences(saved, self.required) or different_rates
+            changed = differences(contents["arithmetic"], self.arithmetic)
+        if differing:
+            raise ValueError(
+                f"{path} is of another run:\n  " + "\n  ".join(differing) + "\n"
+                "Give what it was saved with, or begin anew with resume=False and another save_dir."
+            )
+        if contents["step"] > self.num_steps:
+            raise ValueError(
+                f"{path} has {contents['step']} steps already, and max_steps={self.num_steps} are asked for: give more."
+            )
+        if changed:
+            warn(
+                f"The run resumed from {path} will not have the bits of an uninterrupted one:\n  "
+                + "\n  ".join(changed)
+            )
+
+    def _different_rates(self, saved: Mapping[int, list[float]]) -> list[str]:
+        """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
+        for step, before in saved.items():
+            now = self._learning_rates(step) if step < self.num_steps else before
+            if len(now) != len(before) or not all(map(_close, before, now)):
+                return [f"learning rate of step {step}: saved {_short(before)}, given {_short(now)}"]
+        return []
+
+    def _learning_rates(self, step: int) -> list[float]:
+        """Return the inner learning rate at a step, or that of each node; nothing if the optimizer has none."""
+        try:
+            lr = self.strategy.lr(Context(StackedCollectives(self.num_nodes), step=step, max_steps=self.num_steps))
+        except AttributeError:
+            return []
+        return torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
+
+
+def _required(options: FitOptions, simulation: Simulation, train: Batches) -> dict[str, Any]:
     settings = ("seed", "batch_size", "shuffle", "autocast")
     model, trained = simulation.engine.model, simulation.engine.params
     parameters = {
@@ -44,6 +114,31 @@ def identity(simulation: Simulation, train: Batches, options: FitOptions) -> dic
     }
 
 
+def _arithmetic(options: FitOptions, simulation: Simulation, session: Session) -> dict[str, Any]:
+    plan = simulation.engine.plan
+    return {
+        "device": simulation.engine.device.type,
+        "engine": plan.engine,
+        "chunk_size": plan.chunk_size,
+        "node_threads": plan.node_threads,
+        "minibatch_size": options.minibatch_size,
+        "exact": options.exact,
+        **({} if options.exact else {"num_processes": session.num_processes}),
+        "torch": str(torch.__version__),
+        "Python, so that the code of functions is not compared": noted()["python"],
+    }
+
+
+def _checksums(train: Batches, simulation: Simulation, session: Session) -> dict[str, Any]:
+    """Return checksums of the training data; all processes call this."""
+    batch = tree.map_leaves(lambda x: x.flatten(1) if x.dim() > 1 else x[:, None], train.batch(0))
+    digests = [int(digest([x[i] for x in tree.leaves(batch)]), 16) for i in range(simulation.num_local)]
+    return {
+        "first batch of the training data": digest(torch.tensor(session.joined(digests))),
+        "training data": checksum(fingerprint_of_data(train.dataset, "data")),
+    }
+
+
 def noted() -> dict[str, Any]:
     """Return the first entries of the description of a run, which say what it can be compared with."""
     return {"description": VERSION, "python": "{}.{}".format(*sys.version_info)}
@@ -53,28 +148,9 @@ def check_noted(saved: Mapping[str, Any], where: Any) -> None:
     """Raise a ValueError unless the description of a saved run can be compared with one of today."""
     if saved.get("description") != VERSION:
         raise ValueError(
-            f"{where} was written by another version of vecgym, which describes runs differently: whether it is "
-            "this one cannot be told. Give another path to begin anew, or use that version of vecgym to go on."
+            f"{where} was written by another version of vecgym, which describes runs differently: they "
+            "cannot be compared. Give another path to start anew, or resume with that version of vecgym."
         )
-
-
-def arithmetic(
-    simulation: Simulation, options: FitOptions, num_processes: int, data: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return what may differ, but then the last bits do, or more: name -> plain value."""
-    plan = simulation.engine.plan
-    return {
-        "device": simulation.engine.device.type,
-        "engine": plan.engine,
-        "chunk_size": plan.chunk_size,
-        "node_threads": plan.node_threads,
-        "minibatch_size": options.minibatch_size,
-        "exact": options.exact,
-        **({} if options.exact else {"num_processes": num_processes}),
-        "torch": str(torch.__version__),
-        "Python, so that the code of functions is not compared": noted()["python"],
-        **data,
-    }
 
 
 def differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -100,36 +176,6 @@ def difference(name: str, saved: Any, given: Any) -> str:
     """
     both = is_code(saved) and is_code(given)
     return f"{name}: other code" if both else f"{name}: saved {saved}, given {given}"
-
-
-def learning_rates(
-    strategy: Strategy, max_steps: int, num_nodes: int, steps: Iterable[int] | None = None
-) -> dict[int, list[float]]:
-    """Return the inner learning rate at these steps, as far as the run has them; None: at a sample of its steps."""
-    if steps is None:
-        first = range(min(max_steps, SAMPLES // 4))
-        steps = {*first, *(round(i * (max_steps - 1) / SAMPLES) for i in range(SAMPLES + 1))}
-    chosen = sorted(step for step in steps if 0 <= step < max_steps)
-    return {step: _lr(strategy, step, max_steps, num_nodes) for step in chosen}
-
-
-def _lr(strategy: Strategy, step: int, max_steps: int, num_nodes: int) -> list[float]:
-    try:
-        lr = strategy.lr(Context(StackedCollectives(num_nodes), step=step, max_steps=max_steps))
-    except AttributeError:  # an optimizer without one
-        return []
-    return torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
-
-
-def check_learning_rates(
-    saved: Mapping[int, list[float]], strategy: Strategy, max_steps: int, num_nodes: int
-) -> list[str]:
-    """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
-    for step, now in learning_rates(strategy, max_steps, num_nodes, saved).items():
-        before = saved[step]
-        if len(now) != len(before) or not all(map(_close, before, now)):
-            return [f"learning rate of step {step}: saved {_short(before)}, given {_short(now)}"]
-    return []
 
 
 def _close(a: float, b: float) -> bool:

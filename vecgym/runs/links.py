@@ -44,11 +44,11 @@ class Link:
     ...     link.announce("nothing")  # the error would say this if the process hung now
     ...     link.watch(inside=False)  # it makes progress
     ...     link.send({"rank": link.rank})
-    ...     link.put("message", "the same, said in full")
+    ...     link.put("message", "the same, in full")
     >>> from vecgym.runs.multiprocess import run
     >>> run(work, 1, start_method="fork", on_message=print)
     0 {'rank': 0}
-    0 the same, said in full
+    0 the same, in full
     [None]
     """
 

@@ -122,18 +122,18 @@ class Case(NamedTuple):
         return tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 
-def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+def compare(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     """Step the stacked form and, in the processes of each wire, the distributed form; return a `Check` for each wire.
 
     Every process of every wire calls this, and must belong to all the wires that it gives.
     """
-    before = attributes(given.strategy)
-    stacked = Form(given, StackedCollectives(given.num_nodes), exact)
-    forms = [Form(given, AccountedCollectives(given.num_nodes, wire, exact=exact), exact) for wire in wires]
-    rounding = BOUNDS[next(iter(given.model.parameters())).dtype]
+    before = attributes(case.strategy)
+    stacked = Form(case, StackedCollectives(case.num_nodes), exact)
+    forms = [Form(case, AccountedCollectives(case.num_nodes, wire, exact=exact), exact) for wire in wires]
+    rounding = BOUNDS[next(iter(case.model.parameters())).dtype]
     comparisons = [_Comparison(form, 0.0 if exact else rounding) for form in forms]
     with torch.enable_grad():
-        for step in range(given.steps):
+        for step in range(case.steps):
             stacked.step(step)
             for form, comparison in zip(forms, comparisons):
                 form.step_as_part(step)
@@ -142,10 +142,10 @@ def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     for comparison, wire in zip(comparisons, wires):
         seen = comparison.evidence
         if seen is not None:
-            after = attributes(given.strategy)
+            after = attributes(case.strategy)
             changed = tuple(name for name in after if before.get(name) != after[name])
-            seen = seen._replace(changed=changed, random=_draws(given, exact, seen.step))
-        wire.agree(f"nothing more, after {given.steps} steps")
+            seen = seen._replace(changed=changed, random=_draws(case, exact, seen.step))
+        wire.agree(f"nothing more, after {case.steps} steps")
         everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], seen))
         finding = diagnose([seen for _, seen in everyone], exact, rounding)
         name, rows = "exact" if exact else "native", _over_processes([rows for rows, _ in everyone])
@@ -158,15 +158,15 @@ def compare(given: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
 class Form:
     """One of the two forms, and its state so far."""
 
-    def __init__(self, given: Case, comm: Any, exact: bool) -> None:
-        self.given = given
+    def __init__(self, case: Case, comm: Any, exact: bool) -> None:
+        self.case = case
         self.comm = comm
-        self.simulation, self.batches = given.simulation(comm, exact), given.batches(comm.node_ids)
+        self.simulation, self.batches = case.simulation(comm, exact), case.batches(comm.node_ids)
         self.state: State = self.simulation.init()
         self.losses = torch.empty(0)
 
     def step(self, step: int) -> None:
-        batch = self.given.converted(self.batches.batch(step))
+        batch = self.case.converted(self.batches.batch(step))
         self.state, metrics = self.simulation.step(self.state, batch)
         self.comm.ledger.add(step, metrics.transfers)
         self.losses = metrics.losses
@@ -179,7 +179,7 @@ class Form:
             raise
         except (RuntimeError, IndexError) as error:
             raise RuntimeError(
-                f"step {step}: the strategy works with all {self.given.num_nodes} nodes in one process and fails with "
+                f"step {step}: the strategy works with all {self.case.num_nodes} nodes in one process and fails with "
                 f"the {self.comm.num_local} of this one: {error}. The contract: {RULES['own']}; {RULES['comm']}."
             ) from error
 
@@ -222,13 +222,13 @@ def _calls(entries: Sequence[Entry]) -> str:
     return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "none"
 
 
-def _draws(given: Case, exact: bool, last_step: int) -> bool:
+def _draws(case: Case, exact: bool, last_step: int) -> bool:
     """Whether stacked runs depend on the states of the global generators."""
     before = GlobalStates.now()
     forms = []
     for seed in (1, 2):
         GlobalStates.seeded(seed).restore()
-        forms.append(Form(given, StackedCollectives(given.num_nodes), exact))
+        forms.append(Form(case, StackedCollectives(case.num_nodes), exact))
         with torch.enable_grad():
             for step in range(last_step + 1):
                 forms[-1].step(step)
@@ -248,29 +248,29 @@ def _over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Diff
 # ----------------------------------------------------------------------------- against DistributedDataParallel
 
 
-def compare_with_ddp(given: Case, wire: Wire) -> tuple[Difference, ...]:
+def compare_with_ddp(case: Case, wire: Wire) -> tuple[Difference, ...]:
     """Compare AllReduce's parameters with those of torch's DistributedDataParallel: same model, data and optimizer.
 
     A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm that is equivalent.
     """
-    form = Form(given, DistributedCollectives(given.num_nodes, wire), exact=False)
-    strategy = given.strategy
+    form = Form(case, DistributedCollectives(case.num_nodes, wire), exact=False)
+    strategy = case.strategy
     facts = form.simulation.engine.facts
     unused = facts is not None and bool(facts.unused)
     ddp = nn.parallel.DistributedDataParallel(
-        copy.deepcopy(given.model), process_group=wire.group, broadcast_buffers=False, find_unused_parameters=unused
+        copy.deepcopy(case.model), process_group=wire.group, broadcast_buffers=False, find_unused_parameters=unused
     )
     optimizer = strategy.inner_optim.build(ddp.module)
     base_lr = optimizer.defaults["lr"]
     rows = []
     with torch.enable_grad():
-        for step in range(given.steps):
+        for step in range(case.steps):
             form.step(step)
-            lr = float(strategy.lr(Context(form.comm, step=step, max_steps=given.steps, seed=given.seed)))
+            lr = float(strategy.lr(Context(form.comm, step=step, max_steps=case.steps, seed=case.seed)))
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("given_lr", group["lr"]) * (lr / base_lr)
             optimizer.zero_grad()
-            batch = given.converted(form.batches.batch(step))
+            batch = case.converted(form.batches.batch(step))
             ddp(tree.map_leaves(lambda x: x.flatten(0, 1), batch)).backward()
             if strategy.max_norm is not None:
                 nn.utils.clip_grad_norm_(ddp.module.parameters(), float(strategy.max_norm))

@@ -79,10 +79,10 @@ def run(
     ...     dist.all_reduce(total)
     ...     link.send(f"process {link.rank} of {link.num_processes}")
     ...     return int(total)
-    >>> said = []
-    >>> run(work, 2, (10,), start_method="fork", on_message=lambda rank, message: said.append(message))
+    >>> messages = []
+    >>> run(work, 2, (10,), start_method="fork", on_message=lambda rank, message: messages.append(message))
     [21, 21]
-    >>> sorted(said)
+    >>> sorted(messages)
     ['process 0 of 2', 'process 1 of 2']
     """
     check_alone(f"a run of {num_processes} processes of its own")

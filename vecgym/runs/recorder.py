@@ -201,6 +201,6 @@ class Loggers:
         for one in list(self._alive):
             try:
                 getattr(one, method)(*args)
-            except Exception as error:  # noqa: PERF203 - whatever a logger does, the training goes on
+            except Exception as error:  # noqa: PERF203 - whatever a logger does, the training continues
                 self._alive.remove(one)
                 warn(f"{type(one).__name__} failed and is left out: {error!r}")

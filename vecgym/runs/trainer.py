@@ -45,7 +45,7 @@ class Trainer(Generic[M]):
         nodes: the stacked final state, `nodes.params[name]` is `[K, *shape]`, likewise `nodes.buffers`; with
             `backend="distributed"` that of this process's nodes.
         ledger: every collective with its bytes.
-        state: the state of the simulation itself, in which what is the same on every node is `[1, *]`; with
+        state: the state of the simulation itself, in which a value that is the same on every node is `[1, *]`; with
             `backend="distributed"` that of this process's nodes, with `backend="processes"` None.
 
     >>> import torch
@@ -92,7 +92,7 @@ class Trainer(Generic[M]):
     def nodes(self) -> Nodes[M]:
         """The stacked state of all nodes at the end of the last `fit`."""
         if self.run is None or self.run.nodes is None:
-            raise AttributeError("trainer.nodes is there once fit() has begun.")
+            raise AttributeError("trainer.nodes exists only after fit() has begun.")
         return self.run.nodes
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -141,10 +141,9 @@ def verify(options: VerifyOptions) -> Report:
 
     "exact": every node by itself, in one thread, and every collective on the tensors of all nodes: no difference at
     all is allowed. "native": torch.distributed adds up, as it does in a run: 1e-12 is allowed in float64 and 1e-5 in
-    float32, relative to the largest value of each tensor. In both, the ledgers must be the same, and the bytes handed
-    to torch.distributed, counted where they are handed over, those that the ledger's payload means
-    (`DistributedCollectives`). An `AllReduceStrategy` is also compared with
-    `torch.nn.parallel.DistributedDataParallel`.
+    float32, relative to the largest value of each tensor. In both, the ledgers must be the same, and torch.distributed
+    must be handed as many bytes as the ledger's payloads imply (`DistributedCollectives`). An `AllReduceStrategy` is
+    also compared with `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
         {arguments}
@@ -174,14 +173,14 @@ def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[
     torch.set_num_threads(1)
     wire, dtype = links.wire(), options.dtype
     model = copy.deepcopy(options.model).to("cpu", dtype)
-    given = Case(
+    case = Case(
         options.strategy, model, options.dataset, options.num_nodes, options.steps, options.batch_size, options.seed,
         options.engine,
     )  # fmt: skip
-    [exact], [native] = (compare(given, [wire], exact=exact) for exact in (True, False))
+    [exact], [native] = (compare(case, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:
         native = replace(native, finding=native.finding._replace(cause=ORDER_OF_SUMS, rule=""))
     checks = [exact, native]
-    if isinstance(given.strategy, AllReduceStrategy):
-        checks.append(Check("DDP", BOUNDS[dtype], compare_with_ddp(given, wire)))
+    if isinstance(case.strategy, AllReduceStrategy):
+        checks.append(Check("DDP", BOUNDS[dtype], compare_with_ddp(case, wire)))
     return checks
