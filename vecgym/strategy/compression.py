@@ -33,7 +33,7 @@ def compressed(
     reference: bool | None = None,
     **options: Any,
 ) -> CommunicationModule:
-    """`module`, whose average is compressed: the same module around a `Compressed` average.
+    """Compress what a module averages: return the same module around a `Compressed` average.
 
     With x_i what node i would send, it sends C(p_i) instead: p_i = x_i - r + e_i; e_i <- p_i - C(p_i); the average is
     r + 1/K sum_i C(p_i), over all nodes or over i's island, weighted if the module's is.
@@ -116,7 +116,7 @@ TopK(fraction=0.05, k=None), error_feedback=True)
 
 
 def with_compression(module: CommunicationModule, compression: str | Compressor | None) -> CommunicationModule:
-    """`module` itself for None; else `compressed(module, compression)`: for an argument of a strategy.
+    """Return `module` itself for None, else `compressed(module, compression)`: for an argument of a strategy.
 
     >>> from vecgym.strategy import GradientAveraging
     >>> with_compression(GradientAveraging(), "int8")
