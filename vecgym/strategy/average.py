@@ -63,7 +63,10 @@ class Average(ABC):
         return
 
     def init(self, values: Tree, ctx: Context) -> State:
-        """Return the first state, nested dicts of tensors. `values`, `[1 or L, *]`, have the shapes of what will be given."""
+        """Return the first state, nested dicts of tensors.
+
+        `values`, `[1 or L, *]`, are those before the first exchange: the initial parameters; zeros, of what begins at 0.
+        """
         return {}
 
     @abstractmethod

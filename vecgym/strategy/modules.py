@@ -98,7 +98,7 @@ class Gradients(Exchange):
         return self.average.plain
 
     def init(self, params: Tree, ctx: Context) -> State:
-        return self.average.init(params, ctx)
+        return self.average.init(tree.map(torch.zeros_like, params), ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return self.average(grads, state, self._counted(ctx))
@@ -303,7 +303,7 @@ class OuterStep(Exchange):
 
     def _init(self, params: Tree, ctx: Context) -> State:
         state = {"params": params, "optimizer": self._rule.init(params)}
-        if average := self.average.init(params, ctx):
+        if average := self.average.init(tree.map(torch.zeros_like, params), ctx):
             state["average"] = average
         if self.delay:
             state["queue"] = self._late.init(nothing(params))
