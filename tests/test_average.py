@@ -403,7 +403,7 @@ PROCESSES: dict[str, Callable[[], CommunicationModule]] = {
         Sparse(PartitionedSelector(0.5), Compressed(Mean(), "int8", reference=True)), every=2, delay=1
     ),
     "what moved most, late": lambda: Parameters(MostMoved(0.3, bits=8), every=2, delay=1),
-    "strongest cosines": lambda: OuterStep(StrongestCosines(0.9, k=2, chunk=4), NESTEROV, H=3),
+    "strongest cosines": lambda: OuterStep(StrongestCosines(0.9, 2, 4), NESTEROV, H=3),
     "codes, median, private": lambda: OuterStep(
         Private(Compressed(Robust("median", island_size=3), "int8"), clip=1.0, noise=0.1), NESTEROV, H=2
     ),

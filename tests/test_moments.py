@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.fitting import dataset, fit, params
-from tests.helpers import assert_close, run, stacked
+from tests.helpers import assert_close, difference, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import sweep
 from vecgym.collectives import StackedCollectives
+from vecgym.compress import Quantise, TopK
 from vecgym.optim import OptimSpec
 from vecgym.runs.verification import verify
 from vecgym.strategy import (
@@ -119,6 +120,19 @@ def test_sweeps_and_single_runs_agree() -> None:
     single = [fit("MLP", make(H), num_nodes=K, max_steps=5)[0].history.last("train_loss") for H in (2, 3, 5)]
     assert losses == pytest.approx(single, rel=1e-5)
     assert len(set(losses)) == 3
+
+
+def test_moments_may_be_sent_as_codes() -> None:
+    """Of all values, that changes nothing; of 8 bits, the difference to the last average, little."""
+    batches, far = stacked(make_batches("MLP", 9, K, dtype=torch.float64)), {}
+    for codec in (None, TopK(1.0), Quantise(8)):
+        moments: CommunicationModule = Moments(slots=["exp_avg", "exp_avg_sq"], every=2)
+        module = moments if codec is None else compressed(moments, codec)
+        strategy = CommunicateOptimizeStrategy([AveragingCommunicator(H=2), module], "adamw", lr=0.01)
+        found = run(make_model("MLP", dtype=torch.float64), strategy, batches).params
+        plain = found if codec is None else plain
+        far[repr(codec)] = difference(found, plain)
+    assert far["TopK(fraction=1.0, k=None)"] < 1e-12 < far["Quantise(bits=8, stochastic=False)"] < 0.02
 
 
 def test_processes_agree() -> None:

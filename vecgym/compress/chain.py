@@ -9,7 +9,7 @@ from vecgym.core import check
 
 
 class Chain(Codec):
-    """A few values, and these in few bits: what the first codec sends of a tensor is coded once more by the second.
+    """Two codecs, one after the other: the values that the first sends of a tensor are coded once more by the second.
 
     Bytes: those of the first without its values, and those of the second for its values.
 
@@ -59,7 +59,7 @@ class Chain(Codec):
         return self.first.average({**kept, "values": values}, like, weights)
 
     def _read(self, code: Code, like: Tensor) -> Code:
-        """The code of the first codec: parts `[R, ...]`."""
+        """Return the code of the first codec, parts `[R, ...]`."""
         parts = {name.removeprefix("values "): y for name, y in code.items() if name.startswith("values ")}
         rest = {name: y for name, y in code.items() if not name.startswith("values ")}
         return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values(size_of(like))))}

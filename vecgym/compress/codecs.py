@@ -1,4 +1,4 @@
-"""Lossy codes of tensors, for all nodes at once: what a node sends in place of a tensor, and how it is read.
+"""Lossy codes of tensors, for all nodes at once: what a node sends instead of a tensor, and how it is read.
 
 A `Codec` turns `[L, *shape]` into a code, a few tensors `[L, ...]` that every node sends to all others; its bytes
 are the bytes of these tensors. `PowerSGD` needs no such gathering: two averages suffice.
@@ -50,22 +50,22 @@ class Draw(NamedTuple):
     node_ids: Tensor
 
     def subset(self, n: int, m: int) -> Tensor:
-        """m of n coordinates, each set of them equally likely, the same on every node: `[m]`."""
+        """Draw m of n coordinates, each set of them equally likely, the same on every node: `[m]`."""
         return torch.randperm(n, generator=self.generator())[:m]
 
     def uniform(self, n: int, dtype: torch.dtype) -> Tensor:
-        """n numbers in [0, 1) for each node, keyed by the node: `[L, n]`."""
+        """Draw n numbers in [0, 1) for each node, keyed by the node: `[L, n]`."""
         nodes, rows = self.node_ids.unique(return_inverse=True)
         drawn = [torch.rand(n, generator=self.generator(node), dtype=dtype) for node in nodes.tolist()]
         return torch.stack(drawn)[rows]
 
     def normal(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Standard normal numbers, the same on every node: `[*shape]`."""
+        """Draw standard normal numbers, the same on every node: `[*shape]`."""
         return torch.randn(shape, generator=self.generator(), dtype=dtype)
 
 
 class Codec(ABC):
-    """What a node sends in place of a tensor. Override `encode` and `decode`.
+    """What a node sends instead of a tensor. Override `encode` and `decode`.
 
     Attributes:
         shared: parts of the code that every node has without being sent them; they are `[1, ...]`.
@@ -88,14 +88,14 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
-        """The code of each node's tensor: `[L, *]` -> parts `[L, ...]`."""
+        """Encode each node's tensor: `[L, *]` -> parts `[L, ...]`."""
 
     @abstractmethod
     def decode(self, code: Code, like: Tensor) -> Tensor:
-        """What a code stands for: `[R, *shape]` for R rows of code; `like`, `[L, *shape]`, has shape and dtype."""
+        """Decode R rows of code to `[R, *shape]`; `like`, `[L, *shape]`, has shape and dtype."""
 
     def num_values(self, n: int) -> int:
-        """The entries of the part `values` of the code of n values, where that is a shorter tensor of the same kind.
+        """Return how many of n values the code's part `values` holds, where that is a shorter tensor of the same kind.
 
         >>> TopK(0.1).num_values(50), RandomK(0.2).num_values(50)
         (5, 10)
@@ -103,7 +103,7 @@ class Codec(ABC):
         raise TypeError(f"{self!r} sends no values that another codec could make shorter: TopK and RandomK do.")
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The mean over the K senders, or sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
+        """Average over the K senders, or return sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
 
         Args:
             codes: of every sender; of the shared parts one, `[1, 1, ...]`.
@@ -152,7 +152,7 @@ class TopK(Codec):
         self.k = check.optional_integer("k", k, what="the number of values sent of each tensor")
 
     def count(self, n: int) -> int:
-        """The number of values sent of a tensor of n.
+        """Return the number of values sent of a tensor of n.
 
         >>> TopK(0.1).count(50), TopK(0.1).count(3), TopK(k=8).count(50)
         (5, 1, 8)
@@ -171,7 +171,7 @@ class TopK(Codec):
         return _shaped(values.new_zeros(len(values), size_of(like)).scatter(1, indices, values), like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Adds up the few values that were sent, and nothing else."""
+        """Add up the few values that were sent, and nothing else."""
         values, indices = codes["values"], codes["indices"].long()  # [R, K, k]
         values = values / values.shape[1] if weights is None else values * weights.to(values)[..., None]
         total = values.new_zeros(len(values), size_of(like))
@@ -215,7 +215,7 @@ class RandomK(Codec):
         return _shaped(flat, like)
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The mean of what was sent, decoded once: the coordinates are the same."""
+        """Decode the mean of what was sent, once: the coordinates are the same."""
         values = codes["values"]  # [R, K, m]
         mean = values.mean(1) if weights is None else (weights.to(values)[:, None] @ values)[:, 0]
         return self.decode({"values": mean, "indices": codes["indices"][0]}, like)
@@ -300,7 +300,7 @@ class Sign(Codec):
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Several values of 1, 2 or 4 bits to a byte, the first in the lowest bits: uint8 `[L, n]` -> `[L, bytes]`.
+    """Pack values of 1, 2 or 4 bits into bytes, the first in the lowest bits: uint8 `[L, n]` -> `[L, bytes]`.
 
     >>> pack(torch.tensor([[1, 2, 15]], dtype=torch.uint8), 4)  # 1 + 2 * 16, 15
     tensor([[33, 15]], dtype=torch.uint8)
@@ -312,7 +312,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """The inverse of `pack` for n values: uint8 `[L, bytes]` -> `[L, n]`."""
+    """Invert `pack` for n values: uint8 `[L, bytes]` -> `[L, n]`."""
     values = (packed[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)
     return values.flatten(1)[:, :n]
 
@@ -325,7 +325,7 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
 
 
 def part_of(n: int, fraction: float) -> int:
-    """That fraction of n, rounded, and at least one.
+    """Return that fraction of n, rounded, and at least one.
 
     >>> part_of(1000, 0.0105), part_of(10, 0.01)
     (10, 1)
@@ -334,7 +334,7 @@ def part_of(n: int, fraction: float) -> int:
 
 
 def index_dtype(n: int) -> torch.dtype:
-    """The integer type in which indices into n values are sent."""
+    """Return the integer type in which indices into n values are sent."""
     return torch.int32 if n <= 2**31 else torch.int64
 
 
@@ -363,12 +363,12 @@ def check_bits(name: str, value: Any) -> int:
 
 
 def size_of(x: Tensor) -> int:
-    """Values of one node."""
+    """Count the values of one node."""
     return math.prod(x.shape[1:])
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """`[R, n]` -> `[R, *shape]` of `like`, which may have no elements."""
+    """Shape `[R, n]` as `[R, *shape]` of `like`, which may have no elements."""
     return flat.view(len(flat), *like.shape[1:])
 
 

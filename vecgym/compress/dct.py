@@ -43,7 +43,7 @@ class Grid(NamedTuple):
 
 
 def chunk_size(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most `limit`.
+    """Return the largest divisor of n that is at most `limit`.
 
     >>> [chunk_size(n, 64) for n in (1, 64, 67, 96, 784)]
     [1, 64, 1, 48, 56]
@@ -53,7 +53,7 @@ def chunk_size(n: int, limit: int) -> int:
 
 @functools.cache
 def grid(shape: tuple[int, ...], limit: int) -> Grid:
-    """The chunks of a tensor of one node, no side longer than `limit`.
+    """Cut a tensor of one node into chunks with no side longer than `limit`.
 
     A matrix has chunks of two dimensions. A vector is one row, a scalar a row of one; in a tensor of more
     dimensions all but the first are folded into one.
@@ -69,7 +69,7 @@ def grid(shape: tuple[int, ...], limit: int) -> Grid:
 
 
 def to_chunks(x: Tensor, cut: Grid) -> Tensor:
-    """`[L, *shape]` -> `[L, chunks, height, width]`, the chunks in row-major order.
+    """Cut `[L, *shape]` into `[L, chunks, height, width]`, the chunks in row-major order.
 
     >>> to_chunks(torch.arange(8.0).view(1, 2, 4), grid((2, 4), limit=2)).tolist()
     [[[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]]
@@ -79,7 +79,7 @@ def to_chunks(x: Tensor, cut: Grid) -> Tensor:
 
 
 def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
-    """`[L, chunks, height, width]` -> `[L, *shape]`, the inverse of `to_chunks`.
+    """Join `[L, chunks, height, width]` to `[L, *shape]`, the inverse of `to_chunks`.
 
     >>> x, cut = torch.arange(8.0).view(1, 2, 4), grid((2, 4), limit=2)
     >>> from_chunks(to_chunks(x, cut), cut, (2, 4))
@@ -92,7 +92,7 @@ def from_chunks(chunks: Tensor, cut: Grid, shape: Sequence[int]) -> Tensor:
 
 @functools.cache
 def basis(n: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu") -> Tensor:
-    """The orthonormal cosine basis, one vector per row, `[n, n]`.
+    """Return the orthonormal cosine basis, one vector per row, `[n, n]`.
 
     C_kj = s_k cos(pi (j + 1/2) k / n) with s_0 = sqrt(1/n), s_k = sqrt(2/n) for k > 0. Where that cosine is 0, as in
     the middle of an odd wave, C_kj is exactly 0, so that what is decoded there is 0 and not rounding noise, which
@@ -114,7 +114,7 @@ def basis(n: int, dtype: torch.dtype = torch.float64, device: torch.device | str
 
 
 def dct(x: Tensor) -> Tensor:
-    """The orthonormal DCT-II of each chunk `[..., height, width]`: X = C_height x C_width^T.
+    """Take the orthonormal DCT-II of each chunk `[..., height, width]`: X = C_height x C_width^T.
 
     >>> dct(torch.ones(1, 2, 2))
     tensor([[[2.0000, 0.0000],
@@ -125,7 +125,7 @@ def dct(x: Tensor) -> Tensor:
 
 
 def accumulate_dct_(X: Tensor, x: Tensor, cut: Grid, decay: float) -> Tensor:
-    """X <- decay X + dct(to_chunks(x, cut)) in place, with fewer passes: `[S, chunks, area]` and `[S, *shape]`.
+    """Set X <- decay X + dct(to_chunks(x, cut)), in place and in fewer passes: `[S, chunks, area]` and `[S, *shape]`.
 
     >>> X, x, cut = torch.ones(1, 2, 4), torch.ones(1, 2, 4), grid((2, 4), limit=2)
     >>> accumulate_dct_(X, x, cut, decay=0.5)
@@ -140,7 +140,7 @@ def accumulate_dct_(X: Tensor, x: Tensor, cut: Grid, decay: float) -> Tensor:
 
 
 def inverse_dct(X: Tensor) -> Tensor:
-    """The chunks `[..., height, width]` of these coefficients: x = C_height^T X C_width.
+    """Return the chunks `[..., height, width]` of these coefficients: x = C_height^T X C_width.
 
     >>> x = torch.arange(6.0).view(1, 2, 3)
     >>> torch.allclose(inverse_dct(dct(x)), x, atol=1e-5)
@@ -155,7 +155,7 @@ def _bases(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def strongest(x: Tensor, k: int) -> Tensor:
-    """The indices of the k largest magnitudes along the last dimension, `[..., n] -> [..., min(k, n)]`.
+    """Find the k largest magnitudes along the last dimension, `[..., n]` -> indices `[..., min(k, n)]`.
 
     Of equal magnitudes the first are taken, on every device. The order among the indices is not specified.
 
@@ -176,7 +176,7 @@ def strongest(x: Tensor, k: int) -> Tensor:
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`x.topk(k)`, for rows long against k twice as fast: the k largest are in the k groups of largest maximum."""
+    """Do as `x.topk(k)`, in half the time for long rows: the k largest are in the k groups of largest maximum."""
     n = x.shape[-1]
     size = chunk_size(n, 8)
     if size == 1 or n < 2 * size * k:
@@ -189,7 +189,7 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_strongest(magnitude: Tensor, last: Tensor, k: int) -> Tensor:
-    """The indices of all above `last` and the first ones equal to it: `[rows, n]`, `[rows]` -> `[rows, k]`."""
+    """Find all above `last` and the first ones equal to it: `[rows, n]`, `[rows]` -> indices `[rows, k]`."""
     n = magnitude.shape[-1]
     above, equal = ~(magnitude <= last[:, None]), magnitude == last[:, None]  # nan is above
     rank = 2 * n * above + n * equal - torch.arange(n, device=magnitude.device)  # no two alike
@@ -197,7 +197,7 @@ def _first_strongest(magnitude: Tensor, last: Tensor, k: int) -> Tensor:
 
 
 def mean_of_senders(indices: Tensor, values: Tensor, n: int) -> Tensor:
-    """Each coefficient's mean over the nodes that sent it, 0 where none did: `[1, K, chunks, k] -> [1, chunks, n]`.
+    """Average each coefficient over the nodes that sent it; 0 if none did: `[1, K, chunks, k] -> [1, chunks, n]`.
 
     A 0 that was sent counts like any other value.
 
@@ -214,7 +214,7 @@ def mean_of_senders(indices: Tensor, values: Tensor, n: int) -> Tensor:
 
 
 def topk_bytes(shape: Sequence[int], k: int, limit: int, value_bytes: int) -> int:
-    """Bytes of the k strongest coefficients of every chunk of one tensor: chunks * min(k, area) * (8 + b).
+    """Return the bytes of the k strongest coefficients of every chunk of a tensor: chunks * min(k, area) * (8 + b).
 
     >>> topk_bytes((287_296 * 64, 64), k=32, limit=64, value_bytes=4)  # 1,176,764,416 parameters
     110321664

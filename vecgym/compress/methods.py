@@ -25,7 +25,7 @@ METHODS: dict[str, Callable[..., Compressor]] = {
 
 
 def make_codec(method: str | Compressor, **options: Any) -> Compressor:
-    """A codec by its name and options, or the one given.
+    """Make a codec from its name and options, or return the one given.
 
     >>> make_codec("topk", fraction=0.1), make_codec("int4")
     (TopK(fraction=0.1, k=None), Quantise(bits=4, stochastic=False))

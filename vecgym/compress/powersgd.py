@@ -1,4 +1,4 @@
-"""PowerSGD: two thin matrices in place of one, by two averages."""
+"""PowerSGD: two thin matrices instead of one, through two averages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vecgym.core.tree import Tree
 
 
 class PowerSGD:
-    """Two matrices of r columns in place of one: M ~ P Q^T, by one power iteration from the Q of the exchange before.
+    """Two matrices of r columns instead of one: M ~ P Q^T, by one power iteration from the last exchange's Q.
 
     P <- orthonormalise(mean_i M_i Q);  Q_i <- M_i^T P;  Q <- mean_i Q_i;  the mean of the M_i is read as P Q^T, and
     node i's own part of it as P Q_i^T.
@@ -46,7 +46,7 @@ class PowerSGD:
         self.rank = check.integer("rank", rank, what="the number of columns of the two matrices sent in place of one")
 
     def init(self, values: Tree) -> Tree:
-        """Q of every matrix, `[1, columns, r]`: zeros, that is to be drawn."""
+        """Return Q of every matrix, `[1, columns, r]`: zeros, which means that it is to be drawn."""
         shapes = {name: _matrix_shape(x) for name, x in values.items() if self.compresses(x)}
         return {name: values[name].new_zeros(1, columns, self.rank) for name, (_, columns) in shapes.items()}
 
@@ -62,7 +62,7 @@ class PowerSGD:
     def reduce(
         self, values: Tree, state: Tree, mean: Callable[[Tree], Tree], draw: Callable[[str], Draw]
     ) -> tuple[Tree, Tree, Tree]:
-        """The average `[1, *]`, each node's own part of it `[L, *]`, and the state after it."""
+        """Return the average `[1, *]`, each node's own part of it `[L, *]`, and the state after it."""
         M = {name: x.reshape(-1, *_matrix_shape(x)) for name, x in values.items() if self.compresses(x)}
         whole = {name: x for name, x in values.items() if name not in M}
         first = mean({**whole, **{name: _products(m, self._alive(state[name], draw(name))) for name, m in M.items()}})
@@ -79,7 +79,7 @@ class PowerSGD:
         return {name: average[name] for name in values}, {name: own[name] for name in values}, state
 
     def _alive(self, Q: Tensor, draw: Draw) -> Tensor:
-        """Q with its columns of nothing but rounding errors drawn anew."""
+        """Draw those columns of Q anew that are nothing but rounding errors."""
         size = torch.linalg.vector_norm(Q, dim=-2, keepdim=True)  # [1, 1, r]
         dead = size <= torch.finfo(Q.dtype).eps ** 0.75 * size.amax(-1, keepdim=True)
         return torch.where(dead, draw.normal(Q.shape[1:], Q.dtype).to(Q.device), Q) if dead.any() else Q
@@ -89,12 +89,12 @@ class PowerSGD:
 
 
 def _matrix_shape(x: Tensor) -> tuple[int, int]:
-    """One node's tensor as a matrix: `[L, rows, *rest]` -> (rows, columns)."""
+    """Return the shape of one node's tensor as a matrix: `[L, rows, *rest]` -> (rows, columns)."""
     return (x.shape[1], math.prod(x.shape[2:])) if x.dim() > 2 else (1, math.prod(x.shape[1:]))
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """A matrix product for each node, `[1 or L, n, m]` and `[1 or L, m, r]`, whose bits do not depend on L.
+    """Multiply the matrices of each node, `[1 or L, n, m]` and `[1 or L, m, r]`, with bits that do not depend on L.
 
     A batch of one takes another kernel, which rounds in another way, than a batch of several.
     """
@@ -104,5 +104,5 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _orthonormalise(P: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, `[..., rows, r]`; half precision goes through float32."""
+    """Return an orthonormal basis of the columns, `[..., rows, r]`; half precision goes through float32."""
     return torch.linalg.qr(P.to(torch.promote_types(P.dtype, torch.float32))).Q.to(P.dtype)

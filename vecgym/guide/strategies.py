@@ -65,7 +65,7 @@ How nodes agree, when, and on what are three choices. Underneath, every strategy
 
 | choice | parts |
 |---|---|
-| how nodes agree on a value | `Mean` (with islands, participation, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean) |
+| how nodes agree on a value | `Mean` (with islands, participation, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean), `MostMoved` (each node's own choice of coordinates), `StrongestCosines` (DeMo's) |
 | ... and around one of these | `Sparse` (some coordinates), `Compressed` (codes, with error feedback), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
 | on what | `Gradients`, `Parameters`, `OuterStep` (the movement since the last round, for an outer optimizer), `Moments` (of the inner optimizer) |
 | when | every H steps, with an offset (`Rounds`), or weights that can be differentiated (`SyncWeight`) |
@@ -82,7 +82,7 @@ DiLoCo in islands of four, with half of the nodes in each round and 5 % of the c
 An optimizer is a name, an `OptimSpec`, or any subclass of `torch.optim.Optimizer`, including your own. SGD, Adam,
 AdamW, RMSprop, Adagrad, NAdam, RAdam, Adamax, Adadelta and Rprop update all nodes in one call. Any other class runs
 node by node, with the result that it would have on K machines. `"lion"` and `"muon"`, which torch lacks or has since
-2.9, update all nodes in one call, too. Muon is for matrices; `param_groups` gives the other parameters another optimizer:
+2.9, update all nodes in one call, too, and so do a server's `"fedadam"`, `"fedyogi"` and `"fedadagrad"`. Muon is for matrices; `param_groups` gives the other parameters another optimizer:
 
 >>> def groups(name, p):
 ...     return {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4}

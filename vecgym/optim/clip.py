@@ -14,7 +14,7 @@ from vecgym.optim.formulas import root
 
 
 def check_max_norm(max_norm: float | Tensor) -> float | Tensor:
-    """`max_norm` itself. Errors: ValueError unless it is positive (`[L]`: on every node).
+    """Return `max_norm`; a ValueError unless it is positive (`[L]`: on every node).
 
     >>> check_max_norm(1.0)
     1.0

@@ -48,7 +48,7 @@ class ElementwiseRule:
                 )
 
     def init(self, params: Tree) -> OptState:
-        """The state before the first step: `{"step": [1], slot: {name: [1 or L, *shape]}}`.
+        """Return the first state: `{"step": [1], slot: {name: [1 or L, *shape]}}`.
 
         Errors: ValueError for complex parameters.
         """
@@ -73,7 +73,7 @@ class ElementwiseRule:
         lr: float | Tensor | None = None,
         inplace: bool = True,
     ) -> tuple[Tree, OptState]:
-        """One step: `(params, grads, state) -> (params, state)`.
+        """Take one step: `(params, grads, state) -> (params, state)`.
 
         `params`, `grads`: `[1 or L, *shape]` per name; where one has size 1 and another L, the result has L.
         `lr`: this step's learning rate, a number, `[]` or `[L]` (default: the spec's). Parameter groups with
@@ -146,7 +146,7 @@ class _Group:
                 )
 
     def start(self, slot: str, p: Tensor) -> Tensor:
-        """A slot before the first step, `[1 or L, *shape]`."""
+        """Return a slot before the first step, `[1 or L, *shape]`."""
         if slot == NUMBER:
             return torch.ones(1, dtype=torch.float64)
         zeros = torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
@@ -159,12 +159,12 @@ class _Group:
         return lr if self.base_lr is None else lr * (self.spec.lr / self.base_lr)
 
     def hyper(self, lr: float | Tensor | None) -> SimpleNamespace:
-        """Every hyperparameter for the pure body: numbers, or float64 tensors `[]` or `[L]` on the CPU."""
+        """Return the hyperparameters for the pure body: numbers, or float64 tensors `[]` or `[L]` on the CPU."""
         tensors = {key: _scalar(value) for key, value in self.tensors.items()}
         return SimpleNamespace(**{**self.constants, **tensors, "lr": _scalar(self._lr(lr))})
 
     def numbers(self, lr: float | Tensor | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
-        """The hyperparameters that are one number, and those that are a list of L."""
+        """Return the hyperparameters that are one number, and those that are a list of L."""
         for key, value in [*self.tensors.items(), ("lr", lr), ("lr", self.base_lr)]:
             if differentiated(value):
                 raise ValueError(
@@ -183,7 +183,7 @@ class _Group:
         return numbers, columns
 
     def step_pure(self, params: Tree, grads: Tree, state: OptState, lr: Any) -> tuple[Tree, dict[str, Tree]]:
-        """One step of the pure body: the group's new parameters and slots."""
+        """Take one step by the pure body: return the group's new parameters and slots."""
         t = state["step"] + 1
         # [L] where nodes differ; a number that is not whole where steps were taken in part
         t = int(t) if t.numel() == 1 and not t.is_floating_point() else t.double()
@@ -200,7 +200,7 @@ class _Group:
         return new, new_slots
 
     def step_in_place(self, params: Tree, grads: Tree, state: OptState, lr: Any) -> tuple[Tree, dict[str, Tree]]:
-        """One step of torch's kernel: one call, or one per run of equal nodes where nodes differ."""
+        """Take one step by the kernel: in one call, or one per run of equal nodes where nodes differ."""
         numbers, columns = self.numbers(lr)
         steps = state["step"].tolist()
         if len(steps) > 1:
@@ -221,7 +221,7 @@ class _Group:
         return trees[0], dict(zip(self.slots, trees[2:]))
 
     def _rows(self, params: Tree, grads: Tree, state: OptState) -> list[list[Tensor]]:
-        """Per name: parameter, gradient, slots."""
+        """Return parameter, gradient and slots of each name."""
         try:
             trees = [params, grads, *[state[slot] for slot in self.slots]]
             return [[tree[name] for tree in trees] for name in self.names]
@@ -231,7 +231,7 @@ class _Group:
             ) from None
 
     def call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
-        """The kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
+        """Call the kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
         params, grads, *held = lists
         slots: dict[str, list[Tensor]] = dict(zip(self.slots, held))
         if self.kernel is not None:
@@ -267,7 +267,7 @@ class _Group:
             product[1:] = product[0].item()
 
     def implementation(self, p: Tensor) -> tuple[bool, bool]:
-        """(fused, foreach): as the spec says, else fused where torch has that kernel, else foreach."""
+        """Return (fused, foreach): as the spec says, else fused where torch has that kernel, else foreach."""
         fused, foreach = self.choice
         if fused is None:
             fused = (
@@ -279,7 +279,7 @@ class _Group:
 
 
 def _functional(cls: type) -> Callable[..., None]:
-    """torch's functional form of an optimizer: `torch.optim.adamw.adamw` for AdamW."""
+    """Return torch's functional form of an optimizer: `torch.optim.adamw.adamw` for AdamW."""
     name = cls.__name__.lower()
     return getattr(importlib.import_module(f"torch.optim.{name}"), name)
 
@@ -299,7 +299,7 @@ def _used(option: Any) -> bool:
 
 
 def _scalar(value: Any) -> Any:
-    """Hyperparameters meet one another in float64 on the CPU, as Python's numbers do."""
+    """Return a hyperparameter in float64 on the CPU, where it meets others as Python's numbers do."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() > 1:
@@ -310,20 +310,20 @@ def _scalar(value: Any) -> Any:
 
 
 def _shaped(value: Any, like: Tensor) -> Any:
-    """A number, `[]` or `[L]`, ready to multiply `like` `[1 or L, *shape]`."""
+    """Shape a number, `[]` or `[L]`, to multiply `like`, `[1 or L, *shape]`."""
     value = per_node(value, like)
     return value.to(like.device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
 def check_names(params: Tree, grads: Tree) -> None:
-    """Errors: ValueError unless every parameter has a gradient and the reverse."""
+    """Raise a ValueError unless every parameter has a gradient and the reverse."""
     if params.keys() != grads.keys():
         odd = sorted(params.keys() ^ grads.keys())
         raise ValueError(f"params and grads need the same names; only one of them has {odd}")
 
 
 def count_nodes(counts: Iterable[int]) -> int:
-    """L, from the number of nodes of each tensor and of each hyperparameter: 1 fits every L."""
+    """Return L, from the number of nodes of each tensor and of each hyperparameter: 1 fits every L."""
     several = set(counts) - {1}
     if len(several) > 1:
         raise ValueError(f"numbers of nodes that do not fit: {sorted(several)}; each must be 1 or the same L")
@@ -331,7 +331,7 @@ def count_nodes(counts: Iterable[int]) -> int:
 
 
 def _aligned(tensors: list[Tensor], counts: set[int]) -> list[Tensor]:
-    """The tensors of one parameter with the same number of nodes, contiguous.
+    """Give the tensors of one parameter the same number of nodes, contiguous.
 
     torch's fused CPU kernels ignore strides: a transposed gradient would go to the wrong elements without a
     word, and an expanded one would be read out of bounds.
@@ -344,7 +344,7 @@ def _aligned(tensors: list[Tensor], counts: set[int]) -> list[Tensor]:
 
 
 def _runs(columns: dict[str, list[float]]) -> Iterator[tuple[slice, dict[str, float]]]:
-    """Neighbouring nodes with equal values, and these values."""
+    """Yield runs of neighbouring nodes with equal values, and these values."""
     if not columns:
         yield slice(None), {}
         return

@@ -65,7 +65,7 @@ def _where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
 
 
 def root(v: Scalar) -> Scalar:
-    """The square root, with derivative 0 at 0."""
+    """Take the square root, with derivative 0 at 0."""
     if not isinstance(v, Tensor):
         return v**0.5
     zero = v == 0
@@ -77,7 +77,7 @@ def _lerp(m: Tensor, g: Tensor, weight: Scalar) -> Tensor:
 
 
 def _decay(p: Tensor, g: Tensor, h: Any, x: Callable) -> tuple[Tensor, Tensor]:
-    """Weight decay: lambda p joins the gradient, or (decoupled) p shrinks by itself."""
+    """Apply weight decay: lambda p joins the gradient, or (decoupled) p shrinks by itself."""
     if not isinstance(h.weight_decay, Tensor) and h.weight_decay == 0:
         return p, g
     if h.decoupled_weight_decay:
@@ -315,5 +315,5 @@ FORMULAS = {**ELEMENTWISE, **_OF_MATRICES}
 
 
 def stacked_names() -> str:
-    """The optimizers that run stacked, for messages."""
+    """Name the optimizers that run stacked, for messages."""
     return ", ".join(cls.__name__ for cls in FORMULAS)

@@ -30,7 +30,7 @@ _SMALL_PRODUCT = 16**3
 
 
 def lion(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
-    """One step of Lion; `vecgym.optim.formulas.lion` says what it computes."""
+    """Take one step of Lion; `vecgym.optim.formulas.lion` says what it computes."""
     if h.maximize:
         grads = list(torch._foreach_neg(grads))
     signs = torch._foreach_lerp(slots["exp_avg"], grads, 1 - h.beta1)
@@ -42,7 +42,7 @@ def lion(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> Non
 
 
 def adaptive(moment: Moment) -> Callable[..., None]:
-    """One step of FedAdam and the like; `vecgym.optim.formulas.adaptive` says what it computes."""
+    """Make the step of FedAdam and the like; `vecgym.optim.formulas.adaptive` says what it computes."""
 
     def step(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
         for p, g, m, v in zip(params, grads, slots["momentum"], slots["second_moment"]):
@@ -69,17 +69,17 @@ def adagrad_moment(v: Any, square: Any, beta: Any, rest: Any) -> Any:
 
 
 def zero(h: dict[str, Any]) -> float:
-    """The first value of most slots."""
+    """Return the first value of most slots."""
     return 0.0
 
 
 def tau_squared(h: dict[str, Any]) -> Any:
-    """The first value of the second moment of FedAdam and the like."""
+    """Return the first value of the second moment of FedAdam and the like."""
     return h["tau"] ** 2
 
 
 def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
-    """One step of Muon; `vecgym.optim.formulas.muon` says what it computes. Equal layers are taken together."""
+    """Take one step of Muon; `vecgym.optim.formulas.muon` says what it computes. Equal layers are taken together."""
     updates = list(grads)
     for i, buffer in enumerate(slots.get("momentum_buffer", [])):
         buffer.lerp_(grads[i], 1 - h.momentum)
@@ -98,7 +98,7 @@ def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> Non
 
 
 def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> float:
-    """What a matrix's learning rate is multiplied by, as `torch.optim.Muon` does.
+    """Return what a matrix's learning rate is multiplied by, as `torch.optim.Muon` does.
 
     >>> muon_lr_ratio("original", 8, 2), muon_lr_ratio("match_rms_adamw", 25, 4)
     (2.0, 1.0)
@@ -112,7 +112,7 @@ def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> 
 
 
 def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, steps: Any) -> Tensor:
-    """The Newton-Schulz iteration on each matrix of `[L, m, n]`, in bfloat16 as `torch.optim.Muon` computes it.
+    """Run the Newton-Schulz iteration on each matrix of `[L, m, n]`, in bfloat16 as `torch.optim.Muon` does.
 
     With X = u / max(|u|, eps), `steps` times X <- a X + (b A + c A A) X, A = X X^T: U V^T roughly, of u = U S V^T.
     A setting may have a value for each node, `[L]`.
@@ -167,7 +167,7 @@ def _newton_schulz(u: Tensor, a: float, b: float, c: float, eps: float, steps: i
 
 
 def _product(left: Tensor, right: Tensor, add: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """`beta add + alpha left right`, rounded once, each matrix as it is by itself."""
+    """Return `beta add + alpha left right`, rounded once, each matrix as it is by itself."""
     if left.device.type == "cpu" and left.shape[-2:].numel() * right.shape[-1] <= _SMALL_PRODUCT:
         pairs = zip(left, right)
         if add is None:

@@ -17,7 +17,7 @@ Key = tuple[Any, ...]
 
 
 def merge_key(spec: OptimSpec) -> Key | None:
-    """Specs of equal key can be merged; None: this one cannot.
+    """Return a key: specs of equal key can be merged. None: this one cannot.
 
     >>> merge_key(OptimSpec("adam", lr=0.1)) == merge_key(OptimSpec("adam", lr=0.2, betas=(0.8, 0.9)))
     True
@@ -32,7 +32,7 @@ def merge_key(spec: OptimSpec) -> Key | None:
 
 
 def merged_spec(specs: Sequence[OptimSpec], counts: Sequence[int]) -> OptimSpec:
-    """One spec whose hyperparameters have a value for each row, where the given ones differ.
+    """Merge specs into one whose hyperparameters have a value for each row where the given ones differ.
 
     >>> merged_spec([OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("sgd", lr=0.25, momentum=0.9)], [1, 2])
     OptimSpec(SGD, lr=tensor([0.5000, 0.2500, 0.2500], dtype=torch.float64), momentum=0.9)
@@ -43,7 +43,7 @@ def merged_spec(specs: Sequence[OptimSpec], counts: Sequence[int]) -> OptimSpec:
 
 
 def per_row(values: Sequence[Any], counts: Sequence[int]) -> Any:
-    """A value for each row, `[sum of counts]`, from one for each configuration; equal ones stay as they are.
+    """Repeat a value for each configuration to one for each row, `[sum of counts]`; equal ones stay as they are.
 
     >>> per_row([(0.9, 0.5), (0.9, 0.25)], [1, 1])
     (0.9, tensor([0.5000, 0.2500], dtype=torch.float64))

@@ -38,7 +38,7 @@ class _OfKernel(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; `closure` computes the loss again."""
+        """Take one step; `closure` computes the loss again."""
         loss = _loss(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -207,7 +207,7 @@ class Joined(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step of each; `closure` computes the loss again."""
+        """Take one step of each; `closure` computes the loss again."""
         loss = _loss(closure)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -222,7 +222,7 @@ def _check_betas(betas: Any, within: str) -> None:
 
 
 def _loss(closure: Any) -> Any:
-    """The loss that a closure computes, with gradients; None without one."""
+    """Return the loss that a closure computes, with gradients; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -60,7 +60,7 @@ class PerNodeRule:
         return PerNodeRule, (self.spec,)
 
     def init(self, params: Tree) -> OptState:
-        """The state before the first step; most optimizers add to it at their first step."""
+        """Return the first state; most optimizers add to it at their first step."""
         num_nodes = self._num_nodes(params, None)
         params = _spread(params, num_nodes)
         held: OptState = {"tensors": {}, "numbers": {}, "attributes": {}}
@@ -75,7 +75,7 @@ class PerNodeRule:
         lr: float | Tensor | None = None,
         inplace: bool = True,
     ) -> tuple[Tree, OptState]:
-        """One step, with the arguments of `ElementwiseRule.update`; `inplace=False` works on copies.
+        """Take one step, with the arguments of `ElementwiseRule.update`; `inplace=False` works on copies.
 
         Errors: ValueError where the update would have to be differentiated.
         """
@@ -104,7 +104,7 @@ class PerNodeRule:
 
     @contextmanager
     def _nodes(self, params: Tree, num_nodes: int) -> Iterator[list[_Node]]:
-        """An optimizer for each node, as new, on views of the stacked parameters."""
+        """Provide an optimizer for each node, as new, on views of the stacked parameters."""
         alike = len(self._kept) == num_nodes and self._kept[0].takes(params)
         nodes = self._kept if alike else [_Node(self.spec, params, i) for i in range(num_nodes)]
         self._kept = []
@@ -143,7 +143,7 @@ class _Node:
         return self._shapes == _shapes(params)
 
     def begin(self, params: Tree) -> None:
-        """Set everything back, and look at these parameters."""
+        """Set everything back as it was when new, with these parameters."""
         for there, new in zip(self._changing, self._new):
             there.clear()
             there.update(new)
@@ -159,7 +159,7 @@ class _Node:
             p.data, p.grad = p.data.new_empty(0), None
 
     def places(self) -> dict[str, dict[str, Any]]:
-        """Where an optimizer may keep numbers that are no parameter's."""
+        """Return where an optimizer may keep numbers that are no parameter's."""
         groups = {f"group{j}": group for j, group in enumerate(self.optimizer.param_groups)}
         return {"optimizer": vars(self.optimizer), **groups}
 
@@ -177,7 +177,7 @@ class _Node:
             places[place].update({key: x[self.i].item() for key, x in values.items()})
 
     def step(self, grads: Tree, lr: float | Tensor | None) -> None:
-        """One step on the views. A group with a learning rate of its own keeps its ratio to the base's."""
+        """Take one step on the views. A group with a learning rate of its own keeps its ratio to the base's."""
         if lr is not None:
             lr = lr.reshape(-1)[self.i if lr.numel() > 1 else 0].item() if isinstance(lr, Tensor) else lr
             base = self.optimizer.defaults["lr"]
@@ -192,7 +192,7 @@ class _Node:
 
 
 def _collect(nodes: list[_Node], held: OptState) -> OptState:
-    """The optimizers' state, stacked; what is still a view of `held` is not copied."""
+    """Stack the optimizers' state; what is still a view of `held` is not copied."""
     new: OptState = {"tensors": {}, "numbers": {}, "attributes": {}}
     for name in nodes[0].params:
         states = [node.optimizer.state.get(node.params[name], {}) for node in nodes]
@@ -227,12 +227,12 @@ def _numbers(there: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stack_numbers(values: list[Any]) -> Tensor:
-    """`[L]`: bool, int64, or float64 for Python's numbers, so that they come back as they were."""
+    """Stack Python's numbers, `[L]`: bool, int64 or float64, so that they come back as they were."""
     return torch.tensor(values, dtype=torch.float64 if any(isinstance(v, float) for v in values) else None)
 
 
 def _spread(tree: Any, num_nodes: int) -> Any:
-    """Every tensor with `num_nodes` nodes, in contiguous storage of its own."""
+    """Give every tensor `num_nodes` nodes, in contiguous storage of its own."""
     return map_leaves(lambda x: x.expand(num_nodes, *x.shape[1:]).contiguous(), tree)
 
 

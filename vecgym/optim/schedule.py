@@ -23,7 +23,7 @@ NAMES = ("constant", "cosine", "lambda_cosine")
 def lambda_cosine(
     max_steps: int, warmup_steps: int = 0, cosine_anneal: bool = False, final_factor: float = 0.1
 ) -> Schedule:
-    """Linear warm-up from 0 over `warmup_steps`, then constant or, with `cosine_anneal`, a cosine.
+    """Warm up linearly from 0 over `warmup_steps`, then stay constant or, with `cosine_anneal`, follow a cosine.
 
     t < w: f = t / w;  after that f = 1, or f = m + (1 - m) (1 + cos(pi (t - w) / (T - w))) / 2, which reaches
     m = `final_factor` at t = T = `max_steps`.
@@ -76,7 +76,7 @@ def check_schedule(name: str | Schedule | None, warmup_steps: int = 0, cosine_an
 def make_schedule(
     name: str | Schedule | None, max_steps: int, warmup_steps: int = 0, cosine_anneal: bool = False
 ) -> Schedule:
-    """The schedule of a name: `"constant"`, `"cosine"`, `"lambda_cosine"`, a function, or None.
+    """Make the schedule of a name, `"constant"`, `"cosine"` or `"lambda_cosine"`, of a function, or of None.
 
     Every named schedule begins with `warmup_steps`; `"cosine"` is `"lambda_cosine"` with `cosine_anneal=True`.
 
@@ -90,7 +90,7 @@ def make_schedule(
 
 
 def _factor(value: Any, step: int) -> Any:
-    """What a user's schedule has returned, if it is a number: also a tensor, in a differentiable run."""
+    """Return what a user's schedule has returned if it is a number, or a tensor as in a differentiable run."""
     if isinstance(value, (numbers.Real, Tensor)):
         return value
     raise TypeError(

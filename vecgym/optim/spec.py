@@ -62,7 +62,7 @@ class OptimSpec:
 
     @classmethod
     def from_string(cls, name: str, **kwargs: Any) -> OptimSpec:
-        """The spec of a named optimizer, upper or lower case.
+        """Make the spec of a named optimizer, upper or lower case.
 
         >>> OptimSpec.from_string("SGD", lr=0.1)
         OptimSpec(SGD, lr=0.1)
@@ -104,7 +104,7 @@ class OptimSpec:
         return self.hyper["lr"]
 
     def lr_at(self, step: int) -> Any:
-        """The base learning rate of one step, counted from 0: `self.at(step).lr`.
+        """Return the base learning rate of one step, counted from 0: `self.at(step).lr`.
 
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]])).lr_at(1)
         tensor(0.0100)
@@ -113,11 +113,11 @@ class OptimSpec:
         return _at(self.lr, step) if isinstance(self.lr, Tensor) else self.lr
 
     def replace(self, **kwargs: Any) -> OptimSpec:
-        """The same optimizer with other hyperparameters (or `param_groups`)."""
+        """Return the same optimizer with other hyperparameters (or `param_groups`)."""
         return OptimSpec(self.cls, **{"param_groups": self.param_groups, **self.kwargs, **kwargs})
 
     def build(self, model_or_params: nn.Module | Iterable[Any], node: int | None = None) -> Optimizer:
-        """The ordinary torch optimizer of one model, or of an iterable of tensors or (name, tensor) pairs.
+        """Build the ordinary torch optimizer of one model, or of an iterable of tensors or (name, tensor) pairs.
 
         `node`: whose value to take where a hyperparameter has one per node.
 
@@ -142,13 +142,13 @@ class OptimSpec:
         return optimizers[0] if own and not others else Joined(optimizers, {**self._defaults, **kwargs})
 
     def _of_group(self, options: dict[str, Any]) -> OptimSpec:
-        """The spec of the parameters for which `param_groups` gives these options."""
+        """Return the spec of the parameters for which `param_groups` gives these options."""
         if "optim" not in options:
             return self.replace(param_groups=None, **options)
         return OptimSpec(options["optim"], **{key: value for key, value in options.items() if key != "optim"})
 
     def groups(self, params: Tree) -> Iterator[tuple[OptimSpec, list[str], Any]]:
-        """Groups of stacked parameters: (spec, names, this spec's lr if the group has its own).
+        """Yield the groups of stacked parameters: (spec, names, this spec's lr if the group has its own).
 
         >>> spec = OptimSpec("adamw", param_groups=lambda name, p: {} if p.dim() >= 2 else {"weight_decay": 0.0})
         >>> for group, names, lr in spec.groups({"weight": torch.zeros(4, 2, 2), "bias": torch.zeros(4, 2)}):
@@ -170,7 +170,7 @@ class OptimSpec:
             yield spec, [name for name, _ in members], self.lr if has_own_lr else None
 
     def at(self, step: int) -> OptimSpec:
-        """The spec of one step, counted from 0: row `step` of what is `[T, 1]` or `[T, N]`; itself if nothing is.
+        """Return the spec of one step, counted from 0: row `step` of what is `[T, 1]` or `[T, N]`; itself if nothing is.
 
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]), momentum=0.9).at(1)
         OptimSpec(SGD, lr=tensor(0.0100), momentum=0.9)
@@ -180,7 +180,7 @@ class OptimSpec:
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
     def mapped(self, function: Callable[[Tensor], Any]) -> OptimSpec:
-        """The spec with `function` of every hyperparameter that is a tensor, those of `param_groups` too.
+        """Apply `function` to every hyperparameter that is a tensor, those of `param_groups` too.
 
         >>> OptimSpec("sgd", lr=torch.tensor([0.1, 0.2]), momentum=0.9).mapped(lambda x: x[1:])
         OptimSpec(SGD, lr=tensor([0.2000]), momentum=0.9)
@@ -209,7 +209,7 @@ class OptimSpec:
                     )
 
     def rule(self) -> Rule:
-        """The update on stacked tensors: by a formula where there is one, else one torch optimizer per node.
+        """Return the update on stacked tensors: by a formula where there is one, else one torch optimizer per node.
 
         >>> type(OptimSpec("adamw").rule()).__name__, type(OptimSpec(torch.optim.ASGD).rule()).__name__
         ('ElementwiseRule', 'PerNodeRule')
@@ -221,7 +221,7 @@ Rule: TypeAlias = ElementwiseRule | PerNodeRule
 
 
 def rule_of(spec: OptimSpec) -> Rule:
-    """The update of a spec on stacked tensors, by its formula where it has one.
+    """Return the update of a spec on stacked tensors, by its formula where it has one.
 
     >>> type(rule_of(OptimSpec("lion"))).__name__
     'ElementwiseRule'
@@ -235,7 +235,7 @@ def ensure_optim_spec(
     default: str | OptimSpec | type[Optimizer] | None = None,
     **kwargs: Any,
 ) -> OptimSpec:
-    """An `OptimSpec` from a name, a spec, a class or None (`default`), with `kwargs` (those not None) on top.
+    """Make an `OptimSpec` of a name, a spec, a class or None (`default`), with `kwargs` (those not None) on top.
 
     Errors: TypeError for anything else; ValueError when a spec and `kwargs` give two values of one setting.
 
@@ -283,7 +283,7 @@ def _class(optim: object) -> type[Optimizer]:
 
 
 def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The class's defaults, once it took the smallest and the largest of every value with a dummy."""
+    """Return the class's defaults, once a dummy took the smallest and the largest of every value."""
     parameters = list(inspect.signature(cls).parameters.values())[1:]  # the first is `params`
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     allowed = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -315,14 +315,14 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_finite(key: str, value: Any) -> None:
-    """No number is nan, which torch's own checks let through, and none is infinite but Rprop's largest step."""
+    """Refuse nan, which torch's own checks let through, and infinity but for Rprop's largest step."""
     for x in value if isinstance(value, tuple) else [value]:
         if isinstance(x, float) and (math.isnan(x) or (math.isinf(x) and key != "step_sizes")):
             raise ValueError(f"{key}={value!r} must be finite.")
 
 
 def _check_kind(key: str, value: Any, default: Any) -> None:
-    """Numbers where the default is one, and as many as it has, which torch does not look at everywhere."""
+    """Require numbers where the default is one, and as many as it has, which torch does not check everywhere."""
     if isinstance(default, tuple):
         if not isinstance(value, tuple) or len(value) != len(default):
             raise ValueError(f"{key}={value!r} must be {len(default)} numbers, such as {default}.")
@@ -333,7 +333,7 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
 
 
 def _dummy(cls: type[Optimizer]) -> type[Optimizer]:
-    """The class, but adding a parameter group does not make torch import its compiler, which takes a second."""
+    """Return the class without torch's `add_param_group`, which imports torch's compiler and takes a second."""
     if cls.add_param_group is not Optimizer.add_param_group:
         return cls
 
@@ -386,7 +386,7 @@ def _number(key: str, value: Any, node: int | None) -> Any:
 def _grouped(
     param_groups: ParamGroups, pairs: Iterable[tuple[str, Tensor]]
 ) -> list[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
-    """(options, its members) for every different answer of `param_groups`."""
+    """Return (options, its members) for every different answer of `param_groups`."""
     groups: list[tuple[dict[str, Any], list[tuple[str, Tensor]]]] = []
     for name, p in pairs:
         options = check.called("param_groups", param_groups, name, p)

@@ -1,4 +1,4 @@
-"""How nodes agree on a value: a mean, a server's mean, of all of it or of some coordinates.
+"""How nodes agree on a value: a mean over all, over islands or over a sample of them, or a server's mean.
 
 An `Average` takes what each node has, `[L, *]`, and gives what the nodes agree on, `[1, *]` where that is the same on
 all. It does not know what the values are, gradients, parameters or movements, nor when it is asked: that is the
@@ -59,16 +59,19 @@ class Average(ABC):
     plain = False
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if it cannot work for this run."""
+        """Raise a ValueError if the average cannot work for this run."""
         return
 
     def init(self, values: Tree, ctx: Context) -> State:
-        """The state before the first exchange, nested dicts of tensors. `values` have the shapes, `[1 or L, *]`."""
+        """Return the first state, nested dicts of tensors.
+
+        `values`, `[1 or L, *]`, are those before the first exchange: the initial parameters; zeros, of what begins at 0.
+        """
         return {}
 
     @abstractmethod
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """What the nodes agree on: `[L, *]` -> `[1 or L, *]`, with the names and shapes of `values`.
+        """Return what the nodes agree on, `[L, *]` -> `[1 or L, *]`, with the names and shapes of `values`.
 
         Args:
             values: of each node, `[1 or L, *]`.
@@ -77,7 +80,7 @@ class Average(ABC):
         """
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
-        """The nodes that take part in the exchange `ctx.exchange`, ascending; None: all."""
+        """Return the nodes that take part in the exchange `ctx.exchange`, ascending; None: all."""
         return None
 
     @property
@@ -86,21 +89,21 @@ class Average(ABC):
         return True
 
     def keeping(self, ctx: Context) -> Tensor | None:
-        """Which of the nodes held here keep what they have in this exchange, bool `[L]`; None: none."""
+        """Return which of the nodes held here keep their values in this exchange, bool `[L]`; None: none."""
         return None
 
     # For values that are used later, when the nodes hold others.
 
     def agree(self, values: Tree, state: State, ctx: Context) -> tuple[State, State]:
-        """What the nodes agree on, in the form in which it waits to be written by `write`."""
+        """Return what the nodes agree on, in the form in which it waits for `write`."""
         return self(values, state, ctx)
 
     def write(self, agreed: State, values: Tree, ctx: Context) -> Tree:
-        """The values once the nodes hold what was agreed on; those of which nothing was stay."""
+        """Return the values with what was agreed on written over them; where that is nothing, a value stays."""
         return {name: agreed[name] if agreed[name].numel() else x for name, x in values.items()}
 
     def empty(self, values: Tree) -> State:
-        """What waits where nothing was agreed on."""
+        """Return what waits where nothing was agreed on."""
         return nothing(values)
 
     def __repr__(self) -> str:
@@ -108,7 +111,7 @@ class Average(ABC):
 
 
 def shown(x: object, every: bool = False) -> str:
-    """`Class(argument, ...)`: of the arguments kept as attributes those that are not their defaults, or every one.
+    """Show an object as `Class(argument, ...)`, with the arguments that are not their defaults, or with every one.
 
     >>> shown(Mean(2)), shown(Mean(), every=True)
     ('Mean(island_size=2)', "Mean(island_size=None, weighting='equal', participation=1.0)")
@@ -142,10 +145,10 @@ class Reduction(Average):
 
     @abstractmethod
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
-        """The average of what the codes of each node stand for, `[1 or L, *]`; `like` are the values, `[L, *]`."""
+        """Average what the codes of each node stand for, `[1 or L, *]`; `like` are the values, `[L, *]`."""
 
     def silent(self, ctx: Context) -> Tensor | None:
-        """Which of the nodes held here send nothing in this exchange, bool `[L]`; None: all send."""
+        """Return which of the nodes held here send nothing in this exchange, bool `[L]`; None: all send."""
         return self.keeping(ctx)
 
 
@@ -170,7 +173,7 @@ class Sampled(Reduction):
         return None if self.everyone else participants(self.participation, ctx)
 
     def weights(self, ctx: Context) -> Sequence[float] | None:
-        """The weight of each node; None: all alike."""
+        """Return the weight of each node; None: all alike."""
         return node_weights(self.weighting, ctx)
 
 
@@ -228,7 +231,7 @@ class Mean(Sampled):
         return outside(self.groups(ctx), ctx.comm)
 
     def groups(self, ctx: Context) -> Groups | None:
-        """The islands of this exchange; None: one of all."""
+        """Return the islands of this exchange; None: one of all."""
         if self.shared:
             return None
         nodes = participants(self.participation, ctx)
@@ -306,13 +309,13 @@ class Around(Average):
         return self.inner.keeping(ctx)
 
     def around(self, inner: Average) -> Average:
-        """The same around another average."""
+        """Return the same around another average."""
         twin = copy.copy(self)
         twin.inner = inner
         return twin
 
     def _told(self, told: Tree, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """What the nodes agree on if `inner` is told this; a node that takes no part keeps its value."""
+        """Return what the nodes agree on if `inner` is told this; a node that takes no part keeps its value."""
         agreed, state = self.inner(told, state, ctx)
         return kept(self.keeping(ctx), values, agreed), state
 
@@ -333,12 +336,12 @@ def check_average(name: str, value: Any) -> Average:
 
 
 def num_participants(participation: float, num_nodes: int) -> int:
-    """Nodes that train in a round: at least one."""
+    """Return the number of nodes that train in a round, at least one."""
     return max(1, round(participation * num_nodes))
 
 
 def participants(participation: float, ctx: Context) -> list[int]:
-    """The nodes of the present round, ascending: all, or a sample drawn for the exchange that ends it."""
+    """Return the nodes of the present round, ascending: all, or a sample drawn for the exchange that ends it."""
     count = num_participants(participation, ctx.comm.num_nodes)
     if participation == 1:
         return list(range(count))
@@ -346,7 +349,7 @@ def participants(participation: float, ctx: Context) -> list[int]:
 
 
 def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
-    """The weight of each node in an average; None: all alike."""
+    """Return the weight of each node in an average; None: all alike."""
     if weighting == "equal":
         return None
     if ctx.num_examples is None:
@@ -366,7 +369,7 @@ def check_weighting(weighting: Weighting) -> Weighting:
 
 
 def outside(groups: Groups | None, comm: Collectives) -> Tensor | None:
-    """Which of the nodes held here are in no group, `[L]`; None: all are in one."""
+    """Return which of the nodes held here are in no group, bool `[L]`; None: all are in one."""
     inside = None if groups is None else [node for group in groups for node in group]
     if inside is None or len(inside) == comm.num_nodes:
         return None
@@ -374,17 +377,17 @@ def outside(groups: Groups | None, comm: Collectives) -> Tensor | None:
 
 
 def kept(keeping: Tensor | None, old: Tree, new: Tree) -> Tree:
-    """The rows of `old` where a node keeps what it has, `[L]`; the other rows of `new`."""
+    """Take the rows of `old` where a node keeps what it has, `[L]`, and the other rows of `new`."""
     if keeping is None:
         return new
     return {name: torch.where(per_row(keeping, x), old[name], x) for name, x in new.items()}
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:
-    """One value for each node, `[L]`, shaped to meet `like`, `[1 or L, *]`."""
+    """Shape one value for each node, `[L]`, to broadcast with `like`, `[1 or L, *]`."""
     return values.to(like.device).view(-1, *[1] * (like.dim() - 1))
 
 
 def flat(x: Tensor) -> Tensor:
-    """`[L, *shape] -> [L, numel]`, a view where `x` is contiguous."""
+    """Flatten `[L, *shape]` to `[L, numel]`, a view where `x` is contiguous."""
     return x.reshape(len(x), math.prod(x.shape[1:]))

@@ -116,20 +116,20 @@ class Strategy:
             module.check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
-        """The states of optimizer and modules before the first step; `params` are `[1 or L, *]`."""
+        """Return the first states of optimizer and modules; `params` are `[1 or L, *]`."""
         ctx = self._told(ctx)
         modules = {str(i): contract.init(module, params, ctx) for i, module in enumerate(self.communication_modules)}
         return self._rule.init(params), modules
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
-        """The nodes that train in this step, ascending; None: all."""
+        """Return the nodes that train in this step, ascending; None: all."""
         ctx = self._told(ctx)
         chosen = [contract.active_nodes(module, ctx) for module in self.communication_modules]
         given = [set(nodes) for nodes in chosen if nodes is not None]
         return sorted(set.intersection(*given)) if given else None
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        """Each node's gradient of its loss, and what the modules add to it."""
+        """Return each node's own gradient with what the modules add to it."""
         adding = [(i, m) for i, m in enumerate(self.communication_modules) if overrides(m, "local_gradients")]
         if not adding:
             return grads
@@ -140,7 +140,7 @@ class Strategy:
         return grads
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """What is exchanged of the gradients: each module in turn."""
+        """Let each module in turn exchange gradients."""
         ctx = self._told(ctx)
         for i, module in enumerate(self.communication_modules):
             grads, changed = contract.exchange_gradients(module, grads, state[str(i)], ctx)
@@ -148,7 +148,7 @@ class Strategy:
         return grads, state
 
     def lr(self, ctx: Context) -> float | Tensor:
-        """The inner learning rate of this step."""
+        """Return the inner learning rate of this step."""
         lr = self.inner_optim.lr_at(ctx.step)
         if self.lr_scheduler is None and not self.warmup_steps and not self.cosine_anneal:
             return lr
@@ -156,7 +156,7 @@ class Strategy:
         return lr * schedule(ctx.step)
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """That of the first module that has an optimizer of its own; None: none has.
+        """Return the rate of the first module that has an optimizer of its own; None: none has.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> from vecgym.strategy import DiLoCoStrategy
@@ -167,13 +167,13 @@ class Strategy:
         return next((lr for lr in found if lr is not None), None)
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Clip, then the inner optimizer's step."""
+        """Clip the gradients, and take the inner optimizer's step."""
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
         return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """What is exchanged of the parameters: each module in turn."""
+        """Let each module in turn exchange parameters."""
         ctx = self._told(ctx)
         for i, module in enumerate(self.communication_modules):
             if i > 0 and ctx.inplace:
@@ -183,7 +183,7 @@ class Strategy:
         return params, state
 
     def exchange_moments(self, optimizer: State, params: Tree, state: State, ctx: Context) -> tuple[State, State]:
-        """What is exchanged of the inner optimizer's state: each module in turn."""
+        """Let each module in turn exchange moments of the inner optimizer."""
         exchanging = [(i, m) for i, m in enumerate(self.communication_modules) if overrides(m, "exchange_moments")]
         if not exchanging:
             return optimizer, state
@@ -212,7 +212,7 @@ class Strategy:
         return nodes.put_rows(state, rows, new, num_nodes, inplace)
 
     def _told(self, ctx: Context) -> Context:
-        """What the modules may know: the inner learning rate too."""
+        """Return the context that modules are told, which has the inner learning rate."""
         return ctx if ctx.lr is not None or not self.communication_modules else replace(ctx, lr=self.lr(ctx))
 
     def _check_resting(self) -> None:
@@ -228,7 +228,7 @@ class Strategy:
             )
 
     def hidden_state(self) -> Any:
-        """What evolves outside of the states, for a file: None where the strategy is `pure`.
+        """Return what evolves outside of the states, for a file; None where the strategy is `pure`.
 
         >>> Strategy("sgd", lr=0.1).hidden_state() is None
         True
@@ -236,13 +236,13 @@ class Strategy:
         return None
 
     def load_hidden_state(self, state: Any) -> None:
-        """Take what `hidden_state` has given, after `init`.
+        """Restore what `hidden_state` has returned, after `init`.
 
         >>> Strategy("sgd", lr=0.1).load_hidden_state(None)
         """
 
     def close(self) -> None:
-        """End the threads that the strategy has; a later step starts them again.
+        """End the strategy's threads; a later step starts them again.
 
         >>> Strategy("sgd", lr=0.1).close()
         """
@@ -290,7 +290,7 @@ def check_interval(name: str, value: Any) -> int:
 
 
 def _apart(params: Tree, state: State) -> Tree:
-    """The parameters, cloned where a module keeps what it has returned: the next one may write into them."""
+    """Clone the parameters that a module keeps in its state: the next module may write into them."""
     kept = {x.data_ptr() for x in leaves(state)}
     return {name: p.clone() if p.data_ptr() in kept else p for name, p in params.items()}
 

@@ -1,4 +1,4 @@
-"""The strategies by name: how each is made, and what is known of it.
+"""The strategies by name: how each is made, and what is known about it.
 
 `vecgym verify`, `vecgym compare` and `vecgym info`, the tests of every strategy's properties and equivalence, and the
 benchmarks take their strategies from here: a new one is its file, its naive twin in `tests/reference`, and a row.
@@ -60,7 +60,7 @@ class Sent(NamedTuple):
         return self.steps // self.knobs.H
 
     def ring(self, *sizes: int) -> float:
-        """Payloads that a node sends, on average, when rings of these sizes reduce one; of all nodes if none is given.
+        """Return the payloads that a node sends, on average, when rings of these sizes reduce one; none given: one of all.
 
         >>> Sent({}, num_nodes=4, steps=1).ring(), Sent({}, num_nodes=5, steps=1).ring(2, 2, 1)
         (1.5, 0.8)
@@ -70,7 +70,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy, and what is known of it.
+    """A strategy, and what is known about it.
 
     Attributes:
         build: how it is made.
@@ -102,7 +102,7 @@ class Row:
     compared: bool = False
 
     def make(self, H: int = 3, p: float = 0.1, outer_optim: OptimSpec | None = None, **inner: Any) -> Strategy:
-        """The strategy, with what it has of these; see `Knobs`.
+        """Make the strategy with those of these settings that it has; see `Knobs`.
 
         >>> CATALOGUE["fedavg"].make(H=5, p=0.01, inner_optim="sgd", lr=0.1)
         FedAvgStrategy(OptimSpec(SGD, lr=0.1), AveragingCommunicator(island_size=None, H=5, participation=1.0, \
@@ -112,7 +112,7 @@ weighting='equal'))
 
 
 def _demo(knobs: Knobs) -> Strategy:
-    """DeMo is an optimizer of its own; its steps are signs, and a sixth of AdamW's learning rate suits them."""
+    """Make DeMo, an optimizer of its own: its steps are signs, and a sixth of AdamW's learning rate suits them."""
     inner = dict(knobs.inner)
     spec = inner.pop("inner_optim", None)
     lr = inner.pop("lr", None)
@@ -135,13 +135,13 @@ def _participants(sent: Sent) -> float:
 
 
 def _strongest(sent: Sent) -> float:
-    """Of the largest part of every tensor: value and index."""
+    """Return the bytes of the largest part of every tensor: values and indices."""
     sizes = [(max(1, round(sent.knobs.p * x.numel())), x.element_size()) for x in sent.params.values()]
     return sent.rounds * sum(count * (size + 4) for count, size in sizes)
 
 
 def _drawn(sent: Sent) -> float:
-    """Of SPARTA's random coordinates, which the seed draws anew in every exchange."""
+    """Return the bytes of SPARTA's random coordinates, which the seed draws anew in every exchange."""
     shapes = {name: x.shape for name, x in sent.params.items()}
     selector, comm, total = RandomSelector(sent.knobs.p), StackedCollectives(sent.num_nodes), 0
     for step in range(sent.steps):
@@ -155,7 +155,7 @@ def _rounds(sent: Sent) -> float:
 
 
 def _pairs(sent: Sent) -> float:
-    """Of each chunk of at most 64 x 64, 32 pairs of a value and an index of 8 bytes; at most one for each element."""
+    """Return the bytes of 32 values and 8-byte indices of each chunk of 64 x 64, or one of each element if there are fewer."""
     cuts = [(grid(tuple(x.shape), 64), x.element_size()) for x in sent.params.values()]
     return sent.steps * sum(cut.chunks * min(32, cut.area) * (8 + size) for cut, size in cuts)
 

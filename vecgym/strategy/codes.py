@@ -130,11 +130,11 @@ class Compressed(Around):
         return straight_through(average, values, ctx, lambda told: self.inner(values, {}, told)[0]), new
 
     def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
-        """x + decay * residual, in the storage of the residual where that is allowed."""
+        """Return x + decay * residual, in the storage of the residual where that is allowed."""
         return _plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
 
     def _average(self, p: Tree, state: State, ctx: Context) -> tuple[Tree, Tree, State]:
-        """The average of what the nodes send of p; what each sends, where there is a residual; the codec's state."""
+        """Return the average of what the nodes send of p, what each sends (with a residual only), and the codec's state."""
         draws = _draws(self.purpose, ctx)
         if isinstance(self.codec, PowerSGD):
             return self.codec.reduce(p, state, lambda y: self.inner(y, {}, replace(ctx, inplace=False))[0], draws)
@@ -146,7 +146,7 @@ class Compressed(Around):
 
 
 def coded(average: Average, codec: Compressor, **options: Any) -> Average | None:
-    """The same average of codes: `Compressed` around what is innermost in it. None: it cannot be taken of codes.
+    """Put `Compressed` around the innermost average in `average`. None: that one cannot be taken of codes.
 
     >>> from vecgym.strategy import Mean, Sparse
     >>> coded(Sparse(0.1, Mean()), make_codec("int8"))
@@ -173,12 +173,12 @@ def check_feedback(codec: Compressor, error_feedback: bool) -> None:
 
 
 def constant(values: Tree) -> Tree:
-    """The values without derivatives: `no_grad` alone stops those of reverse mode only."""
+    """Detach the values: `no_grad` alone stops the derivatives of reverse mode only."""
     return tree.map(Tensor.detach, values)
 
 
 def straight_through(read: Tree, values: Tree, ctx: Context, smooth: Callable[[Context], Tree]) -> Tree:
-    """What was read of codes, with the derivatives of `smooth(ctx)`, an exchange of the values, if any are taken.
+    """Give what was read from codes the derivatives of `smooth(ctx)`, an exchange of the values, if any are taken.
 
     Nobody sends derivatives: the context that `smooth` is told has a ledger of its own.
     """
@@ -191,18 +191,18 @@ def straight_through(read: Tree, values: Tree, ctx: Context, smooth: Callable[[C
 
 
 def _draws(purpose: str, ctx: Context) -> Callable[[str], Draw]:
-    """The random numbers of each tensor, by its name, in this step."""
+    """Return the random numbers of each tensor in this step, by its name."""
     return lambda name: Draw(lambda *ids: ctx.generator(f"{purpose} {name}", ctx.step, *ids), ctx.comm.node_ids)
 
 
 def _same_on_all(params: Tree, ctx: Context) -> Tree:
-    """The parameters, `[1, *]`, or those of node 0 where the nodes begin differently."""
+    """Return the parameters as `[1, *]`: those of node 0 where the nodes begin differently."""
     if any(len(p) > 1 for p in params.values()):
         params = ctx.comm.broadcast(params, src=0)
     return tree.map(lambda p: p.detach().clone(), params)
 
 
 def _plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:
-    """a + alpha b, in the storage of a where that is allowed and possible."""
+    """Return a + alpha b, in the storage of a where that is allowed and possible."""
     fits = inplace and a.shape == torch.broadcast_shapes(a.shape, b.shape)
     return a.add_(b, alpha=alpha) if fits else torch.add(a, b, alpha=alpha)

@@ -73,7 +73,7 @@ class Context:
             object.__setattr__(self, "node_steps", torch.full((len(self.comm.node_ids),), self.step))
 
     def of_rows(self, rows: Tensor) -> Context:
-        """The same for some of the nodes here, given by their places among these.
+        """Return the context of some of the nodes here, given by their places among these.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> ctx = Context(StackedCollectives(3), node_steps=torch.tensor([5, 0, 2])).of_rows(torch.tensor([0, 2]))
@@ -84,12 +84,12 @@ class Context:
         return replace(self, rows=ids, node_steps=self.node_steps[rows])
 
     def own(self, value: Any) -> Any:
-        """A hyperparameter of the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
+        """Return a hyperparameter for the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
         per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
         return value[self.rows.to(value.device)] if per_node and self.rows is not None else value
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
-        """A generator keyed by (seed, purpose, ids): the same on every node and in every process."""
+        """Return a generator keyed by (seed, purpose, ids): the same on every node and in every process."""
         return rng.generator(self.seed, purpose, *ids)
 
 
@@ -126,7 +126,7 @@ class CommunicationModule:
         """
 
     def init(self, params: Tree, ctx: Context) -> State:
-        """The state before the first step. `params` are a copy that the module may keep.
+        """Return the first state. `params` are a copy that the module may keep.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> from vecgym.strategy import DiLoCoCommunicator
@@ -136,7 +136,7 @@ class CommunicationModule:
         return {}
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
-        """The nodes that train in this step, a list of their ids, which may be empty; None: all.
+        """Return the ids of the nodes that train in this step, a list that may be empty; None: all.
 
         The others keep parameters, buffers and optimizer state, and their losses are nan. Gradients are then
         not exchanged: such a module cannot be combined with one that has `exchange_gradients`.
@@ -149,7 +149,7 @@ class CommunicationModule:
         return None
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
-        """What the module adds to each node's own gradient, before anything is exchanged: `[1 or L, *]` trees.
+        """Add to each node's own gradient, before anything is exchanged; all are `[1 or L, *]` trees.
 
         Where only some nodes train, L counts these, in the order of `ctx.rows`, and nobody may communicate.
 
@@ -162,7 +162,7 @@ class CommunicationModule:
         return grads
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Before the optimizer: `[L, *]` gradients -> those that the optimizer takes.
+        """Exchange gradients, before the optimizer: `[L, *]` -> those that the optimizer takes.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> from vecgym.strategy import GradientAveraging
@@ -173,11 +173,11 @@ class CommunicationModule:
         return grads, state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """After the optimizer: `[L, *]` parameters -> those of the next step. `[1, *]`: the same on every node."""
+        """Exchange parameters, after the optimizer: `[L, *]` -> those of the next step; `[1, *]`: the same on every node."""
         return params, state
 
     def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
-        """After the optimizer, and before `exchange_parameters`: what it keeps, `{slot: {parameter: [1 or L, *]}}`.
+        """Exchange what the optimizer keeps, `{slot: {parameter: [1 or L, *]}}`, before `exchange_parameters`.
 
         The slots are torch's, such as AdamW's "exp_avg" and "exp_avg_sq"; there are none if the optimizer keeps
         nothing. Only tensors of the shape of their parameter are shown.
@@ -191,7 +191,7 @@ class CommunicationModule:
         return moments, state
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
-        """Of the module's own optimizer at this step, to be recorded; None: it has none.
+        """Return the learning rate of the module's own optimizer at this step, to be recorded; None: it has none.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
@@ -204,7 +204,7 @@ class CommunicationModule:
     # Many small configurations in one stack are slow for what Python does for each; these two make them one.
 
     def stack_key(self) -> Hashable:
-        """Modules of equal key, of configurations of one stack, can be one; None: this one cannot.
+        """Return a key: modules of equal key, of configurations of one stack, can be one. None: this one cannot.
 
         It must then do nothing but `exchange_parameters`, draw no random numbers, and not look at `ctx.lr` and
         `ctx.active`.
@@ -216,7 +216,7 @@ class CommunicationModule:
         return None
 
     def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
-        """One module for the nodes of all configurations, `[C * K, *]`, in which each does what its own would.
+        """Return one module for the nodes of all configurations, `[C * K, *]`, which treats each as its own module would.
 
         >>> from vecgym.strategy import DiLoCoCommunicator
         >>> slow, fast = DiLoCoCommunicator(outer_lr=0.5), DiLoCoCommunicator(outer_lr=1.0)
@@ -237,7 +237,7 @@ class Wrapper(CommunicationModule):
         self.module = module
 
     def told(self, ctx: Context) -> Context:
-        """What the module in it is told."""
+        """Return the context that the module in it is told."""
         return ctx
 
     def check(self, num_nodes: int, max_steps: int) -> None:
@@ -266,7 +266,7 @@ class Wrapper(CommunicationModule):
 
 
 def overrides(module: CommunicationModule, method: str) -> bool:
-    """Whether a module has its own `method`, or that which `every(n, module)` and the like pass it on to.
+    """Whether a module has a `method` of its own, or the one inside of `every(n, module)` and the like has.
 
     >>> from vecgym.strategy import GradientAveraging, every
     >>> overrides(every(2, GradientAveraging()), "exchange_gradients"), overrides(GradientAveraging(), "active_nodes")
@@ -276,7 +276,7 @@ def overrides(module: CommunicationModule, method: str) -> bool:
 
 
 def innermost(module: Any) -> CommunicationModule:
-    """What `every(n, module)` and the like are around."""
+    """Return the module inside of `every(n, module)` and the like."""
     while isinstance(module, Wrapper):
         module = module.module
     return module

@@ -14,7 +14,7 @@ from vecgym.strategy.when import Late, Rounds, check_delay, check_in_time, nothi
 
 
 def every(n: int, module: CommunicationModule) -> CommunicationModule:
-    """`module`, exchanging only at every n-th step: at steps n - 1, 2n - 1, ...
+    """Let `module` exchange only at every n-th step: at steps n - 1, 2n - 1, ...
 
     Inside, time counts in exchanges: the module sees `ctx.step` = the exchanges done before this one and
     `ctx.max_steps` = those of the whole run. So its own intervals, delays and random numbers work as they do
@@ -41,7 +41,7 @@ def every(n: int, module: CommunicationModule) -> CommunicationModule:
 
 
 def delayed(module: CommunicationModule, d: int) -> CommunicationModule:
-    """`module`, with the change that it makes to the parameters applied d steps later.
+    """Apply the change that `module` makes to the parameters d steps later.
 
     At step t the module is given theta_t and returns theta'_t; then theta_{t+d} <- theta_{t+d} + (theta'_t - theta_t).
     It is the *change* that is late, not the values: what the nodes learn in the d steps between is kept, and where

@@ -33,7 +33,7 @@ def compressed(
     reference: bool | None = None,
     **options: Any,
 ) -> CommunicationModule:
-    """`module`, whose average is compressed: the same module around a `Compressed` average.
+    """Compress what a module averages: return the same module around a `Compressed` average.
 
     With x_i what node i would send, it sends C(p_i) instead: p_i = x_i - r + e_i; e_i <- p_i - C(p_i); the average is
     r + 1/K sum_i C(p_i), over all nodes or over i's island, weighted if the module's is.
@@ -95,28 +95,31 @@ TopK(fraction=0.05, k=None), error_feedback=True)
         raise ValueError(f"reference=True: {module!r} exchanges no parameters. Leave it out.")
     chosen = "" if reference is None else f", reference={reference}"
     shown = f"compressed({module!r}, {codec!r}, error_feedback={error_feedback}{chosen})"
-    # A subclass of somebody else's may do anything with the average that it holds.
+    # A user's subclass may do anything with the average that it holds.
     if isinstance(module, Exchange) and type(module).__module__.startswith("vecgym."):
-        if isinstance(module.when, SyncWeight) and not module.when.binary:
-            raise ValueError(
-                f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
-                "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
-            )
-        given = module.of_values if reference is None else reference
-        phase = "gradients" if isinstance(module, Gradients) else "parameters"
-        try:
-            average = coded(
-                module.average, codec, error_feedback=error_feedback, reference=given, purpose=f"compress {phase}"
-            )
-        except ValueError as error:
-            raise ValueError(f"{module!r}: {error}") from None
-        if average is not None:
-            return _WithCodes(module.around(average), codec, shown)
+        around = _around_codes(module, codec, error_feedback, reference)
+        if around is not None:
+            return _WithCodes(around, codec, shown)
     return _Compressed(module, codec, error_feedback, reference, shown)
 
 
+def _around_codes(
+    module: Exchange, codec: Compressor, error_feedback: bool, reference: bool | None
+) -> CommunicationModule | None:
+    """Return the same module around an average of codes; None: its own cannot be taken of codes."""
+    if isinstance(module.when, SyncWeight) and not module.when.binary:
+        raise ValueError(
+            f"{module!r} exchanges in part, and what was sent of a code, its residual and its reference have no "
+            "part: compress a module whose sync_weight is 0 or 1 and does not require grad, or that has H."
+        )
+    reference = module.of_values if reference is None else reference
+    purpose = f"compress {'gradients' if isinstance(module, Gradients) else 'parameters'}"
+    average = coded(module.average, codec, error_feedback=error_feedback, reference=reference, purpose=purpose)
+    return None if average is None else module.around(average)
+
+
 def with_compression(module: CommunicationModule, compression: str | Compressor | None) -> CommunicationModule:
-    """`module` itself for None; else `compressed(module, compression)`: for an argument of a strategy.
+    """Return `module` itself for None, else `compressed(module, compression)`: for an argument of a strategy.
 
     >>> from vecgym.strategy import GradientAveraging
     >>> with_compression(GradientAveraging(), "int8")

@@ -1,4 +1,4 @@
-"""Calls of a communication module, with what it gives back looked at: what came, from whom, and what is expected.
+"""Calls of a communication module that check what it returns: an error says what came, from whom, what is expected.
 
 Cheap enough for every step: what a module leaves as it was is not looked at.
 """
@@ -24,14 +24,14 @@ A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or o
 
 
 def init(module: CommunicationModule, params: Tree, ctx: Context) -> State:
-    """`module.init` of a copy of the parameters."""
+    """Call `module.init` with a copy of the parameters."""
     state = module.init({name: p.clone() for name, p in params.items()}, ctx)
     _check_state(state, module, "init", ctx)
     return state
 
 
 def active_nodes(module: CommunicationModule, ctx: Context) -> list[int] | None:
-    """`module.active_nodes`: None, or distinct node ids."""
+    """Call `module.active_nodes`: None, or distinct node ids."""
     nodes = module.active_nodes(ctx)
     if nodes is None:
         return None
@@ -47,7 +47,7 @@ def active_nodes(module: CommunicationModule, ctx: Context) -> list[int] | None:
 def local_gradients(
     module: CommunicationModule, grads: Tree, params: Tree, state: State, ctx: Context, silent: bool
 ) -> Tree:
-    """`module.local_gradients`; `silent`: where some nodes sit out, so that nobody may communicate."""
+    """Call `module.local_gradients`; `silent`: some nodes sit out, so that nobody may communicate."""
     if silent:
         who = _who(module, "local_gradients")
         ctx = replace(ctx, comm=Refusing(ctx.comm, lambda name: f"{who} calls ctx.comm.{name} {SILENT}"))
@@ -58,12 +58,12 @@ def local_gradients(
 
 
 def exchange_gradients(module: CommunicationModule, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-    """`module.exchange_gradients`."""
+    """Call `module.exchange_gradients`."""
     return _exchanged(module.exchange_gradients(grads, state, ctx), module, "gradients", grads, state, ctx)
 
 
 def exchange_moments(module: CommunicationModule, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
-    """`module.exchange_moments`."""
+    """Call `module.exchange_moments`."""
     found = module.exchange_moments(moments, state, ctx)
     new, changed = _pair(found, module, "moments")
     if not isinstance(new, dict) or new.keys() != moments.keys():
@@ -79,7 +79,7 @@ def exchange_moments(module: CommunicationModule, moments: Slots, state: State, 
 
 
 def exchange_parameters(module: CommunicationModule, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-    """`module.exchange_parameters`."""
+    """Call `module.exchange_parameters`."""
     return _exchanged(module.exchange_parameters(params, state, ctx), module, "parameters", params, state, ctx)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -45,24 +45,37 @@ class StrongestCosines(Average):
     Under differentiation which coefficients are sent is a constant; what is sent of them has its derivatives.
 
     Args:
-        decay: of the momentum, in [0, 1).
-        k: coefficients sent of each chunk; all of them where a chunk has fewer.
-        chunk: the longest side of a chunk: each dimension is cut into chunks of its largest divisor that is not larger.
+        compression_decay: decay of the momentum, in [0, 1).
+        compression_topk: k, coefficients sent of each chunk; all of them where a chunk has fewer.
+        compression_chunk: the longest side of a chunk: each dimension is cut into chunks of its largest divisor
+            that is not larger.
+
+    Raises:
+        ValueError: for a decay outside [0, 1), k < 1 or a chunk < 1.
 
     Example: DiLoCo whose movements are exchanged as DeMo's gradients are.
 
     >>> from vecgym.strategy import OuterStep
-    >>> OuterStep(StrongestCosines(decay=0.9, k=8), "sgd", H=50)
-    OuterStep(StrongestCosines(decay=0.9, k=8), \
+    >>> OuterStep(StrongestCosines(compression_decay=0.9, compression_topk=8), H=50)
+    OuterStep(StrongestCosines(compression_decay=0.9, compression_topk=8), \
 outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
 
     Reference: Peng et al., arXiv 2411.19870; `DeMoStrategy` names the deviations.
     """
 
-    def __init__(self, decay: float | Tensor = 0.999, k: int = 32, chunk: int = 64) -> None:
-        self.decay = _check_decay("decay", decay)
-        self.k = check.integer("k", k, what="the coefficients sent of each chunk")
-        self.chunk = check.integer("chunk", chunk, what="the longest side of a chunk")
+    def __init__(
+        self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
+    ) -> None:
+        one = isinstance(compression_decay, Tensor) and compression_decay.dim() == 0
+        self.compression_decay = (check.per_node if one else check.number)(
+            "compression_decay", compression_decay, "[0, 1)", "what is kept of the momentum at each step, such as 0.999"
+        )
+        self.compression_topk = check.integer(
+            "compression_topk", compression_topk, what="the coefficients sent of each chunk"
+        )
+        self.compression_chunk = check.integer(
+            "compression_chunk", compression_chunk, what="the longest side of a chunk"
+        )
 
     def init(self, values: Tree, ctx: Context) -> State:
         return {"residual": tree.map(self._zeros, values)}
@@ -81,10 +94,10 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         return mean, {"residual": residual}
 
     def residual(self, state: State, values: Tree) -> Tree:
-        """delta of each node, `[L, *]`; `values` have the shapes, `[1 or L, *]`.
+        """Return delta of each node, `[L, *]`; `values`, `[1 or L, *]`, have the shapes.
 
         >>> from vecgym.collectives import StackedCollectives
-        >>> average, ctx = StrongestCosines(k=1), Context(StackedCollectives(2))
+        >>> average, ctx = StrongestCosines(compression_topk=1), Context(StackedCollectives(2))
         >>> x = {"w": torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]])}
         >>> _, state = average(x, average.init(x, ctx), ctx)
         >>> average.residual(state, x)["w"][1]  # the constant part, the strongest, was sent
@@ -93,20 +106,20 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         return {name: self._to_tensors(X, values[name]) for name, X in state["residual"].items()}
 
     def _grid(self, x: Tensor) -> Grid:
-        return grid(tuple(x.shape[1:]), self.chunk)
+        return grid(tuple(x.shape[1:]), self.compression_chunk)
 
     def _zeros(self, p: Tensor) -> Tensor:
         cut = self._grid(p)
         return p.new_zeros(1, cut.chunks, cut.area)
 
     def _update(self, residual: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(residual, indices, values) after one gradient; pure."""
-        momentum = self.decay * residual + dct(to_chunks(g, self._grid(g))).flatten(2)
-        indices = strongest(momentum, self.k)
+        """Return (residual, indices, values) after one gradient; pure."""
+        momentum = self.compression_decay * residual + dct(to_chunks(g, self._grid(g))).flatten(2)
+        indices = strongest(momentum, self.compression_topk)
         return momentum.scatter(-1, indices, 0.0), indices, momentum.gather(-1, indices)
 
     def _update_in_place(self, residual: Tensor, g: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, overwriting the residual, block after block of strips of `height` rows of any node.
+        """Do the same in the storage of the residual, block after block of strips of `height` rows of any node.
 
         Exact: of one node, since a matrix product may round differently in another place of a larger one.
         """
@@ -117,21 +130,21 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         strips = g.reshape(num_strips, strip.height, strip.columns * strip.width)
         length = cut.rows if exact else max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
         sent: list[tuple[Tensor, Tensor]] = []
-        decay = torch.as_tensor(self.decay, dtype=torch.float64).item()
+        decay = torch.as_tensor(self.compression_decay, dtype=torch.float64).item()
         for momentum, block in zip(momenta.split(length), strips.split(length)):
             accumulate_dct_(momentum, block, strip, decay)
-            indices = strongest(momentum, self.k)
+            indices = strongest(momentum, self.compression_topk)
             sent.append((indices, momentum.gather(-1, indices)))
             momentum.scatter_(-1, indices, 0.0)
         indices, values = (torch.cat(parts).reshape(*residual.shape[:2], parts[0].shape[-1]) for parts in zip(*sent))
         return residual, indices, values
 
     def _decode(self, indices: Tensor, values: Tensor, like: Tensor) -> Tensor:
-        """What all nodes sent, `[1, K, chunks, k]`, as one tensor `[1, *]`."""
+        """Decode what all nodes sent, `[1, K, chunks, k]`, as one tensor `[1, *]`."""
         return self._to_tensors(mean_of_senders(indices, values, self._grid(like).area), like)
 
     def _to_tensors(self, coefficients: Tensor, like: Tensor) -> Tensor:
-        """`[L, chunks, area]` -> `[L, *]`."""
+        """Transform coefficients back: `[L, chunks, area]` -> `[L, *]`."""
         cut = self._grid(like)
         return from_chunks(inverse_dct(coefficients.unflatten(-1, (cut.height, cut.width))), cut, like.shape[1:])
 
@@ -148,13 +161,7 @@ class DeMoCommunicator(Gradients):
     `step_bytes`.
 
     Args:
-        compression_decay: decay of the momentum, in [0, 1).
-        compression_topk: k, coefficients sent of each chunk; all of them where a chunk has fewer.
-        compression_chunk: the longest side of a chunk: each dimension is cut into chunks of its largest divisor
-            that is not larger.
-
-    Raises:
-        ValueError: for a decay outside [0, 1), k < 1 or a chunk < 1.
+        compression_decay, compression_topk, compression_chunk: see `StrongestCosines`.
 
     Example: AdamW on what DeMo exchanges.
 
@@ -169,16 +176,13 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
     def __init__(
         self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
     ) -> None:
-        _check_decay("compression_decay", compression_decay)
-        check.integer("compression_topk", compression_topk, what="the coefficients sent of each chunk")
-        check.integer("compression_chunk", compression_chunk, what="the longest side of a chunk")
-        self.cosines = StrongestCosines(compression_decay, compression_topk, compression_chunk)
-        super().__init__(self.cosines)
-        self.compression_decay, self.compression_topk = compression_decay, compression_topk
-        self.compression_chunk = compression_chunk
+        self._cosines = StrongestCosines(compression_decay, compression_topk, compression_chunk)
+        super().__init__(self._cosines)
+        self.compression_decay = compression_decay
+        self.compression_topk, self.compression_chunk = compression_topk, compression_chunk
 
     def residual(self, state: State, params: Tree) -> Tree:
-        """delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`.
+        """Return delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> module, ctx = DeMoCommunicator(compression_topk=1), Context(StackedCollectives(2))
@@ -188,10 +192,10 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         >>> module.residual(state, params)["w"][1]  # the constant part, the strongest, was sent
         tensor([-1.5000, -0.5000,  0.5000,  1.5000])
         """
-        return self.cosines.residual(state, params)
+        return self._cosines.residual(state, params)
 
     def step_bytes(self, params: Tree) -> int:
-        """Bytes that a node sends in a step: sum over tensors of chunks * min(k, chunk area) * (8 + b).
+        """Return the bytes that a node sends in a step: sum over tensors of chunks * min(k, chunk area) * (8 + b).
 
         >>> params = {"w": torch.zeros(1, 128, 64)}  # 2 chunks
         >>> DeMoCommunicator(compression_topk=8).step_bytes(params)  # 2 * 8 * (8 + 4)
@@ -219,7 +223,7 @@ class DeMoStrategy(Strategy):
     is differentiated, with s a constant, and no graph of the exchange is kept.
 
     Args:
-        compression_decay, compression_topk, compression_chunk: see `DeMoCommunicator`.
+        compression_decay, compression_topk, compression_chunk: see `StrongestCosines`.
         weight_decay: wd, decoupled.
         lr: the learning rate; every coordinate moves by it at every step, unless what is decoded there is 0.
         max_norm: clip each node's gradient to this 2-norm, before it is accumulated.
@@ -257,7 +261,7 @@ class DeMoStrategy(Strategy):
 
     @torch.no_grad()  # the derivative of the sign is 0
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """lr times each node's clipped gradient is accumulated; the optimizer takes the sign of what was exchanged."""
+        """Accumulate lr times each node's clipped gradient, and give the optimizer the sign of what is exchanged."""
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
         lr = ctx.own(self.lr(ctx))
@@ -265,14 +269,8 @@ class DeMoStrategy(Strategy):
         return tree.map(torch.sign, mean), state
 
     def optimize(self, params: Tree, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """SGD on the signs; the gradients were clipped before the exchange."""
+        """Take the step of SGD on the signs; the gradients were clipped before the exchange."""
         return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
-
-
-def _check_decay(name: str, decay: Any) -> float | Tensor:
-    one = isinstance(decay, Tensor) and decay.dim() == 0
-    look = check.per_node if one else check.number
-    return look(name, decay, "[0, 1)", "what is kept of the momentum at each step, such as 0.999")
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
@@ -281,5 +279,5 @@ def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
 
 
 def _block_bytes(x: Tensor) -> int:
-    """The size of temporaries: on a CPU they stay in its cache, other devices want few large operations."""
+    """Return the size of temporaries: on a CPU they stay in its cache; other devices want few large operations."""
     return 2**22 if x.device.type == "cpu" else 2**28

@@ -17,7 +17,7 @@ MAX_DEPTH = 8  # of what is nested, which may hold itself
 
 
 def described(value: Any, depth: int = 0) -> Any:
-    """Nested dicts of what a strategy holds; `json.dumps` takes them.
+    """Describe what a strategy holds as nested dicts, which `json.dumps` takes.
 
     >>> from vecgym.strategy import DiLoCoStrategy
     >>> found = described(DiLoCoStrategy("sgd", H=20, lr=0.1, max_norm=1.0))

@@ -231,7 +231,7 @@ def check_resting(resting: str | None, rounds_of_all: bool) -> str:
 
 
 def _server(name: str | None, options: dict[str, Any]) -> ServerOptimizer | None:
-    """The server's optimizer; None: there is none."""
+    """Return the server's optimizer; None: there is none."""
     if name is not None:
         return ServerOptimizer(name, **options)
     if options:

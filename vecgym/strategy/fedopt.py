@@ -85,9 +85,9 @@ class ServerOptimizer:
                 raise ValueError(f"server_{name} has shape {list(value.shape)}: there is one server, give one number.")
 
     def init(self, params: Tree) -> State:
-        """The state before the first round, `[1, *]`."""
+        """Return the first state, `[1, *]`."""
         return self.spec.rule().init(params)
 
     def update(self, params: Tree, delta: Tree, slots: State) -> tuple[Tree, State]:
-        """One step along the mean movement `delta` = mean_i theta_i - theta; nothing given is changed."""
+        """Take one step along the mean movement `delta` = mean_i theta_i - theta; nothing given is changed."""
         return self.spec.rule().update(params, tree.map(torch.neg, delta), slots, inplace=False)

@@ -16,7 +16,7 @@ Codes = dict[str, Tree]  # the codes of each tensor, in parts
 
 
 def shares_of(groups: Groups | None, weights: Sequence[float] | None, comm: Collectives) -> Tensor | None:
-    """W `[1 or L, K]`: a node's average is sum_k W_ik x_k. None: the plain mean.
+    """Return W `[1 or L, K]`, with which a node's average is sum_k W_ik x_k. None: the plain mean.
 
     It is what the average makes of the unit vectors, on paper: no communication.
     """
@@ -27,7 +27,7 @@ def shares_of(groups: Groups | None, weights: Sequence[float] | None, comm: Coll
 
 
 def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -> Codes:
-    """Every node's codes, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
+    """Gather every node's codes, `[1, K, ...]`, in one collective; shared parts, `[1, 1, ...]`, are not sent."""
     sent = {f"{name}/{part}": y for name, code in codes.items() for part, y in code.items() if part not in codec.shared}
     received = gather(sent)
     return {
@@ -37,7 +37,7 @@ def gathered_codes(codes: Codes, codec: Codec, gather: Callable[[Tree], Tree]) -
 
 
 def decode_all(code: Tree, codec: Codec, like: Tensor) -> Tensor:
-    """`[R, K, ...]` -> `[R, K, *]`."""
+    """Decode the codes of K nodes: `[R, K, ...]` -> `[R, K, *]`."""
     sent = next(y for part, y in code.items() if part not in codec.shared)
     wide = {part: y.expand(sent.shape[0], sent.shape[1], *y.shape[2:]) for part, y in code.items()}
     return codec.decode({part: wide[part].flatten(0, 1) for part in wide}, like).unflatten(0, sent.shape[:2])

@@ -78,7 +78,7 @@ class Mix(Reduction):
             )
 
     def mixing(self, ctx: Context) -> Mixing:
-        """The matrix of this exchange.
+        """Return the matrix of this exchange.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> Mix("ring").mixing(Context(StackedCollectives(5))).weights[0]
@@ -143,7 +143,7 @@ class GossipCommunicator(Parameters):
         super().check(num_nodes, max_steps)
 
     def mixing(self, ctx: Context) -> Mixing:
-        """The matrix of the exchange after this step.
+        """Return the matrix of the exchange after this step.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> GossipCommunicator("ring").mixing(Context(StackedCollectives(5))).weights[0]
@@ -215,7 +215,7 @@ def _one_peer_exponential(num_nodes: int, round: int) -> Mixing:
 
 
 def _cycle(matrices: Tensor) -> Tensor:
-    """`[K, K]` or `[T, K, K]` -> `[T, K, K]`."""
+    """Return `[K, K]` or `[T, K, K]` as `[T, K, K]`."""
     return matrices if matrices.dim() == 3 else matrices[None]
 
 
@@ -239,7 +239,7 @@ def _checked_topology(topology: Any) -> str | Tensor | Callable[[int], Tensor]:
 
 
 def _as_matrix(weights: Any, name: str, allowed: str = "Allowed: a matrix [K, K] of numbers.") -> Tensor:
-    """A tensor as it is; Python's numbers in float64, as they are, not in torch's default type."""
+    """Return a tensor as it is, and Python's numbers in float64, as they are, not in torch's default type."""
     try:
         return weights if isinstance(weights, Tensor) else torch.as_tensor(weights, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -77,7 +77,7 @@ lr_scheduler, warmup_steps, cosine_anneal.
 def optimizer_step(
     spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
 ) -> tuple[Tree, State]:
-    """Step `step` of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
+    """Take a step of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
     now = spec.at(step)
     everyone = ctx.rows is None and not ctx.exact
     if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
@@ -97,7 +97,7 @@ def optimizer_step(
 
 
 def moments_in(optimizer: State, params: Tree) -> Slots:
-    """What the state of an inner optimizer holds in the shape of the parameters.
+    """Return what the state of an inner optimizer holds in the shape of the parameters.
 
     >>> params = {"w": torch.zeros(1, 3)}
     >>> sorted(moments_in(OptimSpec("adamw").rule().init(params), params))
@@ -112,7 +112,7 @@ def moments_in(optimizer: State, params: Tree) -> Slots:
 
 
 def with_moments(optimizer: State, moments: Slots) -> State:
-    """The state of an inner optimizer with other `moments_in` it."""
+    """Return the state of an inner optimizer with other `moments_in` it."""
     held = _slots(optimizer)
     changed = {**held, **{slot: {**held[slot], **values} for slot, values in moments.items()}}
     return {**optimizer, "tensors": changed} if "tensors" in optimizer else changed

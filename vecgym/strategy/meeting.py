@@ -39,11 +39,11 @@ class Meeting:
         return self._meet(node, what, value.detach(), lambda given: compute(torch.stack(list(given))))
 
     def share(self, node: int, operation: str, value: Any) -> list[Any]:
-        """What every node gives, whatever it is: in node order. Nothing in the ledger."""
+        """Return what every node gives, in node order; nothing goes to the ledger."""
         return self._meet(node, operation, value, list)
 
     def finish(self, node: int) -> None:
-        """The end of a node's work, where all must meet: none may still wait in a collective."""
+        """End a node's work, where all must meet: none may still wait in a collective."""
         self.share(node, "the end of its work", None)
 
     def enter(self, node: int) -> None:
@@ -59,7 +59,7 @@ class Meeting:
             self._turns[node + 1].release()
 
     def abort(self) -> None:
-        """Let no thread wait for one that has failed."""
+        """Release all threads: none must wait for one that has failed."""
         self._failed = True
         for turn in self._turns:
             turn.release()
@@ -132,7 +132,7 @@ def run_ranks(work: Callable[[int], None], meeting: Meeting, threads: Executor) 
 
 
 def here() -> tuple[Meeting, int]:
-    """The meeting and the node of the thread that asks."""
+    """Return the meeting and the node of the thread that asks."""
     if not is_rank():
         raise RuntimeError("all_reduce, broadcast and all_gather of a rank work inside Strategy.step() only.")
     return _here.meeting, _here.node

@@ -51,13 +51,13 @@ class Exchange(CommunicationModule):
         return not self.average.everyone
 
     def around(self, average: Average) -> CommunicationModule:
-        """The same module with another average."""
+        """Return the same module with another average."""
         twin = copy.copy(self)
         twin.average = average
         return twin
 
     def _counted(self, ctx: Context) -> Context:
-        """The context for the average, with the exchanges counted: those who train now take part in the next."""
+        """Return the context for the average, with the exchanges counted: those who train now take part in the next."""
         return replace(ctx, exchange=self.when.count(ctx.step))
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class Gradients(Exchange):
         return self.average.plain
 
     def init(self, params: Tree, ctx: Context) -> State:
-        return self.average.init(params, ctx)
+        return self.average.init(tree.map(torch.zeros_like, params), ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return self.average(grads, state, self._counted(ctx))
@@ -165,7 +165,7 @@ class Parameters(Exchange):
         return kept(keeping, params, written), {"average": average, "queue": queue}
 
     def stack_key(self) -> Hashable:
-        """The interval; None for any average but the mean of all nodes, late ones and `SyncWeight`s.
+        """Return the interval; None for late ones, `SyncWeight`s, and any average but the mean of all nodes.
 
         >>> from vecgym.strategy import Mean
         >>> Parameters(Mean(), every=5).stack_key(), Parameters(Mean(2)).stack_key()
@@ -283,7 +283,7 @@ class OuterStep(Exchange):
         return self.outer_optim.at(exchange).hyper.get("lr")
 
     def stack_key(self) -> Hashable:
-        """What configurations must share to take their outer steps together; None: they cannot.
+        """Return what configurations must share to take their outer steps together; None: they cannot.
 
         >>> from vecgym.strategy import Mean
         >>> OuterStep(Mean(), H=5).stack_key() == OuterStep(Mean(), H=10).stack_key(), OuterStep(Mean(2)).stack_key()
@@ -298,21 +298,21 @@ class OuterStep(Exchange):
         return OuterStep(self.average, outer, self.when)
 
     def _parts(self, params: Tree) -> list[Tree]:
-        """The parameters of each fragment; those beyond the last tensor have none, and are left out."""
+        """Split parameters into fragments; those beyond the last tensor have none, and are left out."""
         names = list(params)
         number = max(1, min(self.fragments, len(names)))
         return [{name: params[name] for name in names[p :: self.fragments]} for p in range(number)]
 
     def _init(self, params: Tree, ctx: Context) -> State:
         state = {"params": params, "optimizer": self._rule.init(params)}
-        if average := self.average.init(params, ctx):
+        if average := self.average.init(tree.map(torch.zeros_like, params), ctx):
             state["average"] = average
         if self.delay:
             state["queue"] = self._late.init(nothing(params))
         return state
 
     def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The step of one fragment."""
+        """Take the step of one fragment."""
         if self.delay == 0:
             return when.exchange(self._outer_step, params, state, self._counted(ctx))
         delta = nothing(params)
@@ -331,13 +331,13 @@ class OuterStep(Exchange):
         return self._moved(params, delta, state, ctx)
 
     def _movement(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The average of the nodes' movements, `[1 or L, *]`."""
+        """Average the nodes' movements, `[1 or L, *]`."""
         moved = tree.map(torch.sub, state["params"], params)
         delta, average = self.average(moved, state.get("average", {}), ctx)
         return delta, {**state, "average": average} if average else state
 
     def _moved(self, params: Tree, delta: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The parameters and the state after an outer step."""
+        """Take an outer step; return the parameters and the state after it."""
         keeping = self.average.keeping(ctx)
         pure = ctx if keeping is None else replace(ctx, inplace=False)
         outer, optimizer = optimizer_step(
@@ -354,7 +354,7 @@ class OuterStep(Exchange):
 def outer_spec(
     optim: str | OptimSpec | type[torch.optim.Optimizer] | None, outer_lr: float | Tensor | None = None
 ) -> OptimSpec:
-    """The outer optimizer that is meant: DiLoCo's for None, "sgd" and `torch.optim.SGD`.
+    """Return the outer optimizer: DiLoCo's for None, "sgd" and `torch.optim.SGD`.
 
     >>> outer_spec("sgd", outer_lr=0.5), outer_spec(OptimSpec("sgd", lr=0.1))
     (OptimSpec(SGD, lr=0.5, momentum=0.9, nesterov=True), OptimSpec(SGD, lr=0.1))

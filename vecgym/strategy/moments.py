@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vecgym.core import check
+import torch
+
+from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.strategy.average import Average, Mean, check_average
 from vecgym.strategy.communication import Context, Slots, State
@@ -53,9 +55,10 @@ Moments(average=Mean(), slots=('exp_avg',), every=24))
         self.when = as_when(every, "every")
 
     def init(self, params: Tree, ctx: Context) -> State:
+        zeros = tree.map(torch.zeros_like, params)  # as moments begin
         if self.slots is not None:
-            return {slot: self.average.init(params, ctx) for slot in self.slots}
-        if self.average.init(params, ctx):
+            return {slot: self.average.init(zeros, ctx) for slot in self.slots}
+        if self.average.init(zeros, ctx):
             raise ValueError(f'{self!r} keeps something for each slot: name them, slots=["exp_avg", "exp_avg_sq"] say.')
         return {}
 

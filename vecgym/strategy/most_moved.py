@@ -79,12 +79,12 @@ class MostMoved(Average):
         return {"mean": nothing(values), "touched": tree.map(Tensor.bool, nothing(values))}
 
     def _moved_most(self, x: Tensor, last: Tensor) -> Tensor:
-        """The coordinates that a node sends: `[L, k]`."""
+        """Return the coordinates that a node sends, `[L, k]`."""
         movement = flat(x - last)
         return strongest(movement, part_of(movement.shape[1], self.fraction))
 
     def _gather(self, values: Tree, ctx: Context) -> Tree:
-        """What every node reads of the values `[L, k]` of all: `[1, K, k]`."""
+        """Return what every node reads of the values `[L, k]` of all, `[1, K, k]`."""
         if self.bits is None:
             return ctx.comm.all_gather(values)
         codec = Quantise(self.bits)

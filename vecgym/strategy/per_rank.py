@@ -92,7 +92,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Every node's tensor: `[K, *]`.
+    """Return every node's tensor, `[K, *]`.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.engine.simulation import Simulation
@@ -149,13 +149,13 @@ class RankStrategy(Strategy):
     optim: torch.optim.Optimizer
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
-        """Begin: called once, with the node's own model. Builds `self.optim`."""
+        """Begin, once, with the node's own model, and build `self.optim`."""
         self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
         self.optim = self.inner_optim.build([p for p in model.parameters() if p.requires_grad])
         self._set_lr()
 
     def step(self) -> None:
-        """What a node does with its gradients, `p.grad`; call it last, it advances the schedule."""
+        """Train the node with its gradients, `p.grad`. Call this one last: it advances the schedule."""
         self.local_step += 1
         self._set_lr()
 
@@ -172,7 +172,7 @@ class _WithStep(Protocol):
 
 
 def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
-    """The strategy for all nodes at once: `strategy`, or what runs its `step` on each of them.
+    """Return the strategy for all nodes at once: `strategy`, or what runs its `step` on each of them.
 
     >>> from vecgym.strategy import AllReduceStrategy
     >>> class Alone(Strategy):
@@ -185,7 +185,7 @@ def as_strategy(strategy: Strategy, model: nn.Module) -> Strategy:
 
 
 def _copy_for_rank(strategy: Strategy) -> Any:
-    """A copy of a strategy with a `step`, which has the members of a `RankStrategy`."""
+    """Copy a strategy with a `step`, and give it the members of a `RankStrategy`."""
     rank = copy.deepcopy(strategy)
     if not isinstance(rank, RankStrategy):  # as in EXO Gym: what it calls by super() comes after its own classes
         cls = type(rank)
@@ -275,7 +275,7 @@ class _Ranks(Strategy):
         return stacked, {}
 
     def hidden_state(self) -> list[dict[str, Any]]:
-        """What the copies hold, and their random states, a tree each, for a file; parameters are the simulation's.
+        """Return what the copies hold and their random states, a tree each, for a file; parameters are the simulation's.
 
         Raises:
             TypeError: for something in them that cannot be saved, naming it.

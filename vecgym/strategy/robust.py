@@ -1,4 +1,4 @@
-"""Nodes that lie, rules that a few liars cannot move far, and nodes that tell no more than they want to."""
+"""Nodes that lie, rules that a few liars cannot move far, and nodes that blur what they send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Attack = Callable[[Tensor], Tensor]
 
 
 def median(x: Tensor) -> Tensor:
-    """The coordinates' medians over the nodes, `[R, n, *]` -> `[R, *]`; of an even number the mean of the middle two.
+    """Take each coordinate's median over the nodes, `[R, n, *]` -> `[R, *]`; of an even number the middle two's mean.
 
     >>> median(torch.tensor([[1.0, 100.0, 2.0]])), median(torch.tensor([[1.0, 2.0, 4.0, 100.0]]))
     (tensor([2.]), tensor([3.]))
@@ -89,7 +89,7 @@ class Robust(Mean):
         return self._combined({name: decode_all(received[name], codec, x) for name, x in like.items()}, like, ctx)
 
     def _combined(self, everyone: Tree, values: Tree, ctx: Context) -> Tree:
-        """The rule for each island: `[R, K, *]` and the nodes' own `[1 or L, *]` -> `[1 or L, *]`."""
+        """Apply the rule to each island: `[R, K, *]` and the nodes' own `[1 or L, *]` -> `[1 or L, *]`."""
         groups = self.groups(ctx)
         if groups is None:
             return tree.map(self._rule, everyone)

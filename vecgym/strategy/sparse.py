@@ -79,17 +79,17 @@ class Sparse(Around):
 
 
 def _taken(values: Tree, index: Tree) -> Tree:
-    """The flat coordinates `index`, `[m]`, of each tensor `[1 or L, *]`: `[1 or L, m]`."""
+    """Take the flat coordinates `index`, `[m]`, of each tensor `[1 or L, *]`: `[1 or L, m]`."""
     return {name: flat(values[name]).index_select(1, where) for name, where in index.items()}
 
 
 def _put(values: Tree, index: Tree, new: Tree, inplace: bool) -> Tree:
-    """The tensors `[1 or L, *]` with `new`, `[1 or L, m]`, at the flat coordinates `index`, `[m]`."""
+    """Write `new`, `[1 or L, m]`, into tensors `[1 or L, *]` at the flat coordinates `index`, `[m]`."""
     return {name: _written(values[name], where, new[name], inplace) for name, where in index.items()}
 
 
 def _written(param: Tensor, index: Tensor, values: Tensor, inplace: bool) -> Tensor:
-    """`param`, `[1 or L, *]`, with `values`, `[1 or L, m]`, at the flat coordinates `index`, `[m]`."""
+    """Write `values`, `[1 or L, m]`, into `param`, `[1 or L, *]`, at the flat coordinates `index`, `[m]`."""
     num_rows = max(len(param), len(values))
     values = values.expand(num_rows, -1)
     if inplace and len(param) == num_rows and param.is_contiguous():

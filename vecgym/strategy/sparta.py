@@ -185,7 +185,7 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
 
 
 def _selector(selector: Selector | None, name: str, rate: float | None, default: float) -> Selector:
-    """The selector given, or a random one of this rate."""
+    """Return the selector given, or a random one of this rate."""
     if selector is None:
         return RandomSelector(default if rate is None else check_rate(name, rate))
     if not isinstance(selector, Selector):
@@ -208,7 +208,7 @@ def _exchange(
     compression_method: str | None,
     quantization_bits: int | None,
 ) -> CommunicationModule:
-    """What the nodes exchange after every step."""
+    """Return the module that exchanges after every step."""
     if compression_method not in (None, *METHODS):
         allowed = ", ".join(map(repr, METHODS))
         raise ValueError(

@@ -52,11 +52,11 @@ class When(ABC):
         """Make the exchange if this step has one."""
 
     def count(self, step: int) -> int:
-        """The exchanges made before the one that follows `step`, or that comes next."""
+        """Count the exchanges before the one after `step`, or the next one if there is none."""
         return step
 
     def check(self, max_steps: int, who: object = "the module") -> None:
-        """Raise a ValueError, or warn, if this cannot be meant for a run of that many steps."""
+        """Raise a ValueError, or warn, if this cannot be meant for a run of so many steps."""
         return
 
 
@@ -111,7 +111,7 @@ class Rounds(When):
 
 
 def as_when(value: int | When, name: str) -> When:
-    """`Rounds` of so many steps, or the times given.
+    """Return `Rounds` of so many steps, or the `When` given.
 
     >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every")
     (5, SyncWeight([0, 1]))
@@ -142,11 +142,11 @@ class Late:
         self.delay = check_delay("delay", delay)
 
     def init(self, empty: State) -> State:
-        """A queue of empty slots."""
+        """Return a queue of empty slots."""
         return {str(slot): empty for slot in range(self.delay)}
 
     def turn(self, new: State, state: State, step: int) -> tuple[State, State]:
-        """What is due at this step, and the queue that holds what is new."""
+        """Return what is due at this step, and the queue that holds what is new."""
         if self.delay == 0:
             return new, state
         slot = str(step % self.delay)
@@ -154,7 +154,7 @@ class Late:
 
 
 def nothing(values: Tree) -> Tree:
-    """What an empty slot of a queue holds for these values.
+    """Return what an empty slot of a queue holds for these values.
 
     >>> nothing({"w": torch.ones(4, 2, 3)})["w"].shape
     torch.Size([1, 0])
@@ -239,7 +239,7 @@ class SyncWeight(When):
         return self.differentiated or bool(self.weights[step] != 0)
 
     def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """The exchange of this step, made as far as the weight says.
+        """Make the exchange of this step, as far as the weight says.
 
         >>> from vecgym.collectives import StackedCollectives
         >>> def average(params, state, ctx):
@@ -267,7 +267,7 @@ class SyncWeight(When):
 
 
 def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: int, default: int) -> SyncWeight | None:
-    """The `SyncWeight` of a module's arguments; H must then be left at its default.
+    """Return the `SyncWeight` of a module's arguments; H must then be left at its default.
 
     >>> make_sync_weight([0, 1], H=5, default=1)
     Traceback (most recent call last):
@@ -304,7 +304,7 @@ def _checked(weights: Any) -> Tensor:
 
 
 def blended(old: Any, new: Any, blend: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """`blend(old, new)` of every tensor of nested dicts of the same structure.
+    """Apply `blend(old, new)` to every tensor of nested dicts of the same structure.
 
     >>> blended({"a": {"w": torch.zeros(1)}}, {"a": {"w": torch.ones(1)}}, lambda old, new: old + 0.5 * new)
     {'a': {'w': tensor([0.5000])}}
@@ -320,7 +320,7 @@ def blended(old: Any, new: Any, blend: Callable[[Tensor, Tensor], Tensor]) -> An
 
 
 def _between(old: Any, new: Any, weight: Tensor) -> Any:
-    """(1 - a) old + a new, in every tensor of nested dicts; exactly old at 0 and new at 1."""
+    """Return (1 - a) old + a new of every tensor of nested dicts; exactly old at 0 and new at 1."""
 
     def between(old: Tensor, new: Tensor) -> Tensor:
         if old is new:
