@@ -84,7 +84,8 @@ def rollout(
         model: as for `Trainer`; its own parameters are the initial ones, and it is never changed.
         strategy: any `Strategy`.
         batches: a list of T batches, leaves `[K, B, ...]`; or a tensor, a dict or a tuple whose leaves have a leading
-            T, `[T, K, B, ...]`.
+            T, `[T, K, B, ...]`. All B examples count, also those that `vecgym.data.Batches` repeats for a node that has
+            fewer: give a B that every node has.
         num_nodes: K.
         eval_batch: one ordinary batch `[B, ...]`.
         segments: the number of parts to cut the run into, of which only the states between are stored, and each part is
