@@ -409,6 +409,8 @@ HANDMADE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no version": lambda held: held.pop("version") and held,
     "a version in words": lambda held: {**held, "version": "1"},
     "version 0": lambda held: {**held, "version": 0},
+    "a later version": lambda held: {**held, "version": runfile.VERSION + 1},
+    "of others": lambda held: {**held, "format": "pickle"},
     **{f"no {name}": partial(without, name) for name in FORM if name != "ranks"},
     **{f"{name} of another type": partial(replaced, name) for name in FORM if name != "ranks"},
     "a negative step": lambda held: {**held, "step": -1},

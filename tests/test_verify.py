@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vecgym.collectives.distributed import Wire
 from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.runs import multiprocess
-from vecgym.runs.diagnosis import RULES, Evidence, diagnose, gaps
+from vecgym.runs.diagnosis import RULES, Evidence, diagnose, evidence, gaps
 from vecgym.runs.lockstep import BOUNDS, Case, compare, compare_with_ddp
 from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, CommunicateOptimizeStrategy, CommunicationModule, FedAvgStrategy
@@ -220,6 +221,23 @@ def test_nan_is_no_difference_where_both_forms_have_it() -> None:
     comm = StackedCollectives(2)
     assert [gap.largest for gap in gaps("params", {"w": one}, {"w": one.clone()}, comm, {})] == [0.0]
     assert [gap.largest > 1 for gap in gaps("params", {"w": one}, {"w": other}, comm, {})] == [True]
+
+
+@pytest.mark.parametrize(
+    "here", [{}, {"w": torch.ones(K, 2), "more": torch.ones(K, 2)}, {"w": torch.ones(K, 3)}, {"w": torch.ones(2, 2)}]
+)
+def test_other_names_shapes_and_rows_are_a_difference_without_a_size(here: Any) -> None:
+    [gap] = gaps("strategy", {"w": torch.ones(K, 2)}, here, StackedCollectives(K), {})
+    assert gap.largest == math.inf
+
+
+def test_bytes_that_only_the_wire_counts_are_a_finding() -> None:
+    seen = evidence(2, [], 0.0, "", StackedCollectives(K))
+    assert (seen.step, seen.kind) == (2, "handed bytes")
+    found = diagnose([seen, seen], True, 1e-12)
+    assert found is not None
+    assert found.rule == RULES["bytes"]
+    assert "step 2: torch.distributed was handed another number of bytes" in str(found)
 
 
 def test_a_value_of_all_nodes_where_only_some_are() -> None:

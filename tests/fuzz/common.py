@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 TRIES = 200  # smaller cases that are tried for one failure
+PATIENCE = 6
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,19 @@ def deliberate(error: BaseException) -> bool:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `Hangs` in the main thread after so long; for the place, its traceback."""
+    """Raise `Hangs` in the main thread after so long; for the place, its traceback.
+
+    A busy machine gives a process little of its time: one that has not worked for half as long has up to `PATIENCE`
+    times the seconds.
+    """
+    start, worked = time.monotonic(), time.process_time()
 
     def stop(number: int, frame: Any) -> None:
-        raise Hangs
+        if time.process_time() - worked >= seconds / 2 or time.monotonic() - start >= PATIENCE * seconds:
+            raise Hangs
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
     finally:

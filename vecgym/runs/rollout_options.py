@@ -54,7 +54,8 @@ class DifferentiableRun(Options):
     Args:
         model: as for `Trainer`; its own parameters are the initial ones, and it is never changed.
         batches: a list of T batches, leaves `[K, B, ...]`; or a tensor, a dict or a tuple whose leaves have a leading
-            T, `[T, K, B, ...]`.
+            T, `[T, K, B, ...]`. All B examples count, also those that `vecgym.data.Batches` repeats for a node that has
+            fewer: give a B that every node has.
         num_nodes: K.
         eval_batch: one ordinary batch `[B, ...]`.
         params: initial parameters, `[1 or K, *]`, in place of the model's.
