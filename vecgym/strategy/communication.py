@@ -173,7 +173,7 @@ class CommunicationModule:
         return grads, state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Exchange parameters, after the optimizer: `[L, *]` -> those of the next step, `[1, *]` if all have the same."""
+        """Exchange parameters, after the optimizer: `[L, *]` -> those of the next step, `[1, *]` if all are equal."""
         return params, state
 
     def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
