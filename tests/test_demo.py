@@ -50,7 +50,9 @@ from vecgym.strategy import (
     Context,
     DeMoCommunicator,
     DeMoStrategy,
+    Gradients,
     Strategy,
+    StrongestCosines,
 )
 
 TOLERANCE = 1e-10
@@ -173,9 +175,9 @@ def test_the_residual_is_zero_where_everything_is_sent(model: str, num_nodes: in
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_was_sent_and_what_is_left_are_the_sum_of_the_inputs(inplace: bool) -> None:
     """With decay 1 (which the constructor refuses), on one node: sum_t sent_t + delta_T = sum_t g_t."""
-    module = DeMoCommunicator(compression_topk=3, compression_chunk=8)
-    module.compression_decay = 1.0
-    ctx = Context(StackedCollectives(1), inplace=inplace)
+    cosines = StrongestCosines(compression_topk=3, compression_chunk=8)
+    cosines.compression_decay = 1.0
+    module, ctx = Gradients(cosines), Context(StackedCollectives(1), inplace=inplace)
     shapes = {"matrix": (24, 10), "vector": (40,), "conv": (8, 3, 3, 3), "scalar": ()}
     params = {name: torch.zeros(1, *shape, dtype=torch.float64) for name, shape in shapes.items()}
     state, total = module.init(params, ctx), tree.map(torch.clone, params)
@@ -185,8 +187,8 @@ def test_what_was_sent_and_what_is_left_are_the_sum_of_the_inputs(inplace: bool)
         total = tree.map(torch.sub, total, g)
         sent, state = module.exchange_gradients(g, state, ctx)
         total = tree.map(torch.add, total, sent)
-    assert difference(tree.map(torch.neg, total), module.residual(state, params)) < 1e-13
-    assert module.residual(state, params)["matrix"].abs().max() > 0.1
+    assert difference(tree.map(torch.neg, total), cosines.residual(state, params)) < 1e-13
+    assert cosines.residual(state, params)["matrix"].abs().max() > 0.1
 
 
 def test_each_node_sends_its_strongest_and_keeps_the_rest() -> None:
@@ -493,7 +495,11 @@ def test_every_argument_changes_something(argument: str) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: DeMoStrategy(compression_decay=1.0), ValueError, r"compression_decay=1.0 must be in \[0, 1\)"),
+        (
+            lambda: DeMoStrategy(compression_decay=1.0),
+            ValueError,
+            r"compression_decay=1.0 must be a number in \[0, 1\)",
+        ),
         (lambda: DeMoStrategy(compression_decay=-0.1), ValueError, "compression_decay=-0.1"),
         (lambda: DeMoStrategy(compression_decay=float("nan")), ValueError, "compression_decay=nan"),
         (lambda: DeMoStrategy(compression_decay=True), ValueError, "compression_decay=True"),

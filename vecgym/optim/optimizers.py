@@ -20,14 +20,14 @@ class _OfKernel(Optimizer):
     """An optimizer whose step is a kernel of vecgym.
 
     Attributes:
-        kernel: the step in place, see `vecgym.optim.kernels`.
-        slots: what is kept of each parameter -> its first value, from the hyperparameters.
-        pairs: the names of the parts of hyperparameters that are tuples.
+        _kernel: the step in place, see `vecgym.optim.kernels`.
+        _slots: what is kept of each parameter -> its first value, from the hyperparameters.
+        _pairs: the names of the parts of hyperparameters that are tuples.
     """
 
-    kernel: Callable[..., None]
-    slots: Mapping[str, Callable[[dict[str, Any]], float]]
-    pairs: Mapping[str, tuple[str, ...]]
+    _kernel: Callable[..., None]
+    _slots: Mapping[str, Callable[[dict[str, Any]], float]]
+    _pairs: Mapping[str, tuple[str, ...]]
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         try:
@@ -42,13 +42,13 @@ class _OfKernel(Optimizer):
         loss = _loss(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            for p, (slot, first) in itertools.product(params, self.slots.items()):
+            for p, (slot, first) in itertools.product(params, self._slots.items()):
                 if slot not in self.state[p]:
                     self.state[p][slot] = torch.full_like(p, first(group))
             if params:
-                parts = {part: x for name, names in self.pairs.items() for part, x in zip(names, group[name])}
-                slots = {slot: [self.state[p][slot] for p in params] for slot in self.slots}
-                type(self).kernel(params, [p.grad for p in params], slots, SimpleNamespace(**group, **parts))
+                parts = {part: x for name, names in self._pairs.items() for part, x in zip(names, group[name])}
+                slots = {slot: [self.state[p][slot] for p in params] for slot in self._slots}
+                type(self)._kernel(params, [p.grad for p in params], slots, SimpleNamespace(**group, **parts))
         return loss
 
 
@@ -66,7 +66,7 @@ class Lion(_OfKernel):
     tensor([ 0.7500, -0.7500])
     """
 
-    kernel, slots, pairs = kernels.lion, {"exp_avg": kernels.zero}, kernels.BETAS
+    _kernel, _slots, _pairs = kernels.lion, {"exp_avg": kernels.zero}, kernels.BETAS
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Lion(_OfKernel):
 class _Adaptive(_OfKernel):
     """The optimizers of arXiv 2003.00295, which differ in their second moment."""
 
-    slots, pairs = {"momentum": kernels.zero, "second_moment": kernels.tau_squared}, kernels.BETAS
+    _slots, _pairs = {"momentum": kernels.zero, "second_moment": kernels.tau_squared}, kernels.BETAS
 
     def __init__(
         self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3
@@ -113,7 +113,7 @@ class FedAdam(_Adaptive):
     tensor([-0.2500])
     """
 
-    kernel = kernels.adaptive(kernels.adam_moment)
+    _kernel = kernels.adaptive(kernels.adam_moment)
 
 
 class FedYogi(_Adaptive):
@@ -126,7 +126,7 @@ class FedYogi(_Adaptive):
     tensor([-0.3090])
     """
 
-    kernel = kernels.adaptive(kernels.yogi_moment)
+    _kernel = kernels.adaptive(kernels.yogi_moment)
 
 
 class FedAdagrad(_Adaptive):
@@ -139,7 +139,7 @@ class FedAdagrad(_Adaptive):
     tensor([-0.3090])
     """
 
-    kernel = kernels.adaptive(kernels.adagrad_moment)
+    _kernel = kernels.adaptive(kernels.adagrad_moment)
 
 
 class Muon(_OfKernel):
@@ -154,8 +154,8 @@ class Muon(_OfKernel):
     True
     """
 
-    kernel, slots = kernels.muon, {"momentum_buffer": kernels.zero}
-    pairs = kernels.COEFFICIENTS
+    _kernel, _slots = kernels.muon, {"momentum_buffer": kernels.zero}
+    _pairs = kernels.COEFFICIENTS
 
     def __init__(
         self,

@@ -170,7 +170,7 @@ class OptimSpec:
             yield spec, [name for name, _ in members], self.lr if has_own_lr else None
 
     def at(self, step: int) -> OptimSpec:
-        """Return the spec of one step, counted from 0: row `step` of what is `[T, 1]` or `[T, N]`; itself if nothing is.
+        """Return the spec of one step, counted from 0: row `step` of what is `[T, 1]` or `[T, N]`, or itself.
 
         >>> OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]), momentum=0.9).at(1)
         OptimSpec(SGD, lr=tensor(0.0100), momentum=0.9)

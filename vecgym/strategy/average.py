@@ -65,7 +65,7 @@ class Average(ABC):
     def init(self, values: Tree, ctx: Context) -> State:
         """Return the first state, nested dicts of tensors.
 
-        `values`, `[1 or L, *]`, are those before the first exchange: the initial parameters; zeros, of what begins at 0.
+        `values`, `[1 or L, *]`, are those before the first exchange: the initial parameters, or zeros.
         """
         return {}
 

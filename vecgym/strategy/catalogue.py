@@ -60,7 +60,7 @@ class Sent(NamedTuple):
         return self.steps // self.knobs.H
 
     def ring(self, *sizes: int) -> float:
-        """Return the payloads that a node sends, on average, when rings of these sizes reduce one; none given: one of all.
+        """Return the payloads that a node sends, on average, when rings of these sizes, or one of all, reduce one.
 
         >>> Sent({}, num_nodes=4, steps=1).ring(), Sent({}, num_nodes=5, steps=1).ring(2, 2, 1)
         (1.5, 0.8)
@@ -155,7 +155,7 @@ def _rounds(sent: Sent) -> float:
 
 
 def _pairs(sent: Sent) -> float:
-    """Return the bytes of 32 values and 8-byte indices of each chunk of 64 x 64, or one of each element if there are fewer."""
+    """Return the bytes of 32 values and 8-byte indices of each chunk of 64 x 64, or of all where it is smaller."""
     cuts = [(grid(tuple(x.shape), 64), x.element_size()) for x in sent.params.values()]
     return sent.steps * sum(cut.chunks * min(32, cut.area) * (8 + size) for cut, size in cuts)
 

@@ -134,7 +134,7 @@ class Compressed(Around):
         return _plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
 
     def _average(self, p: Tree, state: State, ctx: Context) -> tuple[Tree, Tree, State]:
-        """Return the average of what the nodes send of p, what each sends (with a residual only), and the codec's state."""
+        """Return the average of what the nodes send of p, what each sends (for its residual), and the codec's state."""
         draws = _draws(self.purpose, ctx)
         if isinstance(self.codec, PowerSGD):
             return self.codec.reduce(p, state, lambda y: self.inner(y, {}, replace(ctx, inplace=False))[0], draws)

@@ -173,7 +173,7 @@ class CommunicationModule:
         return grads, state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Exchange parameters, after the optimizer: `[L, *]` -> those of the next step; `[1, *]`: the same on every node."""
+        """Exchange parameters, after the optimizer: `[L, *]` -> those of the next step, `[1, *]` if all are equal."""
         return params, state
 
     def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
@@ -216,7 +216,7 @@ class CommunicationModule:
         return None
 
     def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
-        """Return one module for the nodes of all configurations, `[C * K, *]`, which treats each as its own module would.
+        """Return one module for the nodes of all configurations, `[C * K, *]`: it treats each as its own would.
 
         >>> from vecgym.strategy import DiLoCoCommunicator
         >>> slow, fast = DiLoCoCommunicator(outer_lr=0.5), DiLoCoCommunicator(outer_lr=1.0)

@@ -113,6 +113,9 @@ class ServerCommunicator(OuterStep):
         self.server.check()
         super().check(num_nodes, max_steps)
 
+    def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
+        return self.server.lr  # also after the last round
+
 
 class ProximalTerm(CommunicationModule):
     """FedProx: each node's loss gets mu / 2 |theta_i - theta_i(start of the round)|^2, so g_i += mu (theta_i - start).

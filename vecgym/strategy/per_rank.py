@@ -275,7 +275,7 @@ class _Ranks(Strategy):
         return stacked, {}
 
     def hidden_state(self) -> list[dict[str, Any]]:
-        """Return what the copies hold and their random states, a tree each, for a file; parameters are the simulation's.
+        """Return what the copies hold apart from parameters, and their random states, a tree each, for a file.
 
         Raises:
             TypeError: for something in them that cannot be saved, naming it.
