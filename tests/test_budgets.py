@@ -28,9 +28,7 @@ NO_CODE = (
 
 # What is longer, and why.
 LONG_MODULES: dict[str, str] = {}
-LONG_FUNCTIONS = {
-    "strategy/fedavg.py:FedAvgStrategy.__init__": "its signature",
-}
+LONG_FUNCTIONS: dict[str, str] = {}
 # What users call with keywords, each documented. (Constructors of strategies may have many anyway.)
 MANY_PARAMETERS = {
     "data/batches.py:Batches.__init__",

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, Part, settle
+from vecgym.engine.backend import Keys, Local, Part, settle
 from vecgym.engine.contract import cause
 from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.vmap import Vmap
@@ -87,34 +87,47 @@ class Trial(NamedTuple):
     report: str
 
 
-def tried(compiled: Compiled, reference: Vmap, part: Callable[[], Part], autocast: bool) -> Trial:
-    """Compile, compare with `reference`, and time both.
+def tried(compiled: Compiled, model: StatelessModel, batch: Any, mean: bool, autocast: bool) -> Trial:
+    """Compile, compare with `vmap`, and time both.
 
     Args:
-        part: gives the same work each time it is called; parameters stored once, `[1, *]`, ask for the gradient of the
-            mean loss.
+        batch: of the nodes in one call, leaves `[n, B, ...]`.
+        mean: try the gradient of the mean loss instead of those of each node.
 
     Raises:
         RuntimeError: if there is no compiler.
     """
-    expected, _ = _timed(reference, part())
+    reference = Vmap(model)
+    expected, _ = _timed(reference, _part(model, batch, mean), mean)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.compile about itself
-            found, compile_s = _timed(compiled, part())
+            found, compile_s = _timed(compiled, _part(model, batch, mean), mean)
     except Exception as error:  # whatever the compiler raises: without it the model runs
         _check_compiler(error)
         return Trial(_first_line(cause(error)), "")
     if wrong := _difference(expected, found, autocast):
         return Trial(wrong, "")
-    saved_s = min(_timed(reference, part())[1] for _ in range(3)) - min(_timed(compiled, part())[1] for _ in range(3))
-    earned = f"earned after {math.ceil(compile_s / saved_s)} steps" if saved_s > 0 else "no faster here"
+    plain_s, compiled_s = (
+        min(_timed(backend, _part(model, batch, mean), mean)[1] for _ in range(3)) for backend in (reference, compiled)
+    )
+    steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
+    earned = "no faster here" if steps is None else f"earned after {steps} steps"
     return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
 
 
-def _timed(backend: Vmap, part: Part) -> tuple[Local, float]:
+def _part(model: StatelessModel, batch: Any, mean: bool) -> Part:
+    """Return the work of a first step; buffers are copies."""
+    size = tree.leaves(batch)[0].shape[0]
+    params = {name: p.detach()[None] for name, p in model.params.items()}
+    buffers = {name: b[None].clone() for name, b in model.buffers.items()}
+    params = params if mean else expand(params, size)
+    return Part(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
+
+
+def _timed(backend: Vmap, part: Part, mean: bool) -> tuple[Local, float]:
     start = time.perf_counter()
-    if all(p.shape[0] == 1 for p in part.params.values()) and part.size > 1:
+    if mean:
         ((grads, losses),) = backend.mean_gradients(part, part.size)
         local = Local(grads, losses, part.buffers)
     else:

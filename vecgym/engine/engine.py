@@ -93,7 +93,7 @@ class Engine:
         self.settings = (engine, chunk_size, node_threads)
         self.model = model
         self.facts: ModelFacts | None = None
-        self.compiles, self.autocast = compile, autocast
+        self.autocast = autocast
         self._stateless = StatelessModel(model, autocast)
         self.params, self.frozen = self._stateless.params, self._stateless.frozen
         self.buffers = self._stateless.buffers
@@ -125,8 +125,9 @@ class Engine:
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0])
-        if self.compiles and facts.vmap_error is None:
-            self.use(self._compiled_plan(batch, plan, mean))
+        compiled = self._backends.get("compiled")
+        if isinstance(compiled, Compiled) and facts.vmap_error is None:
+            self.use(self._compiled_plan(compiled, batch, plan, mean))
             return self.plan
         if facts.vmap_error is not None and engine in ("auto", "fastest"):
             warn(
@@ -168,19 +169,10 @@ class Engine:
                 plan = replace(plan, node_threads=1)
         return plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
 
-    def _compiled_plan(self, batch: Any, plan: Plan, mean: bool) -> Plan:
-        """`plan` with the compiled backend, if it can have that; its own threads take the place of node threads."""
-        num_nodes = sizes_of(batch)[0]
-        size = min(plan.chunk_size or num_nodes, num_nodes)
-
-        def part() -> Part:
-            params = {name: p.detach()[None] for name, p in self.params.items()}
-            params = params if mean else nodes.expand(params, size)
-            buffers = {name: b[None].clone() for name, b in self.buffers.items()}
-            some = tree.map_leaves(lambda x: x[:size], batch)
-            return Part(params, self._stateless.own_buffers(buffers, size, False), some, Keys(0, 0, range(size)))
-
-        refusal, report = tried(self._backends["compiled"], self._backends["vmap"], part, self.autocast)
+    def _compiled_plan(self, compiled: Compiled, batch: Any, plan: Plan, mean: bool) -> Plan:
+        """Return `plan` with the compiled backend, whose own threads replace node threads, if it can have that."""
+        some = tree.map_leaves(lambda x: x[: plan.chunk_size], batch)
+        refusal, report = tried(compiled, self._stateless, some, mean, self.autocast)
         if refusal:
             warn(f"compile=True has no effect, the model runs uncompiled: {refusal}.")
             return plan

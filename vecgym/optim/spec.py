@@ -304,8 +304,7 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
             raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
-        if "lr" in values:
-            check.number("lr", values["lr"], "[0, inf)", "the learning rate")
+        check.number("lr", values.get("lr", 0.0), "[0, inf)", "the learning rate")
         if cls is OPTIMIZERS["muon"] and "ns_steps" in values:
             check_num_steps(values["ns_steps"])
         for p in parameters if cls in OPTIMIZERS.values() else ():
