@@ -32,7 +32,6 @@ LONG_FUNCTIONS = {
     "compat/exogym/trainer.py:Trainer.fit": "EXO Gym's positional signature, handed on by name",
     "runs/optimize.py:optimize_schedule": "its signature, and the checks of what goes together",
     "runs/rollout.py:rollout": "its signature, and the checks of what goes together",
-    "strategy/fedavg.py:FedAvgStrategy.__init__": "its signature",
 }
 # What users call with keywords, each documented. (Constructors of strategies may have many anyway.)
 MANY_PARAMETERS = {
