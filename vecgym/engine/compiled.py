@@ -22,6 +22,7 @@ from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Keys, Local, Part, settle
 from vecgym.engine.contract import cause
+from vecgym.engine.minibatches import sizes_of
 from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.vmap import Vmap
 
@@ -118,7 +119,7 @@ def tried(compiled: Compiled, model: StatelessModel, batch: Any, mean: bool, aut
 
 def _part(model: StatelessModel, batch: Any, mean: bool) -> Part:
     """Return the work of a first step; buffers are copies."""
-    size = tree.leaves(batch)[0].shape[0]
+    size, _ = sizes_of(batch)
     params = {name: p.detach()[None] for name, p in model.params.items()}
     buffers = {name: b[None].clone() for name, b in model.buffers.items()}
     params = params if mean else expand(params, size)

@@ -38,6 +38,7 @@ class Average(ABC):
 
     Example: the value of another node at each exchange.
 
+    >>> from vecgym.collectives import StackedCollectives
     >>> class Relay(Average):
     ...     def __call__(self, values, state, ctx):
     ...         return ctx.comm.broadcast(values, src=ctx.exchange % ctx.comm.num_nodes), state
@@ -195,6 +196,7 @@ class Mean(Sampled):
         ValueError: for island_size < 1, a participation outside (0, 1], another weighting; at `fit` for an island
             larger than the number of nodes that take part.
 
+    >>> from vecgym.collectives import StackedCollectives
     >>> ctx, values = Context(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
     >>> Mean()(values, {}, ctx)[0]["w"], Mean(island_size=2)(values, {}, ctx)[0]["w"]
     (tensor([3.]), tensor([1.5000, 1.5000, 4.5000, 4.5000]))
@@ -255,6 +257,7 @@ class ServerMean(Sampled):
     Args:
         weighting, participation: see `Mean`.
 
+    >>> from vecgym.collectives import StackedCollectives
     >>> ctx, values = Context(StackedCollectives(4)), {"w": torch.tensor([1.0, 2.0, 3.0, 6.0])}
     >>> ServerMean(participation=0.5)(values, {}, ctx)[0]  # of nodes 2 and 3
     {'w': tensor([4.5000])}
