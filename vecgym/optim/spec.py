@@ -16,7 +16,6 @@ from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.interface import ParamGroups
-from vecgym.optim.kernels import check_num_steps
 from vecgym.optim.optimizers import Joined
 from vecgym.optim.per_node import PerNodeRule
 
@@ -306,8 +305,6 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
         if "lr" in values:
             check.number("lr", values["lr"], "[0, inf)", "the learning rate")
-        if cls is OPTIMIZERS["muon"] and "ns_steps" in values:
-            check_num_steps(values["ns_steps"])
         for p in parameters if cls in OPTIMIZERS.values() else ():
             if p.name in values:
                 _check_kind(p.name, values[p.name], p.default)

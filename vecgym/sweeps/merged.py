@@ -30,17 +30,7 @@ from vecgym.engine.simulation import exchange_moments
 from vecgym.optim.merge import per_row
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import State
-from vecgym.sweeps.parts import (
-    Exchange,
-    Member,
-    Optimizer,
-    Part,
-    exchange_key,
-    lets_rest,
-    neighbours,
-    optimizer_key,
-    rows_of,
-)
+from vecgym.sweeps.parts import Exchange, Member, Optimizer, Part, exchange_key, neighbours, optimizer_key, rows_of
 
 
 class Merged(Strategy):
@@ -86,8 +76,6 @@ class Merged(Strategy):
         self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(self._parts(sizes[1]))]
         self._adds = any(exchange.adds for exchange in self.exchanges)
         self._exchanges_gradients = any(exchange.exchanges_gradients for exchange in self.exchanges)
-        if self._exchanges_gradients and any(lets_rest(member.strategy) for member in self.members):
-            raise ValueError("configurations whose nodes may sit out, beside others that exchange gradients")
         self._told_last: tuple[Context | None, list[Context]] = (None, [])
         self._has_numbers: bool | None = None  # whether nodes of a configuration differ in a number; None: not known
 

@@ -42,7 +42,7 @@ class Member:
     rests: bool = field(init=False)  # whether some of its nodes may sit out
 
     def __post_init__(self) -> None:
-        self.rests = _has_own(self.strategy, "active_nodes")
+        self.rests = has_own(self.strategy, "active_nodes")
 
     def context(self, ctx: Context, node_steps: Tensor, active: tuple[int, ...] | None, rows: Tensor | None) -> Context:
         """What the strategy is told at a step of which all are told `ctx`; the rest is of its own nodes."""
@@ -99,9 +99,9 @@ class Exchange(Part):
     def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
         super().__init__(name, start, members)
         self.strategy, self.comm = members[0].strategy, members[0].comm
-        self.adds = _has_own(self.strategy, "local_gradients")
-        self.exchanges_gradients = exchanges_gradients(self.strategy)
-        self.exchanges_moments = _has_own(self.strategy, "exchange_moments")
+        self.adds = has_own(self.strategy, "local_gradients")
+        self.exchanges_gradients = has_own(self.strategy, "exchange_gradients")
+        self.exchanges_moments = has_own(self.strategy, "exchange_moments")
         if self.size > 1:
             self.comm = StackedCollectives(self.num_nodes, self.size, self.comm.ledger)
             columns = zip(*[member.strategy.communication_modules for member in members])
@@ -160,7 +160,7 @@ def optimizer_key(strategy: Strategy) -> Key | None:
     >>> optimizer_key(FedAvgStrategy("adam")) == optimizer_key(FedAvgStrategy("adam", max_norm=1.0))
     False
     """
-    usual = not (_is_overridden(strategy, "optimize", "init") or _has_own(strategy, "exchange_moments"))
+    usual = not (_is_overridden(strategy, "optimize", "init") or has_own(strategy, "exchange_moments"))
     key = merge_key(strategy.inner_optim)
     if not usual or key is None or (isinstance(strategy.max_norm, Tensor) and strategy.max_norm.dim() > 0):
         return None
@@ -191,7 +191,7 @@ def _is_overridden(strategy: Strategy, *methods: str) -> bool:
     return any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in methods)
 
 
-def _has_own(strategy: Strategy, method: str) -> bool:
+def has_own(strategy: Strategy, method: str) -> bool:
     """Whether a strategy, or a module of its, does something at this place of a step."""
     return _is_overridden(strategy, method) or any(overrides(m, method) for m in strategy.communication_modules)
 
@@ -200,16 +200,6 @@ def lets_rest(strategy: Strategy) -> bool:
     """Whether some nodes may sit out a step."""
     resting = any(overrides(m, "active_nodes") and innermost(m).lets_rest for m in strategy.communication_modules)
     return resting or _is_overridden(strategy, "active_nodes")
-
-
-def exchanges_gradients(strategy: Strategy) -> bool:
-    """Whether nodes may exchange gradients.
-
-    >>> from vecgym.strategy import DeMoStrategy, FedAvgStrategy
-    >>> exchanges_gradients(DeMoStrategy()), exchanges_gradients(FedAvgStrategy(participation=0.5))
-    (True, False)
-    """
-    return _has_own(strategy, "exchange_gradients")
 
 
 def neighbours(keys: Sequence[Key | None]) -> list[int]:

@@ -25,7 +25,7 @@ from vecgym.strategy import Context
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration, alike
 from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, PENDING, Curve
-from vecgym.sweeps.parts import exchange_key, exchanges_gradients, lets_rest, optimizer_key
+from vecgym.sweeps.parts import exchange_key, has_own, lets_rest, optimizer_key
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
 # Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
@@ -82,6 +82,7 @@ class Runner:
             data = self.batches(config)
             config.num_steps = num_steps(data, config.settings["num_epochs"], config.settings["max_steps"])
             config.strategy.check(config.num_nodes, config.num_steps)
+        self._resting = any(lets_rest(config.strategy) for config in configs)
         self.programs = self._programs()
 
     # data
@@ -113,10 +114,8 @@ class Runner:
 
     def _programs(self) -> list[Program]:
         groups: list[tuple[tuple[Any, ...], list[Configuration]]] = []
-        resting = any(lets_rest(config.strategy) for config in self.configs)
         for config in self.configs:
-            # A step in which some nodes sit out has no exchange of gradients.
-            key = (*self._key(config), resting and exchanges_gradients(config.strategy))
+            key = self._key(config)
             for known, members in groups:
                 if known == key and alike(members[0].model, config.model):
                     members.append(config)
@@ -130,7 +129,9 @@ class Runner:
 
     def _key(self, config: Configuration) -> tuple[Any, ...]:
         s = config.settings
-        return s["num_nodes"], s["batch_size"], s["minibatch_size"], config.num_steps, config.strategy.mean_gradient
+        # A step in which nodes of some configurations sit out has no exchange of gradients.
+        of_gradients = config.strategy.mean_gradient, self._resting and has_own(config.strategy, "exchange_gradients")
+        return s["num_nodes"], s["batch_size"], s["minibatch_size"], config.num_steps, *of_gradients
 
     def _cut(self, program: Program) -> None:
         """Into as few stacks as memory allows, and of no more configurations than is faster."""
@@ -175,11 +176,11 @@ class Runner:
 
     def _differences(self, program: Program) -> list[str]:
         names = ("num_nodes", "batch_size", "minibatch_size", "number of steps", "place of the parameters "
-                 "(one copy for all nodes, or one for each)")  # fmt: skip
+                 "(one copy for all nodes, or one for each)", "kind of exchange (of gradients, where nodes of other "
+                 "configurations sit out)")  # fmt: skip
         first, config = self.programs[0].configs[0], program.configs[0]
         found = [name for name, a, b in zip(names, self._key(first), self._key(config)) if a != b]
-        found = found if alike(first.model, config.model) else [*found, "model"]
-        return found or ["kind of exchange (of gradients; beside configurations whose nodes may sit out)"]
+        return found if alike(first.model, config.model) else [*found, "model"]
 
     def estimate(self, num_configs: int) -> tuple[float, float]:
         """Seconds and bytes for so many configurations like the first ones, from a few timed steps."""
