@@ -84,6 +84,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"val_size": 0.5}, ValueError, ["val_size=0.5", "integer >= 0", "None"]),
     ({"seed": "abc"}, TypeError, ["seed='abc'", "integer"]),
     ({"seed": 1.5}, TypeError, ["seed=1.5", "integer"]),
+    ({"seed": 2**63}, ValueError, [f"seed={2**63}", "2**63 - 1"]),
+    ({"seed": -(2**63) - 1}, ValueError, [f"seed={-(2**63) - 1}", "-2**63"]),
     ({"device": "banana"}, ValueError, ["'banana'", "cpu", "None"]),
     ({"device": 3.5}, ValueError, ["3.5", "cpu", "None"]),
     ({"device": "cuda:77"}, ValueError, ["cuda:77", "cpu", "None"]),

@@ -684,6 +684,19 @@ def test_the_last_n_are_kept(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in (6, 7)]
 
 
+def test_newer_ones_that_cannot_be_read_do_not_count_among_the_last_n(tmp_path: Path) -> None:
+    """Else the one just written would be the one too many."""
+    train(tmp_path)
+    for step in (STEPS - 1, STEPS):
+        truncated(at(tmp_path, step))
+    with pytest.warns(VecgymWarning, match="next older checkpoint is taken"):
+        train(tmp_path, resume=True, keep_checkpoints=1, max_steps=STEPS - 2)
+    with pytest.warns(VecgymWarning, match="next older checkpoint is taken"):
+        train(tmp_path, resume=True, keep_checkpoints=1, max_steps=STEPS - 1)
+    assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in (STEPS - 1, STEPS)]
+    assert vecgym.load(at(tmp_path, STEPS - 1)).step == STEPS - 1
+
+
 def test_without_an_interval_start_and_end_are_saved(tmp_path: Path) -> None:
     train(tmp_path, checkpoint_interval=None)
     assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in (0, STEPS)]

@@ -948,8 +948,10 @@ def matrices_by_muon(name, p):
 
 @pytest.mark.parametrize("ns_steps", [100, 2**62, 2.5, -1, torch.tensor([5, 100])])
 def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps):
-    with pytest.raises(ValueError, match=r"ns_steps=.* must be an integer from 0 to 99"):
-        OptimSpec("muon", lr=0.1, ns_steps=ns_steps)
+    for inplace in (True, False):
+        rule, params = OptimSpec("muon", lr=0.1, ns_steps=ns_steps).rule(), {"w": torch.ones(2, 3, 2)}
+        with pytest.raises(ValueError, match=r"ns_steps=.* must be an integer from 0 to 99"):
+            rule.update(params, {"w": torch.ones(2, 3, 2)}, rule.init(params), inplace=inplace)
 
 
 def test_muon_refuses_what_is_no_matrix_and_says_what_to_do():

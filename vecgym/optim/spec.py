@@ -16,7 +16,6 @@ from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import FORMULAS
 from vecgym.optim.interface import ParamGroups
-from vecgym.optim.kernels import check_num_steps
 from vecgym.optim.optimizers import Joined
 from vecgym.optim.per_node import PerNodeRule
 
@@ -302,11 +301,10 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
             defaults = _dummy(cls)([nn.Parameter(torch.zeros(1, 1))], **values).defaults
         except TypeError as error:
             raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
-        except (ValueError, RuntimeError, AssertionError) as error:
+        except (ValueError, RuntimeError, AssertionError, IndexError) as error:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
-        check.number("lr", values.get("lr", 0.0), "[0, inf)", "the learning rate")
-        if cls is OPTIMIZERS["muon"] and "ns_steps" in values:
-            check_num_steps(values["ns_steps"])
+        if "lr" in values:
+            check.number("lr", values["lr"], "[0, inf)", "the learning rate")
         for p in parameters if cls in OPTIMIZERS.values() else ():
             if p.name in values:
                 _check_kind(p.name, values[p.name], p.default)

@@ -17,8 +17,6 @@ from vecgym.strategy.base import Context, State, check_interval
 
 Exchange = Callable[[Tree, State, Context], tuple[Tree, State]]
 
-LONGEST_DELAY = 1_000_000  # optimizer steps
-
 
 class When(ABC):
     """The steps at which nodes exchange.
@@ -163,20 +161,15 @@ def nothing(values: Tree) -> Tree:
 
 
 def check_delay(name: str, value: Any) -> int:
-    """Return `value` if it is an integer >= 0, a number of optimizer steps, and one for which a queue can be built.
+    """Return `value` if it is an integer >= 0, a number of optimizer steps for which a queue can be built.
 
     >>> check_delay("delay", -1)
     Traceback (most recent call last):
     ...
     ValueError: delay=-1 must be an integer >= 0: optimizer steps between an exchange and its effect; 0: at once.
     """
-    delay = check.integer(name, value, 0, "optimizer steps between an exchange and its effect; 0: at once")
-    if delay > LONGEST_DELAY:
-        raise ValueError(
-            f"{name}={delay} is more than {LONGEST_DELAY:,} optimizer steps, for each of which a queue has a slot: "
-            "give the steps between an exchange and its effect."
-        )
-    return delay
+    what = "optimizer steps between an exchange and its effect; 0: at once"
+    return int(check.number(name, check.integer(name, value, 0, what), "[0, 1000000]", what))
 
 
 def check_in_time(who: object, name: str, delay: int, max_steps: int) -> None:
