@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fitting import dataset
+from tests.fitting import dataset, fit
 from tests.models import MODELS, NO_VMAP, make_model
-from vecgym import VecgymWarning
+from vecgym import VecgymWarning, sweep
 from vecgym.data import Batches
 from vecgym.engine import Engine, compiled
 from vecgym.engine.backend import Local
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 TRACED = [name for name in MODELS if name not in (*NO_VMAP, "LSTM")]
 K = 3
@@ -69,6 +70,37 @@ def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
     compare(name)
     if name == "MLP":
         compare(name, mean=True)
+
+
+@pytest.mark.usefixtures("_traced_only")
+@pytest.mark.parametrize("strategy", [DiLoCoStrategy("adamw", H=2, lr=0.01), AllReduceStrategy("adamw", lr=0.01)])
+def test_a_fit_compiled_is_that_of_vmap(strategy: Strategy) -> None:
+    ours, theirs = (
+        fit(make_model("MLP", dtype=torch.float64), strategy, data=dataset("MLP", 40, dtype=torch.float64),
+            max_steps=5, compile=compile)[0]
+        for compile in (True, False)
+    )  # fmt: skip
+    assert (ours.history.settings["engine"], theirs.history.settings["engine"]) == ("compiled", "vmap")
+    torch.testing.assert_close(ours.nodes.params, theirs.nodes.params, rtol=0, atol=1e-12)
+    assert [row["bytes_total"] for row in ours.history] == [row["bytes_total"] for row in theirs.history]
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_a_sweep_compiled_is_that_of_vmap() -> None:
+    data = dataset("MLP", 40, dtype=torch.float64)
+    ours, theirs = (
+        sweep(make_model("MLP", dtype=torch.float64), data, data, strategy=lambda lr: DiLoCoStrategy("sgd", H=2, lr=lr),
+              grid={"lr": [0.1, 0.01]}, num_nodes=2, max_steps=4, batch_size=4, device="cpu", progress=False,
+              compile=compile)
+        for compile in (True, False)
+    )  # fmt: skip
+    for a, b in zip(ours.rows, theirs.rows):
+        assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-12)
+
+
+def test_compile_and_exact_cannot_be_combined() -> None:
+    with pytest.raises(ValueError, match="exact=True computes node by node, and compile=True all at once"):
+        fit(make_model("MLP"), DiLoCoStrategy("sgd", H=2, lr=0.1), exact=True, compile=True)
 
 
 class Broken(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import Checkpoints, Compute, Processes, Trainer, sweep
+from vecgym import Checkpoints, Computation, Processes, Trainer, sweep
 from vecgym.runs.memory import MemoryOptions, estimate_memory
 from vecgym.runs.optimize import optimize_schedule
 from vecgym.runs.options import GROUPS, FitOptions
@@ -35,7 +35,7 @@ def values(given: FitOptions) -> dict[str, Any]:
     [
         Checkpoints(save_dir="runs", checkpoint_interval=5, resume=True, keep_checkpoints=3),
         Processes(backend="processes", num_processes=2, exact=True, timeout_s=9.0),
-        Compute(engine="loop", chunk_size=2, node_threads=3, autocast=True, max_memory_usage=0.5),
+        Computation(engine="loop", chunk_size=2, node_threads=3, autocast=True, max_memory_usage=0.5),
     ],
     ids=lambda group: type(group).__name__,
 )
@@ -59,7 +59,7 @@ def test_an_option_is_given_once() -> None:
         (lambda: Checkpoints(checkpoint_interval=3), "checkpoint_interval=3 needs save_dir"),
         (lambda: Processes(num_processes=2), "num_processes=2 with backend='stacked' has no effect"),
         (lambda: Processes(backend="process"), "did you mean 'processes'"),  # type: ignore[arg-type]
-        (lambda: Compute(chunk_size=0), "chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose"),
+        (lambda: Computation(chunk_size=0), "chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose"),
         (lambda: options(backend="processes", num_processes=3), "num_processes=3 must divide num_nodes=4"),
     ],
 )

@@ -33,7 +33,7 @@ same on every node". What needs torch is imported when it is first used.
 - Logging: `CSVLogger`, `WandbLogger`, `TensorBoardLogger`, `Logger`
 - Figures: `vecgym.plot`, with `plot_runs` (`Trainer.plot`), `plot_comparison`, `plot_history`, `plot_sensitivity`,
   `plot_schedule` and others
-- Options: `Compute`, `Processes`, `Checkpoints`: the rarer options of `Trainer.fit`, in groups
+- Options: `Computation`, `Processes`, `Checkpoints`: the rarer options of `Trainer.fit`, in groups
 - Processes: `Trainer.fit(backend="processes", num_processes=W)`, `verify`
 - Underneath: `vecgym.engine.simulation`, the pure step; `vecgym.engine`, the gradients of all nodes;
   `vecgym.collectives`, exchanges, topologies and the ledger; `vecgym.compress`, codecs;
@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.records.runfile import Saved, load
     from vecgym.runs.memory import MemoryEstimate, estimate_memory
     from vecgym.runs.optimize import optimize_schedule
-    from vecgym.runs.options import Checkpoints, Compute, Processes
+    from vecgym.runs.options import Checkpoints, Computation, Processes
     from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
     from vecgym.runs.trainer import LocalTrainer, Trainer
     from vecgym.runs.verification import verify
@@ -86,7 +86,7 @@ __version__ = "0.2.0"
 __all__ = [
     "CSVLogger",
     "Checkpoints",
-    "Compute",
+    "Computation",
     "DivergenceError",
     "History",
     "Ledger",
@@ -129,7 +129,7 @@ _HOMES = {
     "records.runfile": ("Saved", "load"),
     "runs.memory": ("MemoryEstimate", "estimate_memory"),
     "runs.optimize": ("optimize_schedule",),
-    "runs.options": ("Checkpoints", "Compute", "Processes"),
+    "runs.options": ("Checkpoints", "Computation", "Processes"),
     "runs.rollout": ("Outcome", "rollout", "rollout_jvp"),
     "runs.trainer": ("LocalTrainer", "Trainer"),
     "runs.verification": ("verify",),

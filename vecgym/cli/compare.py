@@ -65,6 +65,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of initialisation and data order (0)")
     parser.add_argument("--device", help="cpu, cuda or mps (the best one present)")
     parser.add_argument("--engine", choices=ENGINES, default="auto", help="how the nodes are computed (auto)")
+    parser.add_argument("--compile", action="store_true", help="compile the gradients, which takes some seconds each")
     add_output(parser, "vecgym-runs/compare")
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps: a few seconds")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bars")
@@ -172,6 +173,7 @@ def _train(
     trainer.fit(
         strategy, args.num_nodes, max_steps=args.steps, batch_size=args.batch_size, val_size=VAL_SIZE,
         val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=args.seed, device=args.device, engine=args.engine,
+        compile=args.compile,
         logger=CSVLogger(output), progress=not args.no_progress,
     )  # fmt: skip
     return Trained(trainer.history, time.perf_counter() - start)

@@ -20,7 +20,7 @@ from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, checks_of
 from vecgym.engine import EngineName
-from vecgym.engine.plan import check_engine
+from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
@@ -145,22 +145,30 @@ class Training(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computation(Options):
+class EngineOptions(Options):
     """How the nodes are computed.
 
     Args:
         engine: "auto", "vmap", "loop" or "fastest"; see `vecgym.engine`. The choice is in `history.settings`.
         chunk_size: the most nodes computed in one call, to bound memory.
         node_threads: CPU threads that share the nodes; None: chosen by rule.
+        compile: compile the gradients of all nodes with `torch.compile`, which takes some seconds at the start:
+            `history.settings["engine_reason"]` says how many, and after how many steps they are earned. A model that
+            cannot be compiled runs uncompiled, with a warning that says why.
     """
 
     engine: Annotated[EngineName, check_engine] = "auto"
     chunk_size: Chosen = None
     node_threads: Chosen = None
+    compile: Flag = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self.engine, self.chunk_size, self.node_threads, self.compile)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compute(Computation):
+class Computation(EngineOptions):
     """How the nodes are computed, in what precision, and within what memory: a group of options of `Trainer.fit`.
 
     Args:
@@ -169,7 +177,7 @@ class Compute(Computation):
             it is given, are chosen so that the run fits; see `vecgym.runs.fitting.fitting_sizes`. Measured on CUDA,
             estimated elsewhere; the result is in `history.settings["memory"]`.
 
-    >>> Compute(engine="loop", node_threads=2).chunk_size is None
+    >>> Computation(engine="loop", node_threads=2).chunk_size is None
     True
     """
 
@@ -244,7 +252,7 @@ class Checkpoints(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
+class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     """All that `Trainer.fit` takes.
 
     Args:
@@ -253,11 +261,11 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
         on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore" it.
         logger: one or several `Logger`s.
         log_interval: steps between the rows that loggers receive; the history has every step.
-        compute, processes, checkpoints: the options of `Compute`, `Processes` and `Checkpoints` as groups, in place of
-            their names.
+        computation, processes, checkpoints: the options of `Computation`, `Processes` and `Checkpoints` as groups, in
+            place of their names.
 
     >>> from vecgym.strategy import AllReduceStrategy
-    >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, compute=Compute(engine="loop"))
+    >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, computation=Computation(engine="loop"))
     >>> options.minibatch_size, options.engine
     (8, 'loop')
     """
@@ -267,7 +275,7 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
     on_divergence: Annotated[OnDivergence, partial(check.choice, allowed=get_args(OnDivergence))] = "raise"
     logger: OneOrMoreLoggers = None
     log_interval: Count = 1
-    compute: Compute | None = None
+    computation: Computation | None = None
     processes: Processes | None = None
     checkpoints: Checkpoints | None = None
 
@@ -281,6 +289,8 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
             check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
+        if self.exact and self.compile:
+            raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; no option may be given twice."""
@@ -305,7 +315,7 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
         return {name: vars(self)[name] for name in names}
 
 
-GROUPS: dict[str, type[Options]] = {"compute": Compute, "processes": Processes, "checkpoints": Checkpoints}
+GROUPS: dict[str, type[Options]] = {"computation": Computation, "processes": Processes, "checkpoints": Checkpoints}
 
 
 # ----------------------------------------------------------------------------------------------------- checks

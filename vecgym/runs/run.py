@@ -196,9 +196,12 @@ def _engine(model: nn.Module, options: FitOptions, batch: Any, session: Session)
     kind, chunk_size, node_threads = options.engine, options.chunk_size, options.node_threads
     if options.exact:
         kind, chunk_size, node_threads = ("vmap", 1, 1) if kind == "vmap" else ("loop", None, 1)
-    engine = Engine(model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast)
+    engine = Engine(
+        model, engine=kind, chunk_size=chunk_size, node_threads=node_threads, autocast=options.autocast,
+        compile=options.compile,
+    )  # fmt: skip
     with torch.enable_grad():
-        engine.prepare(batch, session.facts)
+        engine.prepare(batch, session.facts, options.strategy.mean_gradient)
     return engine
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from vecgym.core import check
 from vecgym.core.options import Options
-from vecgym.runs.options import Computation, Count, Flag, OptionalCount, Training
+from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Training
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Uniform
 
@@ -31,7 +31,7 @@ class Swept(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(Computation, Training, Swept):
+class SweepOptions(EngineOptions, Training, Swept):
     """All that `sweep` takes; options of `Trainer.fit` are the same.
 
     Args:

@@ -91,8 +91,9 @@ class Runner:
             options = self.options
             model = hooks.copied(chunk[0].model).to(options.device)
             engine = Engine(
-                model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads
-            )
+                model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads,
+                compile=options.compile,
+            )  # fmt: skip
             with torch.enable_grad():
                 engine.prepare(nodes.join_rows([config.train.batch(0) for config in chunk]))
             self._engines[key] = engine
