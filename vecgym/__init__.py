@@ -29,6 +29,8 @@ same on every node".
   `OptimizedSchedule`
 - Sweeps: `sweep`, `SweepResult`, `Uniform`, `LogUniform`
 - Files: `Trainer.fit(save_dir=..., resume=True)`, `Trainer.save`, `load`, `Saved`
+- Time: `vecgym.clock`, with `Network` and `price`: how long a run takes on your network; `dry_run`, a run's ledger
+  without training
 - Memory: `estimate_memory`, `MemoryEstimate`; `Trainer.fit(max_memory_usage=...)`
 - Logging: `CSVLogger`, `WandbLogger`, `TensorBoardLogger`, `Logger`
 - Figures: `vecgym.plot`, with `plot_runs` (`Trainer.plot`), `plot_comparison`, `plot_history`, `plot_sensitivity`,
@@ -45,6 +47,7 @@ same on every node".
 import sys
 
 from vecgym import guide
+from vecgym.clock import dry_run
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import moved
 from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
@@ -90,6 +93,7 @@ __all__ = [
     "Uniform",
     "VecgymWarning",
     "WandbLogger",
+    "dry_run",
     "estimate_memory",
     "guide",
     "load",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vecgym import __version__
-from vecgym.cli import compare, exogym, info, plot, run, sweep, verify
+from vecgym.cli import compare, exogym, info, plot, price, run, sweep, verify
 from vecgym.core.errors import DivergenceError, ProcessError
 
 COMMANDS = {
@@ -23,6 +23,7 @@ COMMANDS = {
     "run": (run, "train as a function in a file says"),
     "sweep": (sweep, "run a grid of configurations as a function in a file says"),
     "plot": (plot, "draw runs that were logged"),
+    "price": (price, "say how long a recorded run takes on your network"),
     "verify": (verify, "show that strategies give the same numbers on real processes"),
     "exogym": (exogym, "run a script that was written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines"),

@@ -62,12 +62,13 @@ class Need(NamedTuple):
     Attributes:
         arrival: when it is there, `[K or 1]`.
         rest: the part of the forward pass that needs it.
-        step, place: in which step, and as which message, it left.
+        step, plan, place: in which step, in which of its plans, and as which message, it left.
     """
 
     arrival: Tensor
     rest: float
     step: int
+    plan: int
     place: int
 
 
@@ -144,13 +145,13 @@ class Clock:
         ends = np.empty_like(seconds)
         for t, (f, b) in enumerate(zip(forward, backward)):
             end = begin + f
-            for arrival, rest, _, _ in due.pop(self.step, ()):
+            for arrival, rest, *_ in due.pop(self.step, ()):
                 end = np.maximum(end, arrival + f * rest)
             begin = end + b
             over = repeated.ends([end + x[t] for x in after], taken)
             taken = np.maximum(taken, over[-1][held])
             for lag, p, rest in where:
-                due.setdefault(self.step + 1 + lag, []).append((over[p][heard], rest, self.step, repeated.places[p]))
+                due.setdefault(self.step + 1 + lag, []).append((over[p][heard], rest, self.step, 0, repeated.places[p]))
             self.step += 1
             found = begin
             for arrival, *_ in due.get(self.step, ()):
@@ -169,7 +170,7 @@ class Clock:
         begin, forward = self.begin, self._forward(seconds, needed)
         self.begin = forward + seconds * (1 - FORWARD)
         self.computed = self.computed + seconds
-        sent = tuple(self._send(plan, forward, seconds * (1 - FORWARD)) for plan in plans)
+        sent = tuple(self._send(i, plan, forward, seconds * (1 - FORWARD)) for i, plan in enumerate(plans))
         if self.records is not None:
             self.records.append(Record(self.step, begin, forward, self.begin, seconds, tuple(needed), sent))
         self.step += 1
@@ -182,7 +183,7 @@ class Clock:
             end = torch.maximum(end, need.arrival + took * need.rest)
         return end
 
-    def _send(self, plan: Plan, forward: Tensor, took: Tensor) -> Sent:
+    def _send(self, which: int, plan: Plan, forward: Tensor, took: Tensor) -> Sent:
         """Send the messages of a plan. What counts w times, 0 < w < 1, delays what it delays by that part of it."""
         ready = forward[:, None] + took[:, None] * plan.done  # [K, M]
         before = self._up, self._down
@@ -194,7 +195,7 @@ class Clock:
             arrival = torch.where(there, ready + w * (arrival.where(there, ready) - ready), NEVER)
         self._up, self._down = up, down
         for lag, place, rest in plan.needs:
-            need = Need(arrival[:, place], rest, self.step, place)
+            need = Need(arrival[:, place], rest, self.step, which, place)
             self._due.setdefault(self.step + 1 + lag, []).append(need)
         self.sent, self.received = self.sent + plan.busy[0], self.received + plan.busy[1]
         return Sent(plan, ready, *before, arrival)

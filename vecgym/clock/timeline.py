@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from vecgym.clock.plan import Plan
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,37 @@ class Timeline:
     def num_steps(self) -> int:
         """T."""
         return len(self.step_seconds)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """The different transfers of the run."""
+        return list(self._run.kinds)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
+        """Draw what every node did when, and for whom it waited; see `vecgym.clock.gantt.plot_timeline`.
+
+        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+        >>> timeline.plot().axes[0].get_xlabel()
+        'seconds'
+        """
+        from vecgym.clock.gantt import plot_timeline  # matplotlib takes a while to import
+
+        return plot_timeline(self, path, **options)
+
+    def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
+        """Write a trace of the steps from `first` to before `last`, for https://ui.perfetto.dev and chrome://tracing.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.save_trace(Path(folder, "run.json"))
+        ...     Path(folder, "run.json").read_text()[:16]
+        '{"traceEvents": '
+        """
+        from vecgym.clock.trace import save_trace
+
+        save_trace(self, path, first, last)
 
     def records(self, first: int = 0, last: int | None = None) -> list[Record]:
         """What the nodes did in the steps from `first` to before `last`, for figures and traces.

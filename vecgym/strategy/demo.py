@@ -80,6 +80,8 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         residual, indices, values = {}, {}, {}
+        if all(g.is_meta for g in grads.values()):
+            return self._announced(grads, ctx), state
         for name, g in grads.items():
             old = state["residual"][name]
             # Another module may make them [1, *] at some steps: the residuals of the nodes still differ.
@@ -90,6 +92,14 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         indices, values = (ctx.comm.all_gather(x, inplace=True) for x in (indices, values))  # [1, K, chunks, k]
         mean = {name: self._decode(indices[name], values[name], g) for name, g in grads.items()}
         return mean, {"residual": residual}
+
+    def _announced(self, grads: Tree, ctx: Context) -> Tree:
+        """Exchange gradients that have shapes and no values."""
+        shapes = {name: (len(g), *self._zeros(g).shape[1:]) for name, g in grads.items()}
+        sent = {name: (*shape[:2], min(self.compression_topk, shape[2])) for name, shape in shapes.items()}
+        ctx.comm.all_gather({name: g.new_empty(sent[name], dtype=torch.int64) for name, g in grads.items()})
+        ctx.comm.all_gather({name: g.new_empty(sent[name]) for name, g in grads.items()})
+        return {name: g[:1] for name, g in grads.items()}
 
     def residual(self, state: State, params: Tree) -> Tree:
         """delta of each node, `[L, *]`; `params` are the parameters, `[1 or L, *]`.
