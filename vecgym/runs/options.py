@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 
+from vecgym import clock
 from vecgym import strategy as strategies
+from vecgym.clock import Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, checks_of
@@ -249,8 +251,11 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
         on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore".
         logger: one or several `Logger`s.
         log_interval: steps between the rows that loggers get; the history has every step.
-        compute, processes, checkpoints: the options of `Compute`, `Processes` and `Checkpoints` as groups, in place of
-            their names.
+        network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it. What is
+            trained does not depend on it; `Trainer.timeline` says the same afterwards.
+        compute: how long the nodes compute on that network, a `vecgym.clock.Compute`. Or the options of `Compute` as a
+            group, in place of their names.
+        processes, checkpoints: the options of `Processes` and `Checkpoints` as groups, in place of their names.
 
     >>> from vecgym.strategy import AllReduceStrategy
     >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, compute=Compute(engine="loop"))
@@ -263,13 +268,16 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
     on_divergence: Annotated[OnDivergence, partial(check.choice, allowed=get_args(OnDivergence))] = "raise"
     logger: OneOrMoreLoggers = None
     log_interval: Count = 1
-    compute: Compute | None = None
+    network: Network | None = None
+    compute: Compute | clock.Compute | None = None
     processes: Processes | None = None
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
         for name, group in GROUPS.items():
-            self.settle(**self._grouped(name, group), **{name: None})
+            if not isinstance(vars(self)[name], clock.Compute):
+                self.settle(**self._grouped(name, group), **{name: None})
+        self._check_clock()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
@@ -278,12 +286,25 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
 
+    def _check_clock(self) -> None:
+        if self.network is not None:
+            check.instance("network", self.network, Network, "a vecgym.clock.Network, such as Network(1e9, 0.05)")
+            self.network.check(self.num_nodes)
+        if self.compute is not None:
+            assert isinstance(self.compute, clock.Compute)
+            self.compute.check(self.num_nodes)
+        if (self.network is None) != (self.compute is None):
+            given, other = ("network", "compute") if self.compute is None else ("compute", "network")
+            what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
+            raise ValueError(f"{given} without {other} gives no seconds: give {other}=vecgym.clock.{what} too.")
+
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; each option is given once."""
         given = vars(self)[name]
         if given is None:
             return {}
-        check.instance(name, given, group, f"a vecgym.{group.__name__}")
+        times = " or a vecgym.clock.Compute" if name == "compute" else ""
+        check.instance(name, given, group, f"a vecgym.{group.__name__}{times}")
         flat = [field.name for field in fields(group) if vars(self)[field.name] != field.default]
         if flat:
             raise ValueError(f"{flat[0]} is given beside {name}={group.__name__}(...): give it there.")
@@ -298,7 +319,8 @@ class FitOptions(Checkpoints, Processes, Compute, Training, Simulated):
     def recorded(self) -> dict[str, Any]:
         """What a run's settings say of its options."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
-        return {name: vars(self)[name] for name in names}
+        on = {} if self.network is None else {"network": repr(self.network), "compute": repr(self.compute)}
+        return {**{name: vars(self)[name] for name in names}, **on}
 
 
 GROUPS: dict[str, type[Options]] = {"compute": Compute, "processes": Processes, "checkpoints": Checkpoints}

@@ -146,7 +146,7 @@ class Trainer(Generic[M]):
 
         Args:
             path: where to save the figure as well, such as "run.png".
-            x: "step", "examples", "bytes" or "seconds".
+            x: "step", "examples", "bytes", "seconds", or after `fit(network=, compute=)` "sim_seconds".
             title: above the figure.
 
         >>> import torch
