@@ -60,7 +60,7 @@ def test_the_bits_do_not_depend_on_the_clock() -> None:
 
 def test_a_resumed_run_keeps_its_clock(tmp_path: Path) -> None:
     whole = trained(network=NETWORK, compute=COMPUTE)
-    kept = {"save_dir": tmp_path, "network": NETWORK, "compute": COMPUTE}
+    kept: dict[str, Any] = {"save_dir": tmp_path, "network": NETWORK, "compute": COMPUTE}
 
     class Stops(Trainer[Line]):
         def after_step(self, row: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def test_a_resumed_run_keeps_its_clock(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         stopped.fit(
             DiLoCoStrategy("sgd", lr=0.01, H=4), 4, max_steps=12, batch_size=2, device="cpu", progress=False,
-            val_interval=4, checkpoint_interval=3, **kept,  # type: ignore[arg-type]
+            val_interval=4, checkpoint_interval=3, **kept,
         )  # fmt: skip
     resumed = trained(resume=True, **kept)
     assert resumed.history["sim_seconds"] == whole.history["sim_seconds"]

@@ -59,7 +59,7 @@ def assert_same(dry: Ledger, ran: Ledger) -> None:
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_it_equals_the_ledger_of_the_run(name: str) -> None:
     row = CATALOGUE[name]
-    inner = {} if name == "demo" else {"inner_optim": "adamw", "lr": 1e-3}
+    inner: dict[str, Any] = {} if name == "demo" else {"inner_optim": "adamw", "lr": 1e-3}
     ran = real(row.make(H=3, p=0.3, **inner), seed=5)
     assert_same(dry_run(model(), row.make(H=3, p=0.3, **inner), 4, 7, seed=5), ran)
     assert_same(dry_run(model().to("meta"), row.make(H=3, p=0.3, **inner), 4, 7, seed=5), ran)

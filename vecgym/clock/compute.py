@@ -34,6 +34,8 @@ class Compute:
 
     >>> Compute(0.4), Compute([0.4, 0.4, 1.2]), Compute("400 ms", overlap=False)
     (Compute(400 ms), Compute([3] of 400 ms to 1.2 s), Compute(400 ms, overlap=False))
+    >>> Compute([0.4, 0.4, 1.2]).num_nodes, Compute(0.4).num_nodes
+    (3, None)
     >>> Compute([0.4, 1.2]).of_steps(3, num_nodes=2)
     tensor([[0.4000, 1.2000],
             [0.4000, 1.2000],

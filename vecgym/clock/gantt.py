@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
-from vecgym.clock.timeline import Timeline
-from vecgym.clock.trace import Bar, bars
+from vecgym.clock.trace import Bar, Recorded, bars
 from vecgym.clock.units import readable_time
 from vecgym.core import check
 from vecgym.plot.style import COLOURS, NotebookFigure, check_shared, done, finish
@@ -27,7 +27,7 @@ MAX_STEPS = 12  # shown when nothing is said
 
 
 def plot_timeline(
-    timeline: Timeline,
+    timeline: Recorded,
     path: str | os.PathLike[str] | None = None,
     *,
     first: int = 0,
@@ -91,7 +91,7 @@ def _draw(axes: Axes, bar: Bar) -> None:
 
 
 def plot_networks(
-    timelines: dict[float, dict[float, Timeline]],
+    timelines: Mapping[float, Mapping[float, Recorded]],
     path: str | os.PathLike[str] | None = None,
     *,
     title: str | None = None,

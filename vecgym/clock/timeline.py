@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 class PerNode:
     """Where the seconds of each node went, `[K]`.
 
+    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]], Network(8e9), Compute([1.0, 3.0]))
+    >>> timeline.per_node.waited, timeline.per_node.sent
+    (tensor([3., 1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
+
     Attributes:
         computed: in forward and backward passes and optimizer steps.
         waited: for others, or for its link.
@@ -56,6 +60,8 @@ class Timeline:
     >>> timeline = price(steps, Network("8 Gbit/s"), Compute(1.0))
     >>> timeline
     Timeline(6 steps of 2 nodes: 8 s, 75.0 % computing)
+    >>> timeline.num_nodes, timeline.num_steps, len(timeline.transfers), timeline.network
+    (2, 6, 1, Network(8 Gbit/s))
     >>> timeline.step_seconds, timeline.per_node.waited
     (tensor([1., 2., 4., 5., 6., 8.], dtype=torch.float64), tensor([2., 2.], dtype=torch.float64))
     """

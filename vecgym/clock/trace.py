@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,26 @@ from torch import Tensor
 from vecgym.clock.clock import Need, Record, Sent
 from vecgym.clock.exchange import NEVER, Meeting, Mesh
 from vecgym.clock.plan import Part
-from vecgym.clock.timeline import Timeline
+from vecgym.collectives.ledger import Transfer
 from vecgym.core import check, files
 
 LEAST = 1e-12  # of the time that has passed: shorter waits are rounding
+
+
+class Recorded(Protocol):
+    """What figures and traces take: a `Timeline`."""
+
+    @property
+    def seconds(self) -> Any: ...
+    @property
+    def utilization(self) -> Any: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def transfers(self) -> list[Transfer]: ...
+    def records(self, first: int = 0, last: int | None = None) -> list[Record]: ...
 
 
 class Bar(NamedTuple):
@@ -40,7 +56,7 @@ class Bar(NamedTuple):
     waits_for: int | None = None
 
 
-def bars(timeline: Timeline, first: int = 0, last: int | None = None) -> list[Bar]:
+def bars(timeline: Recorded, first: int = 0, last: int | None = None) -> list[Bar]:
     """What every node did in the steps from `first` to before `last`.
 
     A wait is shown before the forward pass, where nearly all of it is; a message from when its node's link was taken.
@@ -65,7 +81,7 @@ def bars(timeline: Timeline, first: int = 0, last: int | None = None) -> list[Ba
     return found
 
 
-def save_trace(timeline: Timeline, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
+def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
     """Write a trace for https://ui.perfetto.dev and chrome://tracing: a process for each node, with two threads."""
     events: list[dict[str, object]] = []
     for node in range(timeline.num_nodes):
@@ -87,7 +103,7 @@ def save_trace(timeline: Timeline, path: str | os.PathLike[str], first: int = 0,
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
-def _longest_lag(timeline: Timeline) -> int:
+def _longest_lag(timeline: Recorded) -> int:
     return 1 + max((kind.lag for kind in timeline.transfers), default=0)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from vecgym.clock import Compute, Network
+from vecgym.clock import Compute
 from vecgym.clock.running import RunningClock
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, readable_bytes
@@ -22,7 +22,7 @@ from vecgym.engine.simulation import Metrics, State
 from vecgym.records.columns import START
 from vecgym.records.history import History, Row
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.options import OnDivergence
+from vecgym.runs.options import FitOptions
 
 
 class StepRows:
@@ -81,15 +81,15 @@ class Recorder:
     """Turn steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
 
     def __init__(
-        self, history: History, ledger: Ledger, data: Batches, on_divergence: OnDivergence, loggers: Loggers,
-        limits: Sequence[int] | None = None, network: Network | None = None, compute: Compute | None = None,
+        self, history: History, ledger: Ledger, data: Batches, options: FitOptions, loggers: Loggers,
+        limits: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        self.network, self.compute = network, compute
+        self._options = options
         self.clock: RunningClock | None = None
         self.history = history
         self.ledger = ledger
         self.data = data
-        self.on_divergence = on_divergence
+        self.on_divergence = options.on_divergence
         self.loggers = loggers
         self._row: Row | None = None
         self._rows = StepRows(data, limits)
@@ -101,8 +101,9 @@ class Recorder:
         self.loggers.start(dict(settings), self.history.rows)
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
-        if self.network is not None and self.compute is not None:
-            self.clock = RunningClock(self.network, self.compute, self.ledger)
+        network, compute = self._options.network, self._options.compute
+        if network is not None and isinstance(compute, Compute):
+            self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:
         """Return what is counted beside the history."""
