@@ -24,6 +24,7 @@ TEXTS = "\n".join([README, *(getattr(vecgym.guide, page).__doc__ for page in vec
 # What a user imports from. In a package without `__all__`, and in a module, all that it defines is public.
 MODULES = (
     "vecgym",
+    "vecgym.clock",
     "vecgym.collectives",
     "vecgym.compat.diloco_sim",
     "vecgym.compress",

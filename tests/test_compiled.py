@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.fitting import dataset, fit
 from tests.models import MODELS, NO_VMAP, make_model
-from vecgym import VecgymWarning, sweep
+from vecgym import Trainer, VecgymWarning, sweep
 from vecgym.data import Batches
 from vecgym.engine import Engine, compiled
 from vecgym.engine.backend import Local
@@ -99,8 +99,9 @@ def test_a_sweep_compiled_is_that_of_vmap() -> None:
 
 
 def test_compile_and_exact_cannot_be_combined() -> None:
+    trainer = Trainer(make_model("MLP"), dataset("MLP", 40))
     with pytest.raises(ValueError, match="exact=True computes node by node, and compile=True all at once"):
-        fit(make_model("MLP"), DiLoCoStrategy("sgd", H=2, lr=0.1), exact=True, compile=True)
+        trainer.fit(DiLoCoStrategy("sgd", H=2, lr=0.1), 2, exact=True, compile=True, device="cpu")
 
 
 class Broken(nn.Module):

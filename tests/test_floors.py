@@ -23,6 +23,7 @@ FLOORS = [
     "engine",
     "records",
     "plot",
+    "clock",
     "runs",
     "sweeps",
     "compat",

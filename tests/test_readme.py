@@ -138,7 +138,7 @@ def test_figures_are_described_and_small() -> None:
 
 def test_the_floors_are_those_that_are_tested() -> None:
     section = README.split("\n## Architecture\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^(\d) \| ([a-z_ ]+) \| ", section, re.MULTILINE)
+    rows = re.findall(r"^ ?(\d+) \| ([a-z_ ]+) \| ", section, re.MULTILINE)
     floors = [set(names.split()) for names in FLOORS if names != "__main__"]
     assert [int(floor) for floor, _ in rows] == list(reversed(range(len(floors))))
     assert [set(names.split()) for _, names in reversed(rows)] == floors

@@ -29,6 +29,8 @@ same on every node". What needs torch is imported when it is first used.
   `OptimizedSchedule`
 - Sweeps: `sweep`, `SweepResult`, `Uniform`, `LogUniform`
 - Files: `Trainer.fit(save_dir=..., resume=True)`, `Trainer.save`, `load`, `Saved`
+- Time: `vecgym.clock`, with `Network` and `price`: how long a run takes on your network; `dry_run`, a run's ledger
+  without training
 - Memory: `estimate_memory`, `MemoryEstimate`; `Trainer.fit(max_memory_usage=...)`
 - Logging: `CSVLogger`, `WandbLogger`, `TensorBoardLogger`, `Logger`
 - Figures: `vecgym.plot`, with `plot_runs` (`Trainer.plot`), `plot_comparison`, `plot_history`, `plot_sensitivity`,
@@ -51,6 +53,7 @@ from typing import TYPE_CHECKING, Any
 from vecgym.core import moved
 
 if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
+    from vecgym import clock as clock
     from vecgym import collectives as collectives
     from vecgym import compat as compat
     from vecgym import compress as compress
@@ -65,6 +68,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym import runs as runs
     from vecgym import strategy as strategy
     from vecgym import sweeps as sweeps
+    from vecgym.clock import dry_run
     from vecgym.collectives.ledger import Ledger
     from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
     from vecgym.core.nodes import Nodes
@@ -107,6 +111,7 @@ __all__ = [
     "Uniform",
     "VecgymWarning",
     "WandbLogger",
+    "dry_run",
     "estimate_memory",
     "guide",
     "load",
@@ -119,6 +124,7 @@ __all__ = [
 
 # Where each public name is. It is imported when it is first used, so that `vecgym --help` need not wait for torch.
 _HOMES = {
+    "clock": ("dry_run",),
     "collectives.ledger": ("Ledger",),
     "core.errors": ("DivergenceError", "ProcessError", "VecgymWarning"),
     "core.nodes": ("Nodes",),
@@ -137,7 +143,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = {
-    "collectives", "compat", "compress", "core", "data", "engine", "guide", "models", "optim", "plot", "records",
+    "clock", "collectives", "compat", "compress", "core", "data", "engine", "guide", "models", "optim", "plot", "records",
     "runs", "strategy", "sweeps",
 }  # fmt: skip
 

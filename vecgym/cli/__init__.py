@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vecgym import __version__
-from vecgym.cli import compare, exogym, info, plot, run, sweep, verify
+from vecgym.cli import compare, exogym, info, plot, price, run, sweep, verify
 from vecgym.core.errors import DivergenceError, ProcessError
 
 COMMANDS = {
@@ -24,6 +24,7 @@ COMMANDS = {
     "run": (run, "train from a configuration: a function in a file"),
     "sweep": (sweep, "run a sweep from a configuration"),
     "plot": (plot, "draw logged runs"),
+    "price": (price, "tell how long a recorded run takes on your network"),
     "verify": (verify, "check that strategies give the same numbers on real processes"),
     "exogym": (exogym, "run a script written for EXO Gym"),
     "info": (info, "show versions, devices, threads and engines"),

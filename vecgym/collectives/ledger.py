@@ -21,16 +21,14 @@ participants, a payload of b bytes makes each of them send and receive
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vecgym.collectives.topology import Links, Server
-
-Islands = tuple[tuple[int, ...], ...]
+from vecgym.collectives.topology import Islands, Links, Server, plain_who, who_of
 
 
 class Transfer(NamedTuple):
@@ -114,6 +112,10 @@ class Entry(NamedTuple):
 class Ledger:
     """The list of collectives of a run, stored compactly (12 bytes an entry; most are alike).
 
+    Attributes:
+        num_nodes, sizes: see `announce`; None, and empty, before.
+        num_steps: steps begun, with those in which nothing was sent.
+
     >>> ledger = Ledger()
     >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
     >>> ledger.step_bytes, ledger.total_bytes, ledger.total_received_bytes, list(ledger)[0].operation
@@ -129,9 +131,22 @@ class Ledger:
         self._lag = 0
         self._steps_per_unit = 1
         self._recording: list[Transfer] | None = None
+        self.num_nodes: int | None = None
+        self.sizes: dict[str, int] = {}
+        self.num_steps = 0
         self.step_bytes = 0.0
         self.total_bytes = 0.0
         self.total_received_bytes = 0.0
+
+    def announce(self, num_nodes: int, sizes: Mapping[str, int]) -> None:
+        """Say what runs: on K nodes, the trainable parameters of a node, {name: bytes}, in the model's order.
+
+        >>> ledger = Ledger()
+        >>> ledger.announce(4, {"weight": 400, "bias": 40})
+        >>> ledger.num_nodes, list(ledger.sizes)
+        (4, ['weight', 'bias'])
+        """
+        self.num_nodes, self.sizes = num_nodes, dict(sizes)
 
     def add(self, step: int, transfers: Iterable[Transfer]) -> None:
         """Add the transfers that `step` returned.
@@ -155,6 +170,7 @@ class Ledger:
         ([7], 600.0)
         """
         self._step = step
+        self.num_steps = max(self.num_steps, step + 1)
         self.step_bytes = 0.0
 
     def record(self, transfer: Transfer) -> None:
@@ -173,6 +189,7 @@ class Ledger:
             transfer = transfer._replace(weight=transfer.weight.detach().item())
         self._kind_of_entry.append(self._kinds.setdefault(transfer, len(self._kinds)))
         self._step_of_entry.append(self._step)
+        self.num_steps = max(self.num_steps, self._step + 1)
         self.step_bytes += transfer.sent_bytes
         self.total_bytes += transfer.sent_bytes
         self.total_received_bytes += transfer.received_bytes
@@ -247,9 +264,12 @@ class Ledger:
         ([['mean', 400, 4, None, 0, None, 1.0]], 600.0)
         """
         return {
-            "kinds": [[*kind[:3], _plain(kind.who), *kind[4:]] for kind in self._kinds],
+            "kinds": [[*kind[:3], plain_who(kind.who), *kind[4:]] for kind in self._kinds],
             "kind_of_entry": torch.tensor(self._kind_of_entry, dtype=torch.int32),
             "step_of_entry": torch.tensor(self._step_of_entry, dtype=torch.int64),
+            "num_nodes": self.num_nodes,
+            "sizes": dict(self.sizes),
+            "num_steps": self.num_steps,
             "total_bytes": self.total_bytes,
             "total_received_bytes": self.total_received_bytes,
         }
@@ -264,11 +284,13 @@ class Ledger:
         (True, Ledger(1 collectives, 600 bytes sent per node))
         """
         self._kinds = {
-            Transfer(kind[0], kind[1], kind[2], _who(kind[3]), kind[4], kind[5] and tuple(kind[5]), kind[6]): i
+            Transfer(kind[0], kind[1], kind[2], who_of(kind[3]), kind[4], kind[5] and tuple(kind[5]), kind[6]): i
             for i, kind in enumerate(state["kinds"])
         }
         self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
         self._step_of_entry = array("q", state["step_of_entry"].tolist())
+        self.num_nodes, self.sizes = state.get("num_nodes"), dict(state.get("sizes", {}))
+        self.num_steps = state.get("num_steps", max(self._step_of_entry, default=-1) + 1)
         self.total_bytes = state["total_bytes"]
         self.total_received_bytes = state["total_received_bytes"]
 
@@ -281,6 +303,20 @@ class Ledger:
         ]
         for step, kind in zip(self._step_of_entry, self._kind_of_entry):
             yield Entry(step, *entries[kind])
+
+    def by_step(self) -> tuple[list[Transfer], list[tuple[int, ...]]]:
+        """The different transfers, and for each step the places of those that were made, in order.
+
+        >>> ledger = Ledger()
+        >>> ledger.add(1, [Transfer("mean", payload_bytes=400, num_nodes=4)] * 2)
+        >>> kinds, steps = ledger.by_step()
+        >>> len(kinds), steps
+        (1, [(), (0, 0)])
+        """
+        steps: list[tuple[int, ...]] = [()] * self.num_steps
+        for step, kind in zip(self._step_of_entry, self._kind_of_entry):
+            steps[step] += (kind,)
+        return list(self._kinds), steps
 
     def summary(self) -> dict[str, tuple[int, float]]:
         """Return operation -> (number of calls, bytes sent per node in all).
@@ -298,25 +334,6 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({len(self)} collectives, {self.total_bytes:,.0f} bytes sent per node)"
-
-
-def _plain(who: Islands | Links | Server | None) -> Any:
-    """Convert to values that `torch.load(weights_only=True)` reads."""
-    if isinstance(who, Links):
-        return ["links", who.senders.tolist(), who.receivers.tolist()]
-    if isinstance(who, Server):
-        return ["server", list(who.up), list(who.down)]
-    return None if who is None else ["groups", *map(list, who)]
-
-
-def _who(plain: Any) -> Islands | Links | Server | None:
-    """Invert `_plain`."""
-    if plain is None:
-        return None
-    kind, *parts = plain
-    if kind == "links":
-        return Links(*(array("i", ids).tobytes() for ids in parts))
-    return Server(*map(tuple, parts)) if kind == "server" else tuple(map(tuple, parts))
 
 
 def readable_bytes(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from vecgym.core import check
 from vecgym.core.transforms import Readable
 
 Groups = Sequence[Sequence[int]]
+Islands = tuple[tuple[int, ...], ...]
 
 
 class Links(NamedTuple):
@@ -73,6 +74,33 @@ class Server(NamedTuple):
 
     up: tuple[int, ...]
     down: tuple[int, ...]
+
+
+def plain_who(who: Islands | Links | Server | None) -> Any:
+    """As values that `torch.load(weights_only=True)` reads.
+
+    >>> plain_who(((0, 1), (2,)))
+    ['groups', [0, 1], [2]]
+    """
+    if isinstance(who, Links):
+        return ["links", who.senders.tolist(), who.receivers.tolist()]
+    if isinstance(who, Server):
+        return ["server", list(who.up), list(who.down)]
+    return None if who is None else ["groups", *map(list, who)]
+
+
+def who_of(plain: Any) -> Islands | Links | Server | None:
+    """Invert `plain_who`.
+
+    >>> who_of(["server", [0, 3], [0]])
+    Server(up=(0, 3), down=(0,))
+    """
+    kind, *parts = plain or [None]
+    if kind == "links":
+        return Links(*(array("i", ids).tobytes() for ids in parts))
+    if kind == "server":
+        return Server(*map(tuple, parts))
+    return None if kind is None else tuple(map(tuple, parts))
 
 
 SUM_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the rows and columns of a user's matrix

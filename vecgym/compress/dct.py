@@ -170,7 +170,7 @@ def strongest(x: Tensor, k: int) -> Tensor:
     values, indices = _largest(magnitude, k + 1)
     indices, last = indices[..., :k], values[..., k - 1]
     tied = last == values[..., k]
-    if tied.any():
+    if not x.is_meta and tied.any():
         indices[tied] = _first_strongest(magnitude[tied], last[tied], k)
     return indices
 

@@ -82,7 +82,9 @@ class PowerSGD:
         """Draw those columns of Q anew that are nothing but rounding errors."""
         size = torch.linalg.vector_norm(Q, dim=-2, keepdim=True)  # [1, 1, r]
         dead = size <= torch.finfo(Q.dtype).eps ** 0.75 * size.amax(-1, keepdim=True)
-        return torch.where(dead, draw.normal(Q.shape[1:], Q.dtype).to(Q.device), Q) if dead.any() else Q
+        return (
+            torch.where(dead, draw.normal(Q.shape[1:], Q.dtype).to(Q.device), Q) if not Q.is_meta and dead.any() else Q
+        )
 
     def __repr__(self) -> str:
         return shown(self)

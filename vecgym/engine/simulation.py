@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
+from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
@@ -128,6 +129,7 @@ class Simulation:
             params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
         buffers = {name: b[None].clone() for name, b in self.engine.buffers.items()}
         node_steps = torch.zeros(self.num_local, dtype=torch.long)
+        self.comm.ledger.announce(self.comm.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
         optimizer, strategy = self.strategy.init(params, self._context(0, node_steps, inplace=False))
         return State(0, params, buffers, optimizer, strategy, node_steps)
 

@@ -7,6 +7,7 @@ Use:
 - `vecgym.guide.strategies`: all strategies, composing modules, optimizers
 - `vecgym.guide.sweeps`: grids, random search, resuming
 - `vecgym.guide.gradients`: rollouts, meta-gradients, optimized schedules
+- `vecgym.guide.clock`: how long a run takes on your network; dry runs
 - `vecgym.guide.processes`: `torch.distributed`, 8 GPUs, several machines, `verify`
 - `vecgym.guide.data_and_models`: models, datasets, partitions, engines
 - `vecgym.guide.results`: history, metrics, loggers, plots
@@ -32,6 +33,7 @@ Extend:
 
 from vecgym.guide import (
     checkpoints,
+    clock,
     commands,
     compat,
     contributing,
@@ -49,6 +51,7 @@ from vecgym.guide import (
 
 __all__ = [
     "checkpoints",
+    "clock",
     "commands",
     "compat",
     "contributing",

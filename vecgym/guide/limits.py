@@ -2,8 +2,8 @@
 
 ## Time and scale
 
-- There is no network model. Bytes are counted, but nothing waits for them; the seconds in a history are those of this
-  machine.
+- Seconds on a network are computed from what was sent (`vecgym.guide.clock`). In the model nothing is lost or sent
+  again, links have no other traffic, and headers take nothing.
 - A node is never split over devices, and all nodes of a process are in its memory at once.
 - About 1 ms of a step is spent in Python. AllReduce takes 2.2 times as long as one big batch on the tiny MLP, 1.3 times
   on the MLP. Convolution and max-pooling take as long as in a loop, and stacking cannot reduce the arithmetic of a

@@ -73,6 +73,11 @@ COLUMNS = {
     "memory_bytes": Column(
         "the most memory of the process up to an evaluation: resident, or on CUDA allocated", measured=True
     ),
+    "sim_seconds": Column(
+        "seconds until every node has ended the step, on the `network` given",
+        label="seconds on the network", swept=True,
+    ),
+    "sim_utilization": Column("the part of them in which the nodes computed, their mean"),
     "train_losses": Column("each node's training loss; nan where it did not train", per_node=True),
     "val_losses": Column("each node's validation loss", per_node=True),
 }  # fmt: skip
@@ -85,7 +90,9 @@ INTEGERS = tuple(name for name, start in START.items() if isinstance(start, int)
 RENAMED = {column.old_name: name for name, column in COLUMNS.items() if column.old_name}
 RENAMED_IN_SWEEPS = {"bytes": "bytes_total"}
 # The x axes of figures, and their columns.
-X_AXES = {"step": "step", "examples": "examples", "bytes": "bytes_total", "seconds": "seconds"}
+X_AXES = {
+    "step": "step", "examples": "examples", "bytes": "bytes_total", "seconds": "seconds", "sim_seconds": "sim_seconds",
+}  # fmt: skip
 
 
 def column_label(name: str) -> str:

@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 
+from vecgym import clock
 from vecgym import strategy as strategies
+from vecgym.clock import Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, checks_of
@@ -261,6 +263,9 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore" it.
         logger: one or several `Logger`s.
         log_interval: steps between the rows that loggers receive; the history has every step.
+        network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it. What is
+            trained does not depend on it; `Trainer.timeline` says the same afterwards.
+        compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
         computation, processes, checkpoints: the options of `Computation`, `Processes` and `Checkpoints` as groups, in
             place of their names.
 
@@ -275,6 +280,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     on_divergence: Annotated[OnDivergence, partial(check.choice, allowed=get_args(OnDivergence))] = "raise"
     logger: OneOrMoreLoggers = None
     log_interval: Count = 1
+    network: Network | None = None
+    compute: clock.Compute | None = None
     computation: Computation | None = None
     processes: Processes | None = None
     checkpoints: Checkpoints | None = None
@@ -282,6 +289,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     def __post_init__(self) -> None:
         for name, group in GROUPS.items():
             self.settle(**self._grouped(name, group), **{name: None})
+        self._check_clock()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
@@ -291,6 +299,18 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             check_divides(self.num_processes, self.num_nodes)
         if self.exact and self.compile:
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
+
+    def _check_clock(self) -> None:
+        if self.network is not None:
+            check.instance("network", self.network, Network, "a vecgym.clock.Network, such as Network(1e9, 0.05)")
+            self.network.check(self.num_nodes)
+        if self.compute is not None:
+            check.instance("compute", self.compute, clock.Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
+            self.compute.check(self.num_nodes)
+        if (self.network is None) != (self.compute is None):
+            given, other = ("network", "compute") if self.compute is None else ("compute", "network")
+            what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
+            raise ValueError(f"{given} without {other} gives no seconds: give {other}=vecgym.clock.{what} too.")
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; no option may be given twice."""
@@ -312,7 +332,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     def recorded(self) -> dict[str, Any]:
         """The options that are recorded in a run's settings."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
-        return {name: vars(self)[name] for name in names}
+        on = {} if self.network is None else {"network": repr(self.network), "compute": repr(self.compute)}
+        return {**{name: vars(self)[name] for name in names}, **on}
 
 
 GROUPS: dict[str, type[Options]] = {"computation": Computation, "processes": Processes, "checkpoints": Checkpoints}

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from vecgym.clock import Compute
+from vecgym.clock.running import RunningClock
+from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
@@ -19,7 +22,7 @@ from vecgym.engine.simulation import Metrics, State
 from vecgym.records.columns import START
 from vecgym.records.history import History, Row
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.options import OnDivergence
+from vecgym.runs.options import FitOptions
 
 
 class StepRows:
@@ -78,13 +81,15 @@ class Recorder:
     """Turn steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
 
     def __init__(
-        self, history: History, ledger: Ledger, data: Batches, on_divergence: OnDivergence, loggers: Loggers,
+        self, history: History, ledger: Ledger, data: Batches, options: FitOptions, loggers: Loggers,
         limits: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
+        self._options = options
+        self.clock: RunningClock | None = None
         self.history = history
         self.ledger = ledger
         self.data = data
-        self.on_divergence = on_divergence
+        self.on_divergence = options.on_divergence
         self.loggers = loggers
         self._row: Row | None = None
         self._rows = StepRows(data, limits)
@@ -96,6 +101,9 @@ class Recorder:
         self.loggers.start(dict(settings), self.history.rows)
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
+        network, compute = self._options.network, self._options.compute
+        if network is not None and isinstance(compute, Compute):
+            self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:
         """Return the counts that are not in the history."""
@@ -118,6 +126,8 @@ class Recorder:
         self.ledger.add(state.step - 1, metrics.transfers)
         totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
         self._row = self._rows.of_step(state.step, metrics, totals, time.perf_counter() - self._start)
+        if self.clock is not None:
+            self._row["sim_seconds"], self._row["sim_utilization"] = self.clock.step(metrics.transfers)
         if self._bar is not None:
             advance(self._bar, self._row)
         trained = range(len(metrics.losses)) if metrics.active is None else metrics.active
@@ -127,7 +137,7 @@ class Recorder:
     def add(self, **values: Any) -> None:
         """Add columns to the current row; before the first step, to one of its own."""
         if self._row is None:
-            self._row = Row(START)
+            self._row = Row(START) if self.clock is None else Row({**START, "sim_seconds": 0.0})
         self._row.update(values)
 
     @property
@@ -163,7 +173,8 @@ def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
     redrawn = bar.update(row["step"] - bar.n)  # it redraws itself a few times a second, and at the end
     if "train_loss" in row and (redrawn or bar.n == bar.total):
         sent = readable_bytes(row["bytes_total"])
-        bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node", refresh=False)
+        taken = f", {readable_time(row['sim_seconds'])} on the network" if "sim_seconds" in row else ""
+        bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node{taken}", refresh=False)
 
 
 def _mean(lr: float | Tensor) -> float:

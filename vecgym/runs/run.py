@@ -84,7 +84,7 @@ class Run(Generic[M]):
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
-        self.recorder = Recorder(self.history, self.ledger, self.train, options.on_divergence, loggers, limits)
+        self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         if self.checkpoints.run_id is not None:
             self.history.settings["run_id"] = self.checkpoints.run_id

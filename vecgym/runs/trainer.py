@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import nn
 
+from vecgym.clock import Compute, Network, Timeline, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import check
 from vecgym.core.nodes import Nodes
@@ -126,12 +127,26 @@ class Trainer(Generic[M]):
         step = self.history.last("step") or 0
         runfile.write(path, runfile.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
 
+    def timeline(self, network: Network, compute: Compute) -> Timeline:
+        """Say how long the last run takes on a network: `vecgym.clock.price(trainer.ledger, network, compute)`.
+
+        >>> import torch
+        >>> from vecgym.clock import Compute, Network
+        >>> from vecgym.models import Line
+        >>> from vecgym.strategy import FedAvgStrategy
+        >>> trainer, strategy = Trainer(Line(), torch.arange(8.0)), FedAvgStrategy("sgd", H=1, lr=0.1)
+        >>> averaged = trainer.fit(strategy, num_nodes=2, batch_size=2, device="cpu", progress=False)
+        >>> trainer.timeline(Network("1 Gbit/s", latency="50 ms"), Compute(0.4))
+        Timeline(2 steps of 2 nodes: 1 s, 80.0 % computing)
+        """
+        return price(self.ledger, network, compute)
+
     def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
         """Draw the last run: losses with the nodes' spread, and consensus distance; see `vecgym.plot.plot_runs`.
 
         Args:
             path: where to save the figure as well, such as "run.png".
-            x: "step", "examples", "bytes" or "seconds".
+            x: "step", "examples", "bytes", "seconds", or after `fit(network=, compute=)` "sim_seconds".
             title: above the figure.
 
         >>> import torch

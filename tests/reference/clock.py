@@ -1,0 +1,183 @@
+"""The clock, naively: a loop over steps, nodes, layers and messages, and every collective round by round.
+
+A network is a pair of functions `latency(i, j)` seconds and `pace(i, j)` seconds a byte. A message of the queue is
+(layer, kind, who, bytes, lag); `who` are groups of nodes, pairs (sender, receiver), or (up, down) of a server.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Pair = Callable[[int, int], float]
+Message = tuple[int, str, Any, float, int]
+
+
+def ring_seconds(nodes: Sequence[int], num_bytes: float, rounds: int, latency: Pair, pace: Pair) -> float:
+    """Each of `rounds` rounds takes as long as the slowest link of the best ring."""
+    best = float("inf")
+    for rest in itertools.permutations(nodes[1:]):
+        ring = [nodes[0], *rest]
+        links = [(ring[k], ring[(k + 1) % len(ring)]) for k in range(len(ring))]
+        best = min(best, max(latency(i, j) + num_bytes * pace(i, j) for i, j in links))
+    seconds = 0.0
+    for _ in range(rounds):
+        seconds += best
+    return seconds
+
+
+def all_reduce_seconds(algorithm: str, nodes: Sequence[int], num_bytes: float, latency: Pair, pace: Pair) -> float:
+    n = len(nodes)
+    if algorithm == "ring":
+        return ring_seconds(nodes, num_bytes / n, 2 * (n - 1), latency, pace)
+
+    def cost(i: int, j: int, size: float) -> float:
+        return latency(nodes[i], nodes[j]) + size * pace(nodes[i], nodes[j])
+
+    seconds = 0.0
+    if algorithm == "tree":
+        distance = 1
+        while distance < n:
+            senders = [i for i in range(n) if i % (2 * distance) == distance]
+            seconds += max(cost(i, i - distance, num_bytes) for i in senders)
+            seconds += max(cost(i - distance, i, num_bytes) for i in senders)
+            distance *= 2
+        return seconds
+    core = 1
+    while 2 * core <= n:
+        core *= 2
+    if n > core:
+        seconds += max(cost(i, i - core, num_bytes) for i in range(core, n))
+        seconds += max(cost(i - core, i, num_bytes) for i in range(core, n))
+    distance, size = 1, num_bytes / 2
+    while distance < core:
+        there = max(cost(i, i ^ distance, size) for i in range(core))
+        seconds += there + there
+        distance, size = 2 * distance, size / 2
+    return seconds
+
+
+def run(
+    num_nodes: int,
+    compute: Sequence[Sequence[float]],
+    shares: Sequence[float],
+    steps: Sequence[Sequence[tuple[float, Sequence[Message]]]],
+    latency: Pair,
+    pace: Pair,
+    own_link: tuple[Sequence[float], Sequence[float]] | None,
+    overlap: bool,
+    all_reduce: str = "ring",
+    server: tuple[Sequence[float], float, Sequence[float], Sequence[float]] = ((), 0.0, (), ()),
+) -> list[list[float]]:
+    """When each node ended each step, with what it was sent for the next, `[T][K]`.
+
+    Args:
+        compute: seconds of each step and node.
+        shares: of each layer.
+        steps: of each step, (how often they count, messages in the order in which they leave); what counts w times
+            delays by that part of what it would delay.
+        own_link: seconds a byte of each node's way up and down; None: each pair has a link of its own.
+        server: the latency to it of each node, its own seconds a byte, and those of each node's link to it and back.
+    """
+    K, L = range(num_nodes), len(shares)
+    now = [0.0] * num_nodes
+    up, down = [0.0] * (num_nodes + 1), [0.0] * (num_nodes + 1)
+    needed: dict[tuple[int, int, int], list[float]] = {}  # (step, node, layer) -> when what it needs arrives
+    ends = []
+    for t, messages in enumerate(steps):
+        ready = [[0.0] * L for _ in K]
+        for i in K:
+            if not overlap:
+                for layer in range(L):
+                    now[i] = max([now[i], *needed.get((t, i, layer), [])])
+            for layer in range(L):
+                if overlap:
+                    now[i] = max([now[i], *needed.get((t, i, layer), [])])
+                now[i] += compute[t][i] / 3 * shares[layer]
+            for layer in reversed(range(L)):
+                now[i] += compute[t][i] * 2 / 3 * shares[layer]
+                ready[i][layer] = now[i]
+            if not overlap:
+                ready[i] = [now[i]] * L
+        for weight, queue in messages:
+            before = up[:], down[:]
+            for layer, kind, who, size, lag in queue:
+                leaves = [ready[i][layer] for i in K]
+                arrived = passed(kind, who, size, leaves, up, down, latency, pace, own_link, all_reduce, server)
+                for i, time in arrived.items():
+                    late = leaves[i] + weight * (time - leaves[i])
+                    needed.setdefault((t + 1 + (lag if overlap else 0), i, layer), []).append(late)
+            for link, old in zip((up, down), before):
+                link[:] = [x + weight * (y - x) for x, y in zip(old, link)]
+        ends.append([max([now[i], *(x for s in range(L) for x in needed.get((t + 1, i, s), []))]) for i in K])
+    return ends
+
+
+def passed(
+    kind: str, who: Any, size: float, leaves: Sequence[float], up: list[float], down: list[float],
+    latency: Pair, pace: Pair, own_link: tuple[Sequence[float], Sequence[float]] | None, all_reduce: str,
+    server: tuple[Sequence[float], float, Sequence[float], Sequence[float]],
+) -> dict[int, float]:  # fmt: skip
+    """When one message is at each node that it is for; the links are taken as long as it needs."""
+    if kind in ("mix", "permute"):
+        return neighbours(who, size, leaves, up, down, latency, pace, own_link)
+    if kind.startswith("server"):
+        return at_server(kind, who, size, leaves, up, down, server)
+    arrived = {}
+    for group in who:
+        if len(group) > 1:
+            if kind == "all_gather":
+                took = ring_seconds(group, size, len(group) - 1, latency, pace)
+            else:
+                took = all_reduce_seconds(all_reduce, group, size, latency, pace)
+            begin = max(max(leaves[i], up[i], down[i]) for i in group)
+            for i in group:
+                up[i] = down[i] = arrived[i] = begin + took
+    return arrived
+
+
+def neighbours(
+    pairs: Sequence[tuple[int, int]], size: float, leaves: Sequence[float], up: list[float], down: list[float],
+    latency: Pair, pace: Pair, own_link: tuple[Sequence[float], Sequence[float]] | None,
+) -> dict[int, float]:  # fmt: skip
+    """When each receiver has all of its messages; those of a node go side by side."""
+    begun = {j: max(leaves[j], up[j]) for j, _ in pairs}
+    taken_until = {}
+    for j in begun:
+        mine = [i for sender, i in pairs if sender == j]
+        longest = max(size * pace(j, i) for i in mine)
+        taken_until[j] = begun[j] + (longest if own_link is None else len(mine) * size * own_link[0][j])
+    arrived = {}
+    for i in {receiver for _, receiver in pairs}:
+        mine = [j for j, receiver in pairs if receiver == i]
+        if own_link is None:
+            arrived[i] = max(max(begun[j] + latency(j, i), down[i]) + size * pace(j, i) for j in mine)
+        else:
+            first = max(down[i], min(begun[j] + latency(j, i) for j in mine))
+            last = max(taken_until[j] + latency(j, i) for j in mine)
+            arrived[i] = max(last, first + len(mine) * size * own_link[1][i])
+    for j, time in taken_until.items():
+        up[j] = time
+    for i, time in arrived.items():
+        down[i] = time
+    return arrived
+
+
+def at_server(
+    kind: str, who: tuple[Sequence[int], Sequence[int]], size: float, leaves: Sequence[float], up: list[float],
+    down: list[float], server: tuple[Sequence[float], float, Sequence[float], Sequence[float]],
+) -> dict[int, float]:  # fmt: skip
+    """To the server, and back: every link is taken until the end."""
+    latencies, own, ways_up, ways_down = server
+    members = sorted({*who[0], *who[1]})
+    latency = max(latencies[i] for i in members)
+    begin = max([up[-1], down[-1], *(max(leaves[i], up[i], down[i]) for i in members)])
+    took = 0.0
+    if kind != "server_send":
+        took += latency + max([*(size * ways_up[i] for i in members), len(members) * size * own])
+    if kind != "server_gather":
+        took += latency + max([*(size * ways_down[i] for i in members), len(members) * size * own])
+    for i in [*members, -1]:
+        up[i] = down[i] = begin + took
+    return dict.fromkeys(who[1], begin + took)

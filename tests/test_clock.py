@@ -1,0 +1,524 @@
+"""The clock: its closed forms, its laws, and that it equals a naive simulation of every message."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reference import clock as twin
+from vecgym.clock import Compute, Network, Timeline, price
+from vecgym.clock.rings import best_ring
+from vecgym.collectives.ledger import Ledger, Transfer
+from vecgym.collectives.topology import Links, Server
+
+EXACT = 1e-12
+
+
+def assert_near(found: Any, expected: Any, tolerance: float = EXACT) -> None:
+    found, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def everyone(payload: float, num_nodes: int, **options: Any) -> Transfer:
+    return Transfer("mean", payload, num_nodes, **options)  # type: ignore[arg-type]
+
+
+def layers(count: int, num_bytes: float) -> dict[str, float]:
+    return {f"layer{i}": num_bytes / count for i in range(count)}
+
+
+# -------------------------------------------------------------------------------------------------- closed forms
+
+S, B, A = 3e8, 1e9, 0.01  # bits of payload, bit/s, s
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize(
+    ("operation", "options", "seconds"),
+    [
+        ("mean", {}, lambda n: 2 * (n - 1) * A + 2 * (n - 1) / n * S / B),
+        ("sum", {"all_reduce": "tree"}, lambda n: 2 * math.ceil(math.log2(n)) * (A + S / B)),
+        ("mean", {"all_reduce": "server"}, lambda n: 2 * (A + S / B)),
+        ("mean", {"all_reduce": "server", "server_bandwidth": 2 * B}, lambda n: 2 * (A + max(1, n / 2) * S / B)),
+        ("all_gather", {}, lambda n: (n - 1) * A + (n - 1) * S / B),
+        ("all_gather", {"all_gather": "halving_doubling"}, lambda n: math.ceil(math.log2(n)) * A + (n - 1) * S / B),
+        (
+            "all_gather", {"all_gather": "tree"},
+            lambda n: 2 * math.ceil(math.log2(n)) * A + (n - 1 + n * math.ceil(math.log2(n))) * S / B,
+        ),
+        ("all_gather", {"all_gather": "server"}, lambda n: 2 * A + S / B + (n - 1) * S / B),
+        ("reduce_scatter", {}, lambda n: (n - 1) * A + (n - 1) / n * S / B),
+        ("broadcast", {}, lambda n: (n - 1) * A + S / B),
+        ("broadcast", {"all_reduce": "tree"}, lambda n: math.ceil(math.log2(n)) * (A + S / B)),
+        ("server_mean", {}, lambda n: 2 * (A + S / B)),
+        ("server_sum", {"server_bandwidth": B}, lambda n: 2 * (A + n * S / B)),
+        ("server_gather", {"server_bandwidth": B}, lambda n: A + n * S / B),
+        ("server_send", {}, lambda n: A + S / B),
+    ],
+)  # fmt: skip
+def test_operations(operation: str, options: dict[str, Any], seconds: Callable[[int], float], n: int) -> None:
+    assert_near(Network(B, A, **options).seconds(operation, S / 8, n), seconds(n))
+
+
+def test_halving_and_doubling() -> None:
+    network = Network(B, A, all_reduce="halving_doubling")
+    for n in (2, 4, 8, 16):
+        assert_near(network.seconds("mean", S / 8, n), 2 * math.log2(n) * A + 2 * (n - 1) / n * S / B)
+    for n, core in ((3, 2), (5, 4), (7, 4), (12, 8)):
+        expected = 2 * math.log2(core) * A + 2 * (core - 1) / core * S / B + 2 * (A + S / B)
+        assert_near(network.seconds("mean", S / 8, n), expected)
+
+
+@pytest.mark.parametrize("operation", ["mean", "all_gather", "broadcast", "server_mean"])
+def test_a_single_node_needs_no_time_for_itself(operation: str) -> None:
+    found = Network(B, A).seconds(operation, S / 8, 1)
+    assert_near(found, 0.0 if operation != "server_mean" else 2 * (A + S / B))
+
+
+def one_exchange(transfer: Transfer, network: Network) -> float:
+    return float(price([[transfer]], network, Compute(0.0)).seconds)
+
+
+def test_messages_from_node_to_node() -> None:
+    one = Links.of(torch.tensor([0]), torch.tensor([1]))
+    GB = 2**30
+    found = one_exchange(Transfer("permute", 2**20, 2, one), Network(50 * GB * 8, 500e-9))
+    assert_near(found * 1e9, 1e9 * (500e-9 + 2**20 / (50 * GB)))
+    assert round(found * 1e9) == 20_031
+    # A graph of degree 2, over one link of each node, and with a link for each pair.
+    ring = Links.of(torch.tensor([0, 1, 2, 3] * 2), torch.tensor([1, 2, 3, 0, 3, 0, 1, 2]))
+    mix = Transfer("mix", round(S / 8), 4, ring)
+    assert_near(one_exchange(mix, Network(B, A)), A + 2 * S / B)
+    slow = torch.full((4, 4), B)
+    slow[2, 3] = B / 5
+    assert_near(one_exchange(mix, Network(slow, A)), A + 5 * S / B)
+    assert_near(one_exchange(mix, Network([B, B, B / 4, B], A)), A + 2 * 4 * S / B)
+
+
+def test_a_ring_takes_its_slowest_link_and_the_best_order() -> None:
+    bandwidth = torch.full((4, 4), 1e8, dtype=torch.float64)
+    for i, j in ((0, 2), (2, 1), (1, 3), (3, 0)):
+        bandwidth[i, j] = 1e9
+    assert_near(Network(bandwidth).seconds("mean", 1e9 / 8, 4), 2 * 3 / 4)
+    assert_near(Network(bandwidth.T).seconds("mean", 1e9 / 8, 4), 2 * 3 / 4)
+    assert_near(Network(bandwidth.maximum(bandwidth.T)).seconds("all_gather", 1e9 / 8, 4), 3)
+    regions = Network.regions([4, 4], inside=(400e9, 1e-4), between=(1e9, 0.05))
+    assert_near(regions.seconds("mean", 1e9 / 8, 8), 2 * 7 * (0.05 + 1 / 8))
+    assert_near(regions.seconds("mean", 1e9 / 8, 4), 2 * 3 * (1e-4 + 1 / 4 / 400))
+
+
+def test_the_best_order_depends_on_the_size_of_the_message() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n in (3, 5, 6):
+        latency = torch.rand(n, n, generator=generator, dtype=torch.float64)
+        bandwidth = 10 ** (9 + torch.rand(n, n, generator=generator, dtype=torch.float64))
+        network = Network(bandwidth, latency)
+        for size in (1.0, 1e6, 1e8, 3e8, 1e9, 1e12):
+            lags, paces = latency.tolist(), (8 / bandwidth).tolist()
+            links = (lambda i, j, x=lags: x[i][j], lambda i, j, x=paces: x[i][j])
+            expected = twin.ring_seconds(range(n), size / n, 2 * (n - 1), *links)
+            assert_near(network.seconds("mean", size, n), expected)
+
+
+def test_rings_of_many_nodes_are_not_bad() -> None:
+    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(40, generator=generator)
+    cost = 1 + torch.rand(40, 40, generator=generator, dtype=torch.float64)
+    cost[order, order.roll(-1)] = 0.5  # a ring of cheap links is there
+    ring = best_ring(cost)
+    assert sorted(ring.tolist()) == list(range(40))
+    assert float(cost[ring, ring.roll(-1)].max()) <= 1.1
+    small = 1 + torch.rand(9, 9, generator=generator, dtype=torch.float64)
+    exact = best_ring(small)
+    worst = min(max(small[i, j] for i, j in zip((0, *p), (*p, 0))) for p in itertools.permutations(range(1, 9)))
+    assert float(small[exact, exact.roll(-1)].max()) == float(worst)
+
+
+# ------------------------------------------------------------------------------------------- what overlaps: two nodes
+
+T, L = 3.0, 24
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.5, 1.0, 1.9, 2.0, 2.5, 10.0])
+def test_data_parallel(seconds: float) -> None:
+    """Stall = max(S/B - (2/3) T (1 - 1/L), S/(L B))."""
+    step = [everyone(1e9 / 8, 2, tensors=tuple(layers(L, 1)))]
+    timeline = price([step] * 10, Network(1e9 / seconds), Compute(T), sizes=layers(L, 1e9))
+    stall = max(seconds - 2 / 3 * T * (1 - 1 / L), seconds / L)
+    assert_near(timeline.step_seconds, [(T + stall) * (t + 1) for t in range(10)])
+    assert_near(timeline.utilization, T / (T + stall))
+
+
+@pytest.mark.parametrize("seconds", [2.0, 2.5, 10.0, 100.0])
+def test_diloco(seconds: float) -> None:
+    """CU = H T / (H T + max(0, S/B - (2/3) T (1 - 1/L)))."""
+    H = 5
+    rounds = [*[[]] * (H - 1), [everyone(1e9 / 8, 2, tensors=tuple(layers(L, 1)))]] * 3
+    timeline = price(rounds, Network(1e9 / seconds), Compute(T), sizes=layers(L, 1e9))
+    stall = max(0.0, seconds - 2 / 3 * T * (1 - 1 / L))
+    assert_near(timeline.utilization, H * T / (H * T + stall))
+
+
+@pytest.mark.parametrize(("all_reduce_s", "percent"), [(103, 95.7), (382, 85.6), (469, 83.0)])
+def test_intellect_1(all_reduce_s: float, percent: float) -> None:
+    """arXiv 2412.01152, table 2: 38 minutes of compute per 100 steps; nothing overlaps."""
+    rounds = [*[[]] * 99, [everyone(1e9 / 8, 2)]] * 2
+    timeline = price(rounds, Network(1e9 / all_reduce_s), Compute(38 * 60 / 100, overlap=False))
+    assert abs(100 * timeline.utilization - percent) <= 0.1
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_streaming_with_many_layers(lag: int) -> None:
+    """A strided fragment has 2/3 of a step and `lag` steps more to arrive; with many layers, exactly."""
+    H, F, num_layers = 8, 2, 6000
+    sizes = layers(num_layers, 1e9)
+    fragments = [tuple(list(sizes)[p::F]) for p in range(F)]
+    for seconds in (0.5, 1.5, 4.0, 9.0):
+        rounds: list[list[Transfer]] = [[] for _ in range(H)]
+        for p, names in enumerate(fragments):
+            rounds[p * H // F] = [everyone(1e9 / 8 / F, 2, tensors=names, lag=lag)]
+        timeline = price(rounds * 6, Network(1e9 / F / seconds), Compute(T), sizes=sizes)
+        stall = max(0.0, seconds - (2 / 3 + lag) * T)
+        last = timeline.step_seconds[H * 5 - 1] - timeline.step_seconds[H * 4 - 1]
+        assert_near(last, H * T + F * stall, tolerance=1e-3)
+
+
+def test_without_overlap_everything_waits_for_everything() -> None:
+    step = [everyone(1e9 / 8, 2, tensors=tuple(layers(L, 1)), lag=3)]
+    timeline = price([step] * 4, Network(1e9, 0.001), Compute(T, overlap=False), sizes=layers(L, 1e9))
+    assert_near(timeline.step_seconds, [(T + 1 + L * 0.002) * (t + 1) for t in range(4)])
+
+
+def test_shares_by_flop() -> None:
+    """All of the time goes to the last layer: what the first one sends leaves at the end all the same."""
+    sizes = {"first": 1e9, "last": 1e9}
+    step = [everyone(2e9 / 8, 2, tensors=("first", "last"))]
+    even, late = (Compute(T, shares=shares) for shares in (None, {"first": 0.0, "last": 5.0}))
+    assert_near(price([step], Network(1e9), even, sizes=sizes).seconds, T / 3 + T / 3 + 2)
+    assert_near(price([step], Network(1e9), late, sizes=sizes).seconds, T + 2)
+
+
+# ---------------------------------------------------------------------------------------------------------- laws
+
+
+OPERATIONS = ["mean", "mean", "groups", "sum", "all_gather", "mix", "permute"]
+OPERATIONS += ["server_mean", "server_gather", "server_send"]
+
+
+def random_case(seed: int, weights: bool = False) -> tuple[list[list[Transfer]], dict[str, float], int]:
+    draw = random.Random(seed)
+    K, num_layers = draw.randint(1, 5), draw.randint(1, 4)
+    sizes = {f"l{i}": float(draw.randint(1, 9) * 4) for i in range(num_layers)}
+    steps: list[list[Transfer]] = []
+    for _ in range(draw.randint(1, 7)):
+        step = []
+        for _ in range(draw.choice([0, 0, 1, 1, 2, 3])):
+            names = tuple(draw.sample(list(sizes), draw.randint(1, num_layers)))
+            operation = draw.choice(OPERATIONS)
+            who: Any = None
+            if operation == "groups":
+                operation, nodes = "mean", draw.sample(range(K), K)
+                cut = draw.randint(0, K)
+                who = tuple(tuple(sorted(g)) for g in (nodes[:cut], nodes[cut:]) if g)
+            elif operation == "permute":
+                moved = draw.sample(range(K), K)
+                pairs = [(j, i) for i, j in enumerate(moved) if i != j]
+                who = Links.of(*torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1))
+            elif operation == "mix":
+                pairs = [(j, i) for i in range(K) for j in range(K) if i != j and draw.random() < 0.6]
+                who = Links.of(*torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).unbind(1))
+            elif operation.startswith("server"):
+                up, down = (tuple(sorted(draw.sample(range(K), draw.randint(1, K)))) for _ in range(2))
+                who = Server((), down) if operation == "server_send" else Server(up, ())
+                who = Server(up, up) if operation == "server_mean" else who
+            weight = draw.choice([1.0, 1.0, 0.3, 0.8]) if weights else 1.0
+            payload = draw.randint(10, 1000)
+            step.append(Transfer(operation, payload, K, who, draw.choice([0, 0, 0, 1, 2]), names, weight))
+        steps.extend([step] * draw.choice([1, 1, 4]))
+    return steps, sizes, K
+
+
+def random_network(seed: int, K: int) -> Network:
+    draw, generator = random.Random(1000 + seed), torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return 100 + 5000 * torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    latency = draw.choice([0.0, 0.1, torch.rand(K, generator=generator), torch.rand(K, K, generator=generator)])
+    algorithm = draw.choice(["ring", "ring", "tree", "halving_doubling"])
+    kind = draw.choice(["one", "nodes", "up and down", "pairs"])
+    options: dict[str, Any] = {"latency": latency, "all_reduce": algorithm, "server_bandwidth": 3000.0}
+    if kind == "one":
+        return Network(2000.0, **options)
+    if kind == "up and down":
+        return Network(up=numbers(K), down=numbers(K), **options)
+    return Network(numbers(K) if kind == "nodes" else numbers(K, K), **options)
+
+
+def random_compute(seed: int, K: int, overlap: bool) -> Compute:
+    draw = random.Random(2000 + seed)
+    if draw.random() < 0.5:
+        return Compute.lognormal(draw.choice([0.0, 0.5, 3.0]), 0.5, seed=seed, overlap=overlap)
+    return Compute([draw.choice([0.2, 1.0, 5.0]) for _ in range(K)], overlap=overlap)
+
+
+def naive(
+    steps: Sequence[Sequence[Transfer]], sizes: dict[str, float], K: int, network: Network, compute: Compute
+) -> list[list[float]]:
+    """The same by `tests.reference.clock`."""
+
+    def at(x: torch.Tensor, i: int, j: int | None = None) -> float:
+        return float(x if x.dim() == 0 else x[i] if x.dim() == 1 else x[i, j])
+
+    matrix = network.bandwidth is not None and network.bandwidth.dim() == 2
+    ups, downs = (network.bandwidth if x is None else x for x in (network.up, network.down))
+    assert ups is not None
+    assert downs is not None
+
+    def pace(i: int, j: int) -> float:
+        return 8 / (at(ups, i, j) if matrix else min(at(ups, i), at(downs, j)))
+
+    def latency(i: int, j: int) -> float:
+        x = network.latency
+        return at(x, i, j) if x.dim() == 2 else max(at(x, i), at(x, j))
+
+    def to_server(own: torch.Tensor, back: bool) -> list[float]:
+        if not matrix:
+            return [8 / at(own, i) for i in range(K)]
+        others = [[(j, i) if back else (i, j) for j in range(K) if j != i] for i in range(K)]
+        return [max([pace(a, b) for a, b in pairs], default=0.0) for pairs in others]
+
+    names = list(sizes)
+    table = []
+    for step in steps:
+        queues: dict[float, list[Any]] = {float(t.weight): [] for t in step}
+        for layer in reversed(range(len(names))):
+            for t in step:
+                if names[layer] in (t.tensors or ()):
+                    share = sizes[names[layer]] / sum(sizes[name] for name in t.tensors or ())
+                    who: Any = ((*range(K),),) if t.who is None else t.who
+                    who = t.who.pairs if isinstance(t.who, Links) else who
+                    queues[float(t.weight)].append((layer, t.operation, who, t.payload_bytes * share, t.lag))
+        table.append(list(queues.items()))
+    lags = [max((latency(i, j) for j in range(K) if j != i), default=0.0) for i in range(K)]
+    if network.latency.dim() < 2:
+        lags = [at(network.latency, i) for i in range(K)]
+    total = sum(sizes.values())
+    return twin.run(
+        K, compute.of_steps(len(steps), K).tolist(), [size / total for size in sizes.values()], table, latency, pace,
+        None if matrix else (to_server(ups, back=False), to_server(downs, back=True)),
+        compute.overlap, network.all_reduce,
+        (lags, 8 / network.server_bandwidth, to_server(ups, back=False), to_server(downs, back=True)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("block", range(8))
+def test_it_equals_a_naive_simulation_of_every_message(block: int, weights: bool, overlap: bool) -> None:
+    for seed in range(25 * block, 25 * block + 25):
+        steps, sizes, K = random_case(seed, weights)
+        network, compute = random_network(seed, K), random_compute(seed, K, overlap)
+        timeline = price(steps, network, compute, sizes=sizes, num_nodes=K)
+        ends = naive(steps, sizes, K, network, compute)
+        assert_near(timeline.step_seconds, [max(row) for row in ends])
+        assert_near(timeline.per_node.computed + timeline.per_node.waited, ends[-1])
+
+
+def ddp(num_steps: int, K: int, num_layers: int = 6, payload: int = 10**8, **options: Any) -> list[list[Transfer]]:
+    return [[everyone(payload, K, tensors=tuple(layers(num_layers, 1)), **options)]] * num_steps
+
+
+def cases() -> list[tuple[list[list[Transfer]], dict[str, float], int]]:
+    return [random_case(seed) for seed in range(60)]
+
+
+def test_seconds_fall_with_bandwidth_and_rise_with_latency() -> None:
+    for seed, (steps, sizes, K) in enumerate(cases()):
+        compute = random_compute(seed, K, overlap=seed % 3 > 0)
+        by_bandwidth = [price(steps, Network(b, 0.1), compute, sizes=sizes, num_nodes=K) for b in (500, 2e3, 8e3, 1e9)]
+        by_latency = [price(steps, Network(2e3, a), compute, sizes=sizes, num_nodes=K) for a in (0, 0.01, 0.5, 3)]
+        for better, worse in [*zip(by_bandwidth[1:], by_bandwidth), *itertools.pairwise(by_latency)]:
+            assert bool((better.step_seconds <= worse.step_seconds * (1 + EXACT)).all())
+            assert bool((better.per_node.waited <= worse.per_node.waited + 1e-9).all())
+
+
+def test_a_free_network_leaves_pure_compute() -> None:
+    for seed, (steps, sizes, K) in enumerate(cases()):
+        for overlap in (True, False):
+            timeline = price(steps, Network(math.inf), Compute(0.5, overlap=overlap), sizes=sizes, num_nodes=K)
+            assert_near(timeline.step_seconds, [0.5 * (t + 1) for t in range(len(steps))])
+            assert_near(timeline.utilization, 1.0)
+        straggling = random_compute(seed, K, overlap=True)
+        timeline = price(steps, Network(math.inf), straggling, sizes=sizes, num_nodes=K)
+        slowest = straggling.of_steps(len(steps), K)
+        assert bool((timeline.step_seconds <= slowest.amax(1).cumsum(0) * (1 + EXACT)).all())
+        assert bool((timeline.step_seconds >= slowest.cumsum(0).amax(1) * (1 - EXACT)).all())
+
+
+def test_bytes_and_bandwidth_scaled_alike_change_nothing() -> None:
+    for seed, (steps, sizes, K) in enumerate(cases()):
+        compute = random_compute(seed, K, overlap=True)
+        larger = [[t._replace(payload_bytes=16 * t.payload_bytes) for t in step] for step in steps]
+        one, other = (
+            price(given, Network(bandwidth, 0.1), compute, sizes=sizes, num_nodes=K)
+            for given, bandwidth in ((steps, 1e3), (larger, 16e3))
+        )
+        assert_near(one.step_seconds, other.step_seconds)
+
+
+def test_islands_cost_at_most_what_all_together_cost() -> None:
+    compute, sizes = Compute.lognormal(1.0, 0.5), layers(6, 6.0)
+    islands = ((0, 3), (1, 4, 5), (2,))
+    for algorithm in ("ring", "tree", "server"):
+        network = Network(1e9, 0.01, all_reduce=algorithm)
+        whole = price(ddp(50, 6), network, compute, sizes=sizes)
+        cut = price(ddp(50, 6, who=islands), network, compute, sizes=sizes)
+        assert bool((cut.step_seconds <= whole.step_seconds).all())
+        assert abs(float(cut.per_node.waited[2])) < 1e-12
+
+
+def test_stragglers() -> None:
+    """E max of two log-normal times is (1 + erf(s / 2)) exp(mu + s^2 / 2)."""
+    s = 0.4
+    timeline = price(ddp(20_000, 2), Network(math.inf), Compute.lognormal(0.5, s, overlap=False), sizes=layers(6, 1.0))
+    expected = (1 + math.erf(s / 2)) * 0.5 * math.exp(s**2 / 2)
+    assert abs(timeline.seconds / 20_000 / expected - 1) < 0.005
+    slow = price(ddp(10, 4), Network(math.inf), Compute([1.0, 1.0, 3.0, 1.0]), sizes=layers(6, 1.0))
+    assert_near(slow.per_node.waited, [20, 20, 0, 20])
+
+
+def test_draws_do_not_depend_on_the_length_of_the_run_or_the_other_nodes() -> None:
+    compute = Compute.lognormal(0.4, 0.3, seed=3)
+    assert torch.equal(compute.of_steps(3000, 4)[:7, :2], compute.of_steps(7, 2))
+    assert not torch.equal(compute.of_steps(7, 2), Compute.lognormal(0.4, 0.3, seed=4).of_steps(7, 2))
+    assert abs(float(compute.of_steps(3000, 4).log().std()) - 0.3) < 0.01
+
+
+def test_steps_priced_together_are_priced_as_one_by_one() -> None:
+    """`Clock.repeat` against `Clock.advance`."""
+    for K, who in ((5, None), (6, ((0, 4), (1, 2, 3)))):
+        for seed in range(10):
+            given = ddp(40, K, who=who, lag=seed % 3)
+            network, compute = Network(10 ** (8 + seed / 4), 1e-3), Compute.lognormal(0.2, 0.5, seed=seed)
+            timeline = price(given, network, compute, sizes=layers(6, 1.0))
+            assert len(timeline.records()) == 40
+            ends = torch.stack([record.end for record in timeline.records()])
+            single = price([[*step] for step in given], network, compute, sizes=layers(6, 1.0))
+            assert_near(ends, torch.stack([record.end for record in single.records()]))
+            assert bool((timeline.step_seconds >= ends.amax(1) - 1e-12).all())
+            assert_near(timeline.step_seconds[-1], float((timeline.per_node.computed + timeline.per_node.waited).max()))
+
+
+def test_ten_thousand_steps_of_64_nodes() -> None:
+    ledger, sizes = Ledger(), layers(30, 4e6)
+    ledger.announce(64, {name: int(x) for name, x in sizes.items()})
+    for step in range(10_000):
+        ledger.add(step, [everyone(4 * 10**6, 64, tensors=tuple(sizes))])
+    start = time.process_time()
+    timeline = price(ledger, Network(1e9, 1e-3), Compute.lognormal(0.4, 0.3))
+    assert time.process_time() - start < 2
+    assert timeline.num_steps == 10_000
+
+
+# ---------------------------------------------------------------------------------------------------- derivatives
+
+
+def test_the_derivative_by_the_weight_of_an_exchange() -> None:
+    sizes = layers(4, 4e6)
+
+    def seconds(weights: torch.Tensor) -> torch.Tensor:
+        steps = [[everyone(10**8, 3, tensors=tuple(sizes), weight=w)] for w in weights]
+        timeline = price(steps, Network(3e9, 1e-3), Compute([1.0, 0.4, 0.7]), sizes=sizes)
+        found = timeline.seconds
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    weights = torch.tensor([0.2, 0.9, 0.5, 0.33, 0.7], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(seconds(weights), weights)
+    assert bool((gradient > 0).all())
+    for i in range(len(weights)):
+        step = 1e-6 * torch.eye(len(weights), dtype=torch.float64)[i]
+        assert_near(gradient[i], (seconds(weights + step) - seconds(weights - step)).detach() / 2e-6, tolerance=1e-6)
+
+
+def test_exchanges_in_part_lead_from_none_to_all() -> None:
+    sizes, network, compute = layers(4, 4e6), Network(1e9, 1e-3), Compute.lognormal(0.5, 0.5)
+    found = [price(ddp(20, 3, 4, weight=w), network, compute, sizes=sizes).seconds for w in (0.0, 1e-9, 0.5, 1.0)]
+    none = price([[]] * 20, network, compute, sizes=sizes, num_nodes=3).seconds
+    assert_near(found[0], none)
+    assert_near(found[1], none, tolerance=1e-6)
+    assert none < found[2] < found[3] == price(ddp(20, 3, 4), network, compute, sizes=sizes).seconds
+
+
+# --------------------------------------------------------------------------------------------------- wrong values
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Network(), "give bandwidth, in bits per second, or both up and down"),
+        (lambda: Network(1e9, up=1e9, down=1e9), "give bandwidth, in bits per second, or both up and down"),
+        (lambda: Network(up=1e9), "or both up and down"),
+        (lambda: Network(0), "bandwidth=0 must be a number > 0|bandwidth=0 must be a number in"),
+        (lambda: Network(-1e9), "must be a number"),
+        (lambda: Network(math.nan), "must be a number"),
+        (lambda: Network("1 Gbit"), "is not a bandwidth: give bits per second"),
+        (lambda: Network(1e9, -1.0), "latency=-1.0 must be a number >= 0"),
+        (lambda: Network(1e9, "50 meters"), "latency='50 meters' is not a time"),
+        (lambda: Network([[1e9, 1e9]]), r"bandwidth has shape \[1, 2\]; give a number, \[K\] or \[K, K\]"),
+        (lambda: Network([[1e9, 1e9], [1e9]]), "give \\[K, K\\]"),
+        (lambda: Network([1e9, 1e9], [0.1, 0.1, 0.1]), "bandwidth of 2 nodes, latency of 3 nodes"),
+        (lambda: Network(1e9, all_reduce="rings"), "did you mean 'ring'"),
+        (lambda: Network(1e9, all_gather="star"), "Allowed: 'ring', 'halving_doubling', 'tree', 'server'"),
+        (lambda: Network(1e9, server_bandwidth=0), "server_bandwidth=0 must be a number"),
+        (lambda: Network.regions([4, 0], (1e9, 0), (1e9, 0)), "nodes in a region"),
+        (lambda: Network.regions([4, 4], [(1e9, 0)], (1e9, 0)), "1 pairs and there are 2 regions"),
+        (lambda: Network(1e9).seconds("median", 1, 2), "operation='median' is not known"),
+        (lambda: Compute(-1.0), "seconds=-1.0 must be a number >= 0"),
+        (lambda: Compute("fast"), "is not a time"),
+        (lambda: Compute.lognormal(0.4, sigma=-1), "sigma=-1 must be a number >= 0"),
+        (lambda: Compute.from_flop(1e12, 1e12, utilization=1.5), "utilization=1.5 must be a number in"),
+        (lambda: Compute.from_flop(0, 1e12), "flop=0 must be a number > 0"),
+        (lambda: Compute.measured([]), "train at least two"),
+        (lambda: price([[]], Network(1e9), Compute(1.0)), "give num_nodes"),
+        (lambda: price(ddp(1, 3), Network([1e9, 1e9]), Compute(1.0)), "the network has 2 nodes and the run 3"),
+        (lambda: price(ddp(1, 3), Network(1e9), Compute([1.0, 1.0])), "seconds for 2 nodes and the run has 3"),
+        (lambda: price([*ddp(1, 3), *ddp(1, 2)], Network(1e9), Compute(1.0)), r"runs of \[2, 3\] nodes"),
+    ],
+)
+def test_wrong_values_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Network({"a": 1}), "bandwidth"),
+        (lambda: Network.regions(4, (1e9, 0), (1e9, 0)), "must be a list of the nodes in each region"),  # type: ignore
+        (lambda: Network.regions([4], (1e9, 0), 1e9), "must be a pair"),  # type: ignore
+        (lambda: Compute(1.0, overlap=1), "overlap=1 must be True or False"),  # type: ignore
+        (lambda: Compute(1.0, shares=[1.0]), "give a dict"),  # type: ignore
+        (lambda: price(ddp(1, 3), 1e9, Compute(1.0)), "network is of type float; give a Network"),  # type: ignore
+        (lambda: price(ddp(1, 3), Network(1e9), 0.4), "compute is of type float; give a Compute"),  # type: ignore
+        (lambda: price([["mean"]], Network(1e9), Compute(1.0)), "give a Ledger, or for each step"),  # type: ignore
+    ],
+)
+def test_wrong_kinds_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_it_shows_what_it_is() -> None:
+    assert repr(Network([1e8, 1e9], "20 ms")) == "Network([2] of 100 Mbit/s to 1 Gbit/s, latency=20 ms)"
+    assert repr(Compute.lognormal(0.4, 0.3, overlap=False)) == "Compute(400 ms, sigma=0.3, seed=0, overlap=False)"
+    timeline: Timeline = price(ddp(4, 2), Network(1e9), Compute(0.4))
+    assert repr(timeline) == "Timeline(4 steps of 2 nodes: 4.8 s, 33.3 % computing)"

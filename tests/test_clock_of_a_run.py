@@ -1,0 +1,118 @@
+"""`fit(network=, compute=)`: seconds in the history, logs, figures and checkpoints, and the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vecgym
+from vecgym import CSVLogger, Trainer
+from vecgym.clock import Compute, Network, price
+from vecgym.records.loggers import read_csv
+from vecgym.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
+
+NETWORK, COMPUTE = Network("1 kbit/s", "10 ms"), Compute.lognormal(0.4, 0.3)
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+        self.b = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w - x[:, None] + self.b).square().mean()
+
+
+def trained(strategy: Strategy | None = None, steps: int = 12, **options: Any) -> Trainer[Line]:
+    trainer = Trainer(Line(), torch.arange(16, dtype=torch.float64), torch.arange(4, dtype=torch.float64))
+    strategy = strategy or DiLoCoStrategy("sgd", lr=0.01, H=4)
+    options = {"max_steps": steps, "batch_size": 2, "device": "cpu", "progress": False, "val_interval": 4, **options}
+    trainer.fit(strategy, 4, **options)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "strategy", [DiLoCoStrategy("sgd", lr=0.01, H=4), SPARTAStrategy(0.5, "sgd", lr=0.01, delay=2)]
+)
+def test_the_history_says_what_the_timeline_says(strategy: Strategy) -> None:
+    trainer = trained(strategy, network=NETWORK, compute=COMPUTE)
+    timeline = trainer.timeline(NETWORK, COMPUTE)
+    seconds = [row["sim_seconds"] for row in trainer.history.rows]
+    torch.testing.assert_close(torch.tensor(seconds[1:]), timeline.step_seconds.float())
+    assert seconds[0] == 0
+    used = [row["sim_utilization"] for row in trainer.history.rows[1:]]
+    torch.testing.assert_close(torch.tensor(used), timeline.step_utilization.float())
+    assert trainer.history.settings["network"] == repr(NETWORK)
+
+
+def test_the_bits_do_not_depend_on_the_clock() -> None:
+    plain, clocked = trained(), trained(network=NETWORK, compute=COMPUTE)
+    for name, x in plain.nodes.params.items():
+        assert torch.equal(x, clocked.nodes.params[name])
+    assert plain.history["train_loss"] == clocked.history["train_loss"]
+    assert "sim_seconds" not in plain.history.columns
+
+
+def test_a_resumed_run_keeps_its_clock(tmp_path: Path) -> None:
+    whole = trained(network=NETWORK, compute=COMPUTE)
+    kept: dict[str, Any] = {"save_dir": tmp_path, "network": NETWORK, "compute": COMPUTE}
+
+    class Stops(Trainer[Line]):
+        def after_step(self, row: dict[str, Any]) -> None:
+            if row["step"] == 7:
+                raise KeyboardInterrupt
+
+    stopped = Stops(Line(), torch.arange(16, dtype=torch.float64), torch.arange(4, dtype=torch.float64))
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(
+            DiLoCoStrategy("sgd", lr=0.01, H=4), 4, max_steps=12, batch_size=2, device="cpu", progress=False,
+            val_interval=4, checkpoint_interval=3, **kept,
+        )  # fmt: skip
+    resumed = trained(resume=True, **kept)
+    assert resumed.history["sim_seconds"] == whole.history["sim_seconds"]
+    assert resumed.timeline(NETWORK, COMPUTE).seconds == whole.timeline(NETWORK, COMPUTE).seconds
+
+
+def test_loggers_and_figures(tmp_path: Path) -> None:
+    trainer = trained(network=NETWORK, compute=COMPUTE, logger=CSVLogger(tmp_path / "log"))
+    logged = read_csv(tmp_path / "log")
+    assert logged["sim_seconds"] == trainer.history["sim_seconds"]
+    figure = trainer.plot(x="sim_seconds")
+    assert "seconds on the network" in [axes.get_xlabel() for axes in figure.axes]
+
+
+def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    trained(network=NETWORK, compute=COMPUTE, progress=True)
+    assert "on the network" in capsys.readouterr().err
+
+
+def test_with_real_processes() -> None:
+    stacked = trained(network=NETWORK, compute=COMPUTE)
+    processes = trained(network=NETWORK, compute=COMPUTE, backend="processes", num_processes=2)
+    assert processes.history["sim_seconds"] == stacked.history["sim_seconds"]
+    assert processes.timeline(NETWORK, COMPUTE).seconds == price(stacked.ledger, NETWORK, COMPUTE).seconds
+
+
+def test_groups_of_options_are_still_taken() -> None:
+    trained(compute=vecgym.Compute(engine="loop"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"network": NETWORK}, ValueError, "network without compute gives no seconds"),
+        ({"compute": COMPUTE}, ValueError, "compute without network gives no seconds"),
+        ({"network": 1e9, "compute": COMPUTE}, TypeError, "network is of type float; give a vecgym.clock.Network"),
+        ({"network": NETWORK, "compute": 0.4}, TypeError, "compute is of type float; give a vecgym.Compute or a"),
+        ({"network": Network([1e9, 1e9]), "compute": COMPUTE}, ValueError, "the network has 2 nodes and the run 4"),
+        ({"network": NETWORK, "compute": Compute([1.0, 2.0])}, ValueError, "for 2 nodes and the run has 4"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        trained(**options)

@@ -1,0 +1,153 @@
+"""What a strategy sends, without training: the ledger of the real run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vecgym import Trainer, dry_run
+from vecgym.clock import Compute, Network, price
+from vecgym.collectives.ledger import Ledger
+from vecgym.compress import PowerSGD, RandomK
+from vecgym.core.tree import Tree
+from vecgym.models import Classifier
+from vecgym.strategy import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    Compressed,
+    Context,
+    Corrupted,
+    DeMoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GossipStrategy,
+    Mean,
+    OuterStep,
+    Parameters,
+    Robust,
+    SPARTAStrategy,
+    Strategy,
+)
+from vecgym.strategy.base import State
+from vecgym.strategy.catalogue import CATALOGUE
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Classifier(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3)))
+
+
+def real(strategy: Strategy, num_nodes: int = 4, max_steps: int = 7, **options: Any) -> Ledger:
+    data = torch.utils.data.TensorDataset(torch.randn(32, 6), torch.arange(32) % 3)
+    trainer = Trainer(model(), data)
+    trainer.fit(strategy, num_nodes, max_steps=max_steps, batch_size=4, device="cpu", progress=False, **options)
+    return trainer.ledger
+
+
+def assert_same(dry: Ledger, ran: Ledger) -> None:
+    assert list(dry) == list(ran)
+    assert (dry.num_nodes, dry.sizes, dry.num_steps) == (ran.num_nodes, ran.sizes, ran.num_steps)
+    assert dry.total_bytes == ran.total_bytes
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_it_equals_the_ledger_of_the_run(name: str) -> None:
+    row = CATALOGUE[name]
+    inner: dict[str, Any] = {} if name == "demo" else {"inner_optim": "adamw", "lr": 1e-3}
+    ran = real(row.make(H=3, p=0.3, **inner), seed=5)
+    assert_same(dry_run(model(), row.make(H=3, p=0.3, **inner), 4, 7, seed=5), ran)
+    assert_same(dry_run(model().to("meta"), row.make(H=3, p=0.3, **inner), 4, 7, seed=5), ran)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SPARTAStrategy(0.3, "sgd", lr=0.1, delay=2),
+        lambda: SPARTAStrategy(0.3, "sgd", lr=0.1, compression_method="topk", quantization_bits=8),
+        lambda: SPARTAStrategy(0.3, "sgd", lr=0.1, quantization_bits=4),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression="int8"),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=PowerSGD(2)),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=RandomK(0.3)),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, sync_weight=[0, 0.5, 0, 1, 0, 0, 1]),
+        lambda: FedAvgStrategy("sgd", lr=0.1, H=2, participation=0.5, island_size=2),
+        lambda: FedAvgStrategy("sgd", lr=0.1, H=2, weighting="examples"),
+        lambda: GossipStrategy("one_peer_exponential", every=2, inner_optim="sgd", lr=0.1),
+        lambda: DeMoStrategy(lr=0.1, compression_topk=4, compression_chunk=8),
+        lambda: CommunicateOptimizeStrategy([OuterStep(Mean(), H=3, fragments=2, delay=1, alpha=0.5)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy([Parameters(Compressed(Mean(), "topk"), every=2)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy([Parameters(Robust("median"), every=2)], "sgd", lr=0.1),
+        lambda: CommunicateOptimizeStrategy([Parameters(Corrupted(Mean(), [1]), every=2)], "sgd", lr=0.1),
+    ],
+)
+def test_compositions(make: Any) -> None:
+    assert_same(dry_run(model().to("meta"), make(), 4, 7), real(make()))
+
+
+class Looks(CommunicationModule):
+    """Sends only what is large enough."""
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return (ctx.comm.mean(params) if float(params["net.0.bias"].abs().max()) > 0 else params), state
+
+
+def test_frozen_parameters_are_not_sent() -> None:
+    frozen = model()
+    next(frozen.parameters()).requires_grad_(False)
+    assert len(dry_run(frozen, DiLoCoStrategy("sgd", H=1), 2, 1).sizes) == 3
+
+
+def test_a_strategy_for_one_rank_needs_values() -> None:
+    class OneRank:
+        pass
+
+    with pytest.raises(TypeError, match="strategy is of type OneRank; give a Strategy"):
+        dry_run(model(), OneRank(), 2, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="looks at the values of what it exchanges"):
+        dry_run(model(), CommunicateOptimizeStrategy([Looks()], "sgd", lr=0.1), 2, 1)
+    with pytest.raises(ValueError, match="num_nodes=0 must be an integer >= 1"):
+        dry_run(model(), DiLoCoStrategy(H=1), 0, 1)
+
+
+LARGE = """
+import json, resource, sys, time
+import torch
+from torch import nn
+from vecgym import dry_run
+from vecgym.strategy.base import State
+from vecgym.strategy.catalogue import CATALOGUE
+
+width = int((1e11 / 108 / 12) ** 0.5)
+with torch.device("meta"):
+    model = nn.ModuleList(nn.Linear(width, 12 * width, bias=False, dtype=torch.bfloat16) for _ in range(108))
+name = sys.argv[1]
+inner = {"inner_optim": "adamw", "lr": 1e-3} if name != "demo" else {}
+start = time.process_time()
+ledger = dry_run(model, CATALOGUE[name].make(H=50, p=1e-7, **inner), 128, 200)
+megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([time.process_time() - start, megabytes, ledger.total_bytes, ledger.num_steps]))
+"""
+
+
+@pytest.mark.parametrize("name", ["allreduce", "fedavg-islands", "diloco", "gossip", "sparta-diloco", "demo"])
+def test_a_hundred_billion_parameters(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE, name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seconds, megabytes, total, steps = json.loads(done.stdout)
+    assert seconds < 30
+    assert megabytes < 1000
+    assert total > 0
+    assert steps == 200
+
+
+def test_a_dry_run_is_priced_as_the_run() -> None:
+    strategy = DiLoCoStrategy("sgd", lr=0.1, H=3)
+    network, compute = Network("1 Mbit/s", "1 ms"), Compute.lognormal(0.4, 0.3)
+    dry, ran = (price(ledger, network, compute) for ledger in (dry_run(model(), strategy, 4, 7), real(strategy)))
+    assert dry.seconds == ran.seconds
+    assert torch.equal(dry.step_seconds, ran.step_seconds)

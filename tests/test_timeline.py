@@ -1,0 +1,147 @@
+"""What is made of a timeline: bars, traces, figures, the bandwidth that is needed, the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_clock import cases, random_compute, random_network
+from vecgym import Trainer
+from vecgym.cli import main
+from vecgym.clock import Compute, Network, price, required_bandwidth
+from vecgym.clock.trace import bars
+from vecgym.clock.units import bits_per_second, seconds
+from vecgym.collectives.ledger import Ledger, Transfer
+from vecgym.collectives.topology import Links
+from vecgym.models import Line
+from vecgym.strategy import DiLoCoStrategy
+
+SIZES = {f"layer{i}": 10**8 for i in range(4)}
+STEP = [Transfer("mean", 4 * 10**8, 3, tensors=tuple(SIZES))]
+
+
+def test_the_bars_of_a_node_follow_one_another_and_add_up() -> None:
+    for seed, (steps, sizes, K) in enumerate(cases()):
+        timeline = price(
+            steps, random_network(seed, K), random_compute(seed, K, seed % 2 > 0), sizes=sizes, num_nodes=K
+        )
+        found = bars(timeline)
+        for node in range(K):
+            own = [bar for bar in found if bar.node == node and bar.kind != "send"]
+            for before, after in itertools.pairwise(own):
+                assert before.end <= after.begin + 1e-9
+            computed = sum(bar.end - bar.begin for bar in own if bar.kind in ("forward", "backward"))
+            assert computed == pytest.approx(float(timeline.per_node.computed[node]), abs=1e-9)
+            waited = sum(bar.end - bar.begin for bar in own if bar.kind == "wait")
+            assert waited <= float(timeline.per_node.waited[node]) + 1e-9  # some wait after their last step too
+            for link in [bar for bar in found if bar.node == node and bar.kind == "send"]:
+                assert link.end <= timeline.seconds + 10 or link.step >= len(steps) - 3  # late ones may be lost
+
+
+def test_who_waits_for_whom() -> None:
+    found = bars(price([STEP] * 3, Network("100 Gbit/s"), Compute([1.0, 1.0, 3.0]), sizes=SIZES))
+    assert {bar.waits_for for bar in found if bar.kind == "wait" and bar.node < 2} == {2}
+    ring = Links.of(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]))
+    gossip = [Transfer("mix", 10**8, 3, ring, tensors=tuple(SIZES))]
+    found = bars(price([gossip] * 2, Network("100 Gbit/s"), Compute([1.0, 1.0, 3.0]), sizes=SIZES))
+    assert {bar.node: bar.waits_for for bar in found if bar.kind == "wait" and bar.step == 1} == {0: 2, 1: None}
+    slow = bars(price([STEP] * 3, Network("1 Gbit/s"), Compute(1.0), sizes=SIZES))
+    assert {bar.waits_for for bar in slow if bar.kind == "wait"} == {None}
+
+
+def test_a_trace_is_one_that_viewers_read(tmp_path: Path) -> None:
+    timeline = price([STEP] * 5, Network("8 Gbit/s"), Compute.lognormal(1.0, 0.3), sizes=SIZES)
+    timeline.save_trace(tmp_path / "run.json", first=2)
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["args"]["step"] for event in spans} == {2, 3, 4}
+    assert {event["cat"] for event in spans} == {"forward", "backward", "wait", "send"}
+    assert all(event["dur"] >= 0 for event in spans)
+    assert {(event["pid"], event["tid"]) for event in spans} == {
+        (node, thread) for node in range(3) for thread in (0, 1)
+    }
+
+
+def test_the_figure_of_a_timeline(tmp_path: Path) -> None:
+    timeline = price([STEP] * 50, Network("8 Gbit/s"), Compute([1.0, 1.0, 2.0]), sizes=SIZES)
+    figure = timeline.plot(tmp_path / "gantt.png", title="three nodes")
+    assert (tmp_path / "gantt.png").stat().st_size > 5000
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["node 0", "node 1", "node 2"]
+    assert "node 2" in {text.get_text() for text in figure.axes[0].texts}
+
+
+# ------------------------------------------------------------------------------------------------------- bandwidth
+
+
+def test_the_bandwidth_that_is_needed_is_enough_and_no_more() -> None:
+    for compute in (Compute(1.0), Compute.lognormal(1.0, 0.02)):
+        bandwidth = required_bandwidth([STEP] * 30, compute, 0.9, sizes=SIZES)
+        reached, below = (
+            price([STEP] * 30, Network(b), compute, sizes=SIZES).utilization for b in (bandwidth, bandwidth * 0.999)
+        )
+        assert below < 0.9 <= reached
+    assert required_bandwidth([STEP] * 30, Compute([1.0, 1.0, 3.0]), sizes=SIZES) == math.inf
+    assert required_bandwidth([[]] * 30 + [STEP], Compute(1e12), sizes=SIZES) == 1.0
+    with pytest.raises(ValueError, match="utilization=1 must be a number in"):
+        required_bandwidth([STEP], Compute(1.0), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1 Gbit/s", 1e9), ("1Gb/s", 1e9), ("2.5 Mbps", 2.5e6), ("100 MB/s", 8e8), ("64 kbit/s", 64e3),
+        ("50 GiB/s", 50 * 8 * 2**30), ("1e3 bit/s", 1e3), (1e9, 1e9), (math.inf, math.inf),
+    ],
+)  # fmt: skip
+def test_bandwidths_as_text(text: str | float, value: float) -> None:
+    assert bits_per_second("bandwidth", text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("50 ms", 0.05), ("50ms", 0.05), ("1.5 s", 1.5), ("20 us", 2e-5), ("500 ns", 5e-7), ("3", 3.0)]
+)
+def test_times_as_text(text: str, value: float) -> None:
+    assert seconds("latency", text) == value
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer: Trainer[nn.Module] = Trainer(Line(), torch.ones(64))
+    trainer.fit(
+        DiLoCoStrategy("sgd", H=5, lr=0.1), 4, max_steps=20, device="cpu", progress=False, save_dir=tmp_path / "run"
+    )
+    figure = tmp_path / "price.png"
+    given = [str(tmp_path / "run"), "--step-seconds", "0.4", "--output", str(figure)]
+    assert main(["price", *given, "--bandwidth", "1 Mbit/s", "1e9", "--latency", "50ms", "--utilization", "0.8"]) == 0
+    printed = capsys.readouterr().out
+    seconds = trainer.timeline(Network("1 Gbit/s", "50 ms"), Compute(0.4)).seconds
+    assert f"1 Gbit/s  {seconds:.3g} s, {100 * 20 * 0.4 / seconds:.1f} %" in printed
+    assert "20 steps of 4 nodes, Compute(400 ms)" in printed
+    assert "For 80 % computing with a latency of 0.05 s: " in printed
+    assert figure.stat().st_size > 5000
+    assert main(["price", str(tmp_path / "run"), "--output", str(figure)]) == 0  # as long as it took here
+    assert main(["price", str(tmp_path), "--output", str(figure)]) == 1
+    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert main(["price", *given, "--bandwidth", "1 GB"]) == 1
+    assert "--bandwidth='1 GB' is not a bandwidth" in capsys.readouterr().err
+
+
+def test_a_ledger_keeps_what_the_clock_needs() -> None:
+    ledger, other = Ledger(), Ledger()
+    ledger.announce(3, SIZES)
+    for step in range(10):
+        ledger.add(step, STEP if step == 4 else [])
+    other.load(ledger.state())
+    assert (other.num_nodes, other.sizes, other.num_steps) == (3, SIZES, 10)
+    assert list(other.sizes) == list(SIZES)
+    network, compute = Network(1e9), Compute(1.0)
+    assert price(other, network, compute).seconds == price(ledger, network, compute).seconds > 10

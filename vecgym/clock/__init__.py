@@ -1,0 +1,24 @@
+"""How long a run takes on your network: train once, price everywhere.
+
+A run's ledger says what was sent; a clock is a pure function of it, of the network and of the time that nodes compute:
+
+>>> import torch
+>>> from vecgym import Trainer
+>>> from vecgym.clock import Compute, Network, price
+>>> from vecgym.models import Line
+>>> from vecgym.strategy import FedAvgStrategy
+>>> trainer = Trainer(Line(), torch.ones(64))
+>>> averaged = trainer.fit(FedAvgStrategy("sgd", H=5, lr=0.1), num_nodes=4, max_steps=10, device="cpu", progress=False)
+>>> price(trainer.ledger, Network("1 Gbit/s", latency="50 ms"), Compute(0.4))
+Timeline(10 steps of 4 nodes: 4.6 s, 87.0 % computing)
+
+`vecgym.guide.clock` says what overlaps with what; `vecgym.clock.cost` has the formulas.
+"""
+
+from vecgym.clock.compute import Compute
+from vecgym.clock.dry import dry_run
+from vecgym.clock.network import Network
+from vecgym.clock.required import required_bandwidth
+from vecgym.clock.timeline import PerNode, Timeline, price
+
+__all__ = ["Compute", "Network", "PerNode", "Timeline", "dry_run", "price", "required_bandwidth"]

@@ -1,0 +1,212 @@
+"""The clock of a run: when each node begins and ends each step, given what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vecgym.clock.compute import FORWARD, Compute
+from vecgym.clock.exchange import NEVER, Meeting, Passed
+from vecgym.clock.network import Network, Routes
+from vecgym.clock.plan import Layers, Plan, Planner
+from vecgym.clock.repeat import Repeated
+from vecgym.collectives.ledger import Transfer
+
+
+class Sent(NamedTuple):
+    """The messages of a plan, as they passed in one step: for figures and traces.
+
+    Attributes:
+        plan: the messages.
+        ready: when each node was ready for each, `[K, M]`.
+        up, down: until when the links were taken before, `[K + 1]`.
+        arrival: when each was there, `[K or 1, M]`.
+    """
+
+    plan: Plan
+    ready: Tensor
+    up: Tensor
+    down: Tensor
+    arrival: Tensor
+
+
+class Record(NamedTuple):
+    """What the nodes did in one step, `[K]` seconds each.
+
+    Attributes:
+        step: counted from 0.
+        begin: when they could begin, had everything been there.
+        forward: when the forward pass ended.
+        end: when the backward pass did.
+        seconds: that they computed.
+        needed: what had to be there before the forward pass.
+        sent: what left.
+    """
+
+    step: int
+    begin: Tensor
+    forward: Tensor
+    end: Tensor
+    seconds: Tensor
+    needed: tuple[Need, ...]
+    sent: tuple[Sent, ...]
+
+
+class Need(NamedTuple):
+    """What a forward pass waits for: the last message of those that are needed then.
+
+    Attributes:
+        arrival: when it is there, `[K or 1]`.
+        rest: the part of the forward pass that needs it.
+        step, plan, place: in which step, in which of its plans, and as which message, it left.
+    """
+
+    arrival: Tensor
+    rest: float
+    step: int
+    plan: int
+    place: int
+
+
+class Clock:
+    """The times of K nodes, advanced step by step.
+
+    Args:
+        network: the links.
+        compute: of the nodes.
+        num_nodes: K.
+        sizes: the bytes of each parameter, by name and in order.
+
+    >>> from vecgym.collectives.ledger import Transfer
+    >>> clock = Clock(Network(8e9), Compute(3.0), num_nodes=2, sizes={"w": 10**9})
+    >>> clock.advance(torch.full((2,), 3.0, dtype=torch.float64), clock.plans([Transfer("mean", 10**9, 2)]))
+    >>> clock.ends
+    tensor([4., 4.], dtype=torch.float64)
+    """
+
+    def __init__(self, network: Network, compute: Compute, num_nodes: int, sizes: Mapping[str, float]) -> None:
+        compute.check(num_nodes)
+        self.num_nodes, self.overlap = num_nodes, compute.overlap
+        self._planner = Planner(Routes(network, num_nodes), Layers.of(sizes, compute), compute.overlap)
+        self.step = 0
+        zero = torch.zeros(num_nodes, dtype=torch.float64)
+        self.begin, self.computed, self.sent, self.received = zero, zero, zero, zero
+        self._up = self._down = torch.zeros(num_nodes + 1, dtype=torch.float64)
+        self._due: dict[int, list[Need]] = {}
+        self.records: list[Record] | None = None
+
+    def plans(self, transfers: Sequence[Transfer]) -> tuple[Plan, ...]:
+        """The messages of these transfers: made once for all steps that have the same."""
+        return self._planner.plans(transfers)
+
+    @property
+    def ends(self) -> Tensor:
+        """When each node had ended the last step, and had what the next one needs, `[K]`."""
+        found = self.begin
+        for need in self._due.get(self.step, ()):
+            found = torch.maximum(found, need.arrival)
+        return found
+
+    @property
+    def next_due(self) -> int | None:
+        """The next step whose forward pass needs something that was sent; None: no step does."""
+        return min(self._due, default=None)
+
+    def idle(self, seconds: Tensor) -> Tensor:
+        """Make steps without any messages, `[n, K]` seconds; when each node ended each, `[n, K]`."""
+        ends = self.begin + seconds.cumsum(0)
+        self.begin, self.computed = ends[-1], self.computed + seconds.sum(0)
+        self.step += len(seconds)
+        return ends
+
+    def repeat(self, seconds: Tensor, plans: tuple[Plan, ...]) -> Tensor:
+        """Make steps that all send the same; when each node ended each, `[n, K]`, with what it was sent."""
+        meeting = plans[0].exchange if len(plans) == 1 and plans[0].whole else None
+        if isinstance(meeting, Meeting) and len(seconds) > 2 and self.records is None:
+            return self._repeat(seconds.numpy(), Repeated(plans[0], meeting))
+        ends = []
+        for row in seconds:
+            self.advance(row, plans)
+            ends.append(self.ends)
+        return torch.stack(ends)
+
+    def _repeat(self, seconds: np.ndarray, repeated: Repeated) -> Tensor:
+        plan, heard = repeated.plan, repeated.meeting.heard.numpy()
+        forward, backward = seconds * FORWARD, seconds * (1 - FORWARD)
+        after = repeated.after(backward)
+        where = [(lag, repeated.places.index(place), rest) for lag, place, rest in plan.needs]
+        held = repeated.meeting.group.numpy()
+        begin, taken = self.begin.numpy(), torch.maximum(self._up, self._down).numpy()
+        due = {step: [(n.arrival.numpy(), *n[1:]) for n in needs] for step, needs in self._due.items()}
+        ends = np.empty_like(seconds)
+        for t, (f, b) in enumerate(zip(forward, backward)):
+            end = begin + f
+            for arrival, rest, *_ in due.pop(self.step, ()):
+                end = np.maximum(end, arrival + f * rest)
+            begin = end + b
+            over = repeated.ends([end + x[t] for x in after], taken)
+            taken = np.maximum(taken, over[-1][held])
+            for lag, p, rest in where:
+                due.setdefault(self.step + 1 + lag, []).append((over[p][heard], rest, self.step, 0, repeated.places[p]))
+            self.step += 1
+            found = begin
+            for arrival, *_ in due.get(self.step, ()):
+                found = np.maximum(found, arrival)
+            ends[t] = found
+        self.begin, self._up = torch.from_numpy(begin), torch.from_numpy(taken)
+        self._down = self._up
+        self._due = {step: [Need(torch.from_numpy(n[0]), *n[1:]) for n in needs] for step, needs in due.items()}
+        self.computed = self.computed + torch.from_numpy(seconds.sum(0))
+        self.sent, self.received = (x + len(seconds) * y for x, y in zip((self.sent, self.received), plan.busy))
+        return torch.from_numpy(ends)
+
+    def advance(self, seconds: Tensor, plans: tuple[Plan, ...] = ()) -> None:
+        """Make one step in which the nodes compute for so many seconds, `[K]`, and send what is planned."""
+        needed = self._due.pop(self.step, [])
+        begin, forward = self.begin, self._forward(seconds, needed)
+        self.begin = forward + seconds * (1 - FORWARD)
+        self.computed = self.computed + seconds
+        sent = tuple(self._send(i, plan, forward, seconds * (1 - FORWARD)) for i, plan in enumerate(plans))
+        if self.records is not None:
+            self.records.append(Record(self.step, begin, forward, self.begin, seconds, tuple(needed), sent))
+        self.step += 1
+
+    def _forward(self, seconds: Tensor, needed: list[Need]) -> Tensor:
+        """When the forward pass ends: layer after layer, each as soon as what it needs is there."""
+        took = seconds * FORWARD
+        end = self.begin + took
+        for need in needed:
+            end = torch.maximum(end, need.arrival + took * need.rest)
+        return end
+
+    def _send(self, which: int, plan: Plan, forward: Tensor, took: Tensor) -> Sent:
+        """Send the messages of a plan. What counts w times, 0 < w < 1, delays what it delays by that part of it."""
+        ready = forward[:, None] + took[:, None] * plan.done  # [K, M]
+        before = self._up, self._down
+        arrival, up, down = self._pass(plan, ready)
+        if not plan.whole:
+            w = plan.weight
+            up, down = (old + w * (new - old) for old, new in zip(before, (up, down)))
+            there = arrival > NEVER
+            arrival = torch.where(there, ready + w * (arrival.where(there, ready) - ready), NEVER)
+        self._up, self._down = up, down
+        for lag, place, rest in plan.needs:
+            need = Need(arrival[:, place], rest, self.step, which, place)
+            self._due.setdefault(self.step + 1 + lag, []).append(need)
+        self.sent, self.received = self.sent + plan.busy[0], self.received + plan.busy[1]
+        return Sent(plan, ready, *before, arrival)
+
+    def _pass(self, plan: Plan, ready: Tensor) -> Passed:
+        """Messages that pass alike, in one call; others one after the other."""
+        if plan.exchange is not None:
+            return plan.exchange.run(ready, plan.amounts, self._up, self._down)
+        up, down, arrivals = self._up, self._down, []
+        for place, (q, m) in enumerate(plan.order):
+            part = plan.parts[q]
+            arrival, up, down = part.exchange.run(ready[:, [place]], part.amounts[..., [m]], up, down)
+            arrivals.append(arrival.expand(self.num_nodes, 1))
+        return Passed(torch.cat(arrivals, 1), up, down)

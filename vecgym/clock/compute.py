@@ -1,0 +1,200 @@
+"""How long the nodes compute: seconds of each step and node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vecgym.clock.units import readable_time, seconds
+from vecgym.core import check, rng
+from vecgym.core.errors import warn
+
+BLOCK = 1024  # steps whose random numbers are drawn together
+FORWARD = 1 / 3  # of a step's time; the backward pass takes the rest
+
+
+class Compute:
+    """Seconds that a node takes for the forward and backward pass and the optimizer of a step.
+
+    The forward pass takes a third of them, the backward pass two thirds, layer by layer in the order of the parameters.
+
+    Args:
+        seconds: of a step: a number (or a text such as "400 ms"), or `[K]`, one for each node.
+        overlap: whether nodes compute while they send. If not, everything is sent once the backward pass has ended, and
+            the next step begins when everything is there, also what is needed only later.
+        shares: how a step's time is shared among the parameters, in any unit: {name of a parameter: FLOP}, say.
+            Parameters that are not named take no time. None: by size.
+
+    Raises:
+        ValueError, TypeError: saying what is allowed.
+
+    >>> Compute(0.4), Compute([0.4, 0.4, 1.2]), Compute("400 ms", overlap=False)
+    (Compute(400 ms), Compute([3] of 400 ms to 1.2 s), Compute(400 ms, overlap=False))
+    >>> Compute([0.4, 0.4, 1.2]).num_nodes, Compute(0.4).num_nodes
+    (3, None)
+    >>> Compute([0.4, 1.2]).of_steps(3, num_nodes=2)
+    tensor([[0.4000, 1.2000],
+            [0.4000, 1.2000],
+            [0.4000, 1.2000]], dtype=torch.float64)
+    """
+
+    def __init__(self, seconds: Any, *, overlap: bool = True, shares: Mapping[str, float] | None = None) -> None:
+        self.seconds = _per_node("seconds", seconds)
+        self.overlap = check.flag("overlap", overlap)
+        self.shares = None if shares is None else _checked_shares(shares)
+        self.sigma = 0.0
+        self.seed = 0
+
+    @classmethod
+    def lognormal(cls, median: Any, sigma: float, seed: int = 0, **options: Any) -> Compute:
+        """Drawn anew for each step and node: `median` * exp(sigma z) with z ~ N(0, 1).
+
+        The mean is exp(sigma^2 / 2) times the median. Step t of node i takes the same time in every run with this seed,
+        however long it is.
+
+        Args:
+            median: seconds, a number or `[K]`.
+            sigma: of the logarithm: with 0.3, one step in six takes more than 1.35 times the median.
+            seed: of the draws.
+            options: `overlap`, `shares`.
+
+        >>> Compute.lognormal(0.4, sigma=0.3).of_steps(2, num_nodes=2)
+        tensor([[0.2706, 0.4371],
+                [0.7427, 0.5323]], dtype=torch.float64)
+        """
+        made = cls(median, **options)
+        made.sigma = check.number("sigma", sigma, "[0, inf)", "the standard deviation of the logarithm")
+        made.seed = check.seed("seed", seed)
+        return made
+
+    @classmethod
+    def from_flop(
+        cls, flop: float | Mapping[str, float], peak_flops: float, utilization: float = 0.4, **options: Any
+    ) -> Compute:
+        """flop / (utilization * peak_flops) seconds.
+
+        Args:
+            flop: of a step of one node: about 6 N D for N parameters and D tokens, forward and backward. Or of each
+                parameter, {name: FLOP}: their sum counts, and they share the time accordingly.
+            peak_flops: floating point operations per second of the node, at most: a number or `[K]`.
+            utilization: the part of it that is reached, in (0, 1] ("MFU").
+            options: `overlap`, `shares`.
+
+        >>> Compute.from_flop(6 * 1e9 * 2**20, peak_flops=989e12, utilization=0.4)  # 1 B parameters, 1 M tokens
+        Compute(15.9 s)
+        """
+        if isinstance(flop, Mapping):
+            options = {"shares": flop, **options}
+            flop = sum(_checked_shares(flop, "flop").values())
+        flop = check.number("flop", flop, "(0, inf)", "floating point operations of a step of one node")
+        utilization = check.number("utilization", utilization, "(0, 1]", "the part of peak_flops that is reached")
+        peak = _per_node("peak_flops", peak_flops, least="(0, inf)")
+        return cls(flop / (utilization * peak), **options)
+
+    @classmethod
+    def measured(cls, history: Any, *, nodes_at_once: int | None = None, **options: Any) -> Compute:
+        """The median of what a step took on this machine, in a run that was recorded.
+
+        Args:
+            history: of a `Trainer`, or a list of seconds, one for each step.
+            nodes_at_once: nodes that this machine computed at a time; a step of one took so many times less. When not
+                given, all nodes of the run, `history.settings["num_nodes"]`; for a list, 1.
+            options: `overlap`, `shares`.
+
+        >>> Compute.measured([0.5, 0.4, 0.41])
+        Compute(410 ms)
+        """
+        if isinstance(history, (list, tuple, np.ndarray)):
+            taken, nodes = np.asarray(history, dtype=np.float64), 1
+        else:
+            times = history["seconds"] if len(history) else []
+            taken = np.diff(np.asarray(times, dtype=np.float64))
+            nodes = history.settings.get("num_nodes", 1)
+        taken = taken[np.isfinite(taken)]
+        if len(taken) == 0:
+            raise ValueError("the history has no steps to measure: train at least two, or give Compute(seconds).")
+        count = nodes if nodes_at_once is None else check.integer("nodes_at_once", nodes_at_once)
+        return cls(float(np.median(taken)) / count, **options)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """K where it says something of each node; None: it is for any number of nodes."""
+        return len(self.seconds) if self.seconds.dim() else None
+
+    def check(self, num_nodes: int) -> None:
+        """Raise a ValueError unless it is for that many nodes.
+
+        >>> Compute([0.4, 1.2]).check(3)
+        Traceback (most recent call last):
+        ...
+        ValueError: Compute has seconds for 2 nodes and the run has 3: give one number, or [3].
+        """
+        if self.num_nodes not in (None, num_nodes):
+            raise ValueError(
+                f"Compute has seconds for {self.num_nodes} nodes and the run has {num_nodes}: give one number, or "
+                f"[{num_nodes}]."
+            )
+
+    def of_steps(self, num_steps: int, num_nodes: int) -> Tensor:
+        """The seconds of each of the first steps and nodes, `[T, K]`."""
+        self.check(num_nodes)
+        steady = self.seconds.expand(num_steps, num_nodes)
+        if self.sigma == 0 or num_steps == 0:
+            return steady
+        blocks = range((num_steps + BLOCK - 1) // BLOCK)
+        drawn = [torch.cat([self._drawn(node, block) for block in blocks])[:num_steps] for node in range(num_nodes)]
+        return steady * (self.sigma * torch.stack(drawn, 1)).exp()
+
+    def _drawn(self, node: int, block: int) -> Tensor:
+        generator = rng.generator(self.seed, "compute", node, block)
+        return torch.randn(BLOCK, dtype=torch.float64, generator=generator)
+
+    def shares_of(self, sizes: Mapping[str, float]) -> Tensor:
+        """The part of a step's time of each of these parameters, `[L]`, which sum to 1.
+
+        >>> Compute(1.0).shares_of({"a": 300, "b": 100}), Compute(1.0, shares={"b": 5}).shares_of({"a": 300, "b": 100})
+        (tensor([0.7500, 0.2500], dtype=torch.float64), tensor([0., 1.], dtype=torch.float64))
+        """
+        given = sizes if self.shares is None else {name: self.shares.get(name, 0.0) for name in sizes}
+        values = torch.tensor([float(x) for x in given.values()], dtype=torch.float64)
+        if float(values.sum()) <= 0:
+            if self.shares is not None:
+                warn(f"none of the parameters is in shares, which has {', '.join(list(self.shares)[:5])}: by size.")
+                return Compute(self.seconds).shares_of(sizes)
+            values = torch.ones_like(values)
+        return values / values.sum()
+
+    def __repr__(self) -> str:
+        shown = readable_time
+        low, high = (float(x) for x in (self.seconds.min(), self.seconds.max()))
+        what = shown(low) if low == high else f"{shown(low)} to {shown(high)}"
+        parts = [what if self.seconds.dim() == 0 else f"[{len(self.seconds)}] of {what}"]
+        parts += [f"sigma={self.sigma:g}", f"seed={self.seed}"] if self.sigma else []
+        parts += [] if self.overlap else ["overlap=False"]
+        parts += [] if self.shares is None else [f"shares of {len(self.shares)} parameters"]
+        return f"Compute({', '.join(parts)})"
+
+
+def _per_node(name: str, value: Any, least: str = "[0, inf)") -> Tensor:
+    """A number or `[K]`, float64."""
+    if isinstance(value, str):
+        value = seconds(name, value)
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    what = "seconds of a step, a number or [K]" if name == "seconds" else "a number or [K]"
+    if isinstance(plain, (list, tuple)) and plain:
+        return torch.tensor([_one(name, x, least, what) for x in plain], dtype=torch.float64)
+    return torch.tensor(_one(name, plain, least, what), dtype=torch.float64)
+
+
+def _one(name: str, value: Any, within: str, what: str) -> float:
+    return seconds(name, value) if isinstance(value, str) else float(check.number(name, value, within, what))
+
+
+def _checked_shares(shares: Any, name: str = "shares") -> dict[str, float]:
+    if not isinstance(shares, Mapping) or not all(isinstance(key, str) for key in shares):
+        raise TypeError(f"{name} is {check.kind_of(shares)}; give a dict, {{name of a parameter: FLOP}}.")
+    return {key: float(check.number(f"{name}[{key!r}]", x, "[0, inf)")) for key, x in shares.items()}

@@ -1,0 +1,224 @@
+"""How long one collective takes: closed forms, one table.
+
+With S bytes of payload, n participants, latency a and a bandwidth of B bytes a second:
+
+| operation, algorithm                       | seconds                                                  |
+|--------------------------------------------|----------------------------------------------------------|
+| `mean`, `sum`, "ring"                      | 2 (n - 1) a + 2 (n - 1) / n S / B                        |
+| "halving_doubling", n a power of 2         | 2 log2(n) a + 2 (n - 1) / n S / B                        |
+| "halving_doubling", others                 | that of the next smaller power of 2, and 2 (a + S / B)   |
+| "tree"                                     | 2 ceil(log2 n) (a + S / B)                               |
+| "server"                                   | 2 (a + max(max_i S / B_i, n S / B_server))               |
+| `all_gather`, "ring"                       | (n - 1) (a + S / B)                                      |
+| "halving_doubling" (Bruck)                 | ceil(log2 n) a + (n - 1) S / B                           |
+| "tree": to the root, and from there        | 2 ceil(log2 n) a + (n - 1 + n ceil(log2 n)) S / B        |
+| "server"                                   | 2 a + max(S, n S B / B_server) / B + n - 1 times as much |
+| `reduce_scatter`, "ring"                   | (n - 1) a + (n - 1) / n S / B                            |
+| `broadcast`, "ring": along a chain, in parts | (n - 1) a + S / B                                      |
+| others                                     | half an all-reduce without the sum: tree, or server      |
+| `server_mean`, `server_sum`                | up: a + max(max_i S / B_i, n S / B_server); down as much |
+| `server_gather`, `server_send`             | one half of it                                           |
+| `permute`                                  | a + S / B_ij                                             |
+| `mix`, d neighbours                        | one link for all: a + d S / B; one for each: a + max_j S / B_ij |
+
+Where links differ, each round takes as long as its slowest link, and a ring goes around in the best order found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vecgym.clock.rings import Ring
+
+ALGORITHMS = ("ring", "halving_doubling", "tree", "server")
+
+
+class Team:
+    """The participants of a collective, by their links: x bytes from i to j take `latency[i, j] + x * pace[i, j]`.
+
+    Args:
+        latency, pace: `[n, n]`, seconds, and seconds a byte.
+        up, down: seconds a byte of each one's link to a server, and back, `[n]`.
+        server_pace: seconds a byte of the server's own link.
+
+    >>> team = Team.alike(4, latency=0.5, pace=1e-9)
+    >>> all_reduce_seconds("ring", team, torch.tensor([8e9]))  # 6 * 0.5 s, and 1.5 * 8 s
+    tensor([15.], dtype=torch.float64)
+    """
+
+    def __init__(self, latency: Tensor, pace: Tensor, up: Tensor, down: Tensor, server_pace: float = 0.0) -> None:
+        self.latency, self.pace, self.up, self.down = latency, pace, up, down
+        self.server_pace = server_pace
+        self.n = len(up)
+
+    @classmethod
+    def alike(cls, num_nodes: int, latency: float, pace: float, server_pace: float = 0.0) -> Team:
+        """Participants whose links are all alike."""
+        lags, paces = (torch.full((num_nodes, num_nodes), x, dtype=torch.float64) for x in (latency, pace))
+        for matrix in (lags, paces):
+            matrix.fill_diagonal_(0)
+        nodes = torch.full((num_nodes,), pace, dtype=torch.float64)
+        return cls(lags, paces, nodes, nodes, server_pace)
+
+    @cached_property
+    def ring(self) -> Ring:
+        """The best ring."""
+        return Ring(self.latency, self.pace)
+
+    @cached_property
+    def server_latency(self) -> float:
+        """Of the slowest way to the server."""
+        return float(self.latency.max())
+
+    def round(self, pairs: list[tuple[int, int]], size: Tensor) -> Tensor:
+        """The seconds of messages of so many bytes, `[M]`, over all of these links at once."""
+        senders, receivers = map(list, zip(*pairs))
+        return (self.latency[senders, receivers] + size[:, None] * self.pace[senders, receivers]).amax(1)
+
+    def to_server(self, size: Tensor, paces: Tensor) -> Tensor:
+        """The seconds until each participant's message is at the server, or the server's at each."""
+        return self.server_latency + size * max(float(paces.max()), len(paces) * self.server_pace)
+
+
+# ------------------------------------------------------------------------------------------------------ all-reduce
+
+
+def _ring_all_reduce(team: Team, size: Tensor) -> Tensor:
+    return 2 * (team.n - 1) * team.ring.slowest(size / team.n)
+
+
+def _halving_doubling(team: Team, size: Tensor) -> Tensor:
+    """Reduce-scatter with partners at distance 1, 2, 4 ..., and back; who is left over joins before, leaves after."""
+    core = 2 ** (team.n.bit_length() - 1)
+    total = torch.zeros_like(size)
+    for k in range(core.bit_length() - 1):
+        pairs = [(i, i ^ 2**k) for i in range(core)]
+        total = total + 2 * team.round(pairs, size / 2 ** (k + 1))
+    if team.n > core:
+        total = total + team.round([(i, i - core) for i in range(core, team.n)], size)
+        total = total + team.round([(i - core, i) for i in range(core, team.n)], size)
+    return total
+
+
+def _tree_rounds(n: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """(k, pairs) of a binomial tree towards node 0: in round k, who has 2^k values sends them on."""
+    for k in range((n - 1).bit_length()):
+        yield k, [(i, i - 2**k) for i in range(2**k, n, 2 ** (k + 1))]
+
+
+def _tree_broadcast(team: Team, size: Tensor) -> Tensor:
+    total = torch.zeros_like(size)
+    for _, pairs in _tree_rounds(team.n):
+        total = total + team.round([(j, i) for i, j in pairs], size)
+    return total
+
+
+def _tree_all_reduce(team: Team, size: Tensor) -> Tensor:
+    total = _tree_broadcast(team, size)
+    for _, pairs in _tree_rounds(team.n):
+        total = total + team.round(pairs, size)
+    return total
+
+
+def _server_all_reduce(team: Team, size: Tensor) -> Tensor:
+    return team.to_server(size, team.up) + team.to_server(size, team.down)
+
+
+# ------------------------------------------------------------------------------------------------------ all-gather
+
+
+def _ring_all_gather(team: Team, size: Tensor) -> Tensor:
+    return (team.n - 1) * team.ring.slowest(size)
+
+
+def _bruck(team: Team, size: Tensor) -> Tensor:
+    """In round k each passes on all that it has, at most what is missing, to the node 2^k before it."""
+    total = torch.zeros_like(size)
+    for k in range((team.n - 1).bit_length()):
+        pairs = [(i, (i - 2**k) % team.n) for i in range(team.n)]
+        total = total + team.round(pairs, size * min(2**k, team.n - 2**k))
+    return total
+
+
+def _tree_all_gather(team: Team, size: Tensor) -> Tensor:
+    total = _tree_broadcast(team, size * team.n)
+    for k, pairs in _tree_rounds(team.n):
+        total = total + team.round(pairs, size * min(2**k, team.n - 2**k))
+    return total
+
+
+def _server_all_gather(team: Team, size: Tensor) -> Tensor:
+    return team.to_server(size, team.up) + team.to_server(size * (team.n - 1), team.down)
+
+
+# ------------------------------------------------------------------------------------------------------- broadcast
+
+
+def _chain_broadcast(team: Team, size: Tensor) -> Tensor:
+    none = torch.zeros_like(size)
+    latency = team.ring.slowest(none)
+    return (team.n - 2) * latency + team.ring.slowest(size)
+
+
+def _server_broadcast(team: Team, size: Tensor) -> Tensor:
+    return team.to_server(size, team.up[:1]) + team.to_server(size, team.down[1:])
+
+
+# ---------------------------------------------------------------------------------------------------- the tables
+
+Form = Callable[[Team, Tensor], Tensor]  # the seconds of messages of so many bytes, [M]
+
+ALL_REDUCE: dict[str, Form] = {
+    "ring": _ring_all_reduce,
+    "halving_doubling": _halving_doubling,
+    "tree": _tree_all_reduce,
+    "server": _server_all_reduce,
+}
+ALL_GATHER: dict[str, Form] = {
+    "ring": _ring_all_gather,
+    "halving_doubling": _bruck,
+    "tree": _tree_all_gather,
+    "server": _server_all_gather,
+}
+BROADCAST: dict[str, Form] = {
+    "ring": _chain_broadcast,
+    "halving_doubling": _tree_broadcast,
+    "tree": _tree_broadcast,
+    "server": _server_broadcast,
+}
+
+
+def all_reduce_seconds(algorithm: str, team: Team, size: Tensor) -> Tensor:
+    """The seconds of a mean or a sum of payloads of so many bytes, `[M]`."""
+    return _of(ALL_REDUCE[algorithm], team, size)
+
+
+def all_gather_seconds(algorithm: str, team: Team, size: Tensor) -> Tensor:
+    """The seconds until everyone has everyone's payload of so many bytes, `[M]`."""
+    return _of(ALL_GATHER[algorithm], team, size)
+
+
+def broadcast_seconds(algorithm: str, team: Team, size: Tensor) -> Tensor:
+    """The seconds until everyone has what the first participant sends."""
+    return _of(BROADCAST[algorithm], team, size)
+
+
+def reduce_scatter_seconds(team: Team, size: Tensor) -> Tensor:
+    """The seconds until each participant has its part of the sum: half a ring all-reduce."""
+    return _of(ALL_REDUCE["ring"], team, size) / 2
+
+
+def server_seconds(team: Team, size: Tensor, up: bool = True, down: bool = True) -> Tensor:
+    """The seconds until the server has the participants' payloads, and until they have what it sends."""
+    total = torch.zeros_like(size)
+    for there, paces in ((up, team.up), (down, team.down)):
+        total = total + team.to_server(size, paces) if there else total
+    return total
+
+
+def _of(form: Form, team: Team, size: Tensor) -> Tensor:
+    return form(team, size) if team.n > 1 else torch.zeros_like(size)

@@ -1,0 +1,113 @@
+"""What a strategy sends, without training and without memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import Ledger
+from vecgym.collectives.topology import Groups
+from vecgym.core import check
+from vecgym.core.tree import Tree
+from vecgym.engine.simulation import exchange_moments
+from vecgym.strategy import Context, Strategy
+from vecgym.strategy.per_rank import as_strategy
+
+
+def dry_run(model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42) -> Ledger:
+    """The ledger of a run, from the exchanges alone: their tensors have shapes and no values.
+
+    It equals that of `Trainer.fit` with this `seed`. Nothing is computed and nothing stored, so the model may be of any
+    size, on the device "meta" too.
+
+    Args:
+        model: its trainable parameters are what nodes exchange. (A run leaves out those that have no influence on the
+            loss.)
+        strategy: must not look at the values of what it exchanges, as every strategy here; one that is written for one
+            rank cannot run dry.
+        num_nodes: K.
+        max_steps: steps.
+        seed: of the run: which nodes meet, and which coordinates are drawn, depends on it.
+
+    Raises:
+        ValueError, TypeError: for what no run would take, and for strategies that look at values.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(100_000, 100_000, dtype=torch.bfloat16)  # 10 billion parameters
+    >>> dry_run(model, DiLoCoStrategy("adamw", H=100), num_nodes=8, max_steps=500)
+    Ledger(5 collectives, 175,001,750,000 bytes sent per node)
+    """
+    check.instance("model", model, nn.Module, "an nn.Module")
+    check.instance("strategy", strategy, Strategy, "a Strategy object such as DiLoCoStrategy('adamw', H=100)")
+    strategy = as_strategy(strategy, model)
+    K, T = check.integer("num_nodes", num_nodes), check.integer("max_steps", max_steps)
+    if not strategy.pure:
+        raise ValueError(
+            f"{type(strategy).__name__} is written for one rank, and its step needs values: train a few steps, and "
+            "price trainer.ledger."
+        )
+    strategy.check(K, T)
+    comm = Announced(K)
+    params = {name: _like(p)[None] for name, p in model.named_parameters() if p.requires_grad}
+    comm.ledger.announce(K, {name: p.nbytes for name, p in params.items()})
+    wide = {name: p.expand(K, *p.shape[1:]) for name, p in params.items()}  # as of nodes that have moved apart
+    try:
+        _exchange(strategy, params, wide, comm, T, check.seed("seed", seed))
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise ValueError(
+            f"{strategy!r} looks at the values of what it exchanges, and in a dry run there are none: train a few "
+            "steps, and price trainer.ledger."
+        ) from error
+    return comm.ledger
+
+
+class Announced(StackedCollectives):
+    """Collectives that say what they send, and give back tensors of the right shape: no values are needed for that."""
+
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+        return x[:1] if groups is None else x
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        return self._expanded(x)[None]
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return x[:1]
+
+    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
+        return x
+
+    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self._expanded(x)
+
+    def _own_storage(self, result: Any, x: Any, inplace: bool = False) -> Any:
+        return result  # nothing is ever written into it
+
+
+def _exchange(strategy: Strategy, params: Tree, wide: Tree, comm: Announced, max_steps: int, seed: int) -> None:
+    """Make the exchanges of all steps; what comes of gradients and parameters is dropped."""
+    optimizer, modules = strategy.init(params, _context(comm, 0, max_steps, seed))
+    for step in range(max_steps):
+        ctx = _context(comm, step, max_steps, seed)
+        comm.ledger.begin_step(step)
+        active = strategy.active_nodes(ctx)
+        if active is None:
+            _, modules = strategy.exchange_gradients(wide, modules, ctx)
+        else:
+            ctx = _context(comm, step, max_steps, seed, tuple(active))
+        _, modules = exchange_moments(strategy, optimizer, wide, modules, ctx)
+        _, modules = strategy.exchange_parameters(wide, modules, ctx)
+
+
+def _context(comm: Announced, step: int, max_steps: int, seed: int, active: tuple[int, ...] | None = None) -> Context:
+    examples = (1,) * comm.num_nodes
+    return Context(comm, step=step, max_steps=max_steps, seed=seed, active=active, num_examples=examples)
+
+
+def _like(p: Tensor) -> Tensor:
+    return torch.empty_like(p, device="meta", requires_grad=False)

@@ -1,0 +1,195 @@
+"""Messages on the nodes' links: who waits for whom, and until when.
+
+`Meeting` is a collective of groups of nodes: it begins when the last participant is there and all their links are free,
+and holds these until its end. `Mesh` is messages from node to node: each leaves when its sender is ready, and what a
+node sends and receives at once shares its link. Both take a sequence of M messages in one call: a queue that serves
+them in order is a running maximum.
+
+A sequence of times that follow from one another, e_m = max(e_(m-1), r_m) + d_m, is D_m + max(e_0, max_(k <= m) (r_k -
+D_(k-1))) with D the running sum of d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vecgym.clock.cost import Team
+from vecgym.clock.network import Routes
+
+NEVER = -torch.inf  # the arrival of what a node is not sent
+
+
+class Passed(NamedTuple):
+    """What came of a sequence of messages.
+
+    Attributes:
+        arrival: when each is there, `[K or 1, M]`; -inf where a node receives none.
+        up, down: until when each node's link is taken, and the server's, `[K + 1]`.
+    """
+
+    arrival: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class Exchange(Protocol):
+    """How messages of one transfer, or several of the same form, pass."""
+
+    def amounts(self, operation: str, sizes: Tensor) -> Tensor:
+        """What each message of so many bytes, `[M]`, takes of the links, `[..., M]`."""
+
+    def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passed:
+        """Send messages that are ready at each node at `[K, M]`, in this order, over links taken until `[K + 1]`."""
+
+    def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
+        """How long each node's link is taken, up and down, `[K]`."""
+
+
+def queued(ready: Tensor, took: Tensor, free: Tensor) -> Tensor:
+    """The ends of M messages in a queue, one after the other, `[..., M]`.
+
+    Args:
+        ready: from when each can be served, `[..., M]`.
+        took: how long each is served, `[..., M]`.
+        free: from when the queue is, `[...]`.
+
+    >>> queued(torch.tensor([0.0, 1.0, 9.0]), torch.tensor([3.0, 1.0, 1.0]), torch.tensor(2.0))
+    tensor([ 5.,  6., 10.])
+    """
+    total = took.cumsum(-1)
+    begun = (ready - (total - took)).cummax(-1).values
+    return total + torch.maximum(begun, free[..., None])
+
+
+class Meeting:
+    """Collectives of groups of nodes.
+
+    Args:
+        routes: of the network.
+        groups: the participants of each; node K is a server.
+        receivers: the nodes that need the result; None: all participants.
+
+    Attributes:
+        members: the nodes of each group, the first repeated, `[G, n]`.
+        group: of each node and the server, `[K + 1]`; G: of none.
+        heard: the group whose result each node needs, `[K]`; G: none.
+
+    >>> from vecgym.clock.network import Network
+    >>> meeting = Meeting(Routes(Network(8.0), 2), [(0, 1)])
+    >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    >>> ten_bytes = meeting.amounts("mean", torch.tensor([10.0], dtype=torch.float64))
+    >>> meeting.run(ready, ten_bytes, free, free).arrival
+    tensor([[12.]], dtype=torch.float64)
+    """
+
+    def __init__(self, routes: Routes, groups: Sequence[Sequence[int]], receivers: Sequence[int] | None = None) -> None:
+        K = routes.num_nodes
+        self.routes, self.num_nodes = routes, K
+        self.groups = [tuple(group) for group in groups]
+        width = max(map(len, self.groups))
+        self.members = torch.tensor([[*group, *[group[0]] * (width - len(group))] for group in self.groups])  # [G, n]
+        self.group = torch.full((K + 1,), len(self.groups))  # of each node and the server; G: of none
+        for g, group in enumerate(self.groups):
+            self.group[list(group)] = g
+        takes = set(range(K) if receivers is None else receivers)
+        heard = [g if node in takes else len(self.groups) for node, g in enumerate(self.group[:K].tolist())]
+        self.heard = torch.tensor(heard)
+        self.everyone = len(self.groups) == 1 and heard == [0] * K
+
+    def amounts(self, operation: str, sizes: Tensor) -> Tensor:
+        found: dict[Team, Tensor] = {}  # groups of equal size on equal links take equally long
+        rows = []
+        for group in self.groups:
+            team = self.routes.team(tuple(node for node in group if node < self.num_nodes))
+            if team not in found:
+                found[team] = self.routes.seconds(operation, team, sizes)
+            rows.append(found[team])
+        return torch.stack(rows)  # [G, M]
+
+    def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passed:
+        there = torch.cat([ready, ready.new_full((1, ready.shape[1]), NEVER)])
+        taken = torch.maximum(up, down)
+        end = queued(there[self.members].amax(1), amounts, taken[self.members].amax(1))  # [G, M]
+        known = torch.cat([end, end.new_full((1, end.shape[1]), NEVER)])
+        held = known[self.group, -1]
+        arrival = end if self.everyone else known[self.heard]
+        return Passed(arrival, torch.maximum(up, held), torch.maximum(down, held))
+
+    def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
+        total = torch.cat([amounts.sum(1), amounts.new_zeros(1)])[self.group[: self.num_nodes]]
+        return total, total
+
+
+class Mesh:
+    """Messages from node to node, over the links of a graph.
+
+    A node's messages of one exchange go side by side: over one link, of B bytes a second, d of them take d S / B, and
+    all are there when the last is; over a link for each pair, each takes its own time.
+
+    Args:
+        routes: of the network.
+        senders, receivers: of each message.
+
+    >>> from vecgym.clock.network import Network
+    >>> mesh = Mesh(Routes(Network(8.0), 2), [0], [1])
+    >>> ready, free = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    >>> mesh.run(ready, mesh.amounts("permute", torch.tensor([10.0], dtype=torch.float64)), free, free).arrival
+    tensor([[-inf],
+            [11.]], dtype=torch.float64)
+    """
+
+    def __init__(self, routes: Routes, senders: Sequence[int], receivers: Sequence[int]) -> None:
+        K = self.num_nodes = routes.num_nodes
+        self.senders, self.receivers = list(senders), list(receivers)
+        j, i = torch.tensor(self.senders), torch.tensor(self.receivers)
+        latency, pace = routes.links(j, i)
+        out, into = (torch.bincount(x, minlength=K).to(torch.float64) for x in (j, i))
+        if routes.pace is None:
+            self.tx, self.rx = routes.up * out, routes.down * into  # seconds a byte of a message, [K]
+            pace = self.tx[j]
+        else:
+            zero = pace.new_zeros(K)
+            self.tx, self.rx = (zero.scatter_reduce(0, x, pace, "amax") for x in (j, i))
+        self._sources, self._latency, self._pace = _padded(i, (j, latency, pace), K)  # of each receiver, [K, D]
+        self._sends, self._hears = out > 0, into > 0
+
+    def amounts(self, operation: str, sizes: Tensor) -> Tensor:
+        return sizes
+
+    def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passed:
+        K = self.num_nodes
+        sending, receiving = self.tx[:, None] * amounts, self.rx[:, None] * amounts  # [K, M]
+        sent = queued(ready, sending, up[:K])
+        begun = torch.maximum(ready, torch.cat([up[:K, None], sent[:, :-1]], 1))
+        coming = begun[self._sources] + self._latency[..., None]  # [K, D, M]
+        there = (coming + self._pace[..., None] * amounts).amax(1)
+        first = (begun[self._sources] + self._latency[..., None].abs()).amin(1)  # padded entries are +inf here
+        received = queued(torch.maximum(there - receiving, first), receiving, down[:K])
+        sends, hears = self._sends, self._hears
+        return Passed(
+            received.masked_fill(~hears[:, None], NEVER),
+            torch.cat([torch.where(sends, sent[:, -1], up[:K]), up[K:]]),
+            torch.cat([torch.where(hears, received[:, -1], down[:K]), down[K:]]),
+        )
+
+    def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tx * amounts.sum(), self.rx * amounts.sum()
+
+
+def _padded(rows: Tensor, values: tuple[Tensor, Tensor, Tensor], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Senders, latencies and paces of each receiver's messages, `[K, D]`; where there is none, a latency of -inf."""
+    order = rows.argsort(stable=True)
+    count = torch.bincount(rows, minlength=num_rows)
+    place = torch.arange(len(rows)) - (count.cumsum(0) - count)[rows[order]]
+    width = max(1, int(count.max()))
+    fills = 0, NEVER, 0.0
+    found = []
+    for x, fill in zip(values, fills):
+        table = x.new_full((num_rows, width), fill)
+        table[rows[order], place] = x[order]
+        found.append(table)
+    return found[0], found[1], found[2]

@@ -1,0 +1,274 @@
+"""The links between nodes: how much they carry, and how long a message is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.clock import cost
+from vecgym.clock.cost import ALGORITHMS, Team
+from vecgym.clock.units import bits_per_second, readable_bandwidth, readable_time, seconds
+from vecgym.core import check
+
+BITS_PER_BYTE = 8
+
+
+class Network:
+    """Bandwidths and latencies, and which algorithms carry the collectives.
+
+    Every node has one link, a queue in each direction. A message from node i to node j goes at the slower of i's way up
+    and j's way down. With a matrix `[K, K]` each pair has a link of its own: what a node sends to several others at
+    once goes side by side.
+
+    Args:
+        bandwidth: bits per second, or a text such as "1 Gbit/s" or "100 MB/s": one for all links; `[K]`, of each node's
+            link, up and down; or `[K, K]`, from the node of the row to that of the column. `math.inf` is allowed.
+        latency: seconds that a message is under way, or a text such as "50 ms": one number; `[K]`, where of the two
+            ends of a link the slower counts; or `[K, K]`.
+        up, down: `[K]` or a number, in place of `bandwidth`, where they differ.
+        all_reduce: how means and sums are taken: "ring", "halving_doubling", "tree" or "server"; `vecgym.clock.cost`
+            has the formulas. With a matrix, the ring takes the best order that it finds: exact up to 9 nodes, by a
+            heuristic above.
+        all_gather: likewise.
+        server_bandwidth: of a server's own link, if it may become too narrow. A node reaches the server over its own
+            link, with a matrix as it does the node that is hardest to reach.
+
+    Raises:
+        ValueError, TypeError: saying what is allowed.
+
+    >>> Network(1e9, 0.05), Network(up="100 Mbit/s", down="1 Gbit/s")
+    (Network(1 Gbit/s, latency=50 ms), Network(up=100 Mbit/s, down=1 Gbit/s))
+    >>> Network(1e9, 0.5).seconds("mean", 125e6, num_nodes=4)  # 2 * 3 * 0.5 s, and 2 * 3 / 4 * 1 s
+    4.5
+    """
+
+    def __init__(
+        self,
+        bandwidth: Any = None,
+        latency: Any = 0.0,
+        *,
+        up: Any = None,
+        down: Any = None,
+        all_reduce: str = "ring",
+        all_gather: str = "ring",
+        server_bandwidth: Any = float("inf"),
+    ) -> None:
+        if (bandwidth is None) == (up is None and down is None) or (up is None) != (down is None):
+            raise ValueError("give bandwidth, in bits per second, or both up and down.")
+        self.bandwidth = None if bandwidth is None else _numbers("bandwidth", bandwidth, bits_per_second, dims=2)
+        self.up, self.down = (
+            None if x is None else _numbers(name, x, bits_per_second, dims=1)
+            for name, x in (("up", up), ("down", down))
+        )
+        self.latency = _numbers("latency", latency, seconds, dims=2)
+        self.all_reduce = check.choice("all_reduce", all_reduce, ALGORITHMS)
+        self.all_gather = check.choice("all_gather", all_gather, ALGORITHMS)
+        self.server_bandwidth = bits_per_second("server_bandwidth", server_bandwidth)
+        self.num_nodes = self._size()
+
+    @classmethod
+    def regions(cls, sizes: Sequence[int], inside: Any, between: tuple[Any, Any], **options: Any) -> Network:
+        """Regions of nodes: fast links within each, slow ones from each to the others.
+
+        Args:
+            sizes: nodes in each region; the first region has the first nodes.
+            inside: (bandwidth, latency) of the links within a region, or a list of such pairs, one for each region.
+            between: (bandwidth, latency) of a link between nodes of two regions.
+            options: `all_reduce`, `all_gather`, `server_bandwidth`.
+
+        >>> Network.regions([2, 1], inside=("400 Gbit/s", 1e-4), between=(1e9, 0.05)).latency.tolist()
+        [[0.0, 0.0001, 0.05], [0.0001, 0.0, 0.05], [0.05, 0.05, 0.0]]
+        """
+        if not isinstance(sizes, (list, tuple)) or not sizes:
+            raise TypeError(f"sizes={sizes!r} must be a list of the nodes in each region, such as [4, 4].")
+        counts = torch.tensor([check.integer("sizes", size, what="nodes in a region") for size in sizes])
+        pairs = inside if isinstance(inside, list) else [inside] * len(sizes)
+        if len(pairs) != len(sizes):
+            raise ValueError(f"inside has {len(pairs)} pairs and there are {len(sizes)} regions: give one for each.")
+        far = _pair("between", between)
+        within = torch.tensor([_pair("inside", pair) for pair in pairs], dtype=torch.float64)
+        region = torch.arange(len(sizes)).repeat_interleave(counts)
+        same = region[:, None] == region[None, :]
+        bandwidth, latency = (torch.where(same, within[region, i, None], far[i]) for i in (0, 1))
+        return cls(bandwidth, latency, **options)
+
+    def seconds(self, operation: str, payload_bytes: float, num_nodes: int) -> float:
+        """How long one collective of the first `num_nodes` nodes takes.
+
+        Args:
+            operation: "mean", "sum", "all_gather", "reduce_scatter", "broadcast" (of the first), "server_mean",
+                "server_sum", "server_gather" or "server_send".
+            payload_bytes: what one participant hands to it.
+            num_nodes: n.
+
+        >>> Network(8e9, 0.5).seconds("all_gather", 1e9, num_nodes=3)
+        3.0
+        """
+        check.choice("operation", operation, MEETINGS)
+        size = torch.tensor([check.number("payload_bytes", payload_bytes, "[0, inf)")], dtype=torch.float64)
+        n = check.integer("num_nodes", num_nodes)
+        routes = Routes(self, n if self.num_nodes is None else self.num_nodes)
+        return float(routes.seconds(operation, routes.team(tuple(range(n))), size))
+
+    def check(self, num_nodes: int) -> None:
+        """Raise a ValueError unless it is a network of that many nodes.
+
+        >>> Network([1e9, 1e8]).check(3)
+        Traceback (most recent call last):
+        ...
+        ValueError: the network has 2 nodes and the run 3: give one bandwidth and one latency, or [3].
+        """
+        if self.num_nodes not in (None, num_nodes):
+            raise ValueError(
+                f"the network has {self.num_nodes} nodes and the run {num_nodes}: give one bandwidth and one latency, "
+                f"or [{num_nodes}]."
+            )
+
+    def _size(self) -> int | None:
+        given = {"bandwidth": self.bandwidth, "up": self.up, "down": self.down, "latency": self.latency}
+        sizes = {name: len(x) for name, x in given.items() if x is not None and x.dim() > 0}
+        if len(set(sizes.values())) > 1:
+            said = ", ".join(f"{name} of {size} nodes" for name, size in sizes.items())
+            raise ValueError(f"{said}: give all of them for the same number of nodes.")
+        return next(iter(sizes.values()), None)
+
+    def __repr__(self) -> str:
+        parts = [] if self.bandwidth is None else [_shown(self.bandwidth, readable_bandwidth)]
+        parts += [f"{name}={_shown(x, readable_bandwidth)}" for name, x in (("up", self.up), ("down", self.down))
+                  if x is not None]  # fmt: skip
+        parts += [f"latency={_shown(self.latency, readable_time)}"] if bool((self.latency > 0).any()) else []
+        parts += [f"{name}={x!r}" for name, x in (("all_reduce", self.all_reduce), ("all_gather", self.all_gather))
+                  if x != "ring"]  # fmt: skip
+        if self.server_bandwidth != float("inf"):
+            parts.append(f"server_bandwidth={readable_bandwidth(self.server_bandwidth)}")
+        return f"Network({', '.join(parts)})"
+
+
+MEETINGS = (
+    "mean", "sum", "all_gather", "reduce_scatter", "broadcast",
+    "server_mean", "server_sum", "server_gather", "server_send",
+)  # fmt: skip
+
+
+class Routes:
+    """A network of K nodes, and what collectives take on it, remembered.
+
+    Attributes:
+        up, down: seconds a byte of each node's link, `[K]`.
+        lags: seconds of latency of each node's link, `[K]`; None where each pair has its own.
+        latency, pace: of each pair, `[K, K]`; None where they follow from the nodes'.
+    """
+
+    def __init__(self, network: Network, num_nodes: int) -> None:
+        network.check(num_nodes)
+        self.network, self.num_nodes = network, num_nodes
+        given = network.bandwidth
+        self.pace = None if given is None or given.dim() < 2 else _pace(given)
+        self.latency = network.latency if network.latency.dim() == 2 else None
+        self.lags = None if self.latency is not None else network.latency.expand(num_nodes)
+        if self.pace is None:
+            ends = (given, given) if given is not None else (network.up, network.down)
+            self.up, self.down = (_pace(x).expand(num_nodes) for x in ends if x is not None)
+        else:
+            self.up, self.down = (_largest_apart(x) for x in (self.pace, self.pace.T))
+        self.server_pace = BITS_PER_BYTE / network.server_bandwidth
+        self._alike = network.num_nodes is None
+        self._teams: dict[object, Team] = {}
+
+    def links(self, senders: Tensor, receivers: Tensor) -> tuple[Tensor, Tensor]:
+        """(latency, seconds a byte) of the link between each of these pairs."""
+        if self.latency is not None:
+            latency = self.latency[senders, receivers]
+        else:
+            assert self.lags is not None
+            latency = torch.maximum(self.lags[senders], self.lags[receivers])
+        if self.pace is not None:
+            return latency, self.pace[senders, receivers]
+        return latency, torch.maximum(self.up[senders], self.down[receivers])
+
+    def team(self, members: tuple[int, ...]) -> Team:
+        """These nodes as participants of a collective."""
+        key: object = len(members) if self._alike else members
+        if key not in self._teams:
+            self._teams[key] = self._team(torch.tensor(members))
+        return self._teams[key]
+
+    def _team(self, at: Tensor) -> Team:
+        latency, pace = self.links(at[:, None], at[None, :])
+        for matrix in (latency, pace):
+            matrix.fill_diagonal_(0)
+        team = Team(latency, pace, self.up[at], self.down[at], self.server_pace)
+        if self.lags is not None:
+            team.server_latency = float(self.lags[at].max())
+        elif self.latency is not None:
+            team.server_latency = float(_largest_apart(self.latency)[at].max())
+        return team
+
+    def seconds(self, operation: str, team: Team, size: Tensor) -> Tensor:
+        """How long a collective of a team takes, for payloads of so many bytes, `[M]`."""
+        if operation in ("mean", "sum"):
+            return cost.all_reduce_seconds(self.network.all_reduce, team, size)
+        if operation == "all_gather":
+            return cost.all_gather_seconds(self.network.all_gather, team, size)
+        if operation == "broadcast":
+            return cost.broadcast_seconds(self.network.all_reduce, team, size)
+        if operation == "reduce_scatter":
+            return cost.reduce_scatter_seconds(team, size)
+        return cost.server_seconds(team, size, up=operation != "server_send", down=operation != "server_gather")
+
+
+def _numbers(name: str, value: Any, parse: Any, dims: int) -> Tensor:
+    """A number, or `[K]`, or `[K, K]` of them, texts too, as float64."""
+    if isinstance(value, (str, float, int)) and not isinstance(value, bool):
+        return torch.tensor(parse(name, value), dtype=torch.float64)
+    shapes = "a number" if dims == 0 else "a number or [K]" if dims == 1 else "a number, [K] or [K, K]"
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    try:
+        found = torch.tensor(_parsed(name, plain, parse), dtype=torch.float64)
+    except TypeError as error:
+        raise TypeError(f"{name} is {check.kind_of(value)}; give {shapes}.") from error
+    square = found.dim() < 2 or found.shape[0] == found.shape[1]
+    if found.dim() > dims or found.numel() == 0 or not square:
+        raise ValueError(f"{name} has shape {list(found.shape)}; give {shapes}.")
+    return found
+
+
+def _parsed(name: str, value: Any, parse: Any) -> Any:
+    """Every number in nested lists; the diagonal of a matrix, which nothing crosses, may be anything."""
+    if not isinstance(value, (list, tuple)):
+        return parse(name, value)
+    if value and all(isinstance(row, (list, tuple)) for row in value):
+        if len({len(row) for row in value}) > 1:
+            raise ValueError(f"{name} has rows of {sorted({len(row) for row in value})} numbers; give [K, K].")
+        own = 0.0 if name == "latency" else float("inf")
+        return [[own if i == j else parse(name, x) for j, x in enumerate(row)] for i, row in enumerate(value)]
+    return [parse(name, x) for x in value]
+
+
+def _pair(name: str, pair: Any) -> tuple[float, float]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{name}={pair!r} must be a pair (bandwidth, latency), such as (1e9, 0.05).")
+    return bits_per_second(name, pair[0]), seconds(name, pair[1])
+
+
+def _pace(bandwidth: Tensor) -> Tensor:
+    """Seconds a byte."""
+    return BITS_PER_BYTE / bandwidth
+
+
+def _largest_apart(matrix: Tensor) -> Tensor:
+    """The largest entry of each row off the diagonal; 0 if there is none."""
+    eye = torch.eye(len(matrix), dtype=torch.bool)
+    return matrix.masked_fill(eye, 0.0).amax(1)
+
+
+def _shown(x: Tensor, readable: Any) -> str:
+    if x.dim() == 0:
+        return str(readable(float(x)))
+    apart = x if x.dim() == 1 or len(x) == 1 else x[~torch.eye(len(x), dtype=torch.bool)]
+    low, high = (float(y) for y in (apart.min(), apart.max()))
+    span = readable(low) if low == high else f"{readable(low)} to {readable(high)}"
+    return f"{list(x.shape)} of {span}"

@@ -1,0 +1,284 @@
+"""What a run costs in seconds: computed from what it sent, on any network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vecgym.clock.clock import Clock, Record
+from vecgym.clock.compute import Compute
+from vecgym.clock.network import Network
+from vecgym.clock.plan import Plan
+from vecgym.clock.units import readable_time
+from vecgym.collectives.ledger import Ledger, Transfer
+from vecgym.core import check
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class PerNode:
+    """Where the seconds of each node went, `[K]`.
+
+    >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]], Network(8e9), Compute([1.0, 3.0]))
+    >>> timeline.per_node.waited, timeline.per_node.sent
+    (tensor([3., 1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
+
+    Attributes:
+        computed: in forward and backward passes and optimizer steps.
+        waited: for others, or for its link.
+        sent, received: that its link was taken, up and down; much of it beside computing. A collective takes both.
+    """
+
+    computed: Tensor
+    waited: Tensor
+    sent: Tensor
+    received: Tensor
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the steps of a run ended on a network.
+
+    Attributes:
+        seconds: until every node had ended the last step and had what it was then sent. A tensor that can be
+            differentiated where the transfers' weights can.
+        utilization: computed / (computed + waited), the mean over the nodes.
+        step_seconds: when every node had ended each step, `[T]`.
+        step_utilization: `utilization` up to there, `[T]`.
+        per_node: where the seconds of each node went.
+        network, compute: what it was computed for.
+
+    >>> from vecgym.collectives.ledger import Transfer
+    >>> steps = [[], [], [Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 2
+    >>> timeline = price(steps, Network("8 Gbit/s"), Compute(1.0))
+    >>> timeline
+    Timeline(6 steps of 2 nodes: 8 s, 75.0 % computing)
+    >>> timeline.num_nodes, timeline.num_steps, len(timeline.transfers), timeline.network
+    (2, 6, 1, Network(8 Gbit/s))
+    >>> timeline.step_seconds, timeline.per_node.waited
+    (tensor([1., 2., 4., 5., 6., 8.], dtype=torch.float64), tensor([2., 2.], dtype=torch.float64))
+    """
+
+    seconds: Any
+    utilization: Any
+    step_seconds: Tensor
+    step_utilization: Tensor
+    per_node: PerNode
+    network: Network
+    compute: Compute
+    _run: Any = field(repr=False, compare=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return len(self.per_node.computed)
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return len(self.step_seconds)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """The different transfers of the run."""
+        return list(self._run.kinds)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
+        """Draw what every node did when, and for whom it waited; see `vecgym.clock.gantt.plot_timeline`.
+
+        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+        >>> timeline.plot().axes[0].get_xlabel()
+        'seconds'
+        """
+        from vecgym.clock.gantt import plot_timeline  # matplotlib takes a while to import
+
+        return plot_timeline(self, path, **options)
+
+    def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
+        """Write a trace of the steps from `first` to before `last`, for https://ui.perfetto.dev and chrome://tracing.
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     timeline.save_trace(Path(folder, "run.json"))
+        ...     Path(folder, "run.json").read_text()[:16]
+        '{"traceEvents": '
+        """
+        from vecgym.clock.trace import save_trace
+
+        save_trace(self, path, first, last)
+
+    def records(self, first: int = 0, last: int | None = None) -> list[Record]:
+        """What the nodes did in the steps from `first` to before `last`, for figures and traces.
+
+        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+        >>> [float(record.end[0]) for record in timeline.records(1)]
+        [3.0, 5.0]
+        """
+        last = self.num_steps if last is None else min(last, self.num_steps)
+        return self._run.records(first, last)
+
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({self.num_steps} steps of {self.num_nodes} nodes: {readable_time(float(self.seconds))}, "
+            f"{100 * float(self.utilization):.1f} % computing)"
+        )
+
+
+def price(
+    transfers: Ledger | Sequence[Sequence[Transfer]],
+    network: Network,
+    compute: Compute,
+    *,
+    num_nodes: int | None = None,
+    sizes: Mapping[str, float] | None = None,
+) -> Timeline:
+    """Say how long a run takes on a network: as often as you like, for nothing is trained again.
+
+    What overlaps: see `vecgym.guide.clock`.
+
+    Args:
+        transfers: the ledger of a run, `trainer.ledger` or `vecgym.dry_run(...)`; or the transfers of each step.
+        network: the links between the nodes.
+        compute: how long they compute.
+        num_nodes: K; a ledger, and transfers, know it.
+        sizes: the bytes of each parameter, {name: bytes} in the model's order, of which one message each is sent; a
+            ledger knows them. Without, each transfer is one message at the end of the backward pass.
+
+    Raises:
+        ValueError, TypeError: for a network or compute times of another number of nodes.
+
+    >>> import torch
+    >>> from vecgym import Trainer
+    >>> from vecgym.models import Line
+    >>> from vecgym.strategy import AllReduceStrategy
+    >>> trainer = Trainer(Line(), torch.ones(64))
+    >>> averaged = trainer.fit(AllReduceStrategy("sgd", lr=0.1), num_nodes=4, max_steps=5, device="cpu", progress=False)
+    >>> price(trainer.ledger, Network("1 Gbit/s", latency="50 ms"), Compute(0.4))
+    Timeline(5 steps of 4 nodes: 3.5 s, 57.1 % computing)
+    """
+    run = Priced(transfers, network, compute, num_nodes=num_nodes, sizes=sizes)
+    return run.timeline()
+
+
+class Priced:
+    """A run and what it is priced for."""
+
+    def __init__(
+        self,
+        transfers: Ledger | Sequence[Sequence[Transfer]],
+        network: Network,
+        compute: Compute,
+        num_nodes: int | None = None,
+        sizes: Mapping[str, float] | None = None,
+    ) -> None:
+        self.network: Network = check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
+        self.compute: Compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
+        if isinstance(transfers, Ledger):
+            num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
+            self.kinds, self.steps = transfers.by_step()
+        else:
+            self.kinds, self.steps = _numbered(transfers)
+        self.sizes = sizes or {}
+        self.num_nodes = _num_nodes(self.kinds, network, compute, num_nodes)
+
+    def clock(self) -> Clock:
+        """A clock at the beginning of the run."""
+        return Clock(self.network, self.compute, self.num_nodes, self.sizes)
+
+    def timeline(self) -> Timeline:
+        """Go through all steps."""
+        clock = self.clock()
+        computed = self.compute.of_steps(len(self.steps), self.num_nodes)
+        found = list(self._ends(clock, computed))
+        ends = torch.cat(found) if found else computed.new_zeros(0, self.num_nodes)  # [T, K]
+        used = torch.where(ends > 0, computed.cumsum(0) / ends, 1.0).mean(1)
+        step_seconds = ends.amax(1)
+        final = ends[-1] if len(ends) else computed.new_zeros(self.num_nodes)
+        per_node = PerNode(clock.computed, final - clock.computed, clock.sent, clock.received)
+        total = (step_seconds[-1], used[-1]) if len(ends) else (torch.tensor(0.0), torch.tensor(1.0))
+        seconds, utilization = total if ends.requires_grad else map(float, total)
+        return Timeline(
+            seconds, utilization, step_seconds, used, per_node, self.network, self.compute, self
+        )  # fmt: skip
+
+    def records(self, first: int, last: int) -> list[Record]:
+        """What the nodes did in these steps."""
+        clock = self.clock()
+        computed = self.compute.of_steps(last, self.num_nodes)
+        for _ in self._ends(clock, computed[:first]):
+            pass
+        clock.records = []
+        plans: dict[tuple[int, ...], tuple[Plan, ...]] = {}
+        for step in range(first, last):
+            clock.advance(computed[step], self._plans(clock, plans, step))
+        return clock.records
+
+    def _ends(self, clock: Clock, computed: Tensor) -> Iterator[Tensor]:
+        """When each node ended each step, `[n, K]` at a time: between exchanges nothing happens."""
+        plans: dict[tuple[int, ...], tuple[Plan, ...]] = {}
+        while clock.step < len(computed):
+            step = clock.step
+            alike = self._alike(step, len(computed))
+            planned = self._plans(clock, plans, step)
+            if planned:
+                yield clock.repeat(computed[step : step + alike], planned)
+                continue
+            # The last step before something is due ends when that is there.
+            until = step + alike if clock.next_due is None else min(step + alike, clock.next_due - 1)
+            if until > step:
+                yield clock.idle(computed[step:until])
+            else:
+                clock.advance(computed[step])
+                yield clock.ends[None]
+
+    def _alike(self, step: int, end: int) -> int:
+        """How many steps from this one on send the same."""
+        last = step + 1
+        while last < end and self.steps[last] == self.steps[step]:
+            last += 1
+        return last - step
+
+    def _plans(self, clock: Clock, made: dict[tuple[int, ...], tuple[Plan, ...]], step: int) -> tuple[Plan, ...]:
+        kinds = self.steps[step]
+        if kinds not in made:
+            made[kinds] = clock.plans([self.kinds[kind] for kind in kinds])
+        return made[kinds]
+
+
+def _numbered(transfers: Sequence[Sequence[Transfer]]) -> tuple[list[Transfer], list[tuple[int, ...]]]:
+    """The different transfers, and which each step has. One whose weight is a tensor is different from all others."""
+    kinds: list[Transfer] = []
+    known: dict[object, int] = {}
+    steps = []
+    for step in transfers:
+        made = []
+        for transfer in step:
+            check.instance("transfers", transfer, Transfer, "a Ledger, or for each step a list of Transfers")
+            key = id(transfer) if isinstance(transfer.weight, Tensor) else transfer
+            if key not in known:
+                known[key] = len(kinds)
+                kinds.append(transfer)
+            made.append(known[key])
+        steps.append(tuple(made))
+    return kinds, steps
+
+
+def _num_nodes(kinds: list[Transfer], network: Network, compute: Compute, given: int | None) -> int:
+    found = {kind.num_nodes for kind in kinds} | ({given} if given is not None else set())
+    if len(found) > 1:
+        raise ValueError(f"the transfers are of runs of {sorted(found)} nodes: price one run at a time.")
+    known = [*found, network.num_nodes, compute.num_nodes]
+    num_nodes = next((n for n in known if n is not None), None)
+    if num_nodes is None:
+        raise ValueError("nothing was sent, and nothing says how many nodes there are: give num_nodes.")
+    network.check(num_nodes)
+    return check.integer("num_nodes", num_nodes)
