@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import vecgym
 from vecgym import CSVLogger, Trainer
 from vecgym.clock import Compute, Network, price
 from vecgym.records.loggers import read_csv
@@ -98,17 +97,13 @@ def test_with_real_processes() -> None:
     assert processes.timeline(NETWORK, COMPUTE).seconds == price(stacked.ledger, NETWORK, COMPUTE).seconds
 
 
-def test_groups_of_options_are_still_taken() -> None:
-    trained(compute=vecgym.Compute(engine="loop"))
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"network": NETWORK}, ValueError, "network without compute gives no seconds"),
         ({"compute": COMPUTE}, ValueError, "compute without network gives no seconds"),
         ({"network": 1e9, "compute": COMPUTE}, TypeError, "network is of type float; give a vecgym.clock.Network"),
-        ({"network": NETWORK, "compute": 0.4}, TypeError, "compute is of type float; give a vecgym.Compute or a"),
+        ({"network": NETWORK, "compute": 0.4}, TypeError, "compute is of type float; give a vecgym.clock.Compute"),
         ({"network": Network([1e9, 1e9]), "compute": COMPUTE}, ValueError, "the network has 2 nodes and the run 4"),
         ({"network": NETWORK, "compute": Compute([1.0, 2.0])}, ValueError, "for 2 nodes and the run has 4"),
     ],

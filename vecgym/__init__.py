@@ -143,8 +143,8 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = {
-    "clock", "collectives", "compat", "compress", "core", "data", "engine", "guide", "models", "optim", "plot", "records",
-    "runs", "strategy", "sweeps",
+    "clock", "collectives", "compat", "compress", "core", "data", "engine", "guide", "models", "optim", "plot",
+    "records", "runs", "strategy", "sweeps",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # to type checkers, an unknown name would be there

@@ -22,9 +22,10 @@ from vecgym.engine import hooks
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import links, multiprocess
+from vecgym.runs.checks import check_strategy
 from vecgym.runs.diagnosis import KINDS, Finding
 from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_with_ddp
-from vecgym.runs.options import Count, Seconds, Seed, check_strategy
+from vecgym.runs.options import Count, Seconds, Seed
 from vecgym.runs.supervisor import node_labels
 from vecgym.strategy import AllReduceStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
