@@ -158,8 +158,11 @@ def plot_pareto(
     *,
     title: str | None = None,
     over: str | None = "seed",
+    x: str = "bytes_total",
 ) -> Figure:
     """A column of a sweep against the bytes sent per node: a point per configuration, and the Pareto front.
+
+    Or against another column that should be small, such as "sim_seconds".
 
     A point is the mean over the seeds, and a bar reaches from the lowest to the highest of them. On the front are those
     that no other beats in both; a line connects them. Args: as for `plot_axis`.
@@ -170,7 +173,7 @@ def plot_pareto(
     """
     check_shared(path=path, title=title)
     rows, y = renewed(rows), present_name(y)
-    there = _finite_rows(rows, y, y=y, x="bytes_total", hue=hue)
+    there = _finite_rows(rows, y, y=y, x=x, hue=hue)
     over = _averaged_over(rows, over, hue)
     whole = [group for group in groups(rows, over) if all(check.is_finite(row[y]) for row in group)]
     if not whole:
@@ -178,21 +181,22 @@ def plot_pareto(
     means = [averaged(group, over)[0] for group in whole]
     figure = NotebookFigure(figsize=(7, 4.4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    front = [means[i] for i in pareto_front([(row["bytes_total"], row[y]) for row in means])]
-    sent, lowest = ([row[name] for row in front] for name in ("bytes_total", y))
+    front = [means[i] for i in pareto_front([(row[x], row[y]) for row in means])]
+    sent, lowest = ([row[name] for row in front] for name in (x, y))
     axes.plot(sent, lowest, color="0.4", zorder=1, label="Pareto front")
     values = _values(means, hue)
     for value, style in zip(values, line_styles(values)):
         mine = [i for i, row in enumerate(means) if hue is None or row[hue] == value]
         label = None if hue is None else f"{hue} = {_shown(value)}"
-        at, middle = [means[i]["bytes_total"] for i in mine], [means[i][y] for i in mine]
+        at, middle = [means[i][x] for i in mine], [means[i][y] for i in mine]
         axes.scatter(at, middle, s=24, zorder=2, label=label, **style)
         if over is not None:
             low, high = ([f(row[y] for row in whole[i]) for i in mine] for f in (min, max))
             axes.vlines(at, low, high, color=style["color"], alpha=0.6, linewidth=1.6, zorder=1)
     axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
-    finish(axes, "", column_label("bytes_total"), column_label(y))
-    _scale_sent(axes, [row["bytes_total"] for row in means])
+    finish(axes, "", column_label(x), column_label(y))
+    if x == "bytes_total":
+        _scale_sent(axes, [row[x] for row in means])
     _legend_of_values(axes, hue, values)
     seeds = "" if over is None else f": mean and range of {len(whole[0])} {over}s"
     return done(figure, _with_left_out(title or f"{column_label(y)} and what it costs{seeds}", rows, there), path)

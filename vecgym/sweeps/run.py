@@ -20,6 +20,7 @@ from vecgym.runs.options import Computation, Count, Flag, OptionalCount, Trainin
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Point, Uniform, checked_axes, count_points, points
 from vecgym.sweeps.configurations import SETTINGS, check_axes, make_configurations
+from vecgym.sweeps.priced import Prices
 from vecgym.sweeps.result import SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
@@ -59,6 +60,8 @@ class SweepOptions(Computation, Training, Swept):
         resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
             there already, the sweep goes on from it.
         dry_run: train nothing: look at `result.explain()`.
+        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
+            each configuration takes; see `SweepResult.price`, which does so afterwards.
     """
 
     strategy: Strategy | Callable[..., Strategy] | None = None
@@ -72,8 +75,12 @@ class SweepOptions(Computation, Training, Swept):
     keep_models: Flag = False
     resume: str | os.PathLike[str] | None = None
     dry_run: Flag = False
+    network: Any = None
+    compute: Any = None
 
     def __post_init__(self) -> None:
+        if (self.network is None) != (self.compute is None):
+            raise ValueError("network and compute together say how long a configuration takes: give both.")
         super().__post_init__()
         for name in ("train_dataset", "val_dataset"):
             data = vars(self)[name]
@@ -131,7 +138,7 @@ def sweep(options: SweepOptions) -> SweepResult:
         file = ResultsFile(runner, options.resume)
         file.load()
         save = file.save
-    result = SweepResult(runner)
+    result = SweepResult(runner, None if options.network is None else Prices(options.network, options.compute))
     if options.dry_run:
         return result
     try:
