@@ -18,6 +18,7 @@ NAMES = [
     "4_equivalence",
     "5_new_algorithm",
     "6_federated_digits",
+    "7_how_long_on_my_network",
 ]
 PERSONAL = ("/root", "/home/", "/Users/", "/tmp/", "C:\\", "site-packages", 'File "/')
 

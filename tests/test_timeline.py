@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests.test_clock import cases, random_compute, random_network
-from vecgym import Trainer
+from vecgym import Trainer, dry_run, optimize_schedule
 from vecgym.cli import main
-from vecgym.clock import Compute, Network, price, required_bandwidth
+from vecgym.clock import Compute, Network, bytes_within, price, required_bandwidth
 from vecgym.clock.trace import bars
 from vecgym.clock.units import bits_per_second, seconds
 from vecgym.collectives.ledger import Ledger, Transfer
@@ -109,6 +109,25 @@ def test_bandwidths_as_text(text: str | float, value: float) -> None:
 )
 def test_times_as_text(text: str, value: float) -> None:
     assert seconds("latency", text) == value
+
+
+def test_a_schedule_for_a_budget_of_seconds() -> None:
+    def strategy(weights: torch.Tensor) -> DiLoCoStrategy:
+        return DiLoCoStrategy("sgd", lr=0.1, sync_weight=weights)
+
+    network, compute = Network("1 Mbit/s", "100 ms"), Compute(1.0)
+    budget = bytes_within(
+        10.9, Line(), strategy, num_nodes=2, max_steps=10, network=network, compute=compute
+    )  # four exchanges of 0.2 s
+    found = optimize_schedule(
+        Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2, eval_batch=torch.tensor([1.0]),
+        budget_bytes=budget, iterations=3,
+    )  # fmt: skip
+    assert found.schedule.sum() == 4
+    taken = price(dry_run(Line(), strategy(found.schedule), 2, 10), network, compute)
+    assert taken.seconds <= 10.9
+    with pytest.raises(ValueError, match="leaves no time for an exchange"):
+        bytes_within(10.1, Line(), strategy, num_nodes=2, max_steps=10, network=network, compute=compute)
 
 
 # ----------------------------------------------------------------------------------------------------- the command

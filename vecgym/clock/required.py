@@ -1,17 +1,22 @@
-"""Which bandwidth a run needs."""
+"""Which bandwidth a run needs, and how much it can send in a given time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from vecgym.clock.compute import Compute
+from vecgym.clock.dry import dry_run
 from vecgym.clock.network import Network
 from vecgym.clock.timeline import price
 from vecgym.clock.units import seconds
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
+from vecgym.strategy import Strategy
 
 LOWEST, HIGHEST = 1.0, 1e18  # bit/s
 PRECISION = 1e-4  # relative
@@ -58,3 +63,53 @@ def required_bandwidth(
         middle = math.sqrt(low * high)
         low, high = (low, middle) if reached(middle) else (middle, high)
     return high
+
+
+def bytes_within(
+    budget_seconds: float,
+    model: nn.Module,
+    strategy: Callable[[Tensor], Strategy],
+    *,
+    num_nodes: int,
+    max_steps: int,
+    network: Network,
+    compute: Compute,
+) -> float:
+    """The bytes per node of as many exchanges, evenly among the steps, as a run of so many seconds has time for.
+
+    For `vecgym.optimize_schedule(..., budget_bytes=bytes_within(60.0, ...))`: the best schedule of that many exchanges.
+
+    Args:
+        budget_seconds: of the whole run.
+        model, num_nodes, max_steps: as for `vecgym.dry_run`.
+        strategy: the weights `[T]` -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)`.
+        network, compute: see `price`.
+
+    Raises:
+        ValueError: where there is no time for a single exchange.
+
+    >>> from vecgym.models import Line
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> bytes_within(
+    ...     12.1, Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), num_nodes=2, max_steps=10,
+    ...     network=Network(1e9, latency=0.25), compute=Compute(1.0),
+    ... )  # four exchanges of half a second, 4 bytes each
+    16.0
+    """
+    budget = check.number("budget_seconds", budget_seconds, "(0, inf)", "of the whole run")
+
+    def run(count: int) -> tuple[float, float]:
+        weights = torch.zeros(max_steps, dtype=torch.float64)
+        weights[[(i + 1) * max_steps // count - 1 for i in range(count)]] = 1.0
+        ledger = dry_run(model, strategy(weights), num_nodes, max_steps)
+        return float(price(ledger, network, compute).seconds), ledger.total_bytes
+
+    low, high = 0, max_steps + 1  # there is time for `low` exchanges, not for `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if run(middle)[0] <= budget else (low, middle)
+    if low == 0:
+        raise ValueError(
+            f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one takes {run(1)[0]:.4g} s."
+        )
+    return run(low)[1]

@@ -169,8 +169,11 @@ def plot_pareto(
     *,
     title: str | None = None,
     over: str | None = "seed",
+    x: str = "bytes_total",
 ) -> Figure:
     """Draw a column of a sweep against the bytes sent per node: a point for each configuration, and the Pareto front.
+
+    Or against another column `x` that should be small, such as "sim_seconds".
 
     A point is the mean over the seeds; its bar reaches from the lowest to the highest. The line connects the
     configurations on the front, which no other beats in both respects. The arguments are those of `plot_axis`.
@@ -180,12 +183,12 @@ def plot_pareto(
     [1.4, 1.2, 1.1]
     """
     style.check_shared(path=path, title=title)
-    drawn = _drawn(rows, y, over, "y", x="bytes_total", hue=hue)
+    drawn = _drawn(rows, y, over, "y", x=x, hue=hue)
     whole = _whole(drawn.rows, drawn)
     if not whole:
         raise _incomplete(drawn)
     means = [averaged(group, drawn.over)[0] for group in whole]
-    points = [(row["bytes_total"], row[drawn.value]) for row in means]
+    points = [(row[x], row[drawn.value]) for row in means]
     figure, (axes,) = style.new_figure(7, 4.4)
     sent, lowest = zip(*[points[i] for i in pareto_front(points)])
     axes.plot(sent, lowest, color="0.4", zorder=1, label="Pareto front")
@@ -198,9 +201,9 @@ def plot_pareto(
             low, high = ([end(row[drawn.value] for row in whole[i]) for i in mine] for end in (min, max))
             axes.vlines(at, low, high, color=look["color"], alpha=0.6, linewidth=1.6, zorder=1)
     axes.scatter(sent, lowest, s=90, facecolors="none", edgecolors="0.2")
-    style.finish(axes, "", column_label("bytes_total"), column_label(drawn.value))
-    if any(row["bytes_total"] for row in means):
-        style.scale_bytes(axes, [row["bytes_total"] for row in means])
+    style.finish(axes, "", column_label(x), column_label(drawn.value))
+    if x == "bytes_total" and any(row[x] for row in means):
+        style.scale_bytes(axes, [row[x] for row in means])
     _legend_of_values(axes, hue, values)
     seeds = "" if drawn.over is None else f": mean and range of {len(whole[0])} {drawn.over}s"
     return style.done(figure, drawn.title(title or f"{column_label(drawn.value)} and what it costs{seeds}"), path)

@@ -50,6 +50,8 @@ class SweepOptions(EngineOptions, Training, Swept):
         resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
             there already, the sweep resumes from it.
         dry_run: train nothing: look at `result.explain()`.
+        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
+            each configuration takes; see `SweepResult.price`, which does so afterwards.
     """
 
     strategy: Strategy | Callable[..., Strategy] | None = None
@@ -63,8 +65,12 @@ class SweepOptions(EngineOptions, Training, Swept):
     keep_models: Flag = False
     resume: str | os.PathLike[str] | None = None
     dry_run: Flag = False
+    network: Any = None
+    compute: Any = None
 
     def __post_init__(self) -> None:
+        if (self.network is None) != (self.compute is None):
+            raise ValueError("network and compute together say how long a configuration takes: give both.")
         super().__post_init__()
         for name in ("train_dataset", "val_dataset"):
             data = vars(self)[name]

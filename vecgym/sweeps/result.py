@@ -16,6 +16,7 @@ from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, labe
 from vecgym.sweeps.axes import Point
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import FINISHED, NOTHING, PARTIAL, PENDING
+from vecgym.sweeps.priced import Prices
 from vecgym.sweeps.programs import explain
 from vecgym.sweeps.runner import Runner
 
@@ -66,17 +67,51 @@ class SweepResult:
     (4, 9)
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, prices: Prices | None = None) -> None:
         self._runner = runner
-        self.axes = list(runner.axes)
+        self._prices = prices
+        self.axes = [*runner.axes, *([] if prices is None else prices.axes)]
 
     @property
     def rows(self) -> list[Point]:
         """One dict per configuration, in the order of the grid; see the class for what is in it."""
-        return [self._row(config) for config in self._runner.configs]
+        if self._prices is None:
+            return [self._row(config) for config in self._runner.configs]
+        places = range(len(self._prices.points))
+        return [
+            Row({**config.point, **self._prices.points[i], **self._row(config), **self._prices.row(config, i)})
+            for config in self._runner.configs
+            for i in places
+        ]
+
+    def price(self, network: Any, compute: Any) -> SweepResult:
+        """The same on a network: with the columns `sim_seconds` and `sim_utilization`, and nothing trained again.
+
+        Args:
+            network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`; or of either several, {name: one}:
+                then it is an axis, "network" or "compute", and each configuration has a row for each of them.
+
+        Raises:
+            ValueError, TypeError: for other kinds, and for strategies that are written for one rank.
+
+        >>> import torch
+        >>> from vecgym.clock import Compute, Network
+        >>> from vecgym.models import Line
+        >>> from vecgym.strategy import DiLoCoStrategy
+        >>> from vecgym.sweeps import sweep
+        >>> result = sweep(
+        ...     Line(), torch.arange(8.0), strategy=lambda H: DiLoCoStrategy("sgd", H=H, lr=0.1), grid={"H": [1, 4]},
+        ...     num_nodes=2, max_steps=4, batch_size=2, device="cpu", progress=False,
+        ... )
+        >>> priced = result.price({"near": Network(1e9), "far": Network(1e9, "50 ms")}, Compute(0.5))
+        >>> [(row["H"], row["network"], round(row["sim_seconds"], 2)) for row in priced.rows]
+        [(1, 'near', 2.0), (1, 'far', 2.4), (4, 'near', 2.0), (4, 'far', 2.1)]
+        """
+        return SweepResult(self._runner, Prices(network, compute))
 
     def _config(self, index: int) -> Configuration:
-        return self._runner.configs[check.index("index", index, len(self))]
+        rows_each = 1 if self._prices is None else len(self._prices.points)
+        return self._runner.configs[check.index("index", index, len(self)) // rows_each]
 
     def _row(self, config: Configuration) -> Point:
         curve = self._runner.curves.get(config.index)
@@ -172,7 +207,10 @@ class SweepResult:
         self, y: str = "val_loss", hue: str | None = None, path: File | None = None, *,
         where: Where = None, **settings: Any,
     ) -> Figure:  # fmt: skip
-        """Draw a column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`, and `best`."""
+        """Draw a column against the bytes sent, with the Pareto front; see `vecgym.plot.plot_pareto`, and `best`.
+
+        After `price`, or `sweep(network=, compute=)`, also against seconds: `x="sim_seconds"`.
+        """
         from vecgym.plot import plot_pareto
 
         return plot_pareto(self._shown(where), y, hue, path, **settings)
@@ -185,7 +223,7 @@ class SweepResult:
         return labelled(chosen(self.rows, where))
 
     def __len__(self) -> int:
-        return len(self._runner.configs)
+        return len(self._runner.configs) * (1 if self._prices is None else len(self._prices.points))
 
     def __repr__(self) -> str:
         counts: dict[str, int] = {}

@@ -11,6 +11,7 @@ from vecgym.runs import multiprocess
 from vecgym.sweeps.axes import checked_axes, count_points, points
 from vecgym.sweeps.configurations import check_axes, make_configurations
 from vecgym.sweeps.options import SweepOptions
+from vecgym.sweeps.priced import Prices
 from vecgym.sweeps.result import SweepResult
 from vecgym.sweeps.runner import Runner
 from vecgym.sweeps.saving import ResultsFile
@@ -60,7 +61,8 @@ def sweep(options: SweepOptions) -> SweepResult:
             f"samples=100 for a random choice, shorter axes, or max_configs={count}."
         )
     runner = Runner(options, axes, make_configurations(chosen, options))
-    result, file = SweepResult(runner), ResultsFile(runner) if options.resume is not None else None
+    prices = None if options.network is None else Prices(options.network, options.compute)
+    result, file = SweepResult(runner, prices), ResultsFile(runner) if options.resume is not None else None
     if file is not None:
         file.load()
     if options.dry_run:
