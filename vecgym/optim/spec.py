@@ -301,7 +301,7 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
             defaults = _dummy(cls)([nn.Parameter(torch.zeros(1, 1))], **values).defaults
         except TypeError as error:
             raise TypeError(f"{cls.__name__} refuses {values}: {error}") from error
-        except (ValueError, RuntimeError, AssertionError) as error:
+        except (ValueError, RuntimeError, AssertionError, IndexError) as error:
             raise ValueError(f"{cls.__name__} refuses {values}: {error}") from error
         if "lr" in values:
             check.number("lr", values["lr"], "[0, inf)", "the learning rate")
