@@ -935,6 +935,19 @@ def test_what_is_no_number_is_refused_where_torch_takes_it(name, key):
         OptimSpec(name, **{key: True})
 
 
+class Careless(torch.optim.Optimizer):
+    """Looks at nothing that it is given."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize("lr", [-0.1, "0.1", True, None])
+def test_the_learning_rate_of_any_class_is_a_number(lr):
+    with pytest.raises(ValueError, match=r"lr=.* must be a number >= 0: the learning rate"):
+        OptimSpec(Careless, lr=lr)
+
+
 def test_too_few_numbers_are_refused():
     with pytest.raises(ValueError, match=r"Adam refuses {'betas': \(0\.9,\)}"):
         OptimSpec("adam", betas=(0.9,))
