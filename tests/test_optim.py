@@ -931,8 +931,9 @@ def matrices_by_muon(name, p):
 
 @pytest.mark.parametrize(("name", "key"), [("sgd", "momentum"), ("rmsprop", "eps"), ("sgd", "weight_decay")])
 def test_what_is_no_number_is_refused_where_torch_takes_it(name, key):
+    options: Any = {key: True}
     with pytest.raises(ValueError, match=rf"{key}=True must be a number, such as"):
-        OptimSpec(name, **{key: True})
+        OptimSpec(name, **options)
 
 
 class Careless(torch.optim.Optimizer):
