@@ -288,9 +288,8 @@ class OuterStep(Exchange):
 
     def _parts(self, params: Tree) -> list[Tree]:
         """The parameters of each fragment; those beyond the last tensor have none, and are left out."""
-        names = list(params)
-        number = max(1, min(self.fragments, len(names)))
-        return [{name: params[name] for name in names[p :: self.fragments]} for p in range(number)]
+        names, P = list(params), self.fragments
+        return [{name: params[name] for name in names[p::P]} for p in range(min(P, len(names)) or 1)]
 
     def _init(self, params: Tree, ctx: Context) -> State:
         state = {"params": params, "optimizer": self._rule.init(params)}
