@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import vecgym
 from tests.fitting import dataset, fit, same, same_run
+from tests.fuzz.common import time_limit
 from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
@@ -542,12 +543,13 @@ def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None
         os.chdir(tmp_path)  # the path of a socket must be short
         server.bind(at(Path(), 99).name)
         os.chdir(here)
-    assert_same(train(tmp_path, resume=True), whole)
-    for step in (96, 97, 98, 99):
-        with pytest.raises(ValueError, match=r"no file, but a folder, a pipe|no checkpoint in"):
-            train(resume=at(tmp_path, step))
-        with pytest.raises(ValueError, match="no file, but a folder, a pipe"):
-            vecgym.load(at(tmp_path, step))
+    with time_limit(30.0):
+        assert_same(train(tmp_path, resume=True), whole)
+        for step in (96, 97, 98, 99):
+            with pytest.raises(ValueError, match=r"no file, but a folder, a pipe|no checkpoint in"):
+                train(resume=at(tmp_path, step))
+            with pytest.raises(ValueError, match="no file, but a folder, a pipe"):
+                vecgym.load(at(tmp_path, step))
 
 
 def test_what_a_killed_run_has_left_is_removed_at_the_next_start_but_not_what_is_being_written(tmp_path: Path) -> None:

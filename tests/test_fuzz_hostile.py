@@ -32,6 +32,9 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("save", "SIGINT", ("write", 30)),  # ended in an error of torch's writer
             ("keep one", "power", ("rename", 4)),
         ]
+    ] + [
+        # A run that had come to its end failed because a temporary file could not be removed.
+        Case({"what": "processes", "run": "DiLoCo", "happens": [("full", ("remove", 4), 300)]}, 125),
     ],
     files: [
         *(Case({"reader": reader, "run": "DDP", "damage": "a FIFO"}, seed)

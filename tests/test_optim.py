@@ -946,6 +946,33 @@ def matrices_by_muon(name, p):
     return {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-3}
 
 
+@pytest.mark.parametrize(("name", "key"), [("sgd", "momentum"), ("rmsprop", "eps"), ("sgd", "weight_decay")])
+def test_what_is_no_number_is_refused_where_torch_takes_it(name, key):
+    options: Any = {key: True}
+    with pytest.raises(ValueError, match=rf"{key}=True must be a number, such as"):
+        OptimSpec(name, **options)
+
+
+class Careless(torch.optim.Optimizer):
+    """Looks at nothing that it is given."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize("lr", [-0.1, "0.1", True, None])
+def test_the_learning_rate_of_any_class_is_a_number(lr):
+    with pytest.raises(ValueError, match=r"lr=.* must be a number >= 0: the learning rate"):
+        OptimSpec(Careless, lr=lr)
+
+
+def test_too_few_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"Adam refuses {'betas': \(0\.9,\)}"):
+        OptimSpec("adam", betas=(0.9,))
+    with pytest.raises(ValueError, match=r"betas=\(0\.9, 0\.9, 0\.9\) must be 2 numbers"):
+        OptimSpec("adam", betas=(0.9, 0.9, 0.9))
+
+
 @pytest.mark.parametrize("ns_steps", [100, 2**62, 2.5, -1, torch.tensor([5, 100])])
 def test_muon_refuses_numbers_of_newton_schulz_steps_that_torch_refuses(ns_steps):
     for inplace in (True, False):

@@ -90,7 +90,8 @@ def run(
     context: Any = multiprocessing.get_context(method)
     if method == "spawn":
         check_importable(function, *args)
-    with tempfile.TemporaryDirectory(prefix="vecgym-") as folder, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vecgym-", ignore_cleanup_errors=True))
         progress = Progress(context, num_processes)
         started = Started([], [], progress, folder, method)
         stack.callback(_end, started)
