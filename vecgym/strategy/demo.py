@@ -81,6 +81,8 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         return {"residual": tree.map(self._zeros, values)}
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        if all(x.is_meta for x in values.values()):
+            return self._announced(values, ctx), state
         residual, indices, sent = {}, {}, {}
         for name, x in values.items():
             old = state["residual"][name]
@@ -92,6 +94,14 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         indices, sent = (ctx.comm.all_gather(x, inplace=True) for x in (indices, sent))  # [1, K, chunks, k]
         mean = {name: self._decode(indices[name], sent[name], x) for name, x in values.items()}
         return mean, {"residual": residual}
+
+    def _announced(self, values: Tree, ctx: Context) -> Tree:
+        """Exchange tensors that have shapes and no values: even there, transforms of a large model take minutes."""
+        grids = {name: (len(x), *self._zeros(x).shape[1:]) for name, x in values.items()}
+        sent = {name: (*shape[:2], min(self.compression_topk, shape[2])) for name, shape in grids.items()}
+        for dtype in (torch.int64, None):  # indices, and values
+            ctx.comm.all_gather({name: x.new_empty(sent[name], dtype=dtype) for name, x in values.items()})
+        return {name: x[:1] for name, x in values.items()}
 
     def residual(self, state: State, values: Tree) -> Tree:
         """Return delta of each node, `[L, *]`; `values`, `[1 or L, *]`, have the shapes.
