@@ -1029,7 +1029,7 @@ def test_save_and_load_give_the_average_and_every_node(model: str, backend: str,
 
 
 def test_there_is_nothing_to_save_before_a_run(tmp_path: Path) -> None:
-    with pytest.raises(AttributeError, match="once fit"):
+    with pytest.raises(AttributeError, match="only after fit"):
         Trainer(make_model("MLP"), dataset("MLP")).save(tmp_path / "run.pt")
     assert not list(tmp_path.iterdir())
 

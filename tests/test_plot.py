@@ -319,7 +319,7 @@ def measured(every: int = 1, num_nodes: int = 4) -> History:
     """`make_history` with the other axes, and distances at the evaluations."""
     history = make_history(every)
     for row in history.rows:
-        row.update(examples=16 * row["step"], seconds=0.25 * row["step"])
+        row.update(examples=16 * row["step"], seconds=0.25 * row["step"], sim_seconds=2.5 * row["step"])
         if "train_losses" in row:
             row["train_losses"] = np.linspace(0.9, 1.1, num_nodes) * row["train_loss"]
         if row["step"] and "val_loss" in row:

@@ -1130,7 +1130,7 @@ def test_the_projection_is_the_nearest_point() -> None:
 
 def test_bad_arguments_of_optimize_schedule() -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({}, ValueError, "H=None and budget_bytes=None: give one"),
+        ({}, ValueError, "H=None, budget_bytes=None and budget_seconds=None: give one"),
         ({"H": 5, "budget_bytes": 1e6}, ValueError, "give one of them"),
         ({"H": 21}, ValueError, "from 1 to the number of steps, 20"),
         ({"budget_bytes": 3.0}, ValueError, r"budget_bytes=3.0 does not allow one exchange of 459 bytes"),

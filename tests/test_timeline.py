@@ -6,20 +6,22 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.test_clock import cases, random_compute, random_network
-from vecgym import Trainer, dry_run, optimize_schedule
+from vecgym import OptimizedSchedule, Trainer, dry_run, optimize_schedule
 from vecgym.cli import main
-from vecgym.clock import Compute, Network, bytes_within, price, required_bandwidth
+from vecgym.clock import Compute, Network, exchanges_within, price, required_bandwidth
 from vecgym.clock.trace import bars
 from vecgym.clock.units import bits_per_second, seconds
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
 from vecgym.models import Line
+from vecgym.runs.optimize import spread
 from vecgym.strategy import DiLoCoStrategy
 
 SIZES = {f"layer{i}": 10**8 for i in range(4)}
@@ -115,19 +117,51 @@ def test_a_schedule_for_a_budget_of_seconds() -> None:
     def strategy(weights: torch.Tensor) -> DiLoCoStrategy:
         return DiLoCoStrategy("sgd", lr=0.1, sync_weight=weights)
 
-    network, compute = Network("1 Mbit/s", "100 ms"), Compute(1.0)
-    budget = bytes_within(
-        10.9, Line(), strategy, num_nodes=2, max_steps=10, network=network, compute=compute
-    )  # four exchanges of 0.2 s
-    found = optimize_schedule(
-        Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2, eval_batch=torch.tensor([1.0]),
-        budget_bytes=budget, iterations=3,
-    )  # fmt: skip
+    def optimized(budget_seconds: float, **options: Any) -> OptimizedSchedule:
+        return optimize_schedule(
+            Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2, eval_batch=torch.tensor([1.0]),
+            budget_seconds=budget_seconds, iterations=3, **on, **options,
+        )  # fmt: skip
+
+    on: dict[str, Any] = {"network": Network("1 Mbit/s", "100 ms"), "compute": Compute(1.0)}
+    assert exchanges_within(10.9, Line(), strategy, num_nodes=2, max_steps=10, **on) == 4  # of 0.2 s
+    found = optimized(10.9)
     assert found.schedule.sum() == 4
-    taken = price(dry_run(Line(), strategy(found.schedule), 2, 10), network, compute)
-    assert taken.seconds <= 10.9
+    assert price(dry_run(Line(), strategy(found.schedule), 2, 10), *on.values()).seconds <= 10.9
     with pytest.raises(ValueError, match="leaves no time for an exchange"):
-        bytes_within(10.1, Line(), strategy, num_nodes=2, max_steps=10, network=network, compute=compute)
+        optimized(10.1)
+    with pytest.raises(ValueError, match=r"H=5, budget_bytes=None and budget_seconds=10.9: give one of them"):
+        optimized(10.9, H=5)
+    del on["network"]
+    with pytest.raises(ValueError, match=r"budget_seconds=10.9 and network=None: a budget of seconds needs network="):
+        optimized(10.9)
+    on["network"] = 1e9
+    with pytest.raises(TypeError, match=r"network is of type float; give a vecgym.clock.Network\(1e9, 0.05\)"):
+        optimized(10.9)
+
+
+def test_schedules_that_take_too_long_are_not_chosen() -> None:
+    """Where nodes are unequally fast, it costs more to meet at some steps than at others."""
+
+    def strategy(weights: torch.Tensor) -> DiLoCoStrategy:
+        return DiLoCoStrategy("sgd", lr=0.1, sync_weight=weights)
+
+    network, compute = Network("1 Mbit/s", "100 ms"), Compute.lognormal(1.0, sigma=0.5, seed=4)
+
+    def taken(schedule: torch.Tensor) -> float:
+        return price(dry_run(Line(), strategy(schedule), 2, 10), network, compute).seconds
+
+    budget = taken(spread(10, 3)) + 1e-6
+    found = optimize_schedule(
+        Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1).roll(3, 0), num_nodes=2, iterations=20,
+        eval_batch=torch.tensor([1.0]), budget_seconds=budget, network=network, compute=compute,
+    )  # fmt: skip
+    assert taken(found.schedule) <= budget
+    free = optimize_schedule(
+        Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1).roll(3, 0), num_nodes=2, iterations=20,
+        eval_batch=torch.tensor([1.0]), budget_bytes=found.total_bytes,
+    )  # fmt: skip
+    assert taken(free.schedule) > budget, "else the budget of seconds has excluded nothing here"
 
 
 # ----------------------------------------------------------------------------------------------------- the command

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.fitting import STRATEGIES, Rows, alone, dataset, fit, params, same, same_run
 from tests.models import MLP, make_data, make_model
 from vecgym import CSVLogger, History, LocalTrainer, Logger, OptimSpec, Trainer, VecgymWarning
+from vecgym.clock import Compute, Network
 from vecgym.data import Batches, EvalBatches
 from vecgym.records.columns import PER_NODE, SCALARS
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
@@ -660,7 +661,8 @@ def test_every_strategy_learns(strategy: str) -> None:
 
 
 def test_columns_of_the_history() -> None:
-    trainer, _ = fit("MLP", "DiLoCo", max_steps=4, val=dataset("MLP", 8), val_interval=2, correlation_interval=2)
+    on: dict[str, Any] = {"network": Network(1e9), "compute": Compute(0.4)}
+    trainer, _ = fit("MLP", "DiLoCo", max_steps=4, val=dataset("MLP", 8), val_interval=2, correlation_interval=2, **on)
     history = trainer.history
     assert set(history.columns) == set(SCALARS) | set(PER_NODE)
     assert history["step"] == [0, 1, 2, 3, 4]

@@ -26,6 +26,7 @@ import vecgym
 from tests.fuzz.place import a_new_folder, as_it_was
 from tests.test_api import MODULES, module_of, public_names
 from vecgym import compress, data
+from vecgym.clock import Compute, Network, price
 from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
@@ -46,6 +47,7 @@ from vecgym.strategy import (
     DiLoCoCommunicator,
     DiLoCoStrategy,
     Mean,
+    MostMoved,
     RandomSelector,
     RankStrategy,
     Rounds,
@@ -515,7 +517,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS)},
     "vecgym.strategy.SyncWeight.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state),
                                             "state": dict},
-    "vecgym.strategy.ServerOptimizer.update": {"delta": tree_of_nodes, "slots": dict},
     "vecgym.strategy.ScheduledSelector": {"H": lambda: 2},
     "vecgym.collectives.topology.random_islands": {"nodes": lambda: [0, 1, 2, 3]},
     "vecgym.collectives.topology.torus": {"num_nodes": lambda: 4},
@@ -550,10 +551,57 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 
+_SIZES = {"sizes": lambda: {"w": 4 * DIM}}
+_NETWORK: dict[str, Callable[[], Any]] = {"network": lambda: Network(1e9), "compute": lambda: Compute(0.4)}
+VALUES_OF |= {
+    "vecgym.Ledger.announce": _SIZES,
+    "vecgym.Trainer.timeline": _NETWORK,
+    "vecgym.SweepResult.price": _NETWORK,
+    "vecgym.clock.Compute": {**_SIZES, "seconds": lambda: 0.4},
+    "vecgym.clock.Compute.lognormal": {"median": lambda: 0.4, "sigma": lambda: 0.3},
+    "vecgym.clock.Compute.from_flop": {"flop": lambda: 1e9, "peak_flops": lambda: 1e12},
+    "vecgym.clock.Network": {"bandwidth": lambda: 1e9},
+    "vecgym.clock.Network.regions": {
+        "sizes": lambda: [1, 1],
+        "inside": lambda: (1e9, 0.0),
+        "between": lambda: (1e8, 0.1),
+    },
+    "vecgym.clock.Network.seconds": {"operation": lambda: "mean", "payload_bytes": lambda: 100},
+    "vecgym.clock.PerNode": {name: lambda: torch.ones(K) for name in ("computed", "waited", "sent", "received")},
+    "vecgym.clock.Timeline": {
+        **_NETWORK,
+        "path": lambda: "run.json",
+        "seconds": lambda: 0.4,
+        "utilization": lambda: 1.0,
+        "step_seconds": lambda: torch.ones(1),
+        "step_utilization": lambda: torch.ones(1),
+        "_run": lambda: None,
+        "per_node": lambda: price([[transfer()]], Network(1e9), Compute(0.4)).per_node,
+    },
+    "vecgym.clock.Timeline.plot": {"path": lambda: "run.png"},
+    "vecgym.clock.exchanges_within": {
+        **_NETWORK,
+        "budget_seconds": lambda: 10.0,
+        "strategy": lambda: lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w),
+    },
+    "vecgym.clock.price": {**_NETWORK, "transfers": lambda: [[transfer()]]},
+    "vecgym.clock.required_bandwidth": {**_NETWORK, "transfers": lambda: [[transfer()]]},
+    **{f"vecgym.optim.Fed{name}": {"params": lambda: Line().parameters()} for name in ("Adagrad", "Adam", "Yogi")},
+    "vecgym.strategy.Mix.of_codes": {"codes": _codes, "codec": compress.Sign, "like": tree_of_nodes},
+    "vecgym.strategy.MostMoved.write": {"agreed": lambda: MostMoved(0.5).empty(tree_of_nodes())},
+    "vecgym.strategy.ServerOptimizer.update": {
+        "delta": tree_of_nodes,
+        "slots": lambda: ServerOptimizer().init(tree_of_nodes()),
+    },
+    "vecgym.collectives.topology.plain_who": {"who": lambda: ((0, 1),)},
+    "vecgym.collectives.topology.who_of": {"plain": lambda: ["groups", [0, 1]]},
+}
+
 # Objects whose methods are called, where the call of the class does not make a fit one.
 OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.Trainer": trained,
     "vecgym.History": history,
+    "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),
     "vecgym.Saved": saved,
     "vecgym.SweepResult": lambda: copy.copy(_swept()),
     "vecgym.CSVLogger": started,
@@ -713,6 +761,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.compat.diloco_sim.DilocoSimulator": ("config",),
     "vecgym.compress.RandomK.encode": ("draw",),
     "vecgym.compress.TopK": ("fraction",),
+    "vecgym.clock.Network": ("bandwidth",),
     "vecgym.core.tree.map": ("trees",),
 }
 

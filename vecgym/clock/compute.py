@@ -12,6 +12,7 @@ from torch import Tensor
 from vecgym.clock.units import readable_time, seconds
 from vecgym.core import check, rng
 from vecgym.core.errors import warn
+from vecgym.records.history import History
 
 BLOCK = 1024  # steps whose random numbers are drawn together
 FORWARD = 1 / 3  # of a step's time; the backward pass takes the rest
@@ -66,7 +67,7 @@ class Compute:
         tensor([[0.2706, 0.4371],
                 [0.7427, 0.5323]], dtype=torch.float64)
         """
-        made = cls(median, **options)
+        made = cls(_per_node("median", median), **options)
         made.sigma = check.number("sigma", sigma, "[0, inf)", "the standard deviation of the logarithm")
         made.seed = check.seed("seed", seed)
         return made
@@ -109,8 +110,13 @@ class Compute:
         Compute(410 ms)
         """
         if isinstance(history, (list, tuple, np.ndarray)):
-            taken, nodes = np.asarray(history, dtype=np.float64), 1
+            values = [
+                check.number(f"history[{i}]", x, "[0, inf)", "seconds")
+                for i, x in enumerate(np.asarray(history).tolist())
+            ]
+            taken, nodes = np.array(values), 1
         else:
+            check.instance("history", history, History, "trainer.history, or a list of seconds")
             times = history["seconds"] if len(history) else []
             taken = np.diff(np.asarray(times, dtype=np.float64))
             nodes = history.settings.get("num_nodes", 1)
@@ -141,6 +147,7 @@ class Compute:
 
     def of_steps(self, num_steps: int, num_nodes: int) -> Tensor:
         """The seconds of each of the first steps and nodes, `[T, K]`."""
+        num_steps, num_nodes = check.integer("num_steps", num_steps, 0), check.integer("num_nodes", num_nodes)
         self.check(num_nodes)
         steady = self.seconds.expand(num_steps, num_nodes)
         if self.sigma == 0 or num_steps == 0:
@@ -159,8 +166,11 @@ class Compute:
         >>> Compute(1.0).shares_of({"a": 300, "b": 100}), Compute(1.0, shares={"b": 5}).shares_of({"a": 300, "b": 100})
         (tensor([0.7500, 0.2500], dtype=torch.float64), tensor([0., 1.], dtype=torch.float64))
         """
+        check.instance("sizes", sizes, Mapping, "{name: bytes} of the parameters")
         given = sizes if self.shares is None else {name: self.shares.get(name, 0.0) for name in sizes}
-        values = torch.tensor([float(x) for x in given.values()], dtype=torch.float64)
+        values = torch.tensor(
+            [check.number(f"sizes[{name!r}]", x, "[0, inf)") for name, x in given.items()], dtype=torch.float64
+        )
         if float(values.sum()) <= 0:
             if self.shares is not None:
                 warn(f"none of the parameters is in shares, which has {', '.join(list(self.shares)[:5])}: by size.")

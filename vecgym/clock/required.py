@@ -1,4 +1,4 @@
-"""Which bandwidth a run needs, and how much it can send in a given time."""
+"""Which bandwidth a run needs, and how often nodes can exchange in a given time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def required_bandwidth(
     return high
 
 
-def bytes_within(
+def exchanges_within(
     budget_seconds: float,
     model: nn.Module,
     strategy: Callable[[Tensor], Strategy],
@@ -74,10 +74,10 @@ def bytes_within(
     max_steps: int,
     network: Network,
     compute: Compute,
-) -> float:
-    """The bytes per node of as many exchanges, evenly among the steps, as a run of so many seconds has time for.
+) -> int:
+    """Return how many exchanges, evenly among the steps, a run of so many seconds has time for.
 
-    For `vecgym.optimize_schedule(..., budget_bytes=bytes_within(60.0, ...))`: the best schedule of that many exchanges.
+    `vecgym.optimize_schedule(budget_seconds=...)` looks for the best schedule of that many.
 
     Args:
         budget_seconds: of the whole run.
@@ -90,26 +90,43 @@ def bytes_within(
 
     >>> from vecgym.models import Line
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> bytes_within(
+    >>> exchanges_within(
     ...     12.1, Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), num_nodes=2, max_steps=10,
     ...     network=Network(1e9, latency=0.25), compute=Compute(1.0),
-    ... )  # four exchanges of half a second, 4 bytes each
-    16.0
+    ... )  # of half a second each
+    4
     """
     budget = check.number("budget_seconds", budget_seconds, "(0, inf)", "of the whole run")
+    max_steps = check.integer("max_steps", max_steps)
+    if not callable(strategy):
+        raise TypeError(f"strategy is {check.kind_of(strategy)}; give a function of the weights.")
 
-    def run(count: int) -> tuple[float, float]:
+    def run_seconds(count: int) -> float:
         weights = torch.zeros(max_steps, dtype=torch.float64)
         weights[[(i + 1) * max_steps // count - 1 for i in range(count)]] = 1.0
-        ledger = dry_run(model, strategy(weights), num_nodes, max_steps)
-        return float(price(ledger, network, compute).seconds), ledger.total_bytes
+        return schedule_seconds(weights, model, strategy, num_nodes, max_steps, network, compute)
 
     low, high = 0, max_steps + 1  # there is time for `low` exchanges, not for `high`
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if run(middle)[0] <= budget else (low, middle)
+        low, high = (middle, high) if run_seconds(middle) <= budget else (low, middle)
     if low == 0:
         raise ValueError(
-            f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one takes {run(1)[0]:.4g} s."
+            f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one takes "
+            f"{run_seconds(1):.4g} s."
         )
-    return run(low)[1]
+    return low
+
+
+def schedule_seconds(
+    weights: Tensor,
+    model: nn.Module,
+    strategy: Callable[[Tensor], Strategy],
+    num_nodes: int,
+    max_steps: int,
+    network: Network,
+    compute: Compute,
+) -> float:
+    """Return the seconds of a run with these weights, or matrices; the arguments are `exchanges_within`'s."""
+    ledger = dry_run(model, strategy(weights), num_nodes, max_steps)
+    return float(price(ledger, network, compute).seconds)

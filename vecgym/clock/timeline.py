@@ -123,7 +123,8 @@ class Timeline:
         >>> [float(record.end[0]) for record in timeline.records(1)]
         [3.0, 5.0]
         """
-        last = self.num_steps if last is None else min(last, self.num_steps)
+        first = check.integer("first", first, 0, "the first step, counted from 0")
+        last = self.num_steps if last is None else min(check.integer("last", last, 0), self.num_steps)
         return self._run.records(first, last)
 
     def __repr__(self) -> str:
@@ -186,7 +187,10 @@ class Priced:
             num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
             self.kinds, self.steps = transfers.by_step()
         else:
+            check.instance("transfers", transfers, (list, tuple), "a Ledger, or for each step a list of Transfers")
             self.kinds, self.steps = _numbered(transfers)
+        if num_nodes is not None:
+            check.integer("num_nodes", num_nodes)
         self.sizes = sizes or {}
         self.num_nodes = _num_nodes(self.kinds, network, compute, num_nodes)
 
@@ -260,6 +264,7 @@ def _numbered(transfers: Sequence[Sequence[Transfer]]) -> tuple[list[Transfer], 
     known: dict[object, int] = {}
     steps = []
     for step in transfers:
+        check.instance("transfers", step, (list, tuple), "a Ledger, or for each step a list of Transfers")
         made = []
         for transfer in step:
             check.instance("transfers", transfer, Transfer, "a Ledger, or for each step a list of Transfers")

@@ -70,6 +70,7 @@ def bars(timeline: Recorded, first: int = 0, last: int | None = None) -> list[Ba
     0 forward 4.0 4.33 forward 1
     0 backward 4.33 5.0 backward 1
     """
+    first = check.integer("first", first, 0, "the first step, counted from 0")
     before = max(0, first - _longest_lag(timeline))
     records = timeline.records(before, last)
     known = {record.step: record for record in records}

@@ -82,6 +82,9 @@ for https://ui.perfetto.dev.
 >>> round(timeline.utilization, 2), timeline.per_node.waited[-2:]  # of a fast node, and of the slow one
 (0.48, tensor([10.8000,  2.8000], dtype=torch.float64))
 
+`vecgym.optimize_schedule(..., budget_seconds=60.0, network=..., compute=...)` looks for the best steps to exchange at
+within that time.
+
 ## In a run
 
 `fit(..., network=, compute=)` adds the columns `sim_seconds` and `sim_utilization` to the history, for loggers, the

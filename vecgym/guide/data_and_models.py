@@ -59,7 +59,7 @@ The engine computes the gradients of all nodes.
 | `"auto"` | the default: chooses by a fixed rule, and spreads the nodes over CPU threads where that is faster |
 | `"vmap"` | all nodes in one call, or `chunk_size` at a time |
 | `"loop"` | one node after the other, for any model |
-| `"fastest"` | measures on the first steps, and so may choose differently from run to run |
+| `"fastest"` | measures on the first batch, once: the choice for this model, number of nodes, batch and processor is remembered in a file of your cache folder (`history.settings["engine_reason"]` names it), so that the next run is the same |
 
 `"auto"` never measures, so a script gives the same bits at every run on one machine. `history.settings` records the
 choice.
@@ -67,6 +67,11 @@ choice.
 Where `vmap` cannot run a model, a message names the line of the model, and the loop takes over. The CPU cores then work
 on different nodes. This happens with LSTMs, activation checkpointing, Python branches on tensor values, hooks on
 gradients, and embeddings with `max_norm` or `scale_grad_by_freq`. Hooks on `p.grad` are refused.
+
+`compile=True` compiles the gradients of all nodes with `torch.compile`. That takes 10 to 60 seconds and a C++ compiler;
+`history.settings["engine_reason"]` says how long it took, and after how many steps that is earned. The compiled
+gradients of the first batch are compared with those of `vmap`. A model that cannot be traced whole, or whose compiled
+gradients differ by more than rounding, runs uncompiled, with a warning that says why.
 
 Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
 They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over

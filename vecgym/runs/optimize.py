@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.clock.required import exchanges_within, schedule_seconds
 from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
 from vecgym.core.options import function_of
@@ -16,6 +17,7 @@ from vecgym.records.optimized import OptimizedSchedule
 from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout
 from vecgym.runs.rollout_options import ScheduleOptions
 
+BUDGETS = ("H", "budget_bytes", "budget_seconds")
 MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not tried
 
 
@@ -96,6 +98,17 @@ class _Problem:
     def loss(self, weights: Tensor, data: tuple[Any, Any] | None = None) -> float:
         return float(self.outcome(weights, data).loss)
 
+    def affords(self, schedule: Tensor) -> bool:
+        """Say whether the budget of seconds allows a schedule: exchanges that come close together may take longer."""
+        budget = self.options.budget_seconds
+        return budget is None or schedule_seconds(schedule, **self.priced) <= budget
+
+    @property
+    def priced(self) -> dict[str, Any]:
+        """What the seconds of a schedule depend on."""
+        names = ("model", "strategy", "num_nodes", "network", "compute")
+        return {**{name: vars(self.options)[name] for name in names}, "max_steps": len(self.steps)}
+
     def slope(self, z: Tensor, weights: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
         """Return the loss of the weights of z, and its gradient with respect to z."""
         z = z.detach().requires_grad_()
@@ -142,7 +155,8 @@ def _optimized_times(problem: _Problem) -> tuple[Tensor, Tensor, Tensor, list[fl
     uniform = spread(num_steps, count)
     start = torch.full((num_steps,), count / num_steps, dtype=torch.float64)
     points, losses = problem.descend(start, project=lambda z: project_to_budget(z, count))
-    rounded = {tuple(s.tolist()): s for s in [uniform, *[largest(z, count) for z in points]]}
+    candidates = [uniform, *[s for s in (largest(z, count) for z in points) if problem.affords(s)]]
+    rounded = {tuple(s.tolist()): s for s in candidates}
     tried = {key: problem.loss(schedule) for key, schedule in rounded.items()}
     best = min(tried, key=lambda key: (not math.isfinite(tried[key]), tried[key]))
     return _swapped(problem, rounded[best], tried[best]), points[-1], uniform, losses
@@ -163,7 +177,7 @@ def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
             trials -= 1
             trial = schedule.clone()
             trial[to], trial[origin] = 1.0, 0.0
-            trial_loss = problem.loss(trial)
+            trial_loss = problem.loss(trial) if problem.affords(trial) else math.inf
             if trial_loss < loss:
                 schedule, loss = trial, trial_loss
                 break
@@ -174,9 +188,14 @@ def _swapped(problem: _Problem, schedule: Tensor, loss: float) -> Tensor:
 
 def _affordable(problem: _Problem, num_steps: int) -> int:
     """Return the number of exchanges that the budget allows."""
-    H, budget_bytes = problem.options.H, problem.options.budget_bytes
-    if (H is None) == (budget_bytes is None):
-        raise ValueError(f"H={H!r} and budget_bytes={budget_bytes!r}: give one of them, the budget of bytes.")
+    H, budget_bytes, budget_seconds = (vars(problem.options)[name] for name in BUDGETS)
+    if [H, budget_bytes, budget_seconds].count(None) != 2:
+        raise ValueError(
+            f"H={H!r}, budget_bytes={budget_bytes!r} and budget_seconds={budget_seconds!r}: give one of them, the "
+            "budget."
+        )
+    if budget_seconds is not None:
+        return exchanges_within(budget_seconds, **problem.priced)
     if H is not None:
         if num_steps < H:
             raise ValueError(f"H={H!r} must be an integer from 1 to the number of steps, {num_steps}.")
@@ -253,6 +272,12 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
         raise ValueError(
             f"mixing sends {sent:,.0f} bytes per node, more than budget_bytes={budget_bytes!r}: begin with a matrix of "
             "fewer links, or mix less often."
+        )
+    if not problem.affords(start):
+        taken = schedule_seconds(start, **problem.priced)
+        raise ValueError(
+            f"mixing takes {taken:.4g} s, more than budget_seconds={problem.options.budget_seconds!r}: begin with a "
+            "matrix of fewer links, or mix less often."
         )
     points, losses = problem.descend(start.log(), sinkhorn)
     return sinkhorn(points[-1]), start, losses

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Annotated, Any
 
 from torch import Tensor, nn
 
+from vecgym.clock import Compute, Network
 from vecgym.core import check, tree
 from vecgym.core.options import Options
 from vecgym.core.tree import Tree
@@ -79,6 +80,8 @@ class DifferentiableRun(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.params is not None:
+            check.instance("params", self.params, Mapping, "{name: tensor [1 or K, *]}, or None")
         if self.num_examples is not None:
             self.settle(num_examples=self._checked_examples(self.num_examples))
 
@@ -150,6 +153,9 @@ class ScheduleOptions(DifferentiableRun):
     Args:
         H: the budget is that of an exchange every H steps;
         budget_bytes: or this, per node in the whole run. (A matrix has bytes of its own, which must not exceed it.)
+        budget_seconds: or this, of the whole run on `network`, a `vecgym.clock.Network`, whose nodes take `compute`, a
+            `vecgym.clock.Compute`: as many exchanges as there is time for, if they are spread evenly, and no schedule
+            that takes longer.
         mixing: the matrix, or matrices, to begin with, doubly stochastic.
         iterations: the most gradients of the relaxed run; after them, as many trials of a pair.
         held_out: (batches, eval_batch).
@@ -161,7 +167,23 @@ class ScheduleOptions(DifferentiableRun):
     _: KW_ONLY
     H: OptionalCount = None
     budget_bytes: Budget = None
+    budget_seconds: Annotated[float | None, partial(optional_number, within="(0, inf)", what="of the whole run")] = None
+    network: Network | None = None
+    compute: Compute | None = None
     mixing: Tensor | None = None
     iterations: Count = 30
     held_out: Annotated[tuple[Any, Any] | None, _pair] = None
     segments: Segments = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kinds = {"network": (Network, "Network(1e9, 0.05)"), "compute": (Compute, "Compute(0.4)")}
+        for name, (kind, example) in kinds.items():
+            value = vars(self)[name]
+            if (value is None) != (self.budget_seconds is None):
+                raise ValueError(
+                    f"budget_seconds={self.budget_seconds!r} and {name}={value!r}: a budget of seconds needs "
+                    f"network=vecgym.clock.{kinds['network'][1]} and compute=vecgym.clock.{kinds['compute'][1]}."
+                )
+            if value is not None:
+                check.instance(name, value, kind, f"a vecgym.clock.{example}").check(self.num_nodes)

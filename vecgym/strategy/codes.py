@@ -88,7 +88,7 @@ class Compressed(Around):
         self.error_feedback = check.flag("error_feedback", error_feedback)
         self.decay = check.number("decay", decay, "(0, 1]", "what is kept of a residual from one exchange to the next")
         self.reference = check.flag("reference", reference)
-        self.purpose = purpose
+        self.purpose = check.instance("purpose", purpose, str, 'a name, such as "compress"')
         check_feedback(self.codec, error_feedback)
         if decay != 1 and not error_feedback:
             raise ValueError(f"decay={decay} without error_feedback has no effect: leave one of them out.")
