@@ -153,9 +153,9 @@ class ScheduleOptions(DifferentiableRun):
     Args:
         H: the budget is that of an exchange every H steps;
         budget_bytes: or this, per node in the whole run. (A matrix has bytes of its own, which must not exceed it.)
-        budget_seconds: or this, of the whole run on `network`, a `vecgym.clock.Network`, whose nodes take `compute`, a
-            `vecgym.clock.Compute`: as many exchanges as there is time for, if they are spread evenly, and no schedule
-            that takes longer.
+        budget_seconds: or this, of the whole run: as many exchanges as there is time for, if they are spread evenly,
+            and no schedule that takes longer.
+        network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, for which the seconds are computed.
         mixing: the matrix, or matrices, to begin with, doubly stochastic.
         iterations: the most gradients of the relaxed run; after them, as many trials of a pair.
         held_out: (batches, eval_batch).
