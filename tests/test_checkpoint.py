@@ -896,6 +896,7 @@ def test_the_checkpoints_of_another_run_are_not_mixed_with_those_of_a_new_one(tm
 # -------------------------------------------------------------------------------------------- real processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["diloco", "demo", "averaging-rare-and-late", "fedavg-participation"])
 def test_a_run_goes_on_in_as_many_processes_as_wanted(name: str, tmp_path: Path) -> None:
     """Saved by one, two or four processes, gone on with by others: the same bits, with exact=True."""

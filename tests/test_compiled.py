@@ -53,13 +53,13 @@ def compare(name: str, mean: bool = False) -> None:
 
 
 @pytest.mark.usefixtures("_traced_only")
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "GPT" else n for n in TRACED])
 def test_traced_gradients_are_those_of_vmap(name: str) -> None:
     compare(name)
 
 
 @pytest.mark.usefixtures("_traced_only")
-@pytest.mark.parametrize("name", ["MLP", "GPT"])
+@pytest.mark.parametrize("name", ["MLP", pytest.param("GPT", marks=pytest.mark.slow)])
 def test_traced_gradients_of_the_mean_loss(name: str) -> None:
     compare(name, mean=True)
 

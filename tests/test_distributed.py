@@ -86,6 +86,7 @@ def every_case(link: multiprocess.Link, steps: int) -> dict[str, dict[str, Any]]
     return found
 
 
+@pytest.mark.slow
 def test_every_strategy_gives_the_same_numbers_on_processes() -> None:
     """Every strategy x W x L: no difference at all in exact mode, rounding otherwise; bytes as the ledger has them."""
     [found, *_] = multiprocess.run(every_case, max(LAYOUTS), (STEPS,), timeout_s=120)

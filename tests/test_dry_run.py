@@ -134,7 +134,11 @@ print(json.dumps([time.process_time() - start, megabytes, ledger.total_bytes, le
 """
 
 
-@pytest.mark.parametrize("name", ["allreduce", "fedavg-islands", "diloco", "gossip", "sparta-diloco", "demo"])
+@pytest.mark.parametrize(
+    "name",
+    ["allreduce", "diloco", *(pytest.param(name, marks=pytest.mark.slow) for name in
+     ("fedavg-islands", "gossip", "sparta-diloco", "demo"))],
+)  # fmt: skip
 def test_a_hundred_billion_parameters(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", LARGE, name], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -176,6 +176,7 @@ def test_gossip_equals_its_twin(case: str, num_nodes: int, engine: str) -> None:
     compare(case, "MLP", num_nodes, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("case", "model", "num_nodes"),

@@ -265,6 +265,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_ctrl_c_in_a_terminal(num_workers: int) -> None:
     """A terminal sends the signal to every process of the group, the data workers included."""

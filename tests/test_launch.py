@@ -393,6 +393,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGKILL])
 def test_the_processes_end_with_the_one_that_started_them(
@@ -473,6 +474,7 @@ print(len(trainer.nodes), float(sum(p.double().sum() for p in average.parameters
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["its own", "existing"])
 def test_under_torchrun(tmp_path: Path, group: str) -> None:
     script = tmp_path / "script.py"
@@ -489,6 +491,7 @@ def test_under_torchrun(tmp_path: Path, group: str) -> None:
     assert len((tmp_path / "log" / "history.csv").read_text().splitlines()) == 1 + len(alone.history)
 
 
+@pytest.mark.slow
 def test_the_guides_script_under_torchrun(tmp_path: Path) -> None:
     """All of its block, as a file: one log, and one checkpoint that has all nodes."""
     page = vecgym.guide.processes.__doc__

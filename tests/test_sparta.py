@@ -192,6 +192,7 @@ def test_sparta_equals_its_twin(selector: str, delay: int, engine: str) -> None:
     check_sparta(selector, delay, "MLP", 5, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize(("selector", "delay"), [("random", 0), ("partitioned", 2)])
 @pytest.mark.parametrize(("model", "num_nodes"), [("MLP", 1), ("MLP", 2), ("CNN", 2), ("CNN", 5), ("GPT", 5)])

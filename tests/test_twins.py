@@ -207,6 +207,7 @@ def test_every_strategy_equals_its_twin(case: str, model: str, engine: str) -> N
     check(case, model, K, engine=engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "engine"), runnable(OTHERS))
 @pytest.mark.parametrize("case", ONE_OF_EACH)
 def test_strategies_on_other_models_equal_their_twins(case: str, model: str, engine: str) -> None:
@@ -227,6 +228,7 @@ def test_few_nodes_equal_their_twins(case: str, num_nodes: int, model: str, engi
     check(case, model, num_nodes, engine=engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk_size", "node_threads"), [(None, 1), (1, 1), (2, 1), (None, 2), (1, 2), (2, 2)])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("case", "model"), [(case, "MLP") for case in ONE_OF_EACH] + [(ONE_OF_EACH[1], "CNN")])

@@ -36,7 +36,8 @@ README.md has a picture of the floors on which the packages stand, and names the
 
 ```bash
 pip install -e ".[dev]"
-pytest                                           # all tests and all examples in docstrings, on all cores
+pytest                                           # the tests and all examples in docstrings, on all cores
+pytest -m slow                                   # the tests that take longest, which the line above leaves out
 pytest -n 0 tests/test_properties.py -k diloco   # what every strategy must do, for some strategies
 pytest -n 0 vecgym/strategy/diloco.py            # the examples of one module
 pytest benchmarks; .ci/notebooks                 # every benchmark, shortened, and every notebook
