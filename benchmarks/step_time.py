@@ -44,6 +44,7 @@ TO_BIG = {"tiny": 1.25, "mlp": 1.1, "cnn": 1.1, "gpt": 1.1, "gpt256": 1.1}
 TO_FLOOR = {"mlp": 1.2}
 TO_BARE_STEP = 1.1
 BESIDE = 1.05
+FIT_BLOCKS = {"tiny": 6, "mlp": 6, "cnn": 3, "gpt": 3, "gpt256": 2}  # of H steps, the first of which is not measured
 
 Work = Callable[[], Mapping[str, float] | None]
 
@@ -210,10 +211,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     num_nodes, H = (min(workload.num_nodes, 4), 2) if args.quick else (workload.num_nodes, 20)
     counts = sorted({1, args.threads})
     engines = [(engine, count) for engine in ("vmap", "loop") for count in counts] if args.engines else []
-    turns = take_turns(
-        commands(name, num_nodes, H, H * (2 if args.quick else 6), engines), 0 if args.quick else args.seconds,
-        args.threads,
-    )  # fmt: skip
+    steps = H * (2 if args.quick else FIT_BLOCKS[name])
+    budget_s = 0 if args.quick else args.seconds
+    turns = take_turns(commands(name, num_nodes, H, steps, engines), budget_s, args.threads)
     assert not any(turns.info[plain]["vecgym"] for plain in ("loop", "big"))
     timed = [alternative for alternative in turns.info if alternative != "rates"]
     ms = {alternative: 1e3 * turns.median(alternative) for alternative in timed}

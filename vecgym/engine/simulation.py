@@ -117,7 +117,8 @@ class Simulation:
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
-        self._keys = [(seed, node) for node in self._node_ids] if keys is None else list(keys)
+        # Seeds and nodes, apart: a tuple of a thousand nodes is not made anew in every step.
+        self._keys = tuple(zip(*[(seed, node) for node in self._node_ids] if keys is None else keys))
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -248,7 +249,8 @@ class Simulation:
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
         mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
         mean = mean and not self.exact
-        seeds, node_ids = zip(*[self._keys[row] for row in rows])
+        everyone = len(rows) == self.num_local
+        seeds, node_ids = self._keys if everyone else ([values[row] for row in rows] for values in self._keys)
         local = self.engine.gradients(
             _per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=ctx.step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
