@@ -16,7 +16,7 @@ from vecgym.optim import kernels
 _ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 
-class _OfKernel(Optimizer):
+class KernelOptimizer(Optimizer):
     """An optimizer whose step is a kernel of vecgym.
 
     Attributes:
@@ -52,7 +52,7 @@ class _OfKernel(Optimizer):
         return loss
 
 
-class Lion(_OfKernel):
+class Lion(KernelOptimizer):
     """The sign of a momentum: c = b1 m + (1 - b1) g;  p <- p - lr (sign(c) + wd p);  m <- b2 m + (1 - b2) g.
 
     Chen et al. 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675, algorithm 2, with the defaults
@@ -84,7 +84,7 @@ class Lion(_OfKernel):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
 
 
-class _Adaptive(_OfKernel):
+class AdaptiveOptimizer(KernelOptimizer):
     """The optimizers of arXiv 2003.00295, which differ in their second moment."""
 
     _slots, _pairs = {"momentum": kernels.zero, "second_moment": kernels.tau_squared}, kernels.BETAS
@@ -98,7 +98,7 @@ class _Adaptive(_OfKernel):
         super().__init__(params, lr=lr, betas=betas, tau=tau)
 
 
-class FedAdam(_Adaptive):
+class FedAdam(AdaptiveOptimizer):
     """A server's Adam: m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  p <- p - lr m / (sqrt(v) + tau).
 
     From v = tau^2, and without bias correction. With g = theta - mean_i theta_i it is the server's step in
@@ -116,7 +116,7 @@ class FedAdam(_Adaptive):
     _kernel = kernels.adaptive(kernels.adam_moment)
 
 
-class FedYogi(_Adaptive):
+class FedYogi(AdaptiveOptimizer):
     """As `FedAdam`, with v <- v - (1 - b2) g^2 sign(v - g^2), which changes v by no more than g^2.
 
     >>> p = torch.nn.Parameter(torch.zeros(1))
@@ -129,7 +129,7 @@ class FedYogi(_Adaptive):
     _kernel = kernels.adaptive(kernels.yogi_moment)
 
 
-class FedAdagrad(_Adaptive):
+class FedAdagrad(AdaptiveOptimizer):
     """As `FedAdam`, with v <- v + g^2; b2 has no effect.
 
     >>> p = torch.nn.Parameter(torch.zeros(1))
@@ -142,7 +142,7 @@ class FedAdagrad(_Adaptive):
     _kernel = kernels.adaptive(kernels.adagrad_moment)
 
 
-class Muon(_OfKernel):
+class Muon(KernelOptimizer):
     """`torch.optim.Muon`, for versions of torch that do not have it: the same arguments, defaults and steps.
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
