@@ -15,13 +15,13 @@ from torch import nn
 from tests.test_clock import cases, random_compute, random_network
 from vecgym import OptimizedSchedule, Trainer, dry_run, optimize_schedule
 from vecgym.cli import main
-from vecgym.clock import Compute, Network, exchanges_within, price, required_bandwidth
+from vecgym.clock import Compute, Network, price, required_bandwidth
+from vecgym.clock.required import Schedules, spread
 from vecgym.clock.trace import bars
 from vecgym.clock.units import bits_per_second, seconds
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
 from vecgym.models import Line
-from vecgym.runs.optimize import spread
 from vecgym.strategy import DiLoCoStrategy
 
 SIZES = {f"layer{i}": 10**8 for i in range(4)}
@@ -124,7 +124,7 @@ def test_a_schedule_for_a_budget_of_seconds() -> None:
         )  # fmt: skip
 
     on: dict[str, Any] = {"network": Network("1 Mbit/s", "100 ms"), "compute": Compute(1.0)}
-    assert exchanges_within(10.9, Line(), strategy, num_nodes=2, max_steps=10, **on) == 4  # of 0.2 s
+    assert Schedules(Line(), strategy, 2, 10, **on).exchanges_within(10.9) == 4  # of 0.2 s
     found = optimized(10.9)
     assert found.schedule.sum() == 4
     assert price(dry_run(Line(), strategy(found.schedule), 2, 10), *on.values()).seconds <= 10.9

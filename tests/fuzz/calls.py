@@ -579,11 +579,6 @@ VALUES_OF |= {
         "per_node": lambda: price([[transfer()]], Network(1e9), Compute(0.4)).per_node,
     },
     "vecgym.clock.Timeline.plot": {"path": lambda: "run.png"},
-    "vecgym.clock.exchanges_within": {
-        **_NETWORK,
-        "budget_seconds": lambda: 10.0,
-        "strategy": lambda: lambda w: DiLoCoStrategy("sgd", lr=0.1, sync_weight=w),
-    },
     "vecgym.clock.price": {**_NETWORK, "transfers": lambda: [[transfer()]]},
     "vecgym.clock.required_bandwidth": {**_NETWORK, "transfers": lambda: [[transfer()]]},
     **{f"vecgym.optim.Fed{name}": {"params": lambda: Line().parameters()} for name in ("Adagrad", "Adam", "Yogi")},

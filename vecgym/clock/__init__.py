@@ -18,7 +18,7 @@ Timeline(10 steps of 4 nodes: 4.6 s, 87.0 % computing)
 from vecgym.clock.compute import Compute
 from vecgym.clock.dry import dry_run
 from vecgym.clock.network import Network
-from vecgym.clock.required import exchanges_within, required_bandwidth
+from vecgym.clock.required import required_bandwidth
 from vecgym.clock.timeline import PerNode, Timeline, price
 
-__all__ = ["Compute", "Network", "PerNode", "Timeline", "dry_run", "exchanges_within", "price", "required_bandwidth"]
+__all__ = ["Compute", "Network", "PerNode", "Timeline", "dry_run", "price", "required_bandwidth"]

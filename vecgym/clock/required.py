@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,68 +66,62 @@ def required_bandwidth(
     return high
 
 
-def exchanges_within(
-    budget_seconds: float,
-    model: nn.Module,
-    strategy: Callable[[Tensor], Strategy],
-    *,
-    num_nodes: int,
-    max_steps: int,
-    network: Network,
-    compute: Compute,
-) -> int:
-    """Return how many exchanges, evenly among the steps, a run of so many seconds has time for.
+@dataclass(frozen=True)
+class Schedules:
+    """The seconds of runs that differ only in when their nodes exchange: dry runs, priced on one network.
 
-    `vecgym.optimize_schedule(budget_seconds=...)` looks for the best schedule of that many.
-
-    Args:
-        budget_seconds: of the whole run.
+    Attributes:
         model, num_nodes, max_steps: as for `vecgym.dry_run`.
-        strategy: the weights `[T]` -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)`.
+        strategy: weights `[T]` or mixing matrices -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)`.
         network, compute: see `price`.
-
-    Raises:
-        ValueError: where there is no time for a single exchange.
 
     >>> from vecgym.models import Line
     >>> from vecgym.strategy import FedAvgStrategy
-    >>> exchanges_within(
-    ...     12.1, Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), num_nodes=2, max_steps=10,
+    >>> schedules = Schedules(
+    ...     Line(), lambda w: FedAvgStrategy("sgd", lr=0.1, sync_weight=w), num_nodes=2, max_steps=10,
     ...     network=Network(1e9, latency=0.25), compute=Compute(1.0),
-    ... )  # of half a second each
-    4
+    ... )  # an exchange takes half a second
+    >>> round(schedules.seconds(spread(10, 2)), 6), schedules.exchanges_within(12.1)
+    (11.0, 4)
     """
-    budget = check.number("budget_seconds", budget_seconds, "(0, inf)", "of the whole run")
-    max_steps = check.integer("max_steps", max_steps)
-    if not callable(strategy):
-        raise TypeError(f"strategy is {check.kind_of(strategy)}; give a function of the weights.")
 
-    def run_seconds(count: int) -> float:
-        weights = torch.zeros(max_steps, dtype=torch.float64)
-        weights[[(i + 1) * max_steps // count - 1 for i in range(count)]] = 1.0
-        return schedule_seconds(weights, model, strategy, num_nodes, max_steps, network, compute)
+    model: nn.Module
+    strategy: Callable[[Tensor], Strategy]
+    num_nodes: int
+    max_steps: int
+    network: Network
+    compute: Compute
 
-    low, high = 0, max_steps + 1  # there is time for `low` exchanges, not for `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if run_seconds(middle) <= budget else (low, middle)
-    if low == 0:
-        raise ValueError(
-            f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one takes "
-            f"{run_seconds(1):.4g} s."
-        )
-    return low
+    def seconds(self, weights: Tensor) -> float:
+        """Return the seconds of the run with these weights."""
+        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps)
+        return float(price(ledger, self.network, self.compute).seconds)
+
+    def exchanges_within(self, budget_seconds: float) -> int:
+        """Return how many exchanges, spread evenly over the steps, there is time for.
+
+        Raises:
+            ValueError: where there is no time for a single one.
+        """
+        low, high = 0, self.max_steps + 1  # there is time for `low` exchanges, not for `high`
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.seconds(spread(self.max_steps, middle)) <= budget_seconds
+            low, high = (middle, high) if fits else (low, middle)
+        if low == 0:
+            raise ValueError(
+                f"budget_seconds={budget_seconds!r} leaves no time for an exchange: a run with one takes "
+                f"{self.seconds(spread(self.max_steps, 1)):.4g} s."
+            )
+        return low
 
 
-def schedule_seconds(
-    weights: Tensor,
-    model: nn.Module,
-    strategy: Callable[[Tensor], Strategy],
-    num_nodes: int,
-    max_steps: int,
-    network: Network,
-    compute: Compute,
-) -> float:
-    """Return the seconds of a run with these weights, or matrices; the arguments are `exchanges_within`'s."""
-    ledger = dry_run(model, strategy(weights), num_nodes, max_steps)
-    return float(price(ledger, network, compute).seconds)
+def spread(num_steps: int, count: int) -> Tensor:
+    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides.
+
+    >>> spread(6, 3).tolist()
+    [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    """
+    schedule = torch.zeros(num_steps, dtype=torch.float64)
+    schedule[[(i + 1) * num_steps // count - 1 for i in range(count)]] = 1.0
+    return schedule

@@ -1,4 +1,4 @@
-"""The protocol of a backend, a way to compute the losses and gradients of stacked nodes: `vmap` and `loop` are two."""
+"""The protocol of a backend, a way to compute losses and gradients of stacked nodes: `vmap`, `loop`, `compiled`."""
 
 from __future__ import annotations
 

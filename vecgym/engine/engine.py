@@ -3,7 +3,8 @@
 A backend runs the L nodes of this process on the same stacked state; the results are equal up to rounding:
 
 - `vmap`: all nodes in one vectorised call (or in chunks of `chunk_size` nodes, to bound memory);
-- `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster.
+- `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster;
+- `compiled`: that of `vmap`, compiled, where `compile=True` asks for it and the model can be.
 
 Either way the nodes can be spread over CPU threads, `node_threads` of them, each of which then uses one thread
 inside its operations. Which way is taken is a `Plan`.

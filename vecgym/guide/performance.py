@@ -7,7 +7,8 @@ scripts in `benchmarks/` measure your own machine.
 
 Milliseconds per training step of all K nodes with DiLoCo (H=20, AdamW), 2 threads, medians of interleaved runs. *loop*
 is what one would write instead: K plain modules with fused AdamW, one after the other. *big* is one model on all K
-batches at once, the lower bound for AllReduce (`python benchmarks/step_time.py`).
+batches at once, the lower bound for AllReduce. All shared one process, in which vecgym's threads slow the loop down, so
+the ratios flatter vecgym; `python benchmarks/step_time.py` now gives each a process of its own.
 
 | workload | K | loop | vecgym | faster | big | AllReduce |
 |---|--:|--:|--:|--:|--:|--:|

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.clock.required import exchanges_within, schedule_seconds
+from vecgym.clock.required import Schedules, spread
 from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
 from vecgym.core.options import function_of
@@ -99,15 +99,19 @@ class _Problem:
         return float(self.outcome(weights, data).loss)
 
     def affords(self, schedule: Tensor) -> bool:
-        """Say whether the budget of seconds allows a schedule: exchanges that come close together may take longer."""
+        """Say whether the budget of seconds allows a schedule; where nodes differ, it matters when they meet."""
         budget = self.options.budget_seconds
-        return budget is None or schedule_seconds(schedule, **self.priced) <= budget
+        return budget is None or self.schedules.seconds(schedule) <= budget
 
     @property
-    def priced(self) -> dict[str, Any]:
-        """What the seconds of a schedule depend on."""
-        names = ("model", "strategy", "num_nodes", "network", "compute")
-        return {**{name: vars(self.options)[name] for name in names}, "max_steps": len(self.steps)}
+    def schedules(self) -> Schedules:
+        """What schedules cost on the network given with a budget of seconds."""
+        options = self.options
+        assert options.network is not None
+        assert options.compute is not None
+        return Schedules(
+            options.model, options.strategy, options.num_nodes, len(self.steps), options.network, options.compute
+        )
 
     def slope(self, z: Tensor, weights: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
         """Return the loss of the weights of z, and its gradient with respect to z."""
@@ -195,7 +199,7 @@ def _affordable(problem: _Problem, num_steps: int) -> int:
             "budget."
         )
     if budget_seconds is not None:
-        return exchanges_within(budget_seconds, **problem.priced)
+        return problem.schedules.exchanges_within(budget_seconds)
     if H is not None:
         if num_steps < H:
             raise ValueError(f"H={H!r} must be an integer from 1 to the number of steps, {num_steps}.")
@@ -214,17 +218,6 @@ def _affordable(problem: _Problem, num_steps: int) -> int:
             + (f", besides {float(none.sum()):,.0f} that are sent anyhow." if float(none.sum()) else ".")
         )
     return min(count, num_steps)
-
-
-def spread(num_steps: int, count: int) -> Tensor:
-    """Spread `count` exchanges evenly over the steps, the last at the end: every H steps if H divides.
-
-    >>> spread(6, 3).tolist()
-    [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    """
-    schedule = torch.zeros(num_steps, dtype=torch.float64)
-    schedule[[(i + 1) * num_steps // count - 1 for i in range(count)]] = 1.0
-    return schedule
 
 
 def largest(weights: Tensor, count: int) -> Tensor:
@@ -274,7 +267,7 @@ def _optimized_mixing(problem: _Problem, start: Tensor) -> tuple[Tensor, Tensor,
             "fewer links, or mix less often."
         )
     if not problem.affords(start):
-        taken = schedule_seconds(start, **problem.priced)
+        taken = problem.schedules.seconds(start)
         raise ValueError(
             f"mixing takes {taken:.4g} s, more than budget_seconds={problem.options.budget_seconds!r}: begin with a "
             "matrix of fewer links, or mix less often."
