@@ -50,7 +50,9 @@ class _Opened(NamedTuple):
         """Return tensor i with the node dimension first, `[L, *]`."""
         x, dim = self.tensors[i], self.dims[i]
         assert x is not None
-        return x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if dim is None:
+            return x.expand(self.size, *x.shape)
+        return x.movedim(dim, 0) if dim else x
 
     def close(self, out: Tensor) -> Tensor:
         """Return `[L, *]` as a result inside vmap."""

@@ -28,7 +28,8 @@ class Vmap:
         leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
         with self.model.seeded(part.keys.of(0)):
             losses = self._losses(leaves, {}, part, thread)
-            grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+            ones = torch.ones_like(losses)
+            grads = torch.autograd.grad(losses, list(leaves.values()), ones, materialize_grads=True)
         return Local(dict(zip(leaves, grads)), losses.detach(), part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
