@@ -357,9 +357,9 @@ def test_an_executor_returns_futures() -> None:
 class Marked(TensorDataset):
     """Does something in the worker that is the `on`-th to begin with it, and notes who began, in a folder."""
 
-    def __init__(self, folder: pathlib.Path, do: Callable[[], None], on: int = 1) -> None:
+    def __init__(self, folder: pathlib.Path, do: Callable[[int], None], on: int | None = 1) -> None:
         super().__init__(*data().tensors)
-        self.folder, self.do, self.on = folder, do, on
+        self.folder, self.do, self.on, self.parent = folder, do, on, os.getpid()
 
     def __len__(self) -> int:
         return 60
@@ -369,8 +369,8 @@ class Marked(TensorDataset):
             self.reading = os.getpid()
             begun = self.begun() + 1
             (self.folder / f"{begun}-{os.getpid()}-{time.time_ns()}").touch()
-            if begun == self.on:
-                self.do()
+            if self.on in (begun, None):
+                self.do(self.parent)
         return [tuple(x[i] for x in self.tensors) for i in indices]
 
     @property
@@ -392,15 +392,16 @@ class Refused(Exception):
         super().__init__(f"{a} is not {b}")
 
 
-def fail() -> None:
+def fail(parent: int) -> None:
     raise KeyError("no such example")
 
 
-def refuse() -> None:
+def refuse(parent: int) -> None:
     raise Refused(1, 2)
 
 
-def die() -> None:
+def die(parent: int) -> None:
+    time.sleep(1)  # what was done before has arrived: Dask does it again otherwise
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -473,19 +474,16 @@ def test_a_closed_executor() -> None:
 # ------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
-def interrupt_parent() -> None:
-    os.kill(PARENT, signal.SIGINT)
+def interrupt(parent: int) -> None:
+    os.kill(parent, signal.SIGINT)
     time.sleep(0.3)
-
-
-PARENT = os.getpid()  # of workers that are forked
 
 
 def test_ctrl_c_saves_what_there_is_and_resumes(pool: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
     """Stacks under way end after their step, those that have not begun are not trained, and nothing is done twice."""
     (tmp_path / "begun").mkdir()
     file, steps = tmp_path / "sweep.pt", {"max_steps": 4000, "val_interval": None, "chunk_configs": 2}
-    dataset = Marked(tmp_path / "begun", interrupt_parent, on=2)
+    dataset = Marked(tmp_path / "begun", interrupt, on=2)
     begin = time.monotonic()
     with pytest.warns(VecgymWarning, match=r"interrupted: SweepResult\(12 configurations"):
         first = run(pool, dataset, resume=file, **steps)
@@ -550,14 +548,16 @@ def test_ctrl_c_does_not_wait_for_workers_that_do_not_hear(monkeypatch: pytest.M
 
 def test_a_job_that_begins_after_the_sweep_has_ended_trains_nothing() -> None:
     """A pool takes jobs out of the queue before a worker is free, and these cannot be cancelled."""
-    lease = jobs.Lease(local=True)
-    seen, never = lease.watch(), jobs.Lease(local=False)
+    lease, elsewhere = jobs.Lease(), jobs.Lease()
+    seen = lease.watch()
     assert not seen()
     lease.end()
     assert lease.watch()()
-    never.process = -1  # another machine, which does not have the file
-    never.end()
-    assert not never.watch()()
+    time.sleep(1.1 * jobs.ASK_EVERY_S)
+    assert seen()
+    elsewhere.place = ("another machine", 0, 0)
+    elsewhere.end()
+    assert not elsewhere.watch()()
 
 
 SCRIPT = """
@@ -574,6 +574,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow  # a program that imports torch, and trains for some seconds
 def test_ctrl_c_in_a_terminal(tmp_path: pathlib.Path) -> None:
     """There every process of the group gets it, the workers too."""
     script = tmp_path / "script.py"
@@ -591,3 +592,66 @@ def test_ctrl_c_in_a_terminal(tmp_path: pathlib.Path) -> None:
     assert "interrupted" in out
     assert process.returncode == 0
     assert (tmp_path / "sweep.pt").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- Dask
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs="CRITICAL"
+    ) as made:
+        made.wait_for_workers(2)
+        yield made
+
+
+@pytest.fixture
+def executor_of_dask(cluster: Any) -> Iterator[Executor]:
+    with cluster.get_client() as client:
+        yield client.get_executor()
+
+
+@pytest.mark.slow  # a cluster starts
+class TestDask:
+    def test_the_same_rows_and_bits(self, executor_of_dask: Executor) -> None:
+        assert_same(run(executor_of_dask), run())
+
+    def test_lambdas_are_sent(self, executor_of_dask: Executor) -> None:
+        settings: dict[str, Any] = {"grid": {"factor": [0.5, 1.0]}, "strategy": scheduled}
+        assert_same(run(executor_of_dask, **settings), run(**settings))
+
+    @pytest.mark.parametrize("allowed_failures", [3, 0])
+    def test_the_stack_of_a_killed_worker_runs_again_elsewhere_once(
+        self, cluster: Any, executor_of_dask: Executor, allowed_failures: int, tmp_path: pathlib.Path
+    ) -> None:
+        """With 3, the default, Dask itself sends it to another worker; with 0 it is a KilledWorker here."""
+        cluster.scheduler.allowed_failures = allowed_failures
+        dataset = Marked(tmp_path, die, on=2)
+        assert_same(run(executor_of_dask, dataset), run())
+        begun = sorted(path.name.split("-") for path in tmp_path.iterdir())
+        assert [number for number, *_ in begun] == ["1", "2", "3", "4", "5"], "4 stacks, one of which began twice"
+        died = begun[1][1]
+        assert died not in {process for number, process, _ in begun if int(number) > 2}
+
+    def test_a_worker_that_dies_every_time(
+        self, cluster: Any, executor_of_dask: Executor, tmp_path: pathlib.Path
+    ) -> None:
+        cluster.scheduler.allowed_failures = 0
+        with pytest.raises(RuntimeError, match=r"ClientExecutor has lost .* also when sent again, .*KilledWorker"):
+            run(executor_of_dask, Marked(tmp_path, die, on=None), chunk_configs=12)
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_an_error_of_the_user(self, executor_of_dask: Executor, tmp_path: pathlib.Path) -> None:
+        with pytest.raises(KeyError, match="no such example"):
+            run(executor_of_dask, Marked(tmp_path, fail))
+
+    def test_ctrl_c(self, cluster: Any, executor_of_dask: Executor, tmp_path: pathlib.Path) -> None:
+        """Workers on this machine see that the sweep has ended."""
+        begin = time.monotonic()
+        with pytest.warns(VecgymWarning, match=r"interrupted: SweepResult"):
+            result = run(executor_of_dask, Marked(tmp_path, interrupt), max_steps=20_000, val_interval=None)
+        assert time.monotonic() - begin < 60
+        assert {row["status"] for row in result.rows} == {"interrupted", "pending"}
+        assert executor_of_dask.submit(int).result(30) == 0

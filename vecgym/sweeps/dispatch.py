@@ -57,7 +57,7 @@ class Dispatch:
         self.stopped = False
         self._told: set[str] = set()
         _check(options, [config for work in works for config in work.configs])
-        self.lease = Lease(isinstance(self.executor, ProcessPoolExecutor))
+        self.lease = Lease()
         try:
             shared = self._as_sent(shared_parts(options), "the data or the options")
             jobs = [Job(shared, self._as_sent(sent(work), "a model or a strategy"), self.lease) for work in works]
@@ -109,6 +109,8 @@ class Dispatch:
         if not self.waiting:
             return
         self.stopped = True
+        if not any(future.running() for future in self.waiting):  # Dask does not say what has begun
+            self._await(GRACE_S, all_of_them=True)
         for future in list(self.waiting):
             if future.cancel():
                 del self.waiting[future]

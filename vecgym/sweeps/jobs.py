@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import platform
 import tempfile
 import threading
 import time
@@ -57,7 +58,8 @@ class Job:
             curves: dict[int, Curve] = {}
             found: dict[str, Any] = {"curves": {}, "partial": None, "error": None, "messages": messages}
             try:
-                found["partial"] = self._train(ended, curves)
+                if not ended():
+                    found["partial"] = self._train(ended, curves)
             except Exception as error:
                 found["error"] = _sendable(error), traceback.format_exc()
             found["curves"] = {index: curve.state() for index, curve in curves.items()}
@@ -69,8 +71,6 @@ class Job:
         data = Data(options)  # made here: a `Data` holds batches
         configs = [replace(config, data=data) for config in work.configs]
         with _as_in(settings), torch.enable_grad(), interrupts() as interrupted:
-            if ended():
-                return work.partial
             engine = prepared_engine(configs, options)
             try:
                 stack = Stack(replace(work, configs=configs), options, engine, curves)
@@ -106,23 +106,24 @@ def outcome(returned: bytes) -> dict[str, Any]:
 class Lease:
     """A file that is there as long as the sweep goes on: a job that can see it stops soon after the sweep.
 
-    Args:
-        local: whether all jobs run where the file is. Others stop with it only if they have seen it.
+    One that begins where the file cannot be seen, on another machine say, does not stop with the sweep.
     """
 
-    def __init__(self, local: bool) -> None:
+    def __init__(self) -> None:
         handle, name = tempfile.mkstemp(prefix="vecgym-sweep-")
         os.close(handle)
-        self.path, self.local, self.process = Path(name), local, os.getpid()
+        self.path = Path(name)
+        self.place = _place(self.path.parent)
 
     def end(self) -> None:
+        """End the sweep for all jobs."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
     def watch(self) -> Callable[[], bool]:
         """Return a function that says whether the sweep has ended; it looks a few times per second."""
-        seen = self.local or os.getpid() == self.process or self.path.exists()
-        asked, ended = -ASK_EVERY_S, False
+        seen = self.path.exists() or self.place == _place(self.path.parent)
+        asked, ended = float("-inf"), False
 
         def look() -> bool:
             nonlocal asked, ended
@@ -131,6 +132,15 @@ class Lease:
             return ended
 
         return look
+
+
+def _place(folder: Path) -> tuple[str, int, int] | None:
+    """Return what tells a folder from all others, also from those of containers on this machine; None: not there."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return platform.node(), found.st_dev, found.st_ino
 
 
 # ------------------------------------------------------------------------------------- what bits and messages depend on
