@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import multiprocessing
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import vecgym
+import vecgym.guide.sweeps
 from tests.models import make_data, make_model
 from vecgym import SweepResult, VecgymWarning, sweep
 from vecgym.clock import Compute, Network
@@ -592,6 +596,50 @@ def test_ctrl_c_in_a_terminal(tmp_path: pathlib.Path) -> None:
     assert "interrupted" in out
     assert process.returncode == 0
     assert (tmp_path / "sweep.pt").exists()
+
+
+# -------------------------------------------------------------------------------------------------- the guide's own
+
+
+def test_the_executors_of_the_guide() -> None:
+    """Its classes for submitit and Ray, with stand-ins that have the parts of their interfaces that these use."""
+    done: dict[str, Any] = {}
+
+    class AutoExecutor:
+        def __init__(self, folder: str) -> None:
+            done["folder"] = folder
+
+        def update_parameters(self, **parameters: Any) -> None:
+            done.update(parameters)
+
+        def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+            return types.SimpleNamespace(result=lambda: fn(*args, **kwargs))
+
+    class Remote:
+        def __init__(self, fn: Any) -> None:
+            self.fn = fn
+
+        def options(self, **options: Any) -> Remote:
+            done.update(options)
+            return self
+
+        def remote(self, *args: Any) -> Any:
+            return types.SimpleNamespace(future=lambda: Inline().submit(self.fn, *args))
+
+    names: dict[str, Any] = {
+        "submitit": types.SimpleNamespace(AutoExecutor=AutoExecutor), "ray": types.SimpleNamespace(remote=Remote),
+        "ThreadPoolExecutor": ThreadPoolExecutor, "concurrent": concurrent,
+    }  # fmt: skip
+    text = vecgym.guide.sweeps.__doc__ or ""
+    for name in ("Slurm", "Ray"):
+        block = re.search(rf"^    class {name}\(.*?\n\n    (?=with|ray)", text, re.MULTILINE | re.DOTALL)
+        assert block is not None
+        exec(textwrap.dedent(block[0].rstrip()), names)
+    expected = run()
+    with names["Slurm"]("logs", slurm_partition="gpu") as executor:
+        assert_same(run(executor), expected)
+    assert_same(run(names["Ray"](num_cpus=1)), expected)
+    assert done == {"folder": "logs", "slurm_partition": "gpu", "num_cpus": 1}
 
 
 # --------------------------------------------------------------------------------------------------------------- Dask

@@ -13,6 +13,7 @@ from vecgym.core.errors import warn
 from vecgym.engine import hooks
 from vecgym.records.rows import counted, label
 from vecgym.runs.multiprocess import check_importable
+from vecgym.runs.options import resolve_device
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import PARTIAL
 from vecgym.sweeps.jobs import Job, Lease, outcome, packed, sent, shared_parts
@@ -187,7 +188,7 @@ def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
     if context is None or context.get_start_method() != "fork":
         strategies = [config.strategy for config in configs]
         check_importable(*models, *strategies, options.train_dataset, options.val_dataset)
-    elif torch.get_num_threads() > 1 or options.device.type != "cpu":
+    elif torch.get_num_threads() > 1 or resolve_device(options.device).type != "cpu":
         raise ValueError(
             "the workers of this ProcessPoolExecutor are forked, which neither OpenMP's threads nor a GPU's driver "
             f"survive; here torch has {counted(torch.get_num_threads(), 'thread')}, on {options.device}. Fix: "

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from vecgym.core.errors import VecgymWarning
 from vecgym.runs.interrupts import interrupts
@@ -82,15 +83,14 @@ class Job:
 
 def shared_parts(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:
     """Return what all jobs of a sweep carry."""
-    bare = replace(
-        options, model=None, strategy=None, grid={}, resume=None, executor=None, network=None, compute=None
-    )  # fmt: skip
+    nothing = dict.fromkeys(("strategy", "resume", "executor", "network", "compute"))
+    bare = replace(options, model=nn.Module(), grid={}, **nothing)
     return bare, {name: get() for name, (get, _) in SETTINGS.items()}
 
 
 def sent(work: Work) -> Work:
     """Return what a job carries of its configurations: not their points, nor the batches that they share here."""
-    return replace(work, configs=[replace(config, point={}, data=None) for config in work.configs])
+    return replace(work, configs=[replace(config, point={}, data=cast(Any, None)) for config in work.configs])
 
 
 def outcome(returned: bytes) -> dict[str, Any]:
