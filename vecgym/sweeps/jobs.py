@@ -71,20 +71,23 @@ class Job:
         work: Work = _unpacked(self.work)
         data = Data(options)  # made here: a `Data` holds batches
         configs = [replace(config, data=data) for config in work.configs]
-        with _as_in(settings), torch.enable_grad(), interrupts() as interrupted:
-            engine = prepared_engine(configs, options)
-            try:
-                stack = Stack(replace(work, configs=configs), options, engine, curves)
-                stack.train(lambda: interrupted or ended())
-            finally:
-                engine.close()
+        with (
+            _as_in(settings), torch.enable_grad(), interrupts() as interrupted,
+            contextlib.closing(prepared_engine(configs, options)) as engine,
+        ):  # fmt: skip
+            stack = Stack(replace(work, configs=configs), options, engine, curves)
+            with contextlib.closing(stack):
+                for _ in stack.steps():
+                    if interrupted or ended():
+                        break
+            stack.end()
         return stack.partial
 
 
 def shared_parts(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:
     """Return what all jobs of a sweep carry."""
-    nothing = dict.fromkeys(("strategy", "resume", "executor", "network", "compute"))
-    bare = replace(options, model=nn.Module(), grid={}, **nothing)
+    bare = replace(options, model=nn.Module(), strategy=None, grid={}, resume=None, executor=None, network=None,
+                   compute=None)  # fmt: skip
     return bare, {name: get() for name, (get, _) in SETTINGS.items()}
 
 

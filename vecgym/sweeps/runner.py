@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -88,18 +89,19 @@ class Runner:
 
     def _train(self, work: Work, interrupted: list[int], save: Callable[[], None], bar: tqdm) -> None:
         """Train a stack here."""
-        saved = time.perf_counter()
-
-        def between(stack: Stack) -> None:
-            nonlocal saved
-            if time.perf_counter() - saved > SAVE_INTERVAL_S:
-                stack.keep()
-                self._leave(work, stack.partial)
-                save()
-                saved = time.perf_counter()
-
         stack = Stack(work, self.options, self._engine(work.configs), self.curves)
-        stack.train(lambda: interrupted, bar.update, between)
+        saved = time.perf_counter()
+        with contextlib.closing(stack):
+            for done in stack.steps():
+                bar.update(done)
+                if interrupted:
+                    break
+                if time.perf_counter() - saved > SAVE_INTERVAL_S:
+                    stack.keep()
+                    self._leave(work, stack.partial)
+                    save()
+                    saved = time.perf_counter()
+        stack.end()
         self._leave(work, stack.partial)
 
     def _dispatch(self, works: list[Work], interrupted: list[int], save: Callable[[], None], bar: tqdm) -> bool:

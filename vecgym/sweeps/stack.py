@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,24 +59,29 @@ class Stack:
             chunk.keep([chunk.begun.index(i) for i in work.partial["left"]])
             chunk.load(work.partial["state"], [work.curves[i] for i in work.partial["left"]])
 
-    def train(
-        self,
-        stopped: Callable[[], object],
-        advance: Callable[[int], object] = lambda steps: None,
-        between: Callable[[Stack], None] = lambda stack: None,
-    ) -> None:
-        """Train to the end, or until no configuration is left, or until it is stopped.
+    def steps(self) -> Iterator[int]:
+        """Train, and yield after each step how many steps of all configurations are done, or need not be done.
 
-        Args:
-            stopped: asked after each step.
-            advance: called with the number of steps that are done, or need not be done, of all configurations together.
-            between: called between two steps.
+        It ends after the last step, or when no configuration is left. Then comes `end`, and `close` whatever happens.
         """
+        chunk, interval = self.chunk, self.options.val_interval
+        all_batches = chunk.batches()
+        if chunk.state.step == 0:
+            chunk.evaluate()
+        for batches in all_batches:
+            step, count = chunk.state.step + 1, len(chunk.configs)
+            evaluated = step == chunk.num_steps or (interval is not None and step % interval == 0)
+            diverged = chunk.step(batches, evaluated)
+            self._end_diverged(diverged)
+            if chunk.configs and evaluated:
+                chunk.evaluate()
+            yield count + len(diverged) * (chunk.num_steps - step)
+            if not chunk.configs:
+                return
+
+    def end(self) -> None:
+        """Record the configurations that are left: finished, or interrupted."""
         chunk = self.chunk
-        try:
-            self._steps(stopped, advance, between)
-        finally:
-            chunk.simulation.close()
         if chunk.configs and chunk.state.step < chunk.num_steps:
             self.keep()
             return
@@ -84,32 +89,15 @@ class Stack:
             self.curves[config.index] = chunk.curve(c, FINISHED, self.options.keep_models)
         self.partial = None
 
-    def _steps(
-        self, stopped: Callable[[], object], advance: Callable[[int], object], between: Callable[[Stack], None]
-    ) -> None:
-        chunk, interval = self.chunk, self.options.val_interval
-        all_batches = chunk.batches()
-        if chunk.state.step == 0:
-            chunk.evaluate()
-        for batches in all_batches:
-            step = chunk.state.step + 1
-            evaluated = step == chunk.num_steps or (interval is not None and step % interval == 0)
-            advance(len(chunk.configs))
-            self._end_diverged(chunk.step(batches, evaluated), advance)
-            if not chunk.configs:
-                break
-            if evaluated:
-                chunk.evaluate()
-            if stopped():
-                break
-            between(self)
+    def close(self) -> None:
+        """End the threads of engine and strategies."""
+        self.chunk.simulation.close()
 
-    def _end_diverged(self, diverged: list[int], advance: Callable[[int], object]) -> None:
+    def _end_diverged(self, diverged: list[int]) -> None:
         """End the configurations that have diverged, and continue with the others."""
         chunk = self.chunk
         for c in diverged:
             self.curves[chunk.configs[c].index] = chunk.curve(c, DIVERGED)
-            advance(chunk.num_steps - chunk.state.step)
         if diverged:
             chunk.keep([c for c in range(len(chunk.configs)) if c not in diverged])
 
