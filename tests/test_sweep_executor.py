@@ -235,6 +235,42 @@ def test_threads_take_turns(workers: int) -> None:
         assert_same(run(threads, **settings), run(**settings))
 
 
+class Crowded(nn.Module):
+    """Counts who is in its forward pass at the same time."""
+
+    inside: list[int] = [0, 0]  # noqa: RUF012 - now, and at most
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_model("MLP", dtype=F64)
+
+    def forward(self, batch: Any) -> Tensor:
+        Crowded.inside[0] += 1
+        Crowded.inside[1] = max(Crowded.inside)
+        time.sleep(0.001)
+        Crowded.inside[0] -= 1
+        return self.net(batch)
+
+
+def test_jobs_in_one_process_are_never_under_way_together() -> None:
+    with ThreadPoolExecutor(3) as threads:
+        run(threads, model=Crowded(), engine="loop")
+    assert Crowded.inside == [0, 1]
+
+
+def test_the_file_is_written_whenever_a_stack_ends(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = runfile.write
+
+    def counted(path: Any, contents: Any) -> None:
+        written.append(len(contents["sweep"]["curves"]))
+        write(path, contents)
+
+    monkeypatch.setattr(runfile, "write", counted)
+    run(Inline(), resume=tmp_path / "sweep.pt")
+    assert written == [3, 6, 9, 12, 12]
+
+
 def test_no_option_of_a_dry_run_reaches_the_executor() -> None:
     executor = Inline()
     assert run(executor, dry_run=True).num_pending == 12
