@@ -131,6 +131,18 @@ def test_backends(tmp_path: Path) -> None:
     assert "spawn" in result["start_up_s"]
 
 
+def test_torchrun(tmp_path: Path) -> None:
+    table, result = run_quick("torchrun.py", tmp_path)
+    assert "| strategy | processes | ms / step | CPU ms / step | stacked / this | MB / step |" in table
+    assert "tiny, K = 4, load by others" in table
+    rows = result["rows"]
+    assert list(rows) == [f"{kind} {W}" for kind in ("allreduce", "diloco") for W in ("stacked", "2")]
+    assert all(row["ms"] > 0 and row["cpu_ms"] > 0 for row in rows.values())
+    # A float for each of 610 parameters, at every step, or once in 20.
+    assert rows["allreduce 2"]["bytes"] == 4 * 610
+    assert rows["diloco 2"]["bytes"] == 4 * 610 / 20
+
+
 def test_sweep(tmp_path: Path) -> None:
     table, result = run_quick("sweep.py", tmp_path, "--cases", "tiny", "tiny allreduce")
     assert "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap |" in table

@@ -31,14 +31,16 @@ BUSY = 0.1  # of a core: more than this for others, in the median of the blocks,
 def serve(work: Callable[[], Mapping[str, float] | None], **info: Any) -> None:
     """In a process of its own: print `info`, then call `work` for each line that is read, and print what it took.
 
-    `work` may return figures of its own, "seconds" among them or not; what it does not say is measured here.
+    `work` may return figures of its own, "seconds" and "cpu" among them or not (that of several processes, say); what
+    it does not say is measured here.
     """
     print(json.dumps({**info, "vecgym": "vecgym" in sys.modules}), flush=True)
     for _ in sys.stdin:
         start, cpu = time.perf_counter(), time.process_time()
         figures = dict(work() or {})
         wall = time.perf_counter() - start
-        print(json.dumps({"seconds": wall, **figures, "cpu": time.process_time() - cpu, "wall": wall}), flush=True)
+        measured = {"seconds": wall, "cpu": time.process_time() - cpu}
+        print(json.dumps({**measured, **figures, "wall": wall}), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- the parent

@@ -5,7 +5,7 @@ Read a page with `help(vecgym.guide.sweeps)`, or render all of them and the API 
 Use:
 
 - `vecgym.guide.strategies`: all strategies, composing modules, optimizers
-- `vecgym.guide.sweeps`: grids, random search, resuming
+- `vecgym.guide.sweeps`: grids, random search, resuming, executors
 - `vecgym.guide.gradients`: rollouts, meta-gradients, optimized schedules
 - `vecgym.guide.clock`: how long a run takes on your network; dry runs
 - `vecgym.guide.processes`: `torch.distributed`, 8 GPUs, several machines, `verify`

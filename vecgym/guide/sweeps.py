@@ -69,6 +69,105 @@ whether they keep one copy of the parameters for all nodes, as AllReduce does. `
 program that is too large for memory, or larger than pays off, is cut into several (`chunk_configs`,
 `max_memory_bytes`).
 
+## Several processes, several machines
+
+The stacks of a sweep are independent jobs. `executor=` takes any `concurrent.futures.Executor` and has its workers train
+them, one stack at a time each. Rows, order, bits, errors, Ctrl-C and `resume` are those of the sweep in one process;
+the progress bar advances by whole stacks. vecgym starts no cluster, and does not shut the executor down.
+
+>>> from concurrent.futures import ProcessPoolExecutor
+>>> torch.set_num_threads(1)
+>>> settings = dict(strategy=lambda lr: DiLoCoStrategy("adamw", H=5, lr=lr), grid={"lr": [1e-3, 3e-3, 1e-2]})
+>>> settings |= dict(num_nodes=4, max_steps=10, chunk_configs=1, device="cpu", progress=False)
+>>> with ProcessPoolExecutor(2) as executor:
+...     result = vecgym.sweep(model, dataset, dataset, **settings, executor=executor)
+>>> result.num_pending, result.rows == vecgym.sweep(model, dataset, dataset, **settings).rows
+(0, True)
+
+**How many stacks** does not depend on the executor: `explain()` says how many there are, and `chunk_configs=` makes
+more of them, so that no worker is idle. Where several workers share a machine, give `max_memory_bytes=` too: the
+default is half of what is free where `sweep` is called, for each stack.
+
+**Threads.** Each worker computes with as many threads as the process that calls `sweep`, on which bits depend
+(`torch.set_num_threads`); also with its default dtype, matmul precision and deterministic algorithms. W workers on a
+machine of W cores want `torch.set_num_threads(1)` before the sweep. Jobs in threads of one process take turns. Bits are
+the same on processors of the same kind, and with the engines "auto", "vmap" and "loop"; "fastest" measures anew in
+each worker that does not remember.
+
+**What is sent** is what the functions of axes have made: models, strategies and settings, with the data, in every job. So
+`strategy=` and `model=` may be lambdas, and so may values of an axis. Models, data sets and functions within
+strategies must be found where the worker looks: for pickle, at the top of an installed module; Dask and Ray send local
+ones too. A large data set is best one that opens its files when it is first read, so that only the path is sent.
+`device=None` is the best one where `sweep` is called; each worker should see one GPU (`CUDA_VISIBLE_DEVICES`).
+
+**When workers die.** A stack whose worker was lost is sent again, once; then an error names its configurations. A
+`ProcessPoolExecutor` that has lost a worker takes no more jobs: start another one, and `resume=` continues. The file of
+`resume=` is written by the process that calls `sweep`, whenever a stack ends. When a job raises, or on Ctrl-C, nothing
+else begins, and stacks under way stop after their step, if they see this machine's folder for temporary files (`TMPDIR`
+may be one that all machines share); others are waited for for 10 seconds, and then left to themselves.
+
+### concurrent.futures
+
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as executor:
+        result = vecgym.sweep(model, dataset, strategy=..., grid=..., num_nodes=8, resume="sweep.pt", executor=executor)
+
+The script does this under `if __name__ == "__main__":`. Workers that are forked (the default on Linux before Python 3.14)
+start faster, but survive neither threads nor GPUs: with more than one thread, or on a GPU, they are refused.
+For Ctrl-C, add `initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)`: an idle worker dies of it
+otherwise, and takes the pool with it.
+
+### Dask
+
+    from distributed import Client
+    client = Client("scheduler:8786")  # or Client(LocalCluster(n_workers=8, threads_per_worker=1))
+    result = vecgym.sweep(..., executor=client.get_executor())
+
+`client.get_executor(resources={"GPU": 1})` and other options are Dask's. Dask itself runs what a dead worker was doing
+on another one, `distributed.scheduler.allowed-failures` times (3).
+
+### MPI
+
+    from mpi4py.futures import MPIPoolExecutor  # mpiexec -n 9 python -m mpi4py.futures script.py
+    if __name__ == "__main__":
+        with MPIPoolExecutor() as executor:
+            result = vecgym.sweep(..., executor=executor)
+
+### Slurm, by submitit
+
+submitit's executor has `submit`, but is no `concurrent.futures.Executor`, and its jobs are no `Future`s. A thread that
+waits for each of them makes them such:
+
+    class Slurm(ThreadPoolExecutor):  # max_workers: so many jobs are in the queue at a time
+        def __init__(self, folder, max_workers=100, **parameters):
+            super().__init__(max_workers)
+            self.inner = submitit.AutoExecutor(folder=folder)
+            self.inner.update_parameters(**parameters)
+
+        def submit(self, fn, /, *args, **kwargs):
+            return super().submit(lambda: self.inner.submit(fn, *args, **kwargs).result())
+
+    with Slurm("logs", slurm_partition="gpu", gpus_per_node=1, timeout_min=240) as executor:
+        result = vecgym.sweep(..., executor=executor, resume="sweep.pt")
+
+### Ray
+
+A remote function's reference has a `Future`:
+
+    class Ray(concurrent.futures.Executor):
+        def __init__(self, **options):  # such as num_cpus=1, num_gpus=0.5
+            self.call = ray.remote(lambda fn, args, kwargs: fn(*args, **kwargs))
+            self.call = self.call.options(**options) if options else self.call
+
+        def submit(self, fn, /, *args, **kwargs):
+            return self.call.remote(fn, args, kwargs).future()
+
+    ray.init()
+    result = vecgym.sweep(..., executor=Ray(num_cpus=1))
+
+One run that is too slow for one process is another matter: its nodes are spread over the processes of `torchrun`, see
+`vecgym.guide.processes`; `python benchmarks/torchrun.py` shows what that gains.
+
 ## When something goes wrong
 
 - A configuration whose loss becomes NaN is marked `diverged` and leaves the stack. The others continue.

@@ -47,6 +47,10 @@ class ElementwiseRule:
                     " (inplace=False gives the differentiable body)"
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made again when it is needed, and holds functions that cannot be pickled."""
+        return {**vars(self), "_groups_of": {}}
+
     def init(self, params: Tree) -> OptState:
         """Return the first state: `{"step": [1], slot: {name: [1 or L, *shape]}}`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,6 +15,15 @@ from vecgym.core.options import Options
 from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Training
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Uniform
+
+
+def _executor(name: str, value: Any) -> Executor | None:
+    if value is None or isinstance(value, Executor):
+        return value
+    raise TypeError(
+        f"{name} is {check.kind_of(value)}; give a concurrent.futures.Executor, such as ProcessPoolExecutor(4) or "
+        "Dask's client.get_executor(), or None. vecgym.guide.sweeps says how to make one of submitit's and of Ray."
+    )
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class SweepOptions(EngineOptions, Training, Swept):
         keep_models: keep each configuration's averaged model: `result.model(i)`.
         resume: a file in which results are kept (written whole, every minute and at the end of each stack); if it is
             there already, the sweep resumes from it.
+        executor: a `concurrent.futures.Executor`: its workers train the stacks, each by itself, to the same bits; None:
+            this process does. It is not shut down. See `vecgym.guide.sweeps` for what workers must have.
         dry_run: train nothing: look at `result.explain()`.
         network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
             each configuration takes; see `SweepResult.price`, which does so afterwards.
@@ -64,6 +76,7 @@ class SweepOptions(EngineOptions, Training, Swept):
     max_configs: Count = 10_000
     keep_models: Flag = False
     resume: str | os.PathLike[str] | None = None
+    executor: Annotated[Executor | None, _executor] = None
     dry_run: Flag = False
     network: Any = None
     compute: Any = None

@@ -1,0 +1,122 @@
+"""A stack of configurations under way: trained to its end, or until it is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vecgym.core import nodes
+from vecgym.engine import Engine, hooks
+from vecgym.sweeps.chunk import Chunk
+from vecgym.sweeps.configurations import Configuration
+from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, Curve
+from vecgym.sweeps.options import SweepOptions
+
+
+@dataclass
+class Work:
+    """What a stack has to do.
+
+    Attributes:
+        configs: those that it begins with, or began with.
+        partial: where it was left; None: it begins.
+        curves: index of a configuration -> what it had recorded when it was left.
+    """
+
+    configs: list[Configuration]
+    partial: dict[str, Any] | None = None
+    curves: dict[int, Curve] = field(default_factory=dict)
+
+    @property
+    def indices(self) -> list[int]:
+        """Those that are to be trained."""
+        return [config.index for config in self.configs] if self.partial is None else list(self.partial["left"])
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of all configurations, in the part that was done before."""
+        return 0 if self.partial is None else self.partial["state"]["step"] * len(self.partial["left"])
+
+
+class Stack:
+    """Configurations that are trained together, from the start or from where they were left.
+
+    Args:
+        work: what it has to do.
+        engine: prepared; see `prepared_engine`.
+        curves: index of a configuration -> what it has recorded: written here.
+
+    Attributes:
+        partial: where it was left, if it did not come to its end and can be continued.
+    """
+
+    def __init__(self, work: Work, options: SweepOptions, engine: Engine, curves: dict[int, Curve]) -> None:
+        self.options, self.curves = options, curves
+        self.chunk = chunk = Chunk(work.configs, engine)
+        self.partial = work.partial
+        if work.partial is not None:
+            chunk.keep([chunk.begun.index(i) for i in work.partial["left"]])
+            chunk.load(work.partial["state"], [work.curves[i] for i in work.partial["left"]])
+
+    def steps(self) -> Iterator[int]:
+        """Train, and yield after each step how many steps of all configurations are done, or need not be done.
+
+        It ends after the last step, or when no configuration is left. Then comes `end`, and `close` whatever happens.
+        """
+        chunk, interval = self.chunk, self.options.val_interval
+        all_batches = chunk.batches()
+        if chunk.state.step == 0:
+            chunk.evaluate()
+        for batches in all_batches:
+            step, count = chunk.state.step + 1, len(chunk.configs)
+            evaluated = step == chunk.num_steps or (interval is not None and step % interval == 0)
+            diverged = chunk.step(batches, evaluated)
+            self._end_diverged(diverged)
+            if chunk.configs and evaluated:
+                chunk.evaluate()
+            yield count + len(diverged) * (chunk.num_steps - step)
+            if not chunk.configs:
+                return
+
+    def end(self) -> None:
+        """Record the configurations that are left: finished, or interrupted."""
+        chunk = self.chunk
+        if chunk.configs and chunk.state.step < chunk.num_steps:
+            self.keep()
+            return
+        for c, config in enumerate(chunk.configs):
+            self.curves[config.index] = chunk.curve(c, FINISHED, self.options.keep_models)
+        self.partial = None
+
+    def close(self) -> None:
+        """End the threads of engine and strategies."""
+        self.chunk.simulation.close()
+
+    def _end_diverged(self, diverged: list[int]) -> None:
+        """End the configurations that have diverged, and continue with the others."""
+        chunk = self.chunk
+        for c in diverged:
+            self.curves[chunk.configs[c].index] = chunk.curve(c, DIVERGED)
+        if diverged:
+            chunk.keep([c for c in range(len(chunk.configs)) if c not in diverged])
+
+    def keep(self) -> None:
+        """Keep what has been done so far."""
+        chunk = self.chunk
+        for c, config in enumerate(chunk.configs):
+            self.curves[config.index] = chunk.curve(c, PARTIAL)
+        left = [config.index for config in chunk.configs]
+        partial = {"begun": chunk.begun, "left": left, "state": vars(chunk.state)}
+        self.partial = partial if chunk.can_be_saved else None
+
+
+def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:
+    """Return an engine for stacks of configurations like these, and of as many."""
+    model = hooks.copied(configs[0].model).to(options.device)
+    engine = Engine(
+        model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads,
+        compile=options.compile,
+    )  # fmt: skip
+    engine.prepare(nodes.join_rows([config.train.batch(0) for config in configs]))
+    return engine
