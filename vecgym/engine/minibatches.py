@@ -76,4 +76,6 @@ def by_batch_size(part: Part, limits: Sequence[int], compute: Compute, mean: boo
     def joined(*grads: Tensor) -> Tensor:
         return functools.reduce(torch.add, grads) if mean else torch.cat(grads)[placed(back, grads[0].device)]
 
-    return Local(tree.map(joined, *[local.grads for local in results]), losses[placed(back, losses.device)], part.buffers)
+    return Local(
+        tree.map(joined, *[local.grads for local in results]), losses[placed(back, losses.device)], part.buffers
+    )
