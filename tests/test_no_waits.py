@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from tests.fitting import STRATEGIES, alone, dataset, same
 from tests.models import make_batches, make_model

@@ -1,7 +1,8 @@
 """Which operations would wait for a device, counted on a machine that has none.
 
 What needs a device's value on the host (`.item()`, a branch, a shape that depends on values) waits until the device has
-caught up, and so does a copy to it that is not `non_blocking`; `x[[0, 1]]` and `torch.tensor(list, device=...)` make one.
+caught up, and so does a copy to it that is not `non_blocking`: `x[[0, 1]]` and `torch.tensor(list, device=...)` make
+one.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ class _Lists(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor):
-            if torch.device(kwargs.get("device") or "cpu").type == "meta":
-                self.waits.found.append(f"torch.{func.__name__} of a list")
+        makes = func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor)
+        if makes and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            self.waits.found.append(f"torch.{func.__name__} of a list")
         if func in (Tensor.__getitem__, Tensor.__setitem__) and self.waits.has(args[0]):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(part, list) for part in index):

@@ -59,4 +59,4 @@ def fetched(values: Any) -> Any:
     >>> fetched({"loss": torch.ones(2)})
     {'loss': tensor([1., 1.])}
     """
-    return tree.map_leaves(lambda x: x.to("cpu"), values)
+    return tree.map_leaves(lambda x: x if on_host(x) else x.to("cpu"), values)

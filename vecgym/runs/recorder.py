@@ -162,7 +162,8 @@ class Recorder:
         read = self._fetch() if due else []
         if self._bar is not None:
             advance(self._bar, row)
-        self._check(read)
+        if read:
+            self._check(read)
 
     def add(self, **values: Any) -> None:
         """Add columns to the current row; before the first step, to one of its own."""
@@ -198,23 +199,26 @@ class Recorder:
             self.history.append(row)
             self.loggers.log(row)
 
-    def _fetch(self) -> list[tuple[Row, Sequence[int]]]:
-        """Complete the rows without losses; return them with the nodes that trained."""
+    def _fetch(self) -> list[tuple[Row, Sequence[int] | None]]:
+        """Complete the rows without losses; return them with the nodes that trained, None: all."""
         losses = fetched([x for _, x, _ in self._unread])
         unread, self._unread = self._unread, []
         for (row, _, active), x in zip(unread, losses):
             add_losses(row, x, active)
-        return [(row, range(len(x)) if active is None else active) for row, x, active in unread]
+        return [(row, active) for row, _, active in unread]
 
-    def _check(self, read: Sequence[tuple[Row, Sequence[int]]]) -> None:
+    def _check(self, read: Sequence[tuple[Row, Sequence[int] | None]]) -> None:
         """Look for the first step that diverged."""
-        for row, trained in read:
-            if self.on_divergence != "ignore" and len(trained) and not math.isfinite(row["train_loss"]):
-                self._diverged(row, trained, told=read[-1][0]["step"])
+        for row, active in read:
+            if not math.isfinite(row["train_loss"]) and self.on_divergence != "ignore":
+                self._diverged(row, active, told=read[-1][0]["step"])
 
-    def _diverged(self, row: Row, trained: Sequence[int], told: int) -> None:
+    def _diverged(self, row: Row, active: Sequence[int] | None, told: int) -> None:
         step, losses = row["step"], row["train_losses"]
-        bad = [node for node in trained if not math.isfinite(losses[node])]
+        bad = [node for node in range(len(losses)) if active is None or node in active]
+        bad = [node for node in bad if not math.isfinite(losses[node])]
+        if not bad:  # nobody has trained
+            return
         error = DivergenceError(step - 1, bad, float(losses[bad[0]]), told if told > step else None)
         if self.on_divergence == "raise":
             raise error
