@@ -22,7 +22,7 @@ def on_host(x: Tensor) -> bool:
     >>> on_host(torch.ones(2)), on_host(torch.ones(2, device="meta"))
     (True, False)
     """
-    return x.device.type == "cpu"
+    return x.is_cpu
 
 
 def placed(x: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Tensor:

@@ -82,8 +82,8 @@ class StepRows:
     def _seen(self, size: int, metrics: Metrics) -> int:
         """Count the examples that all nodes together see in a step with batches of this size."""
         if self.limits is None:
-            return size * (len(metrics.losses) if metrics.active is None else len(metrics.active))
-        trained = range(len(metrics.losses)) if metrics.active is None else metrics.active
+            return size * (metrics.losses.shape[0] if metrics.active is None else len(metrics.active))
+        trained = range(metrics.losses.shape[0]) if metrics.active is None else metrics.active
         return sum(min(size, self.limits[node]) for node in trained)
 
 
@@ -201,7 +201,9 @@ class Recorder:
 
     def _fetch(self) -> list[tuple[Row, Sequence[int] | None]]:
         """Complete the rows without losses; return them with the nodes that trained, None: all."""
-        losses = fetched([x for _, x, _ in self._unread])
+        losses = [x for _, x, _ in self._unread]
+        if not all(map(on_host, losses)):
+            losses = fetched(losses)
         unread, self._unread = self._unread, []
         for (row, _, active), x in zip(unread, losses):
             add_losses(row, x, active)
