@@ -15,10 +15,10 @@ class Loop:
     momentum, and a copy back.
     """
 
-    def __init__(self, workload: Workload, num_nodes: int, H: int) -> None:
-        self.models = [workload.model() for _ in range(num_nodes)]
+    def __init__(self, workload: Workload, num_nodes: int, H: int, device: str = "cpu") -> None:
+        self.models = [workload.model().to(device) for _ in range(num_nodes)]
         self.optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=True) for model in self.models]
-        self.outer = list(workload.model().parameters())
+        self.outer = list(workload.model().to(device).parameters())
         self.outer_optimizer = torch.optim.SGD(self.outer, lr=0.7, momentum=0.9, nesterov=True)
         self.H = H
         self.step = 0
@@ -45,8 +45,8 @@ class Loop:
 class Big:
     """One plain module on the batches of all nodes together: the same as AllReduce, without nodes."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.model = workload.model()
+    def __init__(self, workload: Workload, device: str = "cpu") -> None:
+        self.model = workload.model().to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     def __call__(self, batch: Batch) -> None:

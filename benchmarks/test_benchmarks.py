@@ -64,6 +64,31 @@ def test_step_time(tmp_path: Path) -> None:
     assert tiny["state_bytes"]["bare allreduce"] == 3 * 4 * 610 + 8
 
 
+def test_gpu(tmp_path: Path) -> None:
+    """On a CPU, only that it works: what it measures is a GPU."""
+    alternatives = ["loop", "big", "eager"]
+    workloads = ["tiny", "gpt2"]
+    options = ["--device", "cpu", "--workloads", *workloads, "--alternatives", *alternatives]
+    table, result = run_quick("gpu.py", tmp_path, *options)
+    assert table.splitlines()[0].endswith("device cpu")
+    assert table.count(" of big's throughput (target") == 2
+    for name, workload in result["workloads"].items():
+        assert table.count(f"| {name} K=2: ") == 3
+        assert set(workload["alternatives"]) == set(alternatives)
+        for figures in workload["alternatives"].values():
+            assert figures["flop_per_s"] == pytest.approx(workload["flop"] * figures["steps_per_s"])
+            assert figures["share"] == pytest.approx(figures["flop_per_s"] / workload["rate"])
+    # Forward pass, and the gradients of two weights and of one input; of both nodes.
+    assert result["workloads"]["tiny"]["flop"] == 2 * 2 * 8 * (2 * (16 * 32 + 32 * 2) + 32 * 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, on which it would measure")
+def test_gpu_says_that_there_is_none() -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / "gpu.py")], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "There is no CUDA device here, and these figures are those of one: nothing is measured.\n"
+
+
 def test_baselines_do_not_import_vecgym() -> None:
     """Nor does the process that measures: what vecgym does to a process must not slow them down."""
     code = "import sys, step_time; assert not any(name.startswith('vecgym') for name in sys.modules), sys.modules"

@@ -13,6 +13,7 @@ from torch import Tensor
 from vecgym.collectives.ledger import Islands, Ledger, Transfer
 from vecgym.collectives.topology import Groups, Links, Mixing, Server
 from vecgym.core import tree
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
@@ -51,6 +52,8 @@ class Collectives(ABC):
 
     # Whether results differ from those of one process in the last bits, since other hands add up.
     native: bool = False
+    # Whether values have shapes and nothing in them: only what is sent counts.
+    shapes_only: bool = False
     step = 0  # of the run, for errors
 
     def everyone(self, x: Tree) -> Tree:
@@ -222,7 +225,7 @@ class Collectives(ABC):
     def _scaled(self, x: T, factors: Tensor) -> T:
         """Multiply each node's value by its factor `[K]`."""
         mine = factors[self.node_ids]
-        return map_tensors(x, lambda y: y * tree.per_node(mine.to(y.device), y))
+        return map_tensors(x, lambda y: y * tree.per_node(placed(mine, y.device), y))
 
 
 def payload_bytes(x: Tensor | Tree) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from vecgym.collectives.base import Collectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.topology import Groups, Mixing
+from vecgym.core.devices import placed
 
 CACHED_ELEMENTS = 1 << 17  # of a block of columns that is mixed at a time: 0.5 MiB in float32
 
@@ -47,7 +48,7 @@ class StackedCollectives(Collectives):
         result = y.clone()
         for group in groups:
             if len(group) > 1:
-                members = torch.as_tensor(group, device=x.device)
+                members = placed(torch.tensor(group), x.device)
                 part = y.index_select(1, members)
                 reduced = part.mean(1, keepdim=True) if average else part.sum(1, keepdim=True)
                 result = result.index_copy(1, members, reduced.expand_as(part))
@@ -56,9 +57,10 @@ class StackedCollectives(Collectives):
     def _replicated_sum(self, x: Tensor, groups: Groups | None) -> Tensor:
         if groups is None:
             return x * self.num_nodes
-        count = torch.ones(self.num_nodes, dtype=x.dtype, device=x.device)
+        sizes = torch.ones(self.num_nodes, dtype=x.dtype)
         for group in groups:
-            count[list(group)] = len(group)
+            sizes[list(group)] = len(group)
+        count = placed(sizes, x.device)
         return x * count.repeat(self.num_configs).view(-1, *[1] * (x.dim() - 1))
 
     def _all_gather(self, x: Tensor) -> Tensor:
@@ -75,11 +77,12 @@ class StackedCollectives(Collectives):
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
         if x.shape[0] == 1:
             return x
-        return self._by_config(x).index_select(1, source.to(x.device)).reshape(x.shape)
+        return self._by_config(x).index_select(1, placed(source, x.device)).reshape(x.shape)
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
         y = self._by_config(self._expanded(x))
-        mixed = weights.to(device=x.device, dtype=x.dtype) @ y.flatten(2) if y.dim() > 2 else y @ weights.to(x).T
+        matrix = placed(weights, x.device, x.dtype)
+        mixed = matrix @ y.flatten(2) if y.dim() > 2 else y @ matrix.T
         return mixed.reshape(y.shape).flatten(0, 1)
 
     def _mix_inplace(self, x: Tensor, mixing: Mixing) -> Tensor:
@@ -96,7 +99,7 @@ class StackedCollectives(Collectives):
 
     def _product(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function `[C * K, P]` -> its product with the full matrix."""
-        weights = mixing.weights.to(like)
+        weights = placed(mixing.weights, like.device, like.dtype)
         if self.num_configs == 1:
             return lambda part: weights @ part
         batch = weights.expand(self.num_configs, -1, -1)
@@ -105,9 +108,9 @@ class StackedCollectives(Collectives):
     def _gather_neighbours(self, mixing: Mixing, like: Tensor) -> Callable[[Tensor], Tensor]:
         """Return the function `[C * K, P]` -> the weighted sums of the rows that each node hears."""
         configs = torch.arange(self.num_configs)[:, None]
-        sources = (mixing.sources.to(like.device) + configs * self.num_nodes).flatten()
-        starts = (mixing.starts.to(like.device) + configs * len(mixing.sources)).flatten()
-        values = mixing.values.to(like).repeat(self.num_configs)
+        sources = (placed(mixing.sources, like.device) + configs * self.num_nodes).flatten()
+        starts = (placed(mixing.starts, like.device) + configs * len(mixing.sources)).flatten()
+        values = placed(mixing.values, like.device, like.dtype).repeat(self.num_configs)
         return lambda part: F.embedding_bag(sources, part.contiguous(), starts, mode="sum", per_sample_weights=values)
 
     def _expanded(self, x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from vecgym.compress.dct import strongest
 from vecgym.core import check
+from vecgym.core.devices import placed
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
 
@@ -205,7 +206,7 @@ class RandomK(Codec):
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))
         n, m = flat.shape[1], self.num_values(flat.shape[1])
-        indices = _needed(draw, self).subset(n, m).to(x.device)
+        indices = placed(_needed(draw, self).subset(n, m), x.device)
         values = flat.index_select(1, indices)
         return {"values": values * (n / max(1, m)) if self.unbiased else values, "indices": indices[None]}
 
@@ -259,7 +260,8 @@ class Quantise(Codec):
         scale = (largest / self.limit).float().clamp(min=torch.finfo(torch.float32).tiny)
         level = flat / scale[:, None].to(flat.dtype)
         if self.stochastic:
-            level = (level + _needed(draw, self).uniform(flat.shape[1], flat.dtype).to(x.device)).floor_()
+            drawn = _needed(draw, self).uniform(flat.shape[1], flat.dtype)
+            level = (level + placed(drawn, x.device)).floor_()
         else:
             level.round_()
         whole = level.clamp_(-self.limit, self.limit).to(torch.int8)  # the scale was rounded: 127.00001 is 127

@@ -15,6 +15,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from vecgym.core.devices import on_host, placed
+
 INDEX_BYTES = 8  # torch indexes with int64
 
 
@@ -110,7 +112,7 @@ def basis(n: int, dtype: torch.dtype = torch.float64, device: torch.device | str
         acute = torch.minimum(angle, 2 * n - angle)
         C = torch.cos(math.pi / (2 * n) * acute.double()).mul_(torch.sign(n - angle)).mul_(math.sqrt(2 / n))
         C[0] = math.sqrt(1 / n)
-        return C.to(dtype).to(device)
+        return placed(C.to(dtype), device)
 
 
 def dct(x: Tensor) -> Tensor:
@@ -170,7 +172,9 @@ def strongest(x: Tensor, k: int) -> Tensor:
     values, indices = _largest(magnitude, k + 1)
     indices, last = indices[..., :k], values[..., k - 1]
     tied = last == values[..., k]
-    if not x.is_meta and tied.any():
+    if not on_host(x):  # to look whether there are ties would wait for the device
+        return torch.where(tied[..., None], _first_strongest(magnitude, last, k), indices)
+    if tied.any():
         indices[tied] = _first_strongest(magnitude[tied], last[tied], k)
     return indices
 
@@ -189,9 +193,9 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_strongest(magnitude: Tensor, last: Tensor, k: int) -> Tensor:
-    """Find all above `last` and the first ones equal to it: `[rows, n]`, `[rows]` -> indices `[rows, k]`."""
+    """Find all above `last` and the first ones equal to it: `[..., n]`, `[...]` -> indices `[..., k]`."""
     n = magnitude.shape[-1]
-    above, equal = ~(magnitude <= last[:, None]), magnitude == last[:, None]  # nan is above
+    above, equal = ~(magnitude <= last[..., None]), magnitude == last[..., None]  # nan is above
     rank = 2 * n * above + n * equal - torch.arange(n, device=magnitude.device)  # no two alike
     return rank.topk(k).indices
 

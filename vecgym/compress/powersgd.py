@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vecgym.compress.codecs import Draw, shown
 from vecgym.core import check
+from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree
 
 
@@ -82,9 +83,9 @@ class PowerSGD:
         """Draw those columns of Q anew that are nothing but rounding errors."""
         size = torch.linalg.vector_norm(Q, dim=-2, keepdim=True)  # [1, 1, r]
         dead = size <= torch.finfo(Q.dtype).eps ** 0.75 * size.amax(-1, keepdim=True)
-        return (
-            torch.where(dead, draw.normal(Q.shape[1:], Q.dtype).to(Q.device), Q) if not Q.is_meta and dead.any() else Q
-        )
+        if on_host(Q) and not dead.any():  # on a device, to look would take longer than to draw
+            return Q
+        return torch.where(dead, placed(draw.normal(Q.shape[1:], Q.dtype), Q.device), Q)
 
     def __repr__(self) -> str:
         return shown(self)

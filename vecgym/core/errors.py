@@ -51,21 +51,31 @@ class DivergenceError(ArithmeticError):
         step: optimizer steps done when the loss was computed.
         nodes: the ids of the nodes whose loss is not finite.
         loss: that of the first of them.
+        told: the steps done when it was noticed, where that is later: losses on a device are fetched every
+            `log_interval` steps. None: at once.
 
     >>> error = DivergenceError(step=12, nodes=[3], loss=float("nan"))
     >>> error.step, error.nodes, str(error).split(".")[0]
     (12, [3], 'the loss of node 3 is nan at step 12')
     """
 
-    def __init__(self, step: int, nodes: list[int], loss: float) -> None:
+    def __init__(self, step: int, nodes: list[int], loss: float, told: int | None = None) -> None:
         self.step = step
         self.nodes = nodes
         self.loss = loss
+        self.told = told
         which = f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {', '.join(map(str, nodes[:8]))}"
         more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+        late, there = "", "there"
+        if told is not None:
+            late = (
+                f", which was noticed after step {told} only: on a device losses are fetched every log_interval steps"
+            )
+            there = f"step {told}"
         super().__init__(
-            f"the loss of {which}{more} is {loss} at step {step}. trainer.history and trainer.nodes hold the run up "
-            'to there. Lower the learning rate, set max_norm=1.0, or go on with on_divergence="warn" or "ignore".'
+            f"the loss of {which}{more} is {loss} at step {step}{late}. trainer.history and trainer.nodes hold the run "
+            f"up to {there}. Lower the learning rate, set max_norm=1.0, or go on with "
+            'on_divergence="warn" or "ignore".'
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.core import check, tree
+from vecgym.core.devices import on_each_device, on_host
 from vecgym.core.tree import Tree
 
 M = TypeVar("M", bound=nn.Module)
@@ -168,13 +169,18 @@ def fill(model: M, values: Tree) -> M:
     return filled
 
 
-def take_rows(values, rows: Tensor):
-    """Take the given rows of every `[L, *]` tensor of a nested tree; `[1, *]` is only copied.
+def take_rows(values, rows: Tensor, copy: bool = True):
+    """Take the given rows of every `[L, *]` tensor of a nested tree; `[1, *]` is only copied, or not even that.
 
     >>> take_rows({"w": torch.tensor([1.0, 2.0, 3.0]), "step": torch.tensor([7])}, torch.tensor([0, 2]))
     {'w': tensor([1., 3.]), 'step': tensor([7])}
     """
-    return tree.map_leaves(lambda x: x[rows.to(x.device)] if x.shape[0] > 1 else x.clone(), values)
+    rows_on = on_each_device(rows)
+
+    def take(x: Tensor) -> Tensor:
+        return x[rows_on(x.device)] if x.shape[0] > 1 else x.clone() if copy else x
+
+    return tree.map_leaves(take, values)
 
 
 def join_rows(parts):
@@ -189,18 +195,20 @@ def join_rows(parts):
 def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     """Replace the given rows of `values`, `[1 or L, *]`, by those of `new`: `[L, *]`.
 
-    A tensor that is `[1, *]` in both and did not change stays `[1, *]`. One that is only in `new` is 0 elsewhere.
+    A tensor that is `[1, *]` in both and did not change stays `[1, *]`: of one on a device, which is not read, that is
+    known where it is the same object. A tensor that is only in `new` is 0 elsewhere.
 
     >>> put_rows({"w": torch.tensor([5.0])}, torch.tensor([1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
     {'w': tensor([5., 9., 5.])}
     """
+    rows_on = on_each_device(rows)
 
     def put(x: Tensor, old: Tensor | None) -> Tensor:
         if old is None:
             old = torch.zeros_like(x[:1])
-        elif old.shape[0] == x.shape[0] == 1 and num_nodes > 1 and torch.equal(old, x):
+        elif old.shape[0] == x.shape[0] == 1 and num_nodes > 1 and _unchanged(old, x):
             return old
-        index = rows.to(x.device)
+        index = rows_on(x.device)
         source = x.expand(len(rows), *x.shape[1:])
         if old.shape[0] == num_nodes and inplace:
             return old.index_copy_(0, index, source)
@@ -208,6 +216,10 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
         return wide.clone().index_copy_(0, index, source) if inplace else wide.index_copy(0, index, source)
 
     return tree.map_leaves(put, new, values)
+
+
+def _unchanged(old: Tensor, x: Tensor) -> bool:
+    return old is x or (on_host(x) and torch.equal(old, x))
 
 
 def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import tree
+from vecgym.core.devices import placed
 
 
 def chosen_batches(batches: Sequence[Any], which: Sequence[int]) -> Any:
@@ -24,7 +25,7 @@ def chosen_batches(batches: Sequence[Any], which: Sequence[int]) -> Any:
     index = torch.tensor(which)
 
     def chosen(*each: Tensor) -> Tensor:
-        return torch.stack(each)[index.to(each[0].device)].flatten(0, 1)
+        return torch.stack(each)[placed(index, each[0].device)].flatten(0, 1)
 
     return tree.map_leaves(chosen, *batches)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from vecgym.core import rng, tree
+from vecgym.core.devices import placed
 from vecgym.core.nodes import take_rows
 from vecgym.core.tree import Tree
 from vecgym.engine.stateless import StatelessModel
@@ -72,8 +73,8 @@ class Part(NamedTuple):
 
     def take(self, chosen: Tensor, batch_size: int) -> Part:
         """Copy the first examples of some nodes."""
-        batch = tree.map_leaves(lambda x: x[chosen.to(x.device), :batch_size], self.batch)
-        params, buffers = take_rows(self.params, chosen), take_rows(self.buffers, chosen)
+        batch = tree.map_leaves(lambda x: x[placed(chosen, x.device), :batch_size], self.batch)
+        params, buffers = take_rows(self.params, chosen), take_rows(self.buffers, chosen, copy=False)
         return Part(params, buffers, batch, self.keys.take(chosen.tolist()))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import nodes, tree
+from vecgym.core.devices import placed
 from vecgym.engine.backend import Local, Part
 
 Compute = Callable[[Part], Local]
@@ -73,6 +74,8 @@ def by_batch_size(part: Part, limits: Sequence[int], compute: Compute, mean: boo
     losses = torch.cat([local.losses for local in results])
 
     def joined(*grads: Tensor) -> Tensor:
-        return functools.reduce(torch.add, grads) if mean else torch.cat(grads)[back.to(grads[0].device)]
+        return functools.reduce(torch.add, grads) if mean else torch.cat(grads)[placed(back, grads[0].device)]
 
-    return Local(tree.map(joined, *[local.grads for local in results]), losses[back.to(losses.device)], part.buffers)
+    return Local(
+        tree.map(joined, *[local.grads for local in results]), losses[placed(back, losses.device)], part.buffers
+    )

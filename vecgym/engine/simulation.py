@@ -13,6 +13,7 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
 from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.strategy import Context, Strategy
@@ -210,9 +211,9 @@ class Simulation:
     ) -> tuple[State, Tensor]:  # fmt: skip
         """Return the state and the losses after the nodes in `rows` have taken a step."""
         everyone = (_per_node_or_once(state.params, self.num_local), state.buffers)
-        params, buffers = (nodes.take_rows(x, rows) for x in everyone)
+        params, buffers = nodes.take_rows(everyone[0], rows), nodes.take_rows(everyone[1], rows, copy=False)
         optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
-        batch = tree.map_leaves(lambda x: x[rows.to(x.device)], batch)
+        batch = nodes.take_rows(batch, rows) if self.num_local > 1 else batch
         part = ctx.of_rows(rows)
         local = self._gradients(params, buffers, batch, rows.tolist(), modules, part)
         grads, exchanged = local.grads, state.strategy
@@ -225,7 +226,7 @@ class Simulation:
             for old, new in zip(everyone, (params, local.buffers))
         )
         optimizer = self.strategy.put_rows(state.optimizer, rows, optimizer, self.num_local, ctx.inplace)
-        losses = losses.to(local.losses.dtype).index_copy(0, rows.to(losses.device), local.losses)
+        losses = losses.to(local.losses.dtype).index_copy(0, placed(rows, losses.device), local.losses)
         node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
         return State(state.step, params, buffers, optimizer, exchanged, node_steps), losses
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vecgym.core.devices import placed
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated, per_node
 from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, stacked_names
@@ -316,7 +317,7 @@ def _scalar(value: Any) -> Any:
 def _shaped(value: Any, like: Tensor) -> Any:
     """Shape a number, `[]` or `[L]`, to multiply `like`, `[1 or L, *shape]`."""
     value = per_node(value, like)
-    return value.to(like.device) if isinstance(value, Tensor) and value.dim() > 0 else value
+    return placed(value, like.device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
 def check_names(params: Tree, grads: Tree) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
 from vecgym.core import nodes, tree
+from vecgym.core.devices import fetched
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
 from vecgym.data.chosen import chosen_batches, places
@@ -77,6 +78,17 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     >>> [each.average for each in evaluate_each(Engine(Line()), state, [batches] * 2, StackedCollectives(4))]
     [0.0, 9.0]
     """
+    measured, sizes = _measured(engine, state, sets, comm)
+    return _evaluations(fetched(measured), sizes, sets, comm, engine)
+
+
+Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
+
+
+def _measured(
+    engine: Engine, state: State, sets: Sequence[EvalBatches], comm: Collectives
+) -> tuple[Measured, list[int]]:
+    """Measure all batches, where the model is: `[C or L]` and `[1 or L]` each; and count their examples."""
     C, num_local = len(sets), len(comm.node_ids)
     values = state.params, state.buffers
     means = [averages(x, C, comm) for x in values]
@@ -86,18 +98,28 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     if sets[0].per_node and C > 1:
         means = [nodes.expand(x, num_local) for x in means]
     each_node = values if C == 1 else tuple(nodes.expand(x, num_local) for x in values)
-    totals: dict[str, list[Tensor]] = {}  # of the averaged models, [C or L], and of each node, [L]
-    count = 0
+    measured: Measured = {}
+    sizes = []
     for batch, batch_of_each, own_batches, size in _batches(sets, num_local):
         of_means = of_nodes = engine.measures(means[0], means[1], batch, own_batches=own_batches)
         if not same:
             of_nodes = engine.measures(each_node[0], each_node[1], batch_of_each, own_batches=own_batches)
         for name, x in of_means.items():
-            mean, each = totals.setdefault(name, [torch.zeros((), dtype=torch.float64)] * 2)
-            totals[name] = [mean + x.cpu().double() * size, each + of_nodes[name].cpu().double() * size]
-        count += size
+            measured.setdefault(name, []).append((x, of_nodes[name]))
+        sizes.append(size)
+    return measured, sizes
+
+
+def _evaluations(
+    measured: Measured, sizes: Sequence[int], sets: Sequence[EvalBatches], comm: Collectives, engine: Engine
+) -> list[Evaluation]:
+    """Average over the examples, on the host, and over the nodes of all processes."""
+    C, num_local, count = len(sets), len(comm.node_ids), sum(sizes)
     parts: list[dict[str, tuple[float, Tensor]]] = [{} for _ in sets]
-    for name, (mean, each) in totals.items():
+    for name, batches in measured.items():
+        mean = each = torch.zeros((), dtype=torch.float64)
+        for (of_means, of_nodes), size in zip(batches, sizes):
+            mean, each = mean + of_means.double() * size, each + of_nodes.double() * size
         mean = everyone(mean, comm, engine.device) if sets[0].per_node else mean
         each = everyone(nodes.expanded(each, num_local) / count, comm, engine.device)
         for part, average_here, each_here in zip(parts, mean.view(C, -1), each.view(C, -1)):
@@ -151,10 +173,14 @@ def consensus_distances(params: Tree, num_configs: int, comm: Collectives) -> li
     >>> consensus_distances({"w": torch.tensor([1.0, 3.0, 4.0, 4.0])}, 2, StackedCollectives(4))
     [1.0, 0.0]
     """
+    return list(map(float, fetched(_distances_of(params, num_configs, comm))))
+
+
+def _distances_of(params: Tree, num_configs: int, comm: Collectives) -> list[Tensor]:
     if num_configs == 1:
-        return [consensus_distance(params, comm)]
+        return [distance_of(params, comm)]
     parts = zip(*[x.chunk(num_configs) for x in params.values()])
-    return [float(nodes.consensus_distance(dict(zip(params, part)))) for part in parts]
+    return [nodes.consensus_distance(dict(zip(params, part))) for part in parts]
 
 
 def evaluated_columns(
@@ -170,12 +196,14 @@ def evaluated_columns(
     1.0
     """
     chosen = [batches for batches in sets if batches is not None]
-    each: list[dict[str, Any]] = [{} for _ in sets]
-    if chosen:
-        each = [evaluation.columns for evaluation in evaluate_each(engine, state, chosen, comm)]
-    if state.step > 0:
-        for columns, distance in zip(each, consensus_distances(state.params, len(sets), comm)):
-            columns["consensus_distance"] = distance
+    with torch.no_grad():
+        measured, sizes = _measured(engine, state, chosen, comm) if chosen else ({}, [])
+        distances = _distances_of(state.params, len(sets), comm) if state.step > 0 else []
+        measured, distances = fetched((measured, distances))
+        evaluations = _evaluations(measured, sizes, chosen, comm, engine) if chosen else []
+    each: list[dict[str, Any]] = [one.columns for one in evaluations] or [{} for _ in sets]
+    for columns, distance in zip(each, distances):
+        columns["consensus_distance"] = float(distance)
     memory = peak_bytes(engine.device)
     return [{**columns, "memory_bytes": memory} if columns else columns for columns in each]
 
@@ -204,6 +232,8 @@ def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -
     >>> everyone(torch.tensor([1.0, 3.0]), StackedCollectives(2))
     tensor([1., 3.])
     """
+    if len(comm.node_ids) >= comm.num_nodes:  # all are here
+        return x.cpu()
     return comm.everyone({"": x.to(device)})[""].cpu()
 
 
@@ -232,16 +262,27 @@ def consensus_distance(params: Tree, comm: Collectives) -> float:
     >>> consensus_distance({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
     1.0
     """
+    return float(distance_of(params, comm))
+
+
+@torch.no_grad()
+def distance_of(params: Tree, comm: Collectives) -> Tensor:
+    """Return `consensus_distance` where the parameters are, `[]`: on a device, without waiting for it.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> distance_of({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
+    tensor(1.)
+    """
     if not comm.native:
-        return float(nodes.consensus_distance(comm.everyone(params)))
+        return nodes.consensus_distance(comm.everyone(params))
     floats = {name: x for name, x in params.items() if x.is_floating_point()}
     if not floats:
-        return 0.0
+        return torch.zeros(())
     with comm.ledger.recording():  # not counted
         seen = tree.map(torch.sub, floats, comm.broadcast(floats, 0))
         away = tree.map(torch.sub, seen, comm.mean(seen))
         squares = [x.reshape(len(x), -1).square().sum(1) for x in away.values()]  # [1 or L] each
-        return float(comm.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt())
+        return comm.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt()
 
 
 def correlation(params: Tree, comm: Collectives) -> float:

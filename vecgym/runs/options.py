@@ -262,7 +262,10 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         correlation_interval: steps between measurements of the nodes' correlation; None: never.
         on_divergence: when a loss is NaN or infinite, "raise" a `DivergenceError`, "warn" once, or "ignore" it.
         logger: one or several `Logger`s.
-        log_interval: steps between the rows that loggers receive; the history has every step.
+        log_interval: steps between the rows that loggers receive; the history has every step. On a device (CUDA, MPS)
+            losses are fetched every so many steps only, and at evaluations and checkpoints, so that no other step waits
+            for it: the rows of the history come then, and divergence is noticed as late. (A trainer with an
+            `after_step` of its own fetches them at every step.)
         network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it. What is
             trained does not depend on it; `Trainer.timeline` says the same afterwards.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.

@@ -103,7 +103,7 @@ def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
         try:
             run.loop()
         except DivergenceError as error:
-            ended["diverged"] = error.step, error.nodes, error.loss
+            ended["diverged"] = error.step, error.nodes, error.loss, error.told
         except KeyboardInterrupt as error:
             ended["interrupted"] = str(error)
     assert run.nodes is not None

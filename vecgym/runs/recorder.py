@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from vecgym.clock import Compute
 from vecgym.clock.running import RunningClock
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, readable_bytes
+from vecgym.core.devices import fetched, on_host
 from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
 from vecgym.engine.simulation import Metrics, State
@@ -46,12 +48,13 @@ class StepRows:
             num_bytes: sent in this step, sent in all, received in all.
             seconds: since the start.
         """
-        precision = torch.promote_types(metrics.losses.dtype, torch.float32)  # numpy has no bfloat16
-        losses = metrics.losses.to("cpu", precision).numpy()
-        here = losses if metrics.active is None else losses[metrics.active]
-        size = self.data.width(step - 1)
-        trained = range(len(losses)) if metrics.active is None else metrics.active
-        seen = sum(size if self.limits is None else min(size, self.limits[node]) for node in trained)
+        row = self.begun(step, metrics, num_bytes, seconds)
+        add_losses(row, metrics.losses, metrics.active)
+        return row
+
+    def begun(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float], seconds: float) -> Row:
+        """Return the same with None in place of the losses, which may still be on a device; see `add_losses`."""
+        seen = self._seen(self.data.width(step - 1), metrics)
         self.examples += seen
         elapsed = max(seconds - self.seconds, 1e-9)
         self.seconds = seconds
@@ -60,8 +63,8 @@ class StepRows:
                 "step": step,
                 "epoch": step / self.data.steps_per_epoch,
                 "examples": self.examples,
-                "train_loss": float(here.mean(dtype=np.float64)) if len(here) else math.nan,  # nobody has trained
-                "train_losses": losses,
+                "train_loss": None,
+                "train_losses": None,
                 "lr": _mean(metrics.lr),
                 "bytes_step": num_bytes[0],
                 "bytes_total": num_bytes[1],
@@ -76,9 +79,29 @@ class StepRows:
             row["outer_lr"] = _mean(metrics.outer_lr)
         return row
 
+    def _seen(self, size: int, metrics: Metrics) -> int:
+        """Count the examples that all nodes together see in a step with batches of this size."""
+        if self.limits is None:
+            return size * (metrics.losses.shape[0] if metrics.active is None else len(metrics.active))
+        trained = range(metrics.losses.shape[0]) if metrics.active is None else metrics.active
+        return sum(min(size, self.limits[node]) for node in trained)
+
+
+def add_losses(row: Row, losses: Tensor, active: Sequence[int] | None) -> None:
+    """Add to a row what the nodes `active` have lost, `[K]` on the host; None: all have trained."""
+    precision = torch.promote_types(losses.dtype, torch.float32)  # numpy has no bfloat16
+    of_all = losses.to(precision).numpy()
+    here = of_all if active is None else of_all[active]
+    row["train_loss"] = float(here.mean(dtype=np.float64)) if len(here) else math.nan  # nobody has trained
+    row["train_losses"] = of_all
+
 
 class Recorder:
-    """Turn steps into rows. A row is handed on when the next one begins, so that evaluations can join it."""
+    """Turn steps into rows. A row is handed on when the next one begins, so that evaluations can join it.
+
+    Losses on a device stay there, and their rows wait for them, until all are fetched together: every `log_interval`
+    steps, and whenever rows are needed.
+    """
 
     def __init__(
         self, history: History, ledger: Ledger, data: Batches, options: FitOptions, loggers: Loggers,
@@ -91,7 +114,8 @@ class Recorder:
         self.data = data
         self.on_divergence = options.on_divergence
         self.loggers = loggers
-        self._row: Row | None = None
+        self._open: list[Row] = []  # not handed on yet; the last one is that of the present step
+        self._unread: list[tuple[Row, Tensor, Sequence[int] | None]] = []  # those of them without their losses
         self._rows = StepRows(data, limits)
         self._seconds = 0.0  # spent before the run was resumed
         self._bar: tqdm | None = None
@@ -116,52 +140,88 @@ class Recorder:
         self._rows.examples = state["examples"]
         self._seconds = self._rows.seconds = state["seconds"]
 
-    def step(self, state: State, metrics: Metrics) -> None:
+    def step(self, state: State, metrics: Metrics, fetch: bool = False) -> None:
         """Begin the row of a step.
+
+        Args:
+            fetch: whether its losses are needed now.
 
         Raises:
             DivergenceError: see `on_divergence`.
         """
-        self.flush()
+        if not self._unread:
+            self._hand_on()
         self.ledger.add(state.step - 1, metrics.transfers)
         totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
-        self._row = self._rows.of_step(state.step, metrics, totals, time.perf_counter() - self._start)
+        row = self._rows.begun(state.step, metrics, totals, time.perf_counter() - self._start)
         if self.clock is not None:
-            self._row["sim_seconds"], self._row["sim_utilization"] = self.clock.step(metrics.transfers)
+            row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers)
+        self._open.append(row)
+        self._unread.append((row, metrics.losses, metrics.active))
+        due = fetch or on_host(metrics.losses) or state.step % self._options.log_interval == 0
+        read = self._fetch() if due else []
         if self._bar is not None:
-            advance(self._bar, self._row)
-        trained = range(len(metrics.losses)) if metrics.active is None else metrics.active
-        if len(trained) and not math.isfinite(self._row["train_loss"]):
-            self._diverged(state.step - 1, self._row["train_losses"], trained)
+            advance(self._bar, row)
+        if read:
+            self._check(read)
 
     def add(self, **values: Any) -> None:
         """Add columns to the current row; before the first step, to one of its own."""
-        if self._row is None:
-            self._row = Row(START) if self.clock is None else Row({**START, "sim_seconds": 0.0})
-        self._row.update(values)
+        if not self._open:
+            self._open = [Row(START) if self.clock is None else Row({**START, "sim_seconds": 0.0})]
+        self._open[-1].update(values)
 
     @property
     def row(self) -> dict[str, Any]:
         """The row of the current step so far; before the first, that of the start."""
-        return {"step": 0} if self._row is None else self._row
+        return self._open[-1] if self._open else {"step": 0}
 
     def flush(self) -> None:
-        """Hand on the current row."""
-        if self._row is not None:
-            row, self._row = self._row, None
+        """Hand on all rows, with their losses.
+
+        Raises:
+            DivergenceError: see `on_divergence`.
+        """
+        read = self._fetch()
+        self._hand_on()
+        self._check(read)
+
+    def finish(self) -> None:
+        """Finish, however the run ended; rows whose losses a broken device does not give have none."""
+        with contextlib.suppress(RuntimeError):
+            self._fetch()
+        self._hand_on()
+        self.loggers.finish()
+
+    def _hand_on(self) -> None:
+        rows, self._open, self._unread = self._open, [], []
+        for row in rows:
             self.history.append(row)
             self.loggers.log(row)
 
-    def finish(self) -> None:
-        """Finish, however the run ended."""
-        self.flush()
-        self.loggers.finish()
+    def _fetch(self) -> list[tuple[Row, Sequence[int] | None]]:
+        """Complete the rows without losses; return them with the nodes that trained, None: all."""
+        losses = [x for _, x, _ in self._unread]
+        if not all(map(on_host, losses)):
+            losses = fetched(losses)
+        unread, self._unread = self._unread, []
+        for (row, _, active), x in zip(unread, losses):
+            add_losses(row, x, active)
+        return [(row, active) for row, _, active in unread]
 
-    def _diverged(self, step: int, losses: np.ndarray, trained: Sequence[int]) -> None:
-        if self.on_divergence == "ignore":
+    def _check(self, read: Sequence[tuple[Row, Sequence[int] | None]]) -> None:
+        """Look for the first step that diverged."""
+        for row, active in read:
+            if not math.isfinite(row["train_loss"]) and self.on_divergence != "ignore":
+                self._diverged(row, active, told=read[-1][0]["step"])
+
+    def _diverged(self, row: Row, active: Sequence[int] | None, told: int) -> None:
+        step, losses = row["step"], row["train_losses"]
+        bad = [node for node in range(len(losses)) if active is None or node in active]
+        bad = [node for node in bad if not math.isfinite(losses[node])]
+        if not bad:  # nobody has trained
             return
-        bad = [node for node in trained if not math.isfinite(losses[node])]
-        error = DivergenceError(step, bad, float(losses[bad[0]]))
+        error = DivergenceError(step - 1, bad, float(losses[bad[0]]), told if told > step else None)
         if self.on_divergence == "raise":
             raise error
         warn(f"{error} Further losses are not checked.")
@@ -171,7 +231,7 @@ class Recorder:
 def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
     """Advance a progress bar to the step of a row, and show its loss and bytes."""
     redrawn = bar.update(row["step"] - bar.n)  # it redraws itself a few times a second, and at the end
-    if "train_loss" in row and (redrawn or bar.n == bar.total):
+    if row.get("train_loss") is not None and (redrawn or bar.n == bar.total):
         sent = readable_bytes(row["bytes_total"])
         taken = f", {readable_time(row['sim_seconds'])} on the network" if "sim_seconds" in row else ""
         bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node{taken}", refresh=False)

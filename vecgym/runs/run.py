@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from vecgym.collectives import Collectives
 from vecgym.core import nodes
+from vecgym.core.devices import fetched
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
@@ -19,7 +20,7 @@ from vecgym.engine import Engine, hooks
 from vecgym.engine.simulation import Simulation
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
-from vecgym.runs.evaluation import average, consensus_distance, correlation, evaluated_columns
+from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
 from vecgym.runs.fitting import fitting_sizes
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.options import FitOptions
@@ -50,7 +51,8 @@ class Run(Generic[M]):
         options: of the run.
         comm: the collectives of the nodes in this process.
         device: of these nodes.
-        after_step: called with the row of each step once it is complete, and before the first with that of 0.
+        after_step: called with the row of each step once it is complete, and before the first with that of 0. It needs
+            the losses of every step on the host; with None they can stay on a device.
 
     Attributes:
         history, ledger: of the run.
@@ -60,7 +62,7 @@ class Run(Generic[M]):
 
     def __init__(
         self, task: Task, options: FitOptions, comm: Collectives, device: torch.device,
-        after_step: Callable[[dict[str, Any]], None] = lambda row: None,
+        after_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:  # fmt: skip
         self.comm = comm
         self.session = session = Session(comm)
@@ -90,6 +92,7 @@ class Run(Generic[M]):
             self.history.settings["run_id"] = self.checkpoints.run_id
         self.state = self.checkpoints.resumed or self.simulation.init()
         self.nodes: Nodes[M] | None = None
+        self._distance_before = torch.zeros(())  # of the nodes, before the exchange of an evaluated step
 
     def loop(self) -> None:
         """Train: for each batch take a step, record, evaluate, log, save a checkpoint, and stop if interrupted."""
@@ -101,7 +104,7 @@ class Run(Generic[M]):
                 checkpoints.begin()
                 if checkpoints.resumed is None:
                     self.evaluate()
-                    self.after_step(recorder.row)
+                    self._tell()
                     checkpoints.save_if_due(self.state, last=False)
                 for batch in self.train.iterate(self.state.step, self.num_steps):
                     step = self.state.step + 1
@@ -110,14 +113,16 @@ class Run(Generic[M]):
 
                     observe = self._observe if evaluated else None
                     self.state, metrics = self.simulation.step(self.state, batch, observe=observe)
-                    recorder.step(self.state, self.session.observed(metrics, interrupted))
+                    correlated = _is_due(step, options.correlation_interval)
+                    fetch = evaluated or correlated or self.after_step is not None
+                    recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=fetch)
 
-                    if _is_due(step, options.correlation_interval):
+                    if correlated:
                         recorder.add(correlation=correlation(self.state.params, self.comm))
                     if evaluated:
-                        recorder.add(consensus_distance_before=self._distance_before)
+                        recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
                         self.evaluate()
-                    self.after_step(recorder.row)
+                    self._tell()
 
                     stop = self.session.stop(interrupted)
                     checkpoints.save_if_due(self.state, last=last or stop)
@@ -144,7 +149,11 @@ class Run(Generic[M]):
         return nodes.fill(self.model, {**params, **buffers})
 
     def _observe(self, params: Tree) -> None:
-        self._distance_before = consensus_distance(params, self.comm)
+        self._distance_before = distance_of(params, self.comm)
+
+    def _tell(self) -> None:
+        if self.after_step is not None:
+            self.after_step(self.recorder.row)
 
     def _all_params(self) -> Tree:
         """Return all parameters, frozen ones too, `[1 or L, *]`, in the model's order."""

@@ -189,7 +189,8 @@ class Trainer(Generic[M]):
                 self.run.loop()
                 return self.run.average()
             with joined_nodes(options) as (comm, device):
-                self.run = Run(task, options, comm, device, self.after_step)
+                overridden = getattr(self.after_step, "__func__", None) is not Trainer.after_step
+                self.run = Run(task, options, comm, device, self.after_step if overridden else None)
                 self.run.loop()
                 return self.run.average()
 

@@ -21,6 +21,7 @@ from vecgym.collectives import Collectives
 from vecgym.collectives.topology import Groups, random_islands, sample_nodes
 from vecgym.compress.codecs import Codec
 from vecgym.core import check
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.strategy.base import Context, State
 from vecgym.strategy.gathered import Codes, gathered_codes, shares_of
@@ -388,7 +389,7 @@ def kept(keeping: Tensor | None, old: Tree, new: Tree) -> Tree:
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:
     """Shape one value for each node, `[L]`, to broadcast with `like`, `[1 or L, *]`."""
-    return values.to(like.device).view(-1, *[1] * (like.dim() - 1))
+    return placed(values, like.device).view(-1, *[1] * (like.dim() - 1))
 
 
 def flat(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.core import rng
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 
 State = dict[str, Any]  # nested dicts of tensors: all that a module or strategy carries from step to step
@@ -86,7 +87,7 @@ class Context:
     def own(self, value: Any) -> Any:
         """Return a hyperparameter for the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
         per_node = isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1
-        return value[self.rows.to(value.device)] if per_node and self.rows is not None else value
+        return value[placed(self.rows, value.device)] if per_node and self.rows is not None else value
 
     def generator(self, purpose: str, *ids: int) -> torch.Generator:
         """Return a generator keyed by (seed, purpose, ids): the same on every node and in every process."""

@@ -20,6 +20,7 @@ from vecgym.compress import (
     topk_bytes,
 )
 from vecgym.core import check, tree
+from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree, per_node
 from vecgym.optim import OptimSpec, clip_grad_norm
 from vecgym.strategy.average import Average
@@ -81,7 +82,7 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         return {"residual": tree.map(self._zeros, values)}
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        if all(x.is_meta for x in values.values()):
+        if ctx.comm.shapes_only:
             return self._announced(values, ctx), state
         residual, indices, sent = {}, {}, {}
         for name, x in values.items():
@@ -140,7 +141,11 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         strips = g.reshape(num_strips, strip.height, strip.columns * strip.width)
         length = cut.rows if exact else max(1, _block_bytes(g) // max(1, strips[:1].nbytes))
         sent: list[tuple[Tensor, Tensor]] = []
-        decay = torch.as_tensor(self.compression_decay, dtype=torch.float64).item()
+        decay = self.compression_decay
+        if isinstance(decay, Tensor) and not on_host(decay):  # to read it would wait for the device
+            momenta.mul_(decay.detach())
+            decay = 1.0
+        decay = torch.as_tensor(decay, dtype=torch.float64).item()
         for momentum, block in zip(momenta.split(length), strips.split(length)):
             accumulate_dct_(momentum, block, strip, decay)
             indices = strongest(momentum, self.compression_topk)
@@ -284,7 +289,7 @@ class DeMoStrategy(Strategy):
 
 
 def _scaled(g: Tensor, lr: float | Tensor, inplace: bool) -> Tensor:
-    factor = per_node(lr.to(g.device) if isinstance(lr, Tensor) else lr, g)
+    factor = per_node(placed(lr, g.device) if isinstance(lr, Tensor) else lr, g)
     return g.mul_(factor) if inplace and g.is_contiguous() else g * factor
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vecgym.compress.codecs import Codec
 from vecgym.core import check, tree
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.optim import clip_grad_norm
 from vecgym.strategy.average import (
@@ -98,7 +99,8 @@ class Robust(Mean):
             rows = values[name].expand(len(ctx.comm.node_ids), *x.shape[2:])
             for group in groups:
                 inside = per_row(torch.isin(ctx.comm.node_ids, torch.tensor(group)), rows)
-                rows = torch.where(inside, self._rule(x[:, list(group)]), rows)
+                members = placed(torch.tensor(group), x.device)
+                rows = torch.where(inside, self._rule(x[:, members]), rows)
             new[name] = rows
         return new
 
@@ -190,4 +192,4 @@ class Private(Around):
             torch.randn(x.shape[1:], generator=ctx.generator(purpose, ctx.step, node), dtype=x.dtype)
             for node in ctx.comm.node_ids.tolist()
         ]
-        return x + self.noise * self.clip * torch.stack(drawn).to(x.device)
+        return x + self.noise * self.clip * placed(torch.stack(drawn), x.device)

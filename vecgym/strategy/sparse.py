@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.strategy.average import Around, Average, flat
 from vecgym.strategy.base import Context, State
@@ -59,7 +60,7 @@ class Sparse(Around):
 
     def agree(self, values: Tree, state: State, ctx: Context) -> tuple[State, State]:
         index, selector = self.selector.select(_shapes(values), state["selector"], ctx.exchange, ctx)
-        index = {name: where.to(values[name].device) for name, where in index.items()}
+        index = {name: placed(where, values[name].device) for name, where in index.items()}
         held = state.get("inner", {})
         mean, changed = self.inner(_taken(values, index), {slot: _taken(x, index) for slot, x in held.items()}, ctx)
         state = {**state, "selector": selector}

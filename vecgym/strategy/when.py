@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check
+from vecgym.core.devices import placed
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated
 from vecgym.strategy.base import Context, State, check_interval
@@ -318,7 +319,7 @@ def _between(old: Any, new: Any, weight: Tensor) -> Any:
     def between(old: Tensor, new: Tensor) -> Tensor:
         if old is new:
             return old
-        share = weight.to(new.device, new.dtype if new.is_floating_point() else torch.float64)
+        share = placed(weight, new.device, new.dtype if new.is_floating_point() else torch.float64)
         return (1 - share) * old + share * new
 
     return blended(old, new, between)

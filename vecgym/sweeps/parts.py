@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
+from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.optim import clip_grad_norm
 from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
@@ -208,4 +209,4 @@ def neighbours(keys: Sequence[Key | None]) -> list[int]:
 
 def rows_of(x: Tensor, number: int, chosen: Sequence[int]) -> Tensor:
     """Take the rows of some of `number` configurations, which have equally many."""
-    return x.unflatten(0, (number, -1))[torch.tensor(chosen, device=x.device)].flatten(0, 1)
+    return x.unflatten(0, (number, -1))[placed(torch.tensor(chosen), x.device)].flatten(0, 1)
