@@ -13,9 +13,8 @@ import torch
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.engine import Engine, Plan
-from vecgym.runs.memory import Activations, Kept, MemoryEstimate, activations, kept_by, memory_limit, parts_of
+from vecgym.runs.memory import Estimator, MemoryEstimate, memory_limit
 from vecgym.runs.options import FitOptions
-from vecgym.strategy.per_rank import as_strategy
 
 MARGIN = 2.0  # whole steps of convolutions take up to 1.8 times their estimate: `benchmarks/memory.py`
 
@@ -65,20 +64,11 @@ def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: in
 def _search(engine: Engine, options: FitOptions, batch: Any, max_steps: int, limit: int) -> Sizes:
     assert engine.facts is not None
     num_local, batch_size = next((x.shape[0], x.shape[1] if x.dim() > 1 else 1) for x in tree.leaves(batch))
-    kept = kept_by(as_strategy(options.strategy, engine.model), engine.params, options.num_nodes, max_steps)
-    # Other nodes are in other processes.
-    params, optimizer, modules = (replace(part, nodes=min(part.nodes, num_local)) for part in kept[:3])
-    kept = Kept(params, optimizer, modules, kept.mean)
     measured = engine.device.type == "cuda"
-    buffer_bytes, batch_bytes = tree.num_bytes(engine.buffers), tree.num_bytes(batch) // num_local
-    passing: dict[int | None, Activations] = {}
+    estimator = _estimator(engine, options, batch, max_steps, num_local)
     needed = 0
     for plan, size in _cuts(engine, num_local, batch_size, options.minibatch_size):
-        if size not in passing:  # by a copy of the engine, whose own plan and facts stay
-            copied = Engine(copy.deepcopy(engine.model), engine="loop", autocast=engine.autocast)
-            passing[size] = activations(copied, batch, size)
-        parts = parts_of(kept, buffer_bytes, batch_bytes, passing[size], plan, num_local)
-        estimate = MemoryEstimate(parts, num_local, str(engine.device))
+        estimate = MemoryEstimate(estimator.parts(plan, size), num_local, str(engine.device))
         needed = _measured(engine, plan, batch, size, estimate) if measured else round(MARGIN * estimate.total_bytes)
         if needed <= limit:
             report = {"limit_bytes": limit, "needed_bytes": needed, "measured": measured}
@@ -90,6 +80,15 @@ def _search(engine: Engine, options: FitOptions, batch: Any, max_steps: int, lim
         "smaller batch_size, fewer nodes, or a larger max_memory_usage; vecgym.estimate_memory shows what takes how "
         "much."
     )
+
+
+def _estimator(engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_local: int) -> Estimator:
+    """Return an estimator with a copy of the engine, whose own plan and facts stay."""
+    copied = Engine(copy.deepcopy(engine.model), engine="loop", autocast=engine.autocast)
+    of_one = tree.map_leaves(lambda x: x[0], batch)
+    with torch.enable_grad():
+        copied.prepare(tree.map_leaves(lambda x: x[None, : options.minibatch_size], of_one))
+    return Estimator(copied, options.strategy, options.num_nodes, max_steps, of_one, num_local)
 
 
 def _cuts(engine: Engine, num_local: int, batch_size: int, given: int | None) -> Iterator[tuple[Plan, int | None]]:
