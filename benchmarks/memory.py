@@ -28,7 +28,7 @@ from workloads import WORKLOADS, header, machine, markdown
 
 STRATEGIES = ("allreduce", "diloco", "demo")
 CASES = [
-    ("tiny", 5000, None), ("mlp", 64, None), ("mlp", 64, 8), ("mlp", 500, None), ("cnn", 16, None), ("cnn", 64, 2),
+    ("tiny", 5000, None), ("mlp", 64, None), ("mlp", 64, 8), ("cnn", 16, None), ("cnn", 64, 2),
     ("gpt", 16, None), ("gpt", 64, 4), ("gpt256", 4, None),
 ]  # fmt: skip
 FITS = [("mlp", 64, None), ("cnn", 16, None), ("gpt", 16, None)]  # with DiLoCo

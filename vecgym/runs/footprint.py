@@ -169,7 +169,7 @@ def exchanging(
 ) -> Exchanging:
     """Watch a strategy take steps on all nodes, of a model cut down to `MAX_PROBE_ELEMENTS` for all of them.
 
-    If anything is cut, it is cut to two sizes, and bytes are extrapolated linearly from them. The gradients are zeros:
+    If anything is cut, it is cut to two sizes, and bytes are extrapolated linearly from them. The gradients are noise:
     nothing is trained. The steps are the first ones, and those in which a module exchanges for the first time.
     """
     size = sum(p.numel() for p in params.values())
@@ -183,30 +183,35 @@ def exchanging(
     return replace(large, temporary_bytes=round(large.temporary_bytes + max(0.0, slope) * (size - sizes[1])))
 
 
-class _Zeros:
-    """Stands in for an engine: its gradients are zeros, laid out as the model's are."""
+class _Noise:
+    """Stands in for an engine: its gradients are noise, the same on every node, laid out as the model's are.
+
+    Zeros would not do: codes that look for the largest values take other ways where many are equal.
+    """
 
     def __init__(self, params: Mapping[str, Tensor], strided: frozenset[str]) -> None:
+        generator = torch.Generator().manual_seed(0)
         self.params, self.buffers, self._strided = params, dict[str, Tensor](), strided
+        self._noise = {name: torch.randn(p.shape, generator=generator).to(p) for name, p in params.items()}
         self.rows = 1
 
     def gradients(self, params: Tree, buffers: Tree, batch: Any, *, mean: bool, **settings: Any) -> Local:
         num_nodes = len(batch)
         self.rows = 1 if mean else num_nodes
-        grads = {name: self._zeros(name, (self.rows, *p.shape[1:])) for name, p in params.items()}
+        grads = {name: self._gradient(name, self.rows) for name in params}
         return Local(grads, batch.new_zeros(num_nodes), buffers)
 
-    def _zeros(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        like = self.params[name]
-        if name not in self._strided:
-            return like.new_zeros(shape)
-        return like.new_zeros(shape[::-1]).permute(*reversed(range(len(shape))))
+    def _gradient(self, name: str, rows: int) -> Tensor:
+        noise, shape = self._noise[name], (rows, *self._noise[name].shape)
+        if name in self._strided:  # the other way round in memory
+            return noise.new_empty(shape[::-1]).permute(*reversed(range(len(shape)))).copy_(noise)
+        return noise.new_empty(shape).copy_(noise)
 
 
 def _probed(
     strategy: Strategy, params: Tree, num_nodes: int, max_steps: int, strided: frozenset[str]
 ) -> Exchanging:  # fmt: skip
-    engine, batch = _Zeros(params, strided), torch.zeros(num_nodes, 1)
+    engine, batch = _Noise(params, strided), torch.zeros(num_nodes, 1)
     # Weights by examples, if the strategy asks for them, change no size.
     simulation = Simulation(
         nn.Module(), strategy, StackedCollectives(num_nodes), engine=cast(Engine, engine), max_steps=max_steps,
