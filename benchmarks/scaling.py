@@ -186,7 +186,8 @@ def main() -> None:
     strategies, num_steps, runs = ["diloco", "allreduce"], WHOLE_STEPS, 3
     nodes = {name: NODES.get(name, OTHER_NODES) for name in args.workloads}
     if args.quick:
-        nodes, strategies, num_steps, runs, args.repeats = dict.fromkeys(nodes, [4, 8]), ["diloco"], H, 1, 1
+        nodes, strategies = {name: [4, 8] for name in nodes}, ["diloco"]
+        num_steps, runs, args.repeats = H, 1, 1
     scaling = {f"{name}, {s}": scale(name, s, nodes[name], args) for name in args.workloads for s in strategies}
     whole = [whole_seconds(args.threads, num_steps) for _ in range(runs)]
     print("\n" + report(scaling, whole, num_steps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -134,10 +135,7 @@ def networks() -> dict[str, tuple[nn.Module, Any]]:
     dense = nn.Sequential(nn.Linear(50, 64), nn.ReLU(), nn.Linear(64, 5))
     tokens = torch.randint(20, (8, 17))
     return {
-        "MLP": (
-            Classifier(nn.Sequential(nn.Linear(50, 64), nn.ReLU(), nn.Linear(64, 5))),
-            (torch.randn(8, 50), labels),
-        ),
+        "MLP": (Classifier(dense), (torch.randn(8, 50), labels)),
         "CNN": (Classifier(conv), (torch.randn(8, 1, 12, 12), labels)),
         "GPT": (
             GPT(vocab_size=20, context=16, num_layers=1, num_heads=2, width=32),
@@ -199,6 +197,7 @@ def test_an_exchange_long_after_the_first_steps_is_seen() -> None:
 
 def limited(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Room for an estimate of `limit` bytes."""
+    monkeypatch.setattr(fitting, "RESERVED_BYTES", 0)
     monkeypatch.setattr(fitting, "memory_limit", lambda device: int(fitting.MARGIN * limit))
     fitting._known.clear()
 
@@ -247,8 +246,20 @@ def test_the_largest_cut_that_fits(monkeypatch: pytest.MonkeyPatch, chunk: int |
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = wide()
     limited(monkeypatch, 1000)
-    with pytest.raises(MemoryError, match=r"4 nodes with batch_size=16 need .*, estimated, .* allows 1.6 kB.*smaller"):
+    with pytest.raises(MemoryError, match=r"4 nodes with batch_size=16 need .*, estimated, .* allows 1 kB.*smaller"):
         fit(model, alone(), num_nodes=4, data=data, batch_size=16, max_steps=3, max_memory_usage=0.8)
+
+
+def test_room_is_left_for_torch_and_the_gaps_in_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU; so a limit that is just enough for the tensors makes the step smaller."""
+    model, data = wide()
+    needed = math.ceil(fitting.MARGIN * total(None)) + fitting.RESERVED_BYTES
+    for limit, chunk in ((needed, None), (needed - 100, 2)):
+        monkeypatch.setattr(fitting, "memory_limit", lambda device, limit=limit: limit)
+        given: dict[str, Any] = {"num_nodes": 4, "data": data, "batch_size": 16, "max_steps": 3}
+        settings = fit(model, alone(), **given, max_memory_usage=1.0)[0].history.settings
+        assert settings["chunk_size"] == chunk
+        assert settings["memory"]["limit_bytes"] == limit
 
 
 def test_a_batch_that_statistics_are_taken_of_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:

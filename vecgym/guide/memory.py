@@ -27,9 +27,12 @@ that would change its statistics. The choice is the same at every run on a machi
 `MemoryError` says what would.
 
 On CUDA the allocator's peak is measured. On CPU and MPS it is the estimate; `history.settings["memory"]` says which.
-The estimate counts tensors, but not Python, the allocator's reserves, or the workspace of convolutions. On a CPU a
-whole step took 1 to 1.5 times the estimate for MLP and GPT, 1.5 to 1.8 times for a CNN, and up to 3.5 times for small
-steps of some 20 MB, with few nodes at a time. So on a CPU the limit counts the estimate twice (`python benchmarks/memory.py`).
+To the estimate a quarter is added, and on a CPU half a gigabyte: Python and torch take 300 MB, and glibc keeps freed
+memory.
+
+## How good the estimate is
+
+TABLE
 
 ## How many nodes fit on how many GPUs
 

@@ -1,7 +1,7 @@
 """Estimate the memory of a run before it begins, and look up that of a device.
 
-The estimate counts tensors. It ignores Python, torch's own code (300 MB and more on a CPU), the reserves of an
-allocator, and the workspace of operations; `benchmarks/memory.py` measures how far off it is.
+The estimate counts tensors, by watching few nodes (`vecgym.runs.footprint`). It ignores Python, torch's own code
+(300 MB and more on a CPU), and the reserves of an allocator; `benchmarks/memory.py` measures how far off it is.
 """
 
 from __future__ import annotations
@@ -134,13 +134,18 @@ class MemoryOptions(Options):
 
 @function_of(MemoryOptions)
 def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
-    """Estimate the memory of a run by `Trainer.fit`, as a table; only one node's forward pass is made.
+    """Estimate the memory of a run by `Trainer.fit`, as a table; nothing is trained, and K nodes are never computed.
 
     parameters: 1 or K copies; gradients: likewise, those of the nodes' mean loss or of each; optimizer: its state;
     strategy: what its modules keep (outer parameters, residuals ...); buffers; batch: the examples of a step;
-    activations: what the backward pass needs of the nodes computed at a time, of `minibatch_size` examples each;
-    exchange: copies that the nodes' exchange makes on the way. Which of them are stored once and which K times is found
-    by taking the strategy's own steps on tiny tensors.
+    activations: what a forward and backward pass of the nodes computed at a time, of `minibatch_size` examples each,
+    takes at its peak beyond the gradients; exchange: the most that anything else in a step makes on the way.
+
+    Activations are those of one node, or of two and of three, which take that pass while every tensor that is made or
+    freed is counted; what they take is extrapolated linearly to the nodes computed at a time. The rest is what the
+    strategy's own steps on K nodes hold, of a model cut down to four million parameters in all, in its first steps and
+    in those in which it first exchanges; bytes are extrapolated linearly to the whole model. What an operation
+    allocates and frees within itself is not seen.
 
     Args:
         {arguments}
