@@ -32,6 +32,14 @@ memory.
 
 ## How good the estimate is
 
+It counts tensors: one node, or two and three, take a forward and backward pass, and a cut-down model takes the
+strategy's steps, while every tensor that is made or freed is counted. What is between is extrapolated linearly.
+
+Measured is the peak of resident memory over that of a process in which two nodes had taken these steps and the data
+were there, plus the batch. *In use*: glibc gives freed memory back at once, so this is what tensors and operations
+take. *Resident*: glibc as it is, which keeps freed pieces of up to 32 MB, with gaps between them. One thread, AMD EPYC,
+2 cores, torch 2.13, a process for each figure (`python benchmarks/memory.py`):
+
 TABLE
 
 ## How many nodes fit on how many GPUs

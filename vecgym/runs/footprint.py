@@ -237,6 +237,25 @@ def _telling_steps(strategy: Strategy, max_steps: int) -> list[int]:
     return sorted(step for step in steps if 0 <= step < max_steps)
 
 
+def state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float]) -> tuple[float, float]:
+    """Return (shared, per node) bytes of modules' states on tiny parameters, scaled to the real ones."""
+    shared = each = 0.0
+    for path, x in tree.flatten(state):
+        if isinstance(x, Tensor):
+            name = next((key for kind, key in reversed(path) if kind is dict), "")
+            size = x.numel() * x.element_size() * ratios.get(name, 1.0)
+            if x.dim() > 0 and x.shape[0] == num_nodes > 1:
+                each += size / num_nodes
+            else:
+                shared += size
+    return shared, each
+
+
+def widest(values: Any) -> int:
+    """Return the largest number of rows."""
+    return max((x.shape[0] for x in tree.leaves(values) if x.dim()), default=1)
+
+
 def _cut(params: Mapping[str, Tensor], share: float) -> Tree:
     """Return ones in place of the parameters, of the same shapes or with their longest sides halved until they fit."""
     return {

@@ -26,7 +26,7 @@ from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned
 from vecgym.runs.checks import check_parts, check_strategy
-from vecgym.runs.footprint import Passing, exchanging, passing
+from vecgym.runs.footprint import Passing, exchanging, passing, state_bytes, widest
 from vecgym.runs.options import Chosen, Count, Flag, OptionalCount
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
@@ -276,11 +276,11 @@ def kept_by(
         each = Part(tree.num_bytes(state), nodes=num_nodes)
         return Kept(Part(P, nodes=num_nodes), each, Part(), Part(P, P, num_nodes), False)
     seen = exchanging(strategy, params, num_nodes, max_steps, strided)
-    wide = _widest(seen.state.params) > 1
+    wide = widest(seen.state.params) > 1
     bytes_of = tree.num_bytes(strategy.inner_optim.rule().init(one))
-    of_optimizer = Part(bytes_of, nodes=num_nodes) if _widest(seen.state.optimizer) > 1 else Part(0, bytes_of)
+    of_optimizer = Part(bytes_of, nodes=num_nodes) if widest(seen.state.optimizer) > 1 else Part(0, bytes_of)
     ratios = {name: p.numel() / max(1, seen.params[name].numel()) for name, p in params.items()}
-    shared, each_node = _state_bytes(seen.state.strategy, num_nodes, ratios)
+    shared, each_node = state_bytes(seen.state.strategy, num_nodes, ratios)
     # Whole copies of all nodes' parameters are each node's; the rest is taken once.
     copies = seen.temporary_bytes // max(1, num_nodes * P)
     exchange = Part(copies * P, seen.temporary_bytes - copies * num_nodes * P, num_nodes)
@@ -288,24 +288,6 @@ def kept_by(
         Part(P, nodes=num_nodes) if wide else Part(0, P), of_optimizer,
         Part(round(each_node), round(shared), num_nodes), exchange, seen.rows == 1 < num_nodes,
     )  # fmt: skip
-
-
-def _state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float]) -> tuple[float, float]:
-    """Return (shared, per node) bytes of modules' states on tiny parameters, scaled to the real ones."""
-    shared = each = 0.0
-    for path, x in tree.flatten(state):
-        if isinstance(x, Tensor):
-            name = next((key for kind, key in reversed(path) if kind is dict), "")
-            size = x.numel() * x.element_size() * ratios.get(name, 1.0)
-            if x.dim() > 0 and x.shape[0] == num_nodes > 1:
-                each += size / num_nodes
-            else:
-                shared += size
-    return shared, each
-
-
-def _widest(values: Any) -> int:
-    return max((x.shape[0] for x in tree.leaves(values) if x.dim()), default=1)
 
 
 def parts_of(
