@@ -1,16 +1,25 @@
 """How far off the estimate of memory is: `vecgym.estimate_memory` against the peak of a process that trains.
 
-Each row is a fresh process that takes three steps with `Simulation.step`. Measured is its peak resident memory less
-what it was just before the simulation was made, when model, batch and torch were there already, plus the batch; the
-estimate is that of `vecgym.estimate_memory`, which counts tensors. On a GPU both are of the allocator.
+Each figure is of a fresh process, with one thread, that takes three steps with `Simulation.step`, or with `Trainer.fit`
+where it says so. The peak is that of its resident memory, less what it was just before: then torch and vecgym were
+loaded, two nodes had taken these steps, freed memory had been given back (`malloc_trim`), and the data were there. The
+batch, which is in the estimate, is added.
+
+*in use*: glibc is told to give freed memory back at once (`MALLOC_MMAP_THRESHOLD_` and others): this is what tensors
+and the workspace of operations take, and what the estimate is of. *resident*: glibc as it is. It keeps freed pieces of
+up to 32 MB, and its heap has gaps between them. On a GPU both are the allocator's. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,70 +28,139 @@ from workloads import WORKLOADS, header, machine, markdown
 
 STRATEGIES = ("allreduce", "diloco", "demo")
 CASES = [
-    ("tiny", 512, None), ("mlp", 16, None), ("mlp", 64, None), ("mlp", 64, 8), ("cnn", 16, None), ("cnn", 16, 2),
-    ("gpt", 16, None), ("gpt", 16, 4),
+    ("tiny", 5000, None), ("mlp", 64, None), ("mlp", 64, 8), ("cnn", 16, None), ("cnn", 64, 2),
+    ("gpt", 16, None), ("gpt", 64, 4), ("gpt256", 4, None),
 ]  # fmt: skip
+FITS = [("mlp", 64, None), ("cnn", 16, None), ("gpt", 16, None)]  # with DiLoCo
 QUICK = [("mlp", 8, None)]
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "4096"}
 
 
-def measure_here(name: str, strategy_name: str, num_nodes: int, chunk_size: int | None, device: str) -> dict[str, int]:
-    """Estimated and measured bytes of one configuration, in this process."""
-    from vecgym import estimate_memory
+class Peak:
+    """The most resident bytes of this process, or allocated ones of a GPU, since this was made; less those before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+            return
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        self.before = _status("VmRSS")
+
+    def bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else _status("VmHWM")
+        return peak - self.before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def make_strategy(name: str) -> Any:
+    from vecgym.strategy import AllReduceStrategy, DeMoStrategy, DiLoCoStrategy
+
+    made: dict[str, Any] = {"allreduce": AllReduceStrategy, "diloco": lambda: DiLoCoStrategy(H=2), "demo": DeMoStrategy}
+    return made[name]()
+
+
+def take_steps(name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: torch.device) -> int:
+    """The peak of three steps."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
-    from vecgym.runs.memory import peak_bytes
-    from vecgym.strategy import AllReduceStrategy, DeMoStrategy, DiLoCoStrategy
 
-    torch.set_num_threads(1)
-    made: dict[str, Any] = {"allreduce": AllReduceStrategy, "diloco": lambda: DiLoCoStrategy(H=2), "demo": DeMoStrategy}
-    workload, strategy, where = WORKLOADS[name], made[strategy_name](), torch.device(device)
-    warm = WORKLOADS["tiny"]  # torch imports much of itself when it is first used
-    Engine(warm.model()).prepare(warm.batch(2))
-    x, y = workload.batch(num_nodes)
-    one = x[0], y[0]
-    estimate = estimate_memory(
-        workload.model(), strategy, num_nodes, workload.batch_size, one, chunk_size=chunk_size, device=device
-    )
-    model, batch = workload.model().to(where), (x.to(where), y.to(where))
-    batch_bytes = estimate.parts["batch"].total_bytes
-    before = torch.cuda.memory_allocated() if where.type == "cuda" else current_bytes()
+    workload = WORKLOADS[name]
+    model, (x, y) = workload.model().to(device), workload.batch(num_nodes)
+    batch = (x.to(device), y.to(device))
+    peak = Peak(device)
     engine = Engine(model, chunk_size=chunk_size)
     engine.prepare(batch)
-    simulation = Simulation(model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=4)
+    comm = StackedCollectives(num_nodes)
+    simulation = Simulation(model, make_strategy(strategy), comm, engine=engine, max_steps=4)
     state = simulation.init()
     for _ in range(3):
         state, _ = simulation.step(state, batch)
     engine.close()
-    return {"estimated": estimate.total_bytes, "measured": peak_bytes(where) - before + batch_bytes}
+    return peak.bytes()
 
 
-def current_bytes() -> int:
-    """Resident memory now (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def take_fit(name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: torch.device) -> int:
+    """The peak of a run of four steps, with batches from a dataset of as many, and an evaluation at its end."""
+    from vecgym import Trainer
+
+    workload = WORKLOADS[name]
+    data = torch.utils.data.TensorDataset(*workload.data(4 * num_nodes * workload.batch_size))
+    val = torch.utils.data.Subset(data, range(workload.batch_size))
+    peak = Peak(device)
+    Trainer(workload.model(), data, val).fit(
+        make_strategy(strategy), num_nodes, batch_size=workload.batch_size, max_steps=4, chunk_size=chunk_size,
+        device=device, progress=False,
+    )  # fmt: skip
+    return peak.bytes()
 
 
-def measure(name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: str) -> dict[str, Any]:
-    """The same in a process of its own."""
-    arguments = [name, strategy, str(num_nodes), str(chunk_size or 0), device]
-    done = subprocess.run([sys.executable, __file__, "--case", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr)
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {"workload": name, "strategy": strategy, "num_nodes": num_nodes, "chunk_size": chunk_size, **found}
+def measure_here(kind: str, name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: str) -> int:
+    """Measured bytes of one configuration, in this process."""
+    torch.set_num_threads(1)
+    take = take_fit if kind == "fit" else take_steps
+    for few in (1, 2):  # torch imports much of itself when it is first used
+        take(name, strategy, few, chunk_size, torch.device(device))
+    measured = take(name, strategy, num_nodes, chunk_size, torch.device(device))
+    batch_bytes = sum(x.nbytes for x in WORKLOADS[name].batch(1)) * num_nodes
+    return measured + (batch_bytes if kind == "step" else 0)
+
+
+def estimate_here(name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: str) -> dict[str, float]:
+    """The estimate, and the seconds of this thread that a second one takes."""
+    from vecgym import estimate_memory
+
+    torch.set_num_threads(1)
+    workload = WORKLOADS[name]
+    model, one = workload.model(), tuple(x[0] for x in workload.batch(1))
+    for _ in range(2):
+        start = time.thread_time()
+        estimate = estimate_memory(
+            model, make_strategy(strategy), num_nodes, workload.batch_size, one, chunk_size=chunk_size, device=device
+        )
+        seconds = time.thread_time() - start
+    return {"estimated": estimate.total_bytes, "seconds": seconds}
+
+
+def measure(kind: str, name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: str) -> dict[str, Any]:
+    """A row: the estimate and both measurements, each from a process of its own."""
+
+    def answer(kind: str, **environment: str) -> Any:
+        arguments = [kind, name, strategy, str(num_nodes), str(chunk_size or 0), device]
+        command, variables = [sys.executable, __file__, "--case", *arguments], {**os.environ, **environment}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+        if done.returncode != 0:
+            raise RuntimeError(done.stderr)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    in_use, resident = answer(kind, **GIVE_BACK), answer(kind)
+    return {
+        "kind": kind, "workload": name, "strategy": strategy, "num_nodes": num_nodes, "chunk_size": chunk_size,
+        **answer("estimate"), "in_use": in_use, "resident": resident,
+    }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """One line for each configuration."""
     cells = [
         [
-            f"{row['workload']}, {row['strategy']}", str(row["num_nodes"]), str(row["chunk_size"] or "all"),
-            f"{row['estimated'] / 1e6:.1f}", f"{row['measured'] / 1e6:.1f}",
-            f"{row['estimated'] / max(1, row['measured']):.2f}",
+            f"{row['workload']}, {row['strategy']}{', fit' if row['kind'] == 'fit' else ''}", str(row["num_nodes"]),
+            str(row["chunk_size"] or "-"), f"{row['estimated'] / 1e6:.1f}", f"{row['in_use'] / 1e6:.1f}",
+            f"{row['estimated'] / max(1, row['in_use']):.2f}", f"{row['resident'] / 1e6:.1f}",
+            f"{row['estimated'] / max(1, row['resident']):.2f}", f"{row['seconds']:.2f}",
         ]
         for row in rows
     ]  # fmt: skip
-    return markdown(["run", "K", "chunk", "estimated MB", "measured MB", "estimated / measured"], cells)
+    columns = ["run", "K", "chunk", "estimated MB", "in use MB", "ratio", "resident MB", "ratio", "estimate s"]
+    return markdown(columns, cells)
 
 
 def main() -> None:
@@ -91,17 +169,22 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--threads", type=int, default=1, help="ignored: one thread, so that nothing is spread")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--case", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        name, strategy, num_nodes, chunk_size, device = args.case
-        print(json.dumps(measure_here(name, strategy, int(num_nodes), int(chunk_size) or None, device)))
+        kind, name, strategy, num_nodes, chunk_size, device = args.case
+        given = name, strategy, int(num_nodes), int(chunk_size) or None, device
+        print(json.dumps(estimate_here(*given) if kind == "estimate" else measure_here(kind, *given)))
         return
     torch.set_num_threads(1)
     print(header() + "\n", flush=True)
-    cases = QUICK if args.quick else CASES
-    strategies = STRATEGIES[1:2] if args.quick else STRATEGIES
-    rows = [measure(name, s, n, chunk, args.device) for name, n, chunk in cases for s in strategies]
+    cases = [("step", s, *case) for case in CASES for s in STRATEGIES] + [("fit", "diloco", *case) for case in FITS]
+    if args.quick:
+        cases = [("step", "diloco", *case) for case in QUICK]
+    rows = []
+    for kind, strategy, name, num_nodes, chunk_size in cases:
+        rows.append(measure(kind, name, strategy, num_nodes, chunk_size, args.device))
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(table(rows))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")

@@ -129,12 +129,16 @@ def test_strategies(tmp_path: Path) -> None:
 
 
 def test_scaling(tmp_path: Path) -> None:
-    table, result = run_quick("scaling.py", tmp_path, "--workloads", "tiny")
-    assert "| K | ms / step | us / node | peak MB | MB / node |" in table
+    figure = tmp_path / "figure.png"
+    table, result = run_quick("scaling.py", tmp_path, "--workloads", "tiny", "--figure", str(figure))
+    assert "| K | ms / step | CPU ms / step | CPU us / node | peak MB | MB / node | estimated MB |" in table
+    with Image.open(figure) as image:
+        assert (image.format, image.width) == ("PNG", 900)
     assert "from the start of python to the end" in table
     rows = result["scaling"]["tiny, diloco"]
-    assert [row["num_nodes"] for row in rows] == [4]
-    assert all(row["seconds"] > 0 and row["peak_bytes"] >= 0 for row in rows)
+    assert [row["num_nodes"] for row in rows] == [4, 8]
+    assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 and row["peak_bytes"] >= 0 for row in rows)
+    assert rows[1]["estimated_bytes"] > rows[0]["estimated_bytes"] > 0
     assert len(result["whole_s"]) == 1
 
 
@@ -196,10 +200,10 @@ def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_memory(tmp_path: Path) -> None:
     table, result = run_quick("memory.py", tmp_path)
-    assert "| run | K | chunk | estimated MB | measured MB | estimated / measured |" in table
+    assert "| run | K | chunk | estimated MB | in use MB | ratio | resident MB | ratio | estimate s |" in table
     [row] = result["rows"]
     assert (row["workload"], row["strategy"], row["num_nodes"]) == ("mlp", "diloco", 8)
-    assert row["estimated"] > 0 < row["measured"]
+    assert row["estimated"] > 0 < min(row["in_use"], row["resident"])
 
 
 def test_busy(tmp_path: Path) -> None:

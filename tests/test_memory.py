@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,11 +11,16 @@ from torch import Tensor, nn
 
 import vecgym
 import vecgym.runs.fitting as fitting
+import vecgym.runs.footprint as footprint
 from tests.fitting import alone, dataset, fit, params, same_run
 from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
+from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
-from vecgym.models import Classifier
+from vecgym.engine import Engine
+from vecgym.engine.simulation import Simulation
+from vecgym.models import GPT, Classifier
+from vecgym.runs.footprint import Live
 from vecgym.runs.memory import Part, memory_limit
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -107,11 +113,91 @@ def test_a_strategy_for_one_rank_has_a_copy_of_all_for_each() -> None:
     assert (parts["parameters"].nodes, parts["optimizer"].nodes) == (5, 5)
 
 
+# ------------------------------------------------------------------------------------------ against whole steps
+
+CUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"chunk_size": 3},
+    "loop": {"engine": "loop"},
+    "minibatches": {"minibatch_size": 4},
+    "minibatches of chunks": {"chunk_size": 3, "minibatch_size": 2},
+}
+
+
+def networks() -> dict[str, tuple[nn.Module, Any]]:
+    """Models that are wide enough for their scalars not to matter, and one node's batch."""
+    torch.manual_seed(0)
+    labels = torch.zeros(8, dtype=torch.long)
+    conv = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(128, 5),
+    )  # fmt: skip
+    dense = nn.Sequential(nn.Linear(50, 64), nn.ReLU(), nn.Linear(64, 5))
+    tokens = torch.randint(20, (8, 17))
+    return {
+        "MLP": (Classifier(dense), (torch.randn(8, 50), labels)),
+        "CNN": (Classifier(conv), (torch.randn(8, 1, 12, 12), labels)),
+        "GPT": (
+            GPT(vocab_size=20, context=16, num_layers=1, num_heads=2, width=32),
+            (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+        ),
+    }
+
+
+def held_in_steps(model: nn.Module, strategy: Any, num_nodes: int, one: Any, **cut: Any) -> int:
+    """The most bytes of tensors in five steps of all nodes, with their batch."""
+    minibatch_size = cut.pop("minibatch_size", None)
+    batch = tree.map_leaves(lambda x: torch.stack([x] * num_nodes), one)
+    engine = Engine(model, node_threads=1, **cut)
+    engine.prepare(batch)
+    simulation = Simulation(
+        model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=6, minibatch_size=minibatch_size
+    )
+    known = [batch, *engine.params.values(), *engine.frozen.values(), *engine.buffers.values()]
+    with Live(known) as live:
+        state = simulation.init()
+        for _ in range(5):
+            state, _ = simulation.step(state, batch)
+    return live.peak + tree.num_bytes(batch)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("strategy", ["allreduce", "diloco", "sparta", "gossip", "demo"])
+@pytest.mark.parametrize("network", ["MLP", "CNN", "GPT"])
+def test_the_total_is_the_peak_of_a_step(network: str, strategy: str, cut: str) -> None:
+    """Within a tenth or so, though two or three nodes are looked at, and a run has 12."""
+    model, one = networks()[network]
+    found = held_in_steps(model, STRATEGIES[strategy](), 12, one, **CUTS[cut])
+    estimate = estimate_memory(model, STRATEGIES[strategy](), 12, 8, one, max_steps=6, **CUTS[cut])
+    assert 0.8 * found <= estimate.total_bytes <= 1.25 * found, f"{estimate.total_bytes / found:.2f}\n{estimate}"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_that_is_cut_down_for_the_strategy_has_the_same_peak(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, one = networks()["MLP"]
+    whole = estimate_memory(model, STRATEGIES[name](), 12, 8, one, max_steps=6).total_bytes
+    monkeypatch.setattr(footprint, "MAX_PROBE_ELEMENTS", 2**13)  # of 43,000
+    cut = estimate_memory(model, STRATEGIES[name](), 12, 8, one, max_steps=6).total_bytes
+    # DeMo sends as much of a chunk of 8 numbers as of one of 4096, and here little more than that is left.
+    assert within(cut, whole, 0.4 if name == "demo" else 0.01)
+
+
+def test_an_exchange_long_after_the_first_steps_is_seen() -> None:
+    """DiLoCo's movements are a copy of all nodes' parameters, in step 500."""
+    model, one = networks()["MLP"]
+    strategies = [DiLoCoStrategy("sgd", H=H, lr=0.01) for H in (2, 500)]
+    often, rarely = (estimate_memory(model, s, 12, 8, one).parts["exchange"].total_bytes for s in strategies)
+    assert often == rarely > 12 * sum(p.nbytes for p in model.parameters())
+
+
 # --------------------------------------------------------------------------------------------------- what fits
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, limit: float) -> None:
     """Room for an estimate of `limit` bytes."""
+    monkeypatch.setattr(fitting, "RESERVED_BYTES", 0)
     monkeypatch.setattr(fitting, "memory_limit", lambda device: int(fitting.MARGIN * limit))
     fitting._known.clear()
 
@@ -160,8 +246,20 @@ def test_the_largest_cut_that_fits(monkeypatch: pytest.MonkeyPatch, chunk: int |
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = wide()
     limited(monkeypatch, 1000)
-    with pytest.raises(MemoryError, match=r"4 nodes with batch_size=16 need .*, estimated, .* allows 1.6 kB.*smaller"):
+    with pytest.raises(MemoryError, match=r"4 nodes with batch_size=16 need .*, estimated, .* allows 1 kB.*smaller"):
         fit(model, alone(), num_nodes=4, data=data, batch_size=16, max_steps=3, max_memory_usage=0.8)
+
+
+def test_room_is_left_for_torch_and_the_gaps_in_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU; so a limit that is just enough for the tensors makes the step smaller."""
+    model, data = wide()
+    needed = math.ceil(fitting.MARGIN * total(None)) + fitting.RESERVED_BYTES
+    for limit, chunk in ((needed, None), (needed - 100, 2)):
+        monkeypatch.setattr(fitting, "memory_limit", lambda device, limit=limit: limit)
+        given: dict[str, Any] = {"num_nodes": 4, "data": data, "batch_size": 16, "max_steps": 3}
+        settings = fit(model, alone(), **given, max_memory_usage=1.0)[0].history.settings
+        assert settings["chunk_size"] == chunk
+        assert settings["memory"]["limit_bytes"] == limit
 
 
 def test_a_batch_that_statistics_are_taken_of_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:

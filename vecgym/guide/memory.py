@@ -27,9 +27,20 @@ that would change its statistics. The choice is the same at every run on a machi
 `MemoryError` says what would.
 
 On CUDA the allocator's peak is measured. On CPU and MPS it is the estimate; `history.settings["memory"]` says which.
-The estimate counts tensors, but not Python, the allocator's reserves, or the workspace of convolutions. On a CPU a
-whole step took 1 to 1.5 times the estimate for MLP and GPT, 1.5 to 1.8 times for a CNN, and up to 3.5 times for small
-steps of some 20 MB, with few nodes at a time. So on a CPU the limit counts the estimate twice (`python benchmarks/memory.py`).
+To the estimate a quarter is added, and on a CPU half a gigabyte: Python and torch take 300 MB, and glibc keeps freed
+memory.
+
+## How good the estimate is
+
+It counts tensors: one node, or two and three, take a forward and backward pass, and a cut-down model takes the
+strategy's steps, while every tensor that is made or freed is counted. What is between is extrapolated linearly.
+
+Measured is the peak of resident memory over that of a process in which two nodes had taken these steps and the data
+were there, plus the batch. *In use*: glibc gives freed memory back at once, so this is what tensors and operations
+take. *Resident*: glibc as it is, which keeps freed pieces of up to 32 MB, with gaps between them. One thread, AMD EPYC,
+2 cores, torch 2.13, a process for each figure (`python benchmarks/memory.py`):
+
+TABLE
 
 ## How many nodes fit on how many GPUs
 

@@ -13,11 +13,13 @@ import torch
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.engine import Engine, Plan
-from vecgym.runs.memory import Activations, Kept, MemoryEstimate, activations, kept_by, memory_limit, parts_of
+from vecgym.runs.memory import Estimator, MemoryEstimate, memory_limit
 from vecgym.runs.options import FitOptions
-from vecgym.strategy.per_rank import as_strategy
 
-MARGIN = 2.0  # whole steps of convolutions take up to 1.8 times their estimate: `benchmarks/memory.py`
+# Where nothing can be measured, of what `benchmarks/memory.py` finds: tensors take up to 1.25 times their estimate.
+MARGIN = 1.25
+# Of a process on the CPU, besides: Python and torch take 300 MB; glibc keeps freed pieces, up to 225 MB were seen.
+RESERVED_BYTES = 2**29
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: in
     and the settings alone, and is the same in every run. The batch is never cut if `minibatch_size` was given, or for
     a model whose buffers change in training (batch norm): its statistics would be those of the parts.
 
-    On CUDA a call of `engine.gradients` is measured, by the allocator's peak; elsewhere it is estimated, and
-    `report["measured"]` says which. Answers are kept for the process.
+    On CUDA a call of `engine.gradients` is measured, by the allocator's peak. Elsewhere `estimate_memory` estimates
+    the step; a quarter is added and, on a CPU, `RESERVED_BYTES`. `report["measured"]` says which. Answers
+    are kept for the process.
 
     Args:
         engine: prepared; its plan is where the search begins.
@@ -65,21 +68,14 @@ def fitting_sizes(engine: Engine, options: FitOptions, batch: Any, max_steps: in
 def _search(engine: Engine, options: FitOptions, batch: Any, max_steps: int, limit: int) -> Sizes:
     assert engine.facts is not None
     num_local, batch_size = next((x.shape[0], x.shape[1] if x.dim() > 1 else 1) for x in tree.leaves(batch))
-    kept = kept_by(as_strategy(options.strategy, engine.model), engine.params, options.num_nodes, max_steps)
-    # Other nodes are in other processes.
-    params, optimizer, modules = (replace(part, nodes=min(part.nodes, num_local)) for part in kept[:3])
-    kept = Kept(params, optimizer, modules, kept.mean)
     measured = engine.device.type == "cuda"
-    buffer_bytes, batch_bytes = tree.num_bytes(engine.buffers), tree.num_bytes(batch) // num_local
-    passing: dict[int | None, Activations] = {}
+    estimator = _estimator(engine, options, batch, max_steps, num_local)
     needed = 0
     for plan, size in _cuts(engine, num_local, batch_size, options.minibatch_size):
-        if size not in passing:  # by a copy of the engine, whose own plan and facts stay
-            copied = Engine(copy.deepcopy(engine.model), engine="loop", autocast=engine.autocast)
-            passing[size] = activations(copied, batch, size)
-        parts = parts_of(kept, buffer_bytes, batch_bytes, passing[size], plan, num_local)
-        estimate = MemoryEstimate(parts, num_local, str(engine.device))
-        needed = _measured(engine, plan, batch, size, estimate) if measured else round(MARGIN * estimate.total_bytes)
+        estimate = MemoryEstimate(estimator.parts(plan, size), num_local, str(engine.device))
+        needed = _with_margin(estimate.total_bytes, engine.device)
+        if measured:
+            needed = _measured(engine, plan, batch, size, estimate)
         if needed <= limit:
             report = {"limit_bytes": limit, "needed_bytes": needed, "measured": measured}
             return Sizes(plan.chunk_size, size, report)
@@ -90,6 +86,20 @@ def _search(engine: Engine, options: FitOptions, batch: Any, max_steps: int, lim
         "smaller batch_size, fewer nodes, or a larger max_memory_usage; vecgym.estimate_memory shows what takes how "
         "much."
     )
+
+
+def _estimator(engine: Engine, options: FitOptions, batch: Any, max_steps: int, num_local: int) -> Estimator:
+    """Return an estimator with a copy of the engine, whose own plan and facts stay."""
+    copied = Engine(copy.deepcopy(engine.model), engine="loop", autocast=engine.autocast)
+    of_one = tree.map_leaves(lambda x: x[0], batch)
+    with torch.enable_grad():
+        copied.prepare(tree.map_leaves(lambda x: x[None, : options.minibatch_size], of_one))
+    return Estimator(copied, options.strategy, options.num_nodes, max_steps, of_one, num_local)
+
+
+def _with_margin(estimated_bytes: int, device: torch.device) -> int:
+    """Return what a process needs of a device for what is estimated."""
+    return round(MARGIN * estimated_bytes) + (RESERVED_BYTES if device.type == "cpu" else 0)
 
 
 def _cuts(engine: Engine, num_local: int, batch_size: int, given: int | None) -> Iterator[tuple[Plan, int | None]]:

@@ -1,7 +1,7 @@
 """Estimate the memory of a run before it begins, and look up that of a device.
 
-The estimate counts tensors. It ignores Python, torch's own code (300 MB and more on a CPU), the reserves of an
-allocator, and the workspace of operations; `benchmarks/memory.py` measures how far off it is.
+The estimate counts tensors, by watching few nodes (`vecgym.runs.footprint`). It ignores Python, torch's own code
+(300 MB and more on a CPU), and the reserves of an allocator; `benchmarks/memory.py` measures how far off it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.core.options import Options, function_of
@@ -27,14 +26,13 @@ from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned
 from vecgym.runs.checks import check_parts, check_strategy
+from vecgym.runs.footprint import Passing, exchanging, passing, state_bytes, widest
 from vecgym.runs.options import Chosen, Count, Flag, OptionalCount
-from vecgym.strategy import Context, Strategy
+from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 
 __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
 
-PROBE_STEPS = 3  # of a strategy on tiny tensors, to see what it stores once for all nodes
-TINY = 2  # the size of each of their dimensions
 NO_LIMIT = 2**60  # cgroups report at least this if there is no limit
 
 
@@ -136,13 +134,18 @@ class MemoryOptions(Options):
 
 @function_of(MemoryOptions)
 def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
-    """Estimate the memory of a run by `Trainer.fit`, as a table; only one node's forward pass is made.
+    """Estimate the memory of a run by `Trainer.fit`, as a table; nothing is trained, and K nodes are never computed.
 
     parameters: 1 or K copies; gradients: likewise, those of the nodes' mean loss or of each; optimizer: its state;
     strategy: what its modules keep (outer parameters, residuals ...); buffers; batch: the examples of a step;
-    activations: what the backward pass needs of the nodes computed at a time, of `minibatch_size` examples each;
-    exchange: copies that the nodes' exchange makes on the way. Which of them are stored once and which K times is found
-    by taking the strategy's own steps on tiny tensors.
+    activations: what a forward and backward pass of the nodes computed at a time, of `minibatch_size` examples each,
+    takes at its peak beyond the gradients; exchange: the most that anything else in a step makes on the way.
+
+    Activations are those of one node, or of two and of three, which take that pass while every tensor that is made or
+    freed is counted; what they take is extrapolated linearly to the nodes computed at a time. The rest is what the
+    strategy's own steps on K nodes hold, of a model cut down to four million parameters in all, in its first steps and
+    in those in which it first exchanges; bytes are extrapolated linearly to the whole model. What an operation
+    allocates and frees within itself is not seen.
 
     Args:
         {arguments}
@@ -163,118 +166,151 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     2
     """
     num_nodes, device = options.num_nodes, torch.device(options.device)
-    one = Engine(copy.deepcopy(options.model).cpu(), engine="loop", autocast=options.autocast)
-    batch, passing = None, Activations()
+    kind = "auto" if options.engine == "fastest" else options.engine
+    one = Engine(copy.deepcopy(options.model).cpu(), engine=kind, autocast=options.autocast)
+    batch, plan = None, Plan("vmap")
     if options.data is not None:
-        batch = tree.map_leaves(lambda x: x[None], _batch_of_one(options))
-        passing = activations(one, batch, options.minibatch_size)
-    plan = Plan("vmap")
-    if one.facts is not None:
+        batch = _batch_of_one(options)
+        with torch.enable_grad():
+            one.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, options.minibatch_size)))
+        assert one.facts is not None
         plan = choose_plan(one.facts, num_nodes, device, torch.get_num_threads(), options.engine)
     if options.chunk_size is not None:
         plan = replace(plan, chunk_size=options.chunk_size)
-    kept = kept_by(as_strategy(options.strategy, one.model), one.params, num_nodes, options.max_steps)
-    parts = parts_of(kept, tree.num_bytes(one.buffers), tree.num_bytes(batch), passing, plan, num_nodes)
-    if batch is None:
-        del parts["batch"], parts["activations"]
-    return MemoryEstimate(parts, num_nodes, str(device))
+    estimator = Estimator(one, options.strategy, num_nodes, options.max_steps, batch)
+    return MemoryEstimate(estimator.parts(plan, options.minibatch_size), num_nodes, str(device))
 
 
-@dataclass(frozen=True)
-class Activations:
-    """The temporary memory of one node's forward and backward pass."""
-
-    saved_bytes: int = 0  # kept for the backward pass
-    largest_bytes: int = 0  # the largest intermediate tensor
+def _examples(batch: Any, minibatch_size: int | None) -> Any:
+    """Return the part of one node's batch, `[B, ...]`, that is computed at a time."""
+    return batch if minibatch_size is None else tree.map_leaves(lambda x: x[:minibatch_size], batch)
 
 
-def activations(engine: Engine, batch: Any, minibatch_size: int | None = None) -> Activations:
-    """Measure one node on the first of the batches `[L, B, ...]`, or a part of it; this prepares the engine."""
-    part = tree.map_leaves(lambda x: x[:1] if minibatch_size is None else x[:1, :minibatch_size], batch)
-    saved: dict[int, Tensor] = {}
+class Estimator:
+    """The table for one model, strategy and batch, as its steps are cut in one way or another.
 
-    def keep(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x
-        return x
+    Args:
+        engine: of a copy of the model on the CPU, prepared if there is a batch; its plan is not kept.
+        num_nodes: K.
+        batch: of one node, `[B, ...]`; None: without batch and activations.
+        num_local: the nodes in this process; None: K.
+    """
 
-    known = [engine.params, engine.frozen, engine.buffers]
-    before = {x.untyped_storage().data_ptr() for x in tree.leaves(known)}
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        engine.prepare(part)
-    before |= {x.untyped_storage().data_ptr() for x in tree.leaves(part)}
-    assert engine.facts is not None
-    saved_bytes = sum(x.untyped_storage().nbytes() for at, x in saved.items() if at not in before)
-    return Activations(saved_bytes, engine.facts.largest_bytes)
+    def __init__(
+        self, engine: Engine, strategy: Strategy, num_nodes: int, max_steps: int, batch: Any,
+        num_local: int | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.batch = engine, batch
+        self.strategy = as_strategy(strategy, engine.model)
+        self.num_nodes, self.max_steps = num_nodes, max_steps
+        self.num_local = num_nodes if num_local is None else num_local
+        self._passing: dict[tuple[Any, ...], Passing] = {}
+        self._kept: dict[frozenset[str], Kept] = {}
+
+    def parts(self, plan: Plan, minibatch_size: int | None) -> dict[str, Part]:
+        """Return the rows of the table."""
+        at_a_time = nodes_at_a_time(plan, self.num_local)
+        seen = None if self.batch is None else self._pass(plan, at_a_time, minibatch_size)
+        in_parts = plan.engine == "loop" or at_a_time < self.num_local
+        strided = frozenset[str]() if seen is None or in_parts else seen.strided
+        if strided not in self._kept:
+            kept = kept_by(self.strategy, self.engine.params, self.num_nodes, self.max_steps, strided)
+            self._kept[strided] = kept.on(self.num_local)
+        batch_bytes = tree.num_bytes(self.batch)
+        cut = minibatch_size is not None
+        parts = parts_of(self._kept[strided], tree.num_bytes(self.engine.buffers), batch_bytes, seen, plan,
+                         self.num_local, cut)  # fmt: skip
+        if seen is None:
+            del parts["batch"], parts["activations"]
+        return parts
+
+    def _pass(self, plan: Plan, at_a_time: int, minibatch_size: int | None) -> Passing:
+        most = at_a_time // plan.node_threads
+        key = (plan.engine, min(most, 3), minibatch_size)
+        if key not in self._passing:
+            self.engine.use(plan)
+            examples = _examples(self.batch, minibatch_size)
+            mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
+            self._passing[key] = passing(self.engine, examples, most, mean)
+        return self._passing[key]
+
+
+def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
+    """Return how many nodes are computed at the same time.
+
+    >>> nodes_at_a_time(Plan("vmap", chunk_size=3), 8), nodes_at_a_time(Plan("loop", node_threads=2), 8)
+    (3, 2)
+    """
+    each = 1 if plan.engine == "loop" else max(b - a for a, b in plan.chunks(num_nodes, plan.node_threads))
+    return min(num_nodes, each * plan.node_threads)
 
 
 class Kept(NamedTuple):
-    """What is kept from step to step, in bytes, and for how many nodes."""
+    """What is kept from step to step, and what exchanges take on the way, in bytes, and for how many nodes."""
 
     params: Part
     optimizer: Part
     strategy: Part
+    exchange: Part
     mean: bool  # one gradient, that of the mean loss
 
+    def on(self, num_local: int) -> Kept:
+        """Return that of a process with these nodes; the others are in other processes."""
+        return Kept(*(replace(part, nodes=min(part.nodes, num_local)) for part in self[:4]), self.mean)
 
-def kept_by(strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, max_steps: int = 1000) -> Kept:
-    """Return what a run keeps of parameters, optimizer and strategy, given the parameters of one node, `[*]`."""
+
+def kept_by(
+    strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, max_steps: int = 1000,
+    strided: frozenset[str] = frozenset(),
+) -> Kept:  # fmt: skip
+    """Return what a run keeps of parameters, optimizer and strategy, given the parameters of one node, `[*]`.
+
+    Args:
+        strided: the parameters whose gradients are not contiguous, which the optimizer copies.
+    """
     P = tree.num_bytes(params)
-    mean = strategy.mean_gradient
-    one = {name: p.detach()[None] for name, p in params.items()}
+    params = {name: p.detach() for name, p in params.items()}
+    one = {name: p[None] for name, p in params.items()}
     if not strategy.pure:  # a copy of everything for each node
         state = strategy.inner_optim.rule().init(one)
-        return Kept(Part(P, nodes=num_nodes), Part(tree.num_bytes(state), nodes=num_nodes), Part(), False)
-    tiny = {name: torch.ones(1, *[min(n, TINY) for n in p.shape[1:]], dtype=p.dtype) for name, p in one.items()}
-    # Weights by examples, if the strategy asks for them, change no size.
-    ctx = Context(StackedCollectives(num_nodes), max_steps=max_steps, num_examples=(1,) * num_nodes)
-    optimizer, _ = strategy.init(one, ctx)
-    small, slots, modules = tiny, *strategy.init(tiny, ctx)
-    rows = 1 if mean else num_nodes
-    for step in range(min(PROBE_STEPS, max_steps)):
-        now = replace(ctx, step=step, node_steps=ctx.node_steps + step)
-        grads = {name: torch.ones(rows, *p.shape[1:], dtype=p.dtype) for name, p in small.items()}
-        grads, modules = strategy.exchange_gradients(grads, modules, now)
-        small, slots = strategy.optimize(small, grads, slots, now)
-        small, modules = strategy.exchange_parameters(small, modules, now)
-    wide = _widest(small) > 1
-    each = tree.num_bytes(optimizer)
-    of_optimizer = Part(each, nodes=num_nodes) if _widest(slots) > 1 else Part(0, each)
-    ratios = {name: p.numel() / max(1, tiny[name].numel()) for name, p in one.items()}
-    shared, each_node = _state_bytes(modules, num_nodes, ratios)
-    strategy_part = Part(round(each_node), round(shared), num_nodes)
-    return Kept(Part(P, nodes=num_nodes) if wide else Part(0, P), of_optimizer, strategy_part, mean and not wide)
-
-
-def _state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float]) -> tuple[float, float]:
-    """Return (shared, per node) bytes of modules' states on tiny parameters, scaled to the real ones."""
-    shared = each = 0.0
-    for path, x in tree.flatten(state):
-        if isinstance(x, Tensor):
-            name = next((key for kind, key in reversed(path) if kind is dict), "")
-            size = x.numel() * x.element_size() * ratios.get(name, 1.0)
-            if x.dim() > 0 and x.shape[0] == num_nodes > 1:
-                each += size / num_nodes
-            else:
-                shared += size
-    return shared, each
-
-
-def _widest(values: Any) -> int:
-    return max((x.shape[0] for x in tree.leaves(values) if x.dim()), default=1)
+        each = Part(tree.num_bytes(state), nodes=num_nodes)
+        return Kept(Part(P, nodes=num_nodes), each, Part(), Part(P, P, num_nodes), False)
+    seen = exchanging(strategy, params, num_nodes, max_steps, strided)
+    wide = widest(seen.state.params) > 1
+    bytes_of = tree.num_bytes(strategy.inner_optim.rule().init(one))
+    of_optimizer = Part(bytes_of, nodes=num_nodes) if widest(seen.state.optimizer) > 1 else Part(0, bytes_of)
+    ratios = {name: p.numel() / max(1, seen.params[name].numel()) for name, p in params.items()}
+    shared, each_node = state_bytes(seen.state.strategy, num_nodes, ratios)
+    # Whole copies of all nodes' parameters are each node's; the rest is taken once.
+    copies = seen.temporary_bytes // max(1, num_nodes * P)
+    exchange = Part(copies * P, seen.temporary_bytes - copies * num_nodes * P, num_nodes)
+    return Kept(
+        Part(P, nodes=num_nodes) if wide else Part(0, P), of_optimizer,
+        Part(round(each_node), round(shared), num_nodes), exchange, seen.rows == 1 < num_nodes,
+    )  # fmt: skip
 
 
 def parts_of(
-    kept: Kept, buffer_bytes: int, batch_bytes: int, passing: Activations, plan: Plan, num_nodes: int
-) -> dict[str, Part]:
-    """Return the rows of the table: `batch_bytes` are those of one node."""
+    kept: Kept, buffer_bytes: int, batch_bytes: int, seen: Passing | None, plan: Plan, num_nodes: int, cut: bool
+) -> dict[str, Part]:  # fmt: skip
+    """Return the rows of the table: `batch_bytes` are those of one node; `cut`: its batch is computed in parts."""
     P = kept.params.per_node_bytes + kept.params.shared_bytes
-    chunk = min(plan.chunk_size or num_nodes, num_nodes)
-    threads = min(plan.node_threads, num_nodes)
-    at_a_time = threads if plan.engine == "loop" else min(num_nodes, chunk * threads)
-    # A part of the nodes has gradients of its own before they are copied to where all are.
-    parts = at_a_time < num_nodes
-    gradients = Part(0, P + parts * P) if kept.mean else Part(P, parts * at_a_time * P, num_nodes)
-    wide = kept.params.nodes if kept.params.per_node_bytes else 0
+    at_a_time = nodes_at_a_time(plan, num_nodes)
+    in_parts = plan.engine == "loop" or at_a_time < num_nodes
+    # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
+    copies = 2 if cut and in_parts and not kept.mean else 1
+    gradients = Part(0, P) if kept.mean else Part(copies * P, 0, num_nodes)
+    whole = P if kept.mean else P * num_nodes  # the gradients
+    most = 0
+    if seen is not None:
+        most = plan.node_threads * seen.peak(at_a_time // plan.node_threads)
+        if in_parts:
+            most += whole - (plan.node_threads * P if plan.engine == "loop" and not kept.mean else 0)
+        most += whole if cut else 0
+    above = max(0, most - gradients.total_bytes)
+    adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
+    each, rest = divmod(above, at_a_time)
+    exchange = kept.exchange if kept.exchange.total_bytes >= adding else Part(0, adding)
     return {
         "parameters": kept.params,
         "gradients": gradients,
@@ -282,8 +318,8 @@ def parts_of(
         "strategy": kept.strategy,
         "buffers": Part(buffer_bytes, nodes=num_nodes),
         "batch": Part(batch_bytes, nodes=num_nodes),
-        "activations": Part(passing.saved_bytes + 2 * passing.largest_bytes, 0, at_a_time),
-        "exchange": Part(P, P, wide) if wide else Part(0, P),
+        "activations": Part(each, rest, at_a_time),
+        "exchange": exchange,
     }
 
 

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.records.rows import counted
-from vecgym.runs.memory import activations, available_bytes
+from vecgym.runs.footprint import passing
+from vecgym.runs.memory import available_bytes
 from vecgym.runs.options import resolve_device
 from vecgym.strategy import Context
 from vecgym.sweeps.configurations import Configuration, alike
@@ -134,12 +137,14 @@ def _costs(config: Configuration) -> tuple[int, int]:
     """Return the bytes of a configuration in a stack, roughly, and the floating-point operations of its step."""
     engine = Engine(copy.deepcopy(config.model), engine="loop")
     batch = tree.map_leaves(lambda x: x[:1].to(engine.device), config.train.batch(0))
-    saved_bytes = activations(engine, batch).saved_bytes
+    with torch.enable_grad():
+        engine.prepare(batch)
+    passing_bytes = passing(engine, tree.map_leaves(lambda x: x[0], batch), most=1, mean=False).peak(1)
     assert engine.facts is not None
     params = {name: p.detach()[None].clone() for name, p in engine.params.items()}
     ctx = Context(StackedCollectives(config.num_nodes), max_steps=config.num_steps, seed=config.settings["seed"])
     optimizer, modules = config.strategy.init(params, ctx)
-    of_node = 3 * tree.num_bytes(params) + tree.num_bytes(optimizer) + saved_bytes + tree.num_bytes(batch)
+    of_node = tree.num_bytes(params) + tree.num_bytes(optimizer) + passing_bytes + tree.num_bytes(batch)
     recorded = config.num_steps * (9 * config.num_nodes + 32)
     total = config.num_nodes * of_node + tree.num_bytes(modules) + recorded
     return total, config.num_nodes * engine.facts.flop
