@@ -76,6 +76,34 @@ def test_halving_and_doubling() -> None:
         assert_near(network.seconds("mean", S / 8, n), expected)
 
 
+def gloo(num_nodes: int, num_segments: int, took: float, latency: float) -> float:
+    """Gloo's loop on every node: ask for a segment, send one that was asked for, wait for those of two turns ago."""
+    free, now = [0.0] * num_nodes, [0.0] * num_nodes
+    for _ in ("reduce-scatter", "all-gather"):
+        there: list[list[float]] = []  # [segment][node]
+        for turn in range((num_nodes - 1) * num_segments):
+            asks = [max(now[i], there[turn - 2][i]) if turn > 1 else now[i] for i in range(num_nodes)]
+            there.append([])
+            for i in range(num_nodes):
+                sender = (i + 1) % num_nodes
+                free[sender] = max(asks[i] + latency, asks[sender], free[sender]) + took
+                there[turn].append(free[sender] + latency)
+        now = [max(times) for times in zip(*there[-2:])]
+    return max(now)
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.001, 0.002, 0.02])
+@pytest.mark.parametrize(("num_nodes", "megabytes"), [(2, 0.5), (4, 8.0), (4, 9.0), (3, 30.0), (5, 1.0), (2, 5.5)])
+def test_gloo(num_nodes: int, megabytes: float, latency: float) -> None:
+    size = megabytes * 2**20
+    segments = max(2, math.ceil(megabytes / num_nodes))
+    expected = gloo(num_nodes, segments, 8 * size / num_nodes / segments / B, latency)
+    network = Network(B, latency, all_reduce="gloo")
+    assert_near(network.seconds("mean", size, num_nodes), expected)
+    if latency == 0:
+        assert_near(expected, Network(B).seconds("mean", size, num_nodes))
+
+
 @pytest.mark.parametrize("operation", ["mean", "all_gather", "broadcast", "server_mean"])
 def test_a_single_node_needs_no_time_for_itself(operation: str) -> None:
     found = Network(B, A).seconds(operation, S / 8, 1)
@@ -252,7 +280,7 @@ def random_network(seed: int, K: int) -> Network:
         return 100 + 5000 * torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     latency = draw.choice([0.0, 0.1, torch.rand(K, generator=generator), torch.rand(K, K, generator=generator)])
-    algorithm = draw.choice(["ring", "ring", "tree", "halving_doubling"])
+    algorithm = draw.choice(["ring", "ring", "tree", "halving_doubling", "gloo"])
     kind = draw.choice(["one", "nodes", "up and down", "pairs"])
     options: dict[str, Any] = {"latency": latency, "all_reduce": algorithm, "server_bandwidth": 3000.0}
     if kind == "one":
@@ -477,7 +505,7 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: Network([[1e9, 1e9], [1e9]]), "give \\[K, K\\]"),
         (lambda: Network([1e9, 1e9], [0.1, 0.1, 0.1]), "bandwidth of 2 nodes, latency of 3 nodes"),
         (lambda: Network(1e9, all_reduce="rings"), "did you mean 'ring'"),
-        (lambda: Network(1e9, all_gather="star"), "Allowed: 'ring', 'halving_doubling', 'tree', 'server'"),
+        (lambda: Network(1e9, all_gather="gloo"), "Allowed: 'ring', 'halving_doubling', 'tree', 'server'"),
         (lambda: Network(1e9, server_bandwidth=0), "server_bandwidth=0 must be a number"),
         (lambda: Network.regions([4, 0], (1e9, 0), (1e9, 0)), "nodes in a region"),
         (lambda: Network.regions([4, 4], [(1e9, 0)], (1e9, 0)), "1 pairs and there are 2 regions"),
