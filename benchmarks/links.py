@@ -17,13 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from switch import LARGEST, address
 
 NODES = 4
-PREFIX = "vgnet"
+PREFIX = f"vg{os.getpid()}n"  # two may run at once
 NAMES = [f"{PREFIX}{node}" for node in range(NODES)]
 HUB = f"{PREFIX}hub"
 CONGESTION = "reno"  # every namespace may have it; nothing is lost here, so that its window only grows
@@ -31,6 +31,7 @@ PACKET_S = 0.0005  # that a packet takes on a link to the switch, about
 BURST_S = 0.002  # of the bandwidth that may leave at once after a pause
 PORT = 29600
 PINGS = 11
+TIMEOUT_S = 60.0
 PROBE_S = 1.0  # of data at the bandwidth that was asked for
 
 
@@ -67,7 +68,8 @@ def namespaces() -> Iterator[None]:
             do(f"ip netns add {name}")
             do(f"ip -n {name} link set lo up")
             # As on hosts for training: connections stay fast when they have been idle, and hold what is under way.
-            settings = ["tcp_slow_start_after_idle=0", f"tcp_congestion_control={CONGESTION}", "tcp_no_metrics_save=1", "tcp_early_retrans=0"]
+            settings = ["tcp_slow_start_after_idle=0", "tcp_no_metrics_save=1", "tcp_early_retrans=0"]
+            settings.append(f"tcp_congestion_control={CONGESTION}")
             for setting in settings:
                 do(f"{inside(node)} sysctl -qw net.ipv4.{setting}")
             for buffer in ("tcp_wmem", "tcp_rmem"):
@@ -151,8 +153,10 @@ def switched(mbit: float, latency_ms: float) -> Iterator[None]:
 def probe(rank: int, mbit: float) -> tuple[float, float]:
     """(round trip in seconds, bit/s) of plain TCP sockets, from each node to the one before it, all at once."""
     with socket.create_server((address(rank), PORT)) as server:
+        server.settimeout(TIMEOUT_S)
         to, into = _connected(address((rank - 1) % NODES)), server.accept()[0]
     with to, into:
+        into.settimeout(TIMEOUT_S)
         for end in (to, into):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         echo = threading.Thread(target=_echo, args=(into,))
@@ -171,12 +175,12 @@ def probe(rank: int, mbit: float) -> tuple[float, float]:
 
 def _connected(host: str) -> socket.socket:
     """A connection, as soon as somebody listens there."""
-    for _ in range(200):
-        try:
-            return socket.create_connection((host, PORT), timeout=30)
-        except OSError:
-            time.sleep(0.1)
-    raise ConnectionError(f"nobody listens at {host}")
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection((host, PORT), timeout=TIMEOUT_S)
+        time.sleep(0.1)
+    raise TimeoutError(f"nobody listens at {host}")
 
 
 def _ping(connection: socket.socket) -> float:

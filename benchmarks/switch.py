@@ -16,12 +16,12 @@ import os
 import select
 import struct
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+STDIN = 0
 LARGEST = 65535
 AT_ONCE = 64  # packets read from one device before the others have their turn
 
@@ -50,8 +50,8 @@ def serve(files: list[int], latency_s: float) -> None:
     waiting: deque[tuple[float, int, bytes]] = deque()  # (arrival, receiver's file, packet), first in, first out
     while True:
         timeout = max(0.0, waiting[0][0] - time.perf_counter()) if waiting else None
-        for file in select.select([*files, sys.stdin], [], [], timeout)[0]:
-            if file is sys.stdin:
+        for file in select.select([*files, STDIN], [], [], timeout)[0]:
+            if file == STDIN:
                 return
             arrival = time.perf_counter() + latency_s
             waiting.extend((arrival, receiver, packet) for receiver, packet in packets(file, files))
