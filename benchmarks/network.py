@@ -43,7 +43,7 @@ from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
 STEP_S = 0.05
 LAYERS, WIDTH = 4, 1448  # 4 matrices of 8 MiB
-MESSAGES = (2**16, 2**20, 2**22, 2**25)  # bytes
+MESSAGES = (2**16, 2**20, 2**22, 2**24)  # bytes
 MBITS = (50, 200, 1000)
 LATENCIES_MS = (0, 20)
 WITHIN = 0.15

@@ -13,13 +13,16 @@ import pytest
 import torch
 
 from tests.reference import clock as twin
+from vecgym import dry_run
 from vecgym.clock import Compute, Network, Timeline, price
 from vecgym.clock.clock import Clock
 from vecgym.clock.network import Routes
 from vecgym.clock.plan import Planner
 from vecgym.clock.rings import best_ring
+from vecgym.clock.trace import bars
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links, Server
+from vecgym.strategy import FedAvgStrategy
 
 EXACT = 1e-12
 
@@ -170,6 +173,20 @@ def test_rings_of_many_nodes_are_not_bad() -> None:
     exact = best_ring(small)
     worst = min(max(small[i, j] for i, j in zip((0, *p), (*p, 0))) for p in itertools.permutations(range(1, 9)))
     assert float(small[exact, exact.roll(-1)].max()) == float(worst)
+
+
+@pytest.mark.parametrize("server_optim", [None, "avgm"])
+def test_nobody_begins_a_round_before_the_server_has_ended_the_last(server_optim: str | None) -> None:
+    """R rounds of H steps and one exchange with the server: R (H T + 2 (a + S / B)), however few take part in each."""
+    rounds, H, step_s = 12, 5, 0.2
+    strategy = FedAvgStrategy("sgd", lr=0.1, H=H, participation=0.1, server_optim=server_optim)
+    ledger = dry_run(torch.nn.Linear(100, 100, bias=False), strategy, num_nodes=40, max_steps=rounds * H)
+    assert len({entry.transfer.who for entry in ledger}) > 3, "other nodes in each round"
+    network = Network(320_000, A)  # a second each way
+    timeline = price(ledger, network, Compute(step_s, overlap=False))
+    assert_near(timeline.seconds, rounds * (H * step_s + 2 * (A + 1)))
+    senders = {bar.node for bar in bars(timeline, last=H) if bar.kind == "send"}
+    assert senders == set(next(iter(ledger)).transfer.who.up)  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------------------------------------- what overlaps: two nodes

@@ -198,4 +198,5 @@ def at_server(
         took += latency + max([*(size * ways_down[i] for i in members), len(members) * size * own])
     for i in [*members, -1]:
         up[i] = down[i] = begin + took
-    return dict.fromkeys(who[1], begin + took)
+    # Nodes that were sent nothing begin their next round from what the server has, too.
+    return dict.fromkeys(range(len(leaves)), begin + took) if who[1] else {}
