@@ -197,7 +197,9 @@ def _echo(connection: socket.socket) -> None:
 
 def _send(connection: socket.socket, num_bytes: int) -> None:
     """Send so many bytes, of which the first say when that was."""
-    connection.sendall(struct.pack("d", time.monotonic()) + bytes(num_bytes - 8))
+    rest = bytes(num_bytes - 8)
+    connection.sendall(struct.pack("d", time.monotonic()))
+    connection.sendall(rest)
 
 
 def _until(connection: socket.socket, num_bytes: int) -> float:
@@ -205,9 +207,12 @@ def _until(connection: socket.socket, num_bytes: int) -> float:
     found = b""
     while len(found) < 8:
         found += _received(connection, 8 - len(found))
-    left = num_bytes - 8
+    left, into = num_bytes - 8, memoryview(bytearray(1 << 20))
     while left > 0:
-        left -= len(_received(connection, left))
+        num_read = connection.recv_into(into[:left])
+        if not num_read:
+            raise ConnectionError("the other end is gone")
+        left -= num_read
     return time.monotonic() - struct.unpack("d", found)[0]
 
 
