@@ -2,7 +2,8 @@
 
 Four processes, each in a network namespace of its own (see `links.py`), send over gloo what a dry run's ledger says
 that a strategy sends, one all-reduce for each parameter, and sleep where nodes would compute. Nothing overlaps, and
-neither does it in the prediction. Single messages are measured, too. All take turns; the figures are medians.
+neither does it in the prediction. Single messages are measured, too. All take turns; the figures are medians. The
+processes run in real time, so that other programs hardly count.
 
 First, plain sockets say what the links carry, from each node to the next, all at once: `ping`, and `link` in Mbit/s,
 what headers and acknowledgements leave of the bandwidth. Where that is not what was asked for, the table says so
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from links import NODES, has_netem, inside, links, namespaces, probe, reason_not_to
-from switch import address
+from switch import DEVICE, address, in_real_time
 from torch import nn
 from workloads import header, machine, markdown
 
@@ -101,7 +102,7 @@ def work(rank: int, folder: Path) -> None:
     """Make the steps of all jobs in one process, and write when they were done."""
     import torch.distributed as dist
 
-    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))  # what else runs on the machine is not what is measured
+    in_real_time()
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
     task = json.loads((folder / "task.json").read_text())
@@ -213,6 +214,9 @@ def main() -> int:
         slow = "netem" if has_netem() and not args.switch else "switch"
         for mbit, latency_ms in itertools.product(args.mbit, args.latency_ms):
             by = slow if latency_ms or args.switch else "tbf"
+            if by == "switch" and not os.access(DEVICE, os.R_OK | os.W_OK):
+                print(f"{mbit:g} Mbit/s, {latency_ms:g} ms skipped: the kernel has no netem, and there is no {DEVICE}.")
+                continue
             rows += compare(jobs(256 if args.quick else WIDTH), by, mbit, latency_ms, args.repeats)
             print(f"{mbit:g} Mbit/s, {latency_ms:g} ms: load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
     print("\n" + table(rows))
