@@ -1,12 +1,14 @@
 """Predicted beside measured: what `vecgym.clock` says, and real processes on links that are really slow.
 
-Four processes, each in a network namespace of its own, are joined by a bridge; `tc` gives the link of each a bandwidth
-(tbf) and a latency (netem). They send over gloo what a dry run's ledger says that the strategy sends, one all-reduce
-for each parameter, and sleep where nodes would compute. Nothing overlaps, and neither does it in the prediction.
+Four processes, each in a network namespace of its own (see `links.py`), send over gloo what a dry run's ledger says
+that a strategy sends, one all-reduce for each parameter, and sleep where nodes would compute. Nothing overlaps, and
+neither does it in the prediction. Single messages are measured, too. All take turns; the figures are medians. The
+processes run in real time, so that other programs hardly count.
 
-`link` is the bandwidth that one message alone gets between two of the processes, in Mbit/s, as iperf would say: what
-headers and acknowledgements leave. `predicted` are the seconds with it, `nominal` those with the bandwidth given to tc.
-Where the kernel has no netem, there is no latency, which is said.
+First, plain sockets say what the links carry, from each node to the next, all at once: `ping`, and `link` in Mbit/s,
+what headers and acknowledgements leave of the bandwidth. Where that is not what was asked for, the table says so
+instead of comparing. `ring` is predicted with that bandwidth for the textbook's ring, `gloo` for the ring that gloo
+really uses, `nominal` likewise with the bandwidth that was asked for.
 
 Needs Linux, root, `ip` and `tc` (iproute2); says so and ends where namespaces are not allowed.
 
@@ -16,50 +18,74 @@ Needs Linux, root, `ip` and `tc` (iproute2); says so and ends where namespaces a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from links import NODES, has_netem, inside, links, namespaces, probe, reason_not_to
+from switch import DEVICE, address, in_real_time
 from torch import nn
+from workloads import header, machine, markdown
 
 from vecgym import dry_run
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
-NODES = 4
 STEP_S = 0.05
 LAYERS, WIDTH = 4, 1448  # 4 matrices of 8 MiB
+MESSAGES = (2**16, 2**20, 2**22, 2**24)  # bytes
 MBITS = (50, 200, 1000)
 LATENCIES_MS = (0, 20)
 WITHIN = 0.15
-PREFIX = "vgnet"
-SECONDS = ("link", "nominal", "predicted", "measured")
+CARRIED, PING_MS = 0.9, 2.0  # at least so much of the bandwidth; a round trip at most so much longer
+COLUMNS = ("link", "nominal", "ring", "gloo", "measured")
 
 
-def model() -> nn.Module:
+class Job(NamedTuple):
+    """What is measured: for each step the numbers of float32 values of each all-reduce, and what the clock says."""
+
+    name: str
+    steps: list[list[int]]
+    step_s: float
+    predict: Callable[[Network], float]
+
+
+def jobs(width: int) -> list[Job]:
+    """Six steps of two strategies, and single messages."""
     with torch.device("meta"):
-        return nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+    found = []
+    for name, ledger in {
+        "AllReduce": dry_run(model, AllReduceStrategy("sgd", lr=0.1), NODES, 2),
+        "DiLoCo, H=3": dry_run(model, DiLoCoStrategy("sgd", lr=0.1, H=3), NODES, 6),
+    }.items():
+        found.append(Job(name, all_reduces(ledger), STEP_S, partial(_priced, ledger)))
+    for size in [size for size in MESSAGES if size <= 16 * width**2]:
+        name = f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+        found.append(Job(name, [[size // 4]], 0.0, partial(_of_one, size)))
+    return found
 
 
-def ledgers() -> dict[str, Ledger]:
-    """What the strategies send in six steps."""
-    return {
-        "AllReduce": dry_run(model(), AllReduceStrategy("sgd", lr=0.1), NODES, 2),
-        "DiLoCo, H=3": dry_run(model(), DiLoCoStrategy("sgd", lr=0.1, H=3), NODES, 6),
-    }
+def _priced(ledger: Ledger, network: Network) -> float:
+    return float(price(ledger, network, Compute(STEP_S, overlap=False)).seconds)
 
 
-def messages(ledger: Ledger) -> list[list[int]]:
+def _of_one(num_bytes: int, network: Network) -> float:
+    return network.seconds("mean", num_bytes, NODES)
+
+
+def all_reduces(ledger: Ledger) -> list[list[int]]:
     """For each step the numbers of float32 values of each all-reduce, last parameter first."""
     kinds, steps = ledger.by_step()
     found = []
@@ -69,181 +95,136 @@ def messages(ledger: Ledger) -> list[list[int]]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ the network
-
-
-def reason_not_to() -> str:
-    """Why there can be no namespaces here; "": they can."""
-    if sys.platform != "linux":
-        return "network namespaces are Linux's"
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        return f"{' and '.join(missing)} not found: install iproute2"
-    if os.geteuid() != 0:
-        return "only root may make network namespaces"
-    tried = subprocess.run(["ip", "netns", "add", f"{PREFIX}-try"], capture_output=True, text=True)
-    if tried.returncode:
-        return tried.stderr.strip()
-    subprocess.run(["ip", "netns", "del", f"{PREFIX}-try"], check=False)
-    return ""
-
-
-def do(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{command}: {done.stderr.strip()}")
-
-
-def inside(node: int) -> str:
-    return f"ip netns exec {PREFIX}{node}"
-
-
-@contextmanager
-def namespaces() -> Iterator[None]:
-    """A namespace for each node, with a link to a bridge in one more."""
-    hub = f"{PREFIX}-hub"
-    names = [hub, *(f"{PREFIX}{node}" for node in range(NODES))]
-    try:
-        for name in names:
-            do(f"ip netns add {name}")
-        do(f"ip netns exec {hub} ip link add br0 type bridge")
-        do(f"ip netns exec {hub} ip link set br0 up")
-        for node in range(NODES):
-            do(f"ip link add {PREFIX}e{node} type veth peer name {PREFIX}p{node}")
-            do(f"ip link set {PREFIX}e{node} netns {PREFIX}{node} name eth0")
-            do(f"ip link set {PREFIX}p{node} netns {hub}")
-            do(f"ip netns exec {hub} ip link set {PREFIX}p{node} master br0 up")
-            do(f"{inside(node)} ip addr add 10.77.0.{node + 1}/24 dev eth0")
-            do(f"{inside(node)} ip link set lo up")
-            do(f"{inside(node)} ip link set eth0 up")
-            # As on hosts for training: connections stay fast when they have been idle, and hold what is under way.
-            do(f"{inside(node)} sysctl -qw net.ipv4.tcp_slow_start_after_idle=0")
-            for buffer in ("tcp_wmem", "tcp_rmem"):
-                setting = f"net.ipv4.{buffer}=4096 4194304 67108864"
-                subprocess.run([*inside(node).split(), "sysctl", "-qw", setting], check=False)
-        yield
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def shape(mbit: float, latency_ms: float) -> None:
-    """Give every node's link a bandwidth and a latency, on its way out."""
-    for node in range(NODES):
-        subprocess.run(f"{inside(node)} tc qdisc del dev eth0 root".split(), check=False, capture_output=True)
-        burst = max(32, mbit)  # kB: what may leave at once
-        do(f"{inside(node)} tc qdisc add dev eth0 root handle 1: tbf rate {mbit}mbit burst {burst}kb latency 2000ms")
-        if latency_ms:
-            do(f"{inside(node)} tc qdisc add dev eth0 parent 1:1 handle 10: netem delay {latency_ms}ms limit 100000")
-
-
 # ---------------------------------------------------------------------------------------------------- the processes
 
 
-def work(rank: int, steps: list[list[int]], output: str) -> None:
-    """Make the steps in one process, and write how long they took."""
+def work(rank: int, folder: Path) -> None:
+    """Make the steps of all jobs in one process, and write when they were done."""
     import torch.distributed as dist
 
+    in_real_time()
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method="tcp://10.77.0.1:29577", rank=rank, world_size=NODES)
-    tensors = [[torch.ones(size) for size in step] for step in steps]
-    largest = torch.ones(max(map(max, filter(None, steps))))
-    dist.all_reduce(largest)  # connections find their speed
-    goodput = _goodput(rank, largest)
+    task = json.loads((folder / "task.json").read_text())
+    dist.init_process_group("gloo", init_method=f"tcp://{address(0)}:29577", rank=rank, world_size=NODES)
+    ping, link = probe(rank, task["mbit"])
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2**20))  # connections find their speed
+    seconds = [[_made(rank, *job) for job in task["jobs"]] for _ in range(task["repeats"])]
     dist.barrier()
-    start = time.perf_counter()
-    for step in tensors:
-        time.sleep(STEP_S)
-        for x in step:
-            dist.all_reduce(x)
-    seconds = time.perf_counter() - start
-    dist.barrier()
-    if rank == 0:
-        Path(output).write_text(json.dumps([seconds, goodput]))
+    (folder / f"{rank}.json").write_text(json.dumps({"ping": ping, "link": link, "seconds": seconds}))
     dist.destroy_process_group()
 
 
-def _goodput(rank: int, x: torch.Tensor) -> float:
-    """Bit/s of values from process 0 to process 1: what is left of the link beside headers."""
+def _made(rank: int, steps: list[list[int]], step_s: float) -> float:
+    """Seconds of some steps, from a time that all processes begin at."""
     import torch.distributed as dist
 
-    start = time.perf_counter()
-    if rank == 0:
-        dist.send(x, 1)
-        dist.recv(torch.ones(1), 1)
-    elif rank == 1:
-        dist.recv(x, 0)
-        dist.send(torch.ones(1), 0)
-    return 8 * x.nbytes / (time.perf_counter() - start)
+    tensors = [[torch.ones(size) for size in step] for step in steps]
+    start = torch.tensor([time.monotonic() + 0.3], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    time.sleep(max(0.0, float(start) - time.monotonic()))
+    for step in tensors:
+        time.sleep(step_s)
+        for x in step:
+            dist.all_reduce(x)
+    return time.monotonic() - float(start)
 
 
-def measured(steps: list[list[int]], timeout_s: float) -> tuple[float, float]:
-    """The seconds of these steps in four processes, and the bit/s of one message between two of them."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "seconds.json")
-        command = [sys.executable, __file__, "--work", json.dumps([steps, str(output)])]
-        running = [subprocess.Popen([*inside(rank).split(), *command, "--rank", str(rank)]) for rank in range(NODES)]
+def measured(given: list[Job], mbit: float, repeats: int, timeout_s: float) -> dict[str, Any]:
+    """Median seconds of each job, until the last process was done, and what plain sockets say."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        task = {"mbit": mbit, "repeats": repeats, "jobs": [(job.steps, job.step_s) for job in given]}
+        (folder / "task.json").write_text(json.dumps(task))
+        command = [sys.executable, "-W", "ignore", __file__, "--work", name]
+        quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        running = [
+            subprocess.Popen([*inside(rank).split(), *command, "--rank", str(rank)], env=quiet) for rank in range(NODES)
+        ]
         try:
             for process in running:
-                process.wait(timeout_s)
+                if process.wait(timeout_s):
+                    raise RuntimeError(f"a process ended with status {process.returncode}")
         finally:
             for process in running:
                 process.kill()
-        seconds, goodput = json.loads(output.read_text())
-        return seconds, goodput
+        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(NODES)]
+    last = torch.tensor([one["seconds"] for one in found], dtype=torch.float64).amax(0)  # [repeats, jobs]
+    links_say = {key: statistics.median(one[key] for one in found) for key in ("ping", "link")}
+    return {**links_say, "seconds": [statistics.median(row) for row in last.T.tolist()]}
 
 
-def compare(mbits: list[float], latencies_ms: list[float]) -> list[dict[str, Any]]:
-    """Predicted and measured seconds of each strategy on each network."""
-    rows = []
-    for mbit in mbits:
-        for latency_ms in latencies_ms:
-            try:
-                shape(mbit, latency_ms)
-            except RuntimeError as error:
-                print(f"{mbit:7g} {latency_ms:4g}  skipped: {error}", flush=True)
-                continue
-            for name, ledger in ledgers().items():
-                rows.append(row := _compared(name, ledger, mbit, latency_ms))
-                shown = " ".join(f"{row[key]:9.2f}" for key in SECONDS)
-                ratio = row["measured"] / row["predicted"]
-                print(f"{mbit:7g} {latency_ms:4g}  {name:12} {shown} {ratio:6.2f}", flush=True)
-    return rows
-
-
-def _compared(name: str, ledger: Ledger, mbit: float, latency_ms: float) -> dict[str, Any]:
-    compute = Compute(STEP_S, overlap=False)
-    nominal = price(ledger, Network(mbit * 1e6, latency_ms / 1e3), compute).seconds
-    found, goodput = measured(messages(ledger), 60 + 10 * nominal)
-    # A message alone takes a latency, and the answer another, beside its bits.
-    bits = 8 * 4 * max(map(max, filter(None, messages(ledger))))
-    link = min(mbit * 1e6, bits / max(1e-9, bits / goodput - 2 * latency_ms / 1e3))
-    predicted = price(ledger, Network(link, latency_ms / 1e3), compute).seconds
-    return {
-        "Mbit/s": mbit, "ms": latency_ms, "strategy": name, "link": link / 1e6,
-        "nominal": nominal, "predicted": predicted, "measured": found,
+def compare(given: list[Job], by: str, mbit: float, latency_ms: float, repeats: int) -> list[dict[str, Any]]:
+    """One row for each job on a network."""
+    latency = latency_ms / 1e3
+    nominal = Network(mbit * 1e6, latency, all_reduce="gloo")
+    with links(by, mbit, latency_ms):
+        found = measured(given, mbit, repeats, 120 + 3 * repeats * sum(job.predict(nominal) for job in given))
+    ring, gloo = (Network(found["link"], latency, all_reduce=name) for name in ("ring", "gloo"))
+    networks = {"nominal": nominal, "ring": ring, "gloo": gloo}
+    about = {
+        "Mbit/s": mbit, "ms": latency_ms, "by": by, "ping": 1e3 * found["ping"], "link": found["link"] / 1e6,
+        "load": os.getloadavg()[0],
     }  # fmt: skip
+    about["carried"] = (
+        CARRIED * mbit <= about["link"] <= mbit / CARRIED and abs(about["ping"] - 2 * latency_ms) <= PING_MS
+    )
+    return [
+        {"what": job.name, **about, **{key: job.predict(at) for key, at in networks.items()}, "measured": seconds}
+        for job, seconds in zip(given, found["seconds"])
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line for each row; of what was not carried, what was."""
+    cells = []
+    for row in rows:
+        figures = [f"{row[key]:.0f}" if key == "link" else f"{row[key]:.3g}" for key in COLUMNS]
+        ratio = f"{row['measured'] / row['gloo']:.2f}"
+        if not row["carried"]:
+            figures, ratio = [figures[0], *["not carried"] * (len(COLUMNS) - 1)], "-"
+        asked = [f"{row['Mbit/s']:g}", f"{row['ms']:g}", row["by"], f"{row['ping']:.1f}"]
+        cells.append([row["what"], *asked, *figures, ratio])
+    return markdown(["", "Mbit/s", "ms", "by", "ping", *COLUMNS, "measured / gloo"], cells)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=list(MBITS))
-    parser.add_argument("--latency-ms", type=float, nargs="+", default=list(LATENCIES_MS))
-    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--latency-ms", type=float, nargs="+", default=list(LATENCIES_MS), help="one way")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--switch", action="store_true", help="in user space, also where netem is there or not needed")
+    parser.add_argument("--quick", action="store_true", help="a small model, 200 Mbit/s, 20 ms, once: does it work?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work is not None:
-        steps, output = json.loads(args.work)
-        work(args.rank, steps, output)
+        work(args.rank, args.work)
         return 0
+    print(header(), flush=True)
     if reason := reason_not_to():
         print(f"Skipped: {reason}.")
         return 0
-    print(f"{'Mbit/s':>7} {'ms':>4}  {'strategy':12} {' '.join(f'{key:>9}' for key in SECONDS)}  ratio")
+    if args.quick:
+        args.mbit, args.latency_ms, args.repeats = [200.0], [20.0], 1
+    rows = []
     with namespaces():
-        rows = compare(args.mbit, args.latency_ms)
-    far = [row for row in rows if abs(row["measured"] / row["predicted"] - 1) > WITHIN]
-    print(f"{len(rows) - len(far)} of {len(rows)} within {100 * WITHIN:g} %.")
+        slow = "netem" if has_netem() and not args.switch else "switch"
+        for mbit, latency_ms in itertools.product(args.mbit, args.latency_ms):
+            by = slow if latency_ms or args.switch else "tbf"
+            if by == "switch" and not os.access(DEVICE, os.R_OK | os.W_OK):
+                print(f"{mbit:g} Mbit/s, {latency_ms:g} ms skipped: the kernel has no netem, and there is no {DEVICE}.")
+                continue
+            rows += compare(jobs(256 if args.quick else WIDTH), by, mbit, latency_ms, args.repeats)
+            print(f"{mbit:g} Mbit/s, {latency_ms:g} ms: load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+    print("\n" + table(rows))
+    carried = [row for row in rows if row["carried"]]
+    near = [row for row in carried if abs(row["measured"] / row["gloo"] - 1) <= WITHIN]
+    print(f"\n{len(near)} of {len(carried)} within {100 * WITHIN:g} %, {len(rows) - len(carried)} not carried.")
+    if args.json:
+        args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1))
     return 0
 
 

@@ -172,6 +172,31 @@ def test_torchrun(tmp_path: Path) -> None:
     assert rows["diloco 2"]["bytes"] == 4 * 610 / 20
 
 
+def test_clock(tmp_path: Path) -> None:
+    table, result = run_quick("clock.py", tmp_path, "--strategies", "allreduce", "diloco")
+    assert "|  | collectives | s | peak MB | MB before | target | met |" in table
+    found = {(row["question"], row["of"]): row for row in result["rows"]}
+    collectives = {key: row["collectives"] for key, row in found.items()}
+    assert collectives == {
+        ("price", "every step"): 200, ("price", "every 100 steps"): 2,
+        ("dry run", "allreduce"): 100, ("dry run", "diloco"): 2,
+    }  # fmt: skip
+    assert all(row["seconds"] > 0 and row["peak_bytes"] >= row["before_bytes"] > 0 for row in found.values())
+
+
+def test_network(tmp_path: Path) -> None:
+    """On links of 200 Mbit/s and 20 ms, where namespaces are allowed; else it says why not."""
+    table = run("network.py", "--quick", "--json", str(tmp_path / "result.json"))
+    if "Skipped: " in table:
+        pytest.skip(table.splitlines()[-1])
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["what"] for row in rows] == ["AllReduce", "DiLoCo, H=3", "64 KiB", "1 MiB"]
+    assert {row["by"] for row in rows} <= {"netem", "switch"}
+    assert all(row["ping"] >= 40 and row["link"] > 0 for row in rows)
+    assert all(row["measured"] > 0.2 for row in rows), "each sends six times at least, and is asked before"
+    assert "| measured / gloo |" in table
+
+
 def test_sweep(tmp_path: Path) -> None:
     table, result = run_quick("sweep.py", tmp_path, "--cases", "tiny", "tiny allreduce")
     assert "| case | strategy | C | steps | sweep s | fits s | fits / sweep | target | met | val loss gap |" in table

@@ -27,6 +27,22 @@ def ring_seconds(nodes: Sequence[int], num_bytes: float, rounds: int, latency: P
     return seconds
 
 
+def gloo_phase_seconds(nodes: Sequence[int], num_bytes: float, latency: Pair, pace: Pair) -> float:
+    """Reduce-scatter, or all-gather, of gloo's ring: segment after segment, each as slow as its slowest link."""
+    n, per_chunk = len(nodes), 2
+    while num_bytes > n * per_chunk * 2**20:
+        per_chunk += 1
+    links = [(nodes[(i + 1) % n], nodes[i]) for i in range(n)]
+    sizes = num_bytes / n / per_chunk
+    alone = max(latency(i, j) + sizes * pace(j, i) + latency(j, i) for j, i in links)
+    sending = max(sizes * pace(j, i) for j, i in links)
+    there: list[float] = []
+    for segment in range((n - 1) * per_chunk):
+        asked = there[segment - 2] if segment > 1 else 0.0  # two are under way
+        there.append(max([asked + alone, *(time + sending for time in there[-1:])]))
+    return there[-1]
+
+
 def all_reduce_seconds(algorithm: str, nodes: Sequence[int], num_bytes: float, latency: Pair, pace: Pair) -> float:
     n = len(nodes)
     if algorithm == "ring":
@@ -36,6 +52,8 @@ def all_reduce_seconds(algorithm: str, nodes: Sequence[int], num_bytes: float, l
         return latency(nodes[i], nodes[j]) + size * pace(nodes[i], nodes[j])
 
     seconds = 0.0
+    if algorithm == "gloo":
+        return 2 * gloo_phase_seconds(nodes, num_bytes, latency, pace)
     if algorithm == "tree":
         distance = 1
         while distance < n:
@@ -180,4 +198,5 @@ def at_server(
         took += latency + max([*(size * ways_down[i] for i in members), len(members) * size * own])
     for i in [*members, -1]:
         up[i] = down[i] = begin + took
-    return dict.fromkeys(who[1], begin + took)
+    # Nodes that were sent nothing begin their next round from what the server has, too.
+    return dict.fromkeys(range(len(leaves)), begin + took) if who[1] else {}

@@ -21,7 +21,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", nargs="+", default=BANDWIDTHS, metavar="B", help='of a node\'s link: "1 Gbit/s"')
     parser.add_argument("--latency", nargs="+", default=LATENCIES, metavar="A", help="of a message: 50ms")
     parser.add_argument("--step-seconds", metavar="S", help="of one node; if not given, as measured here in the run")
-    parser.add_argument("--all-reduce", default="ring", help="ring, halving_doubling, tree or server (%(default)s)")
+    parser.add_argument(
+        "--all-reduce", default="ring", help="ring, halving_doubling, tree, server or gloo (%(default)s)"
+    )
     parser.add_argument("--no-overlap", action="store_true", help="nodes do not compute while they send")
     parser.add_argument("--utilization", type=float, default=0.95, help="say what bandwidth it needs (%(default)s)")
     parser.add_argument(

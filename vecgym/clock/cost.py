@@ -9,6 +9,7 @@ With S bytes of payload, n participants, latency a and a bandwidth of B bytes a 
 | "halving_doubling", others                 | that of the next smaller power of 2, and 2 (a + S / B)   |
 | "tree"                                     | 2 ceil(log2 n) (a + S / B)                               |
 | "server"                                   | 2 (a + max(max_i S / B_i, n S / B_server))               |
+| "gloo", in segments of s seconds           | 2 (T + (m // 2) max(T, 2 s) + (m % 2) s), T = 2 a + s    |
 | `all_gather`, "ring"                       | (n - 1) (a + S / B)                                      |
 | "halving_doubling" (Bruck)                 | ceil(log2 n) a + (n - 1) S / B                           |
 | "tree": to the root, and from there        | 2 ceil(log2 n) a + (n - 1 + n ceil(log2 n)) S / B        |
@@ -22,6 +23,11 @@ With S bytes of payload, n participants, latency a and a bandwidth of B bytes a 
 | `mix`, d neighbours                        | one link for all: a + d S / B; one for each: a + max_j S / B_ij |
 
 Where links differ, each round takes as long as its slowest link, and a ring goes around in the best order found.
+
+"gloo" is the ring of `torch.distributed` on CPUs: its n chunks are sent in k = max(2, ceil(S / n / 1 MiB)) segments,
+s = S / (n k B) seconds each, m = (n - 1) k - 1 after the first in each of both phases. Two are under way at a time, and
+the sender waits until the receiver has asked for each, so that a latency counts twice. It goes around in the order of
+the nodes. A payload of fewer than n k values takes less.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ from torch import Tensor
 from vecgym.clock.rings import Ring
 
 ALGORITHMS = ("ring", "halving_doubling", "tree", "server")
+GLOO_SEGMENT = 2**20  # bytes, at most
 
 
 class Team:
@@ -128,6 +135,18 @@ def _server_all_reduce(team: Team, size: Tensor) -> Tensor:
     return team.to_server(size, team.up) + team.to_server(size, team.down)
 
 
+def _gloo_all_reduce(team: Team, size: Tensor) -> Tensor:
+    """Reduce-scatter and all-gather: segment i leaves when its receiver has i - 2 and has asked, and i - 1 has left."""
+    receivers = torch.arange(team.n)
+    senders = receivers.roll(-1)
+    segments = (size / (team.n * GLOO_SEGMENT)).ceil().clamp(min=2)  # of each chunk
+    took = size[:, None] / (team.n * segments[:, None]) * team.pace[senders, receivers]
+    asked = took + team.latency[senders, receivers] + team.latency[receivers, senders]
+    took, asked = took.amax(1), asked.amax(1)
+    later = (team.n - 1) * segments - 1
+    return 2 * (asked + later.div(2, rounding_mode="floor") * torch.maximum(asked, 2 * took) + later % 2 * took)
+
+
 # ------------------------------------------------------------------------------------------------------ all-gather
 
 
@@ -177,6 +196,7 @@ ALL_REDUCE: dict[str, Form] = {
     "halving_doubling": _halving_doubling,
     "tree": _tree_all_reduce,
     "server": _server_all_reduce,
+    "gloo": _gloo_all_reduce,
 }
 ALL_GATHER: dict[str, Form] = {
     "ring": _ring_all_gather,
@@ -189,6 +209,7 @@ BROADCAST: dict[str, Form] = {
     "halving_doubling": _tree_broadcast,
     "tree": _tree_broadcast,
     "server": _server_broadcast,
+    "gloo": _tree_broadcast,
 }
 
 

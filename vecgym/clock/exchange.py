@@ -71,7 +71,7 @@ class Meeting:
     Args:
         routes: of the network.
         groups: the participants of each; node K is a server.
-        receivers: the nodes that need the result; None: all participants.
+        receivers: the nodes that need the result, of one group, others too; None: all participants.
 
     Attributes:
         members: the nodes of each group, the first repeated, `[G, n]`.
@@ -95,8 +95,10 @@ class Meeting:
         self.group = torch.full((K + 1,), len(self.groups))  # of each node and the server; G: of none
         for g, group in enumerate(self.groups):
             self.group[list(group)] = g
-        takes = set(range(K) if receivers is None else receivers)
-        heard = [g if node in takes else len(self.groups) for node, g in enumerate(self.group[:K].tolist())]
+        heard = self.group[:K].tolist()
+        if receivers is not None:
+            takes = set(receivers)
+            heard = [0 if node in takes else 1 for node in range(K)]
         self.heard = torch.tensor(heard)
         self.everyone = len(self.groups) == 1 and heard == [0] * K
 

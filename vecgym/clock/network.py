@@ -20,19 +20,19 @@ class Network:
     """Bandwidths and latencies, and which algorithms carry the collectives.
 
     Every node has one link, a queue in each direction. A message from node i to node j goes at the slower of i's way up
-    and j's way down. With a matrix `[K, K]` each pair has a link of its own: what a node sends to several others at
-    once goes side by side.
+    and j's way down, and is there a latency after it has left. With a matrix `[K, K]` each pair has a link of its own:
+    what a node sends to several others at once goes side by side.
 
     Args:
         bandwidth: bits per second, or a text such as "1 Gbit/s" or "100 MB/s": one for all links; `[K]`, of each node's
             link, up and down; or `[K, K]`, from the node of the row to that of the column. `math.inf` is allowed.
-        latency: seconds that a message is under way, or a text such as "50 ms": one number; `[K]`, where of the two
-            ends of a link the slower counts; or `[K, K]`.
+        latency: seconds that a message is under way, half of what a ping takes, or a text such as "50 ms": one number;
+            `[K]`, where of the two ends of a link the slower counts; or `[K, K]`.
         up, down: `[K]` or a number, in place of `bandwidth`, where they differ.
-        all_reduce: how means and sums are taken: "ring", "halving_doubling", "tree" or "server"; `vecgym.clock.cost`
-            has the formulas. With a matrix, the ring takes the best order that it finds: exact up to 9 nodes, by a
-            heuristic above.
-        all_gather: likewise.
+        all_reduce: how means and sums are taken: "ring", "halving_doubling", "tree", "server", or "gloo", as by
+            `torch.distributed` on CPUs; `vecgym.clock.cost` has the formulas. With a matrix, the ring takes the best
+            order that it finds: exact up to 9 nodes, by a heuristic above.
+        all_gather: likewise, but for "gloo".
         server_bandwidth: of a server's own link, if it may become too narrow. A node reaches the server over its own
             link, with a matrix as it does the node that is hardest to reach.
 
@@ -64,7 +64,7 @@ class Network:
             for name, x in (("up", up), ("down", down))
         )
         self.latency = _numbers("latency", latency, seconds, dims=2)
-        self.all_reduce = check.choice("all_reduce", all_reduce, ALGORITHMS)
+        self.all_reduce = check.choice("all_reduce", all_reduce, tuple(cost.ALL_REDUCE))
         self.all_gather = check.choice("all_gather", all_gather, ALGORITHMS)
         self.server_bandwidth = bits_per_second("server_bandwidth", server_bandwidth)
         self.num_nodes = self._size()

@@ -170,6 +170,8 @@ class Planner:
             return Mesh(self.routes, who.senders, who.receivers) if len(who.senders) else None
         if isinstance(who, Server):
             group = [*sorted({*who.up, *who.down}), K]
-            return Meeting(self.routes, [group], who.down) if len(group) > 1 else None
+            # Who sits out begins a later round from what the server has sent, so nobody may run ahead of this one.
+            receivers = range(K) if who.down else ()
+            return Meeting(self.routes, [group], receivers) if len(group) > 1 else None
         groups = [g for g in ([tuple(range(K))] if who is None else who) if len(g) > 1]
         return Meeting(self.routes, groups) if groups else None

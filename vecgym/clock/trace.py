@@ -144,7 +144,7 @@ def _blocked_by(node: int, record: Record, known: dict[int, Record]) -> int | No
 def _others(exchange: object, node: int) -> list[int]:
     """The nodes that `node` meets."""
     if isinstance(exchange, Meeting):
-        group = int(exchange.group[node])
+        group = int(exchange.heard[node])
         return [i for i in exchange.groups[group] if i < exchange.num_nodes] if group < len(exchange.groups) else []
     assert isinstance(exchange, Mesh)
     return sorted({j for j, i in zip(exchange.senders, exchange.receivers) if i == node})
@@ -160,7 +160,7 @@ def _sending(step: int, sent: Sent) -> Iterator[Bar]:
         took = _took(part.exchange, part.amounts[..., m])
         for node in range(num_nodes):
             end = float(arrival[node, place])
-            if end > NEVER and end > float(free[node]):
+            if took[node] > 0 and end > NEVER and end > float(free[node]):
                 begin = end - float(took[node])
                 yield Bar(node, "send", step, begin, end, f"{part.transfer.operation} {_carried(part, m)}")
 

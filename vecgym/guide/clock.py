@@ -40,8 +40,9 @@ inf
 `Network(bandwidth, latency)` takes bits per second and seconds, or texts ("1 Gbit/s", "100 MB/s", "50 ms"): one number
 for all links; `[K]`, of each node's link (`up=` and `down=` where they differ); or a matrix `[K, K]`, which
 `Network.regions` makes of fast links inside and slow ones between. `all_reduce` and `all_gather` say which algorithm
-carries them: "ring", "halving_doubling", "tree" or "server". The formulas are in `vecgym.clock.cost`. With a matrix the
-ring takes the best order that is found: exactly up to 9 nodes, by a heuristic above.
+carries them: "ring", "halving_doubling", "tree" or "server"; means and sums also "gloo", the ring of
+`torch.distributed` on CPUs. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
+With a matrix the ring takes the best order that is found: exactly up to 9 nodes, by a heuristic above.
 
 >>> network = Network.regions([4, 4], inside=("400 Gbit/s", 1e-4), between=("1 Gbit/s", 0.05))
 >>> round(network.seconds("mean", 1e9, num_nodes=4), 3), round(network.seconds("mean", 1e9, num_nodes=8), 1)
@@ -69,8 +70,11 @@ of the parameters; each parameter counts as a layer, with a share by its size or
 - `Compute(..., overlap=False)`: nothing overlaps.
 
 What a code sends (top-k, quantised values) is shared among its messages by the parameters' sizes. Transfers of tensors
-that are no parameters leave at the end of the backward pass. Nodes that sit out a round (`participation`) are counted as
-computing; nobody waits for them.
+that are no parameters leave at the end of the backward pass.
+
+Nodes that sit out a round (`participation`) are counted as computing, and then as waiting until the server has ended
+the round, from whose result they begin a later one; nobody waits for them within it. So `seconds` are right where
+nodes are equally fast; `utilization` and `per_node` do not tell resting from computing.
 
 ## Where the time goes
 
