@@ -6,7 +6,7 @@ Each alternative runs in a process of its own, one after the other, on batches t
 - big: one model with fused AdamW on the K batches together. These two do not import vecgym.
 - eager: `Simulation.step` with `DiLoCoStrategy(H)`. compiled: the same with `Engine(compile=True)`.
 
-A block of H = 20 steps is timed until the GPU has done it. Arithmetic is that of matrix products in forward and backward
+A block of H = 20 steps is timed until the GPU has done it. Arithmetic: the matrix products of a forward and a backward
 pass, K times that of one node, as torch counts it; the GPU's rate is that of a product of two large matrices, measured
 in the same precision. gpt2 computes in bfloat16, under autocast; the others in float32.
 

@@ -96,7 +96,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def steps_of(
     strategy: Strategy, waits: Callable[[Any], Waits], device: str = "cpu", model: str | nn.Module = "MLP",
-    batches: Any = None, engine: str = "vmap", **options: Any,
+    batches: Any = None, engine: str = "vmap", changed: Any = None, **options: Any,
 ) -> tuple[Waits, State]:  # fmt: skip
     """Take whole steps, all of them within `waits`."""
     module = (make_model(model) if isinstance(model, str) else model).to(device)
@@ -107,7 +107,8 @@ def steps_of(
         module, strategy, StackedCollectives(K), engine=Engine(module, engine=engine), max_steps=STEPS,
         num_examples=(5, 6, 7, 8), **options,
     )  # fmt: skip
-    simulation.engine._stateless.learn(False, [name for name, _ in module.named_buffers()])
+    names = [name for name, _ in module.named_buffers()]
+    simulation.engine._stateless.learn(False, names if changed is None else changed)
     state = simulation.init()
     slots = {name: x for name, x in state.optimizer.items() if name != "step"}  # a count, on the host
     with waits((state.params, state.buffers, slots, batches)) as block:
@@ -179,6 +180,18 @@ def test_no_option_waits(options: dict[str, Any]) -> None:
     for name in ("AllReduce", "FedAvg participation"):
         waits, _ = steps_of(STRATEGIES[name](), on_meta, "meta", "CNN", engine="loop", **options)
         assert waits.found == [], name
+
+
+def test_a_buffer_that_nobody_changes_is_not_compared_and_stays_stored_once() -> None:
+    module = make_model("MLP")
+    module.register_buffer("constant", torch.ones(3))
+    each = make_batches("MLP", steps=STEPS, num_nodes=K)
+    batches = [tree.map_leaves(lambda *xs: torch.stack(xs).to("meta"), *of_nodes) for of_nodes in each]
+    for options in ({}, {"limits": (1, 2, 2, 4)}):
+        strategy = STRATEGIES["FedAvg participation"]()
+        waits, state = steps_of(strategy, on_meta, "meta", module, batches, changed=[], **options)
+        assert waits.found == []
+        assert state.buffers["constant"].shape == (1, 3)
 
 
 def test_ties_are_broken_alike_without_looking(as_on_a_device: None) -> None:

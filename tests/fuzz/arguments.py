@@ -74,7 +74,7 @@ UNDERNEATH = (
     "vecgym.collectives", "vecgym.compress", "vecgym.core.errors", "vecgym.runs.evaluation",
     "vecgym.runs.multiprocess", "vecgym.collectives.ledger", "vecgym.engine", "vecgym.runs.memory",
     "vecgym.strategy.base.", "vecgym.compat.exogym.strict.",
-    "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng",
+    "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng", "vecgym.core.devices",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.engine.simulation", "vecgym.collectives.topology",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",
     "vecgym.strategy.Context", "vecgym.plot.default_window", "vecgym.data.Batches.", "vecgym.OptimSpec.mapped",

@@ -101,6 +101,9 @@ class Recorder:
 
     Losses on a device stay there, and their rows wait for them, until all are fetched together: every `log_interval`
     steps, and whenever rows are needed.
+
+    Attributes:
+        interval: steps between two fetches; `log_interval`, or less where somebody needs the rows earlier.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Recorder:
         limits: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self._options = options
+        self.interval = options.log_interval
         self.clock: RunningClock | None = None
         self.history = history
         self.ledger = ledger
@@ -158,7 +162,7 @@ class Recorder:
             row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers)
         self._open.append(row)
         self._unread.append((row, metrics.losses, metrics.active))
-        due = fetch or on_host(metrics.losses) or state.step % self._options.log_interval == 0
+        due = fetch or on_host(metrics.losses) or state.step % self.interval == 0
         read = self._fetch() if due else []
         if self._bar is not None:
             advance(self._bar, row)

@@ -87,6 +87,8 @@ class Run(Generic[M]):
         self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
+        if after_step is not None:
+            self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         if self.checkpoints.run_id is not None:
             self.history.settings["run_id"] = self.checkpoints.run_id
@@ -113,11 +115,9 @@ class Run(Generic[M]):
 
                     observe = self._observe if evaluated else None
                     self.state, metrics = self.simulation.step(self.state, batch, observe=observe)
-                    correlated = _is_due(step, options.correlation_interval)
-                    fetch = evaluated or correlated or self.after_step is not None
-                    recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=fetch)
+                    recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
 
-                    if correlated:
+                    if _is_due(step, options.correlation_interval):
                         recorder.add(correlation=correlation(self.state.params, self.comm))
                     if evaluated:
                         recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
