@@ -256,7 +256,8 @@ class Kept(NamedTuple):
 
     def on(self, num_local: int) -> Kept:
         """Return that of a process with these nodes; the others are in other processes."""
-        return Kept(*(replace(part, nodes=min(part.nodes, num_local)) for part in self[:4]), self.mean)
+        params, optimizer, strategy, exchange = (replace(part, nodes=min(part.nodes, num_local)) for part in self[:4])
+        return Kept(params, optimizer, strategy, exchange, self.mean)
 
 
 def kept_by(
