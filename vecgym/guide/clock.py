@@ -141,12 +141,12 @@ take twice as long as in a ring. So price for `torch.distributed` on CPUs with `
 two are equal. (Left out: without latency, single messages of 1 MiB and more are within 14 %, those of 64 KiB, of which
 tbf lets 128 KiB pass at once and processes take milliseconds of their own, are not.)
 
-The figures are medians of 3, on 2 cores of an AMD EPYC that other programs kept busy (load 8 to 25), for which the benchmark's
-processes ran in real time; torch 2.13.
+The figures are medians of 3, on 2 cores of an AMD EPYC that other programs kept busy (load 8 to 25), for which the
+benchmark's processes ran in real time; torch 2.13.
 
 ## What it costs
 
-Pricing 10,000 steps of 64 nodes takes 0.4 s of a processor (one run of each); a dry run of 100 billion parameters on 128 nodes for 200
-steps from 0.03 s (independent nodes) over 0.4 (AllReduce) and 1.2 (DiLoCo) to 23 s (DeMo), with 320 MB in all, of which
-313 are Python's and torch's own (`python benchmarks/clock.py`).
+Pricing 10,000 steps of 64 nodes takes 0.4 s of a processor (one run of each); a dry run of 100 billion parameters on
+128 nodes for 200 steps from 0.03 s (independent nodes) over 0.4 (AllReduce) and 1.2 (DiLoCo) to 23 s (DeMo), with
+320 MB in all, of which 313 are Python's and torch's own (`python benchmarks/clock.py`).
 """
