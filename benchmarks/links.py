@@ -107,8 +107,11 @@ def links(by: str, mbit: float, latency_ms: float) -> Iterator[None]:
 
 
 def largest(by: str, mbit: float) -> int:
-    """Bytes of a packet. The switch takes the fewer the faster the link is: it handles so many in a second."""
-    return min(LARGEST, max(1500, round(mbit * 1e6 / 8 * PACKET_S))) if by == "switch" else 1500
+    """Bytes of a packet as tbf sees it; a veth's is cut up only later.
+
+    The switch takes the fewer the faster the link is: it handles so many in a second.
+    """
+    return min(LARGEST, max(1500, round(mbit * 1e6 / 8 * PACKET_S))) if by == "switch" else 65536
 
 
 @contextmanager

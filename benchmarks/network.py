@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
 
 def jobs(width: int) -> list[Job]:
-    """Six steps of two strategies, and single messages."""
+    """Two steps of AllReduce, six of DiLoCo with two exchanges, and single messages."""
     with torch.device("meta"):
         model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
     found = []
