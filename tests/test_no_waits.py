@@ -187,9 +187,9 @@ def test_a_buffer_that_nobody_changes_is_not_compared_and_stays_stored_once() ->
     module.register_buffer("constant", torch.ones(3))
     each = make_batches("MLP", steps=STEPS, num_nodes=K)
     batches = [tree.map_leaves(lambda *xs: torch.stack(xs).to("meta"), *of_nodes) for of_nodes in each]
-    for options in ({}, {"limits": (1, 2, 2, 4)}):
+    for limits in (None, (1, 2, 2, 4)):
         strategy = STRATEGIES["FedAvg participation"]()
-        waits, state = steps_of(strategy, on_meta, "meta", module, batches, changed=[], **options)
+        waits, state = steps_of(strategy, on_meta, "meta", module, batches, changed=[], limits=limits)
         assert waits.found == []
         assert state.buffers["constant"].shape == (1, 3)
 
@@ -244,9 +244,10 @@ def test_each_way_to_wait_is_seen_on_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("name", {**WAITING, **ON_META})
 def test_each_way_to_wait_is_seen_on_meta(name: str) -> None:
     x = torch.ones(3, 3, device="meta")
+    ways = WAITING | ON_META
     with Waits() as waits:
         try:
-            {**WAITING, **ON_META}[name](2 * x)
+            ways[name](2 * x)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             waits.found.append(str(error))
     assert waits.found != []
