@@ -241,7 +241,7 @@ def test_each_way_to_wait_is_seen_on_the_cpu(name: str) -> None:
     assert waits.found != []
 
 
-@pytest.mark.parametrize("name", {**WAITING, **ON_META})
+@pytest.mark.parametrize("name", list(WAITING | ON_META))
 def test_each_way_to_wait_is_seen_on_meta(name: str) -> None:
     x = torch.ones(3, 3, device="meta")
     ways = WAITING | ON_META
