@@ -16,6 +16,8 @@ from vecgym import Trainer, VecgymWarning, sweep
 from vecgym.data import Batches
 from vecgym.engine import Engine, compiled
 from vecgym.engine.backend import Local
+from vecgym.engine.compiled import Compiled
+from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 TRACED = [name for name in MODELS if name not in (*NO_VMAP, "LSTM")]
@@ -70,6 +72,37 @@ def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
     compare(name)
     if name == "MLP":
         compare(name, mean=True)
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_verify_has_a_row_for_the_compiled_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def report() -> Report:
+        strategy = DiLoCoStrategy("adamw", H=2, lr=0.01)
+        return verify(strategy, make_model("MLP"), dataset("MLP", 40), num_nodes=2, steps=4, compile=True)
+
+    right = report()
+    assert right.passed
+    assert [check.name for check in right.checks] == ["exact", "native", "compiled"]
+    assert len(right.checks[-1].rows) == 4
+    assert right.checks[-1].bound == 1e-12
+    given = Compiled.gradients
+
+    def off(self: Compiled, *args: Any) -> Local:
+        local = given(self, *args)
+        return local._replace(grads={name: g * (1 + 1e-11) for name, g in local.grads.items()})
+
+    monkeypatch.setattr(Compiled, "gradients", off)
+    wrong = report()
+    assert [check.passed for check in wrong.checks] == [True, True, False]
+    assert "compiled" in str(wrong)
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_verify_says_that_a_model_is_not_compiled() -> None:
+    with pytest.warns(VecgymWarning), pytest.raises(ValueError, match="cannot be compiled"):
+        verify(
+            DiLoCoStrategy("sgd", lr=0.1), make_model("LSTM"), dataset("LSTM", 40), num_nodes=2, steps=1, compile=True
+        )
 
 
 @pytest.mark.usefixtures("_traced_only")

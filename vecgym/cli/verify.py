@@ -27,6 +27,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-processes", type=count, default=2, metavar="N", help="W, which divides K (2)")
     parser.add_argument("--steps", type=count, default=20, metavar="N", help="optimizer steps of each node (20)")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="precision (float64)")
+    parser.add_argument("--compile", action="store_true", help="compare the compiled stack with the plain one, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     passed = True
     for name, make in strategies.items():
         report = verify(
-            make(), num_processes=args.num_processes, steps=args.steps, dtype=getattr(torch, args.dtype), **task
-        )
+            make(), num_processes=args.num_processes, steps=args.steps, dtype=getattr(torch, args.dtype),
+            compile=args.compile, **task,
+        )  # fmt: skip
         passed &= report.passed
         print(f"{name}: {'passed' if report.passed else 'FAILED'}\n{report}\n", flush=True)
     return 0 if passed else 1

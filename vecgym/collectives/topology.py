@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vecgym.core import check
-from vecgym.core.transforms import Readable
+from vecgym.core.transforms import readable
 
 Groups = Sequence[Sequence[int]]
 Islands = tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class Links(NamedTuple):
     @classmethod
     def of(cls, senders: Tensor, receivers: Tensor) -> Links:
         """Message i goes from node `senders[i]` to node `receivers[i]`."""
-        with Readable():
+        with readable():
             return cls(*(array("i", x.tolist()).tobytes() for x in (senders, receivers)))
 
     @property

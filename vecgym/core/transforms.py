@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,17 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 
+def readable() -> contextlib.AbstractContextManager:
+    """Allow lists and arrays to be made of tensors within a block that may be inside a transform of `torch.func`.
+
+    Outside of one that is allowed anyway, and the mode would cost a microsecond at every call of torch.
+    """
+    inside = _functorch.peek_interpreter_stack() is not None
+    return Readable() if inside else contextlib.nullcontext()
+
+
 class Readable(TorchFunctionMode):
-    """Inside a transform of `torch.func`, allow lists and arrays to be made of tensors, which torch 2.6 does not."""
+    """Make lists and arrays of the plain values of tensors."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy):

@@ -187,7 +187,8 @@ class Simulation:
 
     def _metrics(self, losses: Tensor, ctx: Context) -> Metrics:
         active = None if ctx.active is None else list(ctx.active)
-        return Metrics(losses, self.strategy.lr(ctx), active, self.strategy.outer_learning_rate(ctx))
+        lr = self.strategy.lr(ctx) if ctx.lr is None else ctx.lr
+        return Metrics(losses, lr, active, self.strategy.outer_learning_rate(ctx))
 
     def _partial_step(
         self, state: State, batch: Any, active: list[int], ctx: Context, observe: Callable[[Tree], None]
@@ -230,8 +231,10 @@ class Simulation:
 
     def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
         """Take the inner optimizer's step on all nodes, with `exact` on one after the other."""
+        if not self.exact or not self.strategy.pure:
+            return self.strategy.optimize(params, grads, state, ctx)
         num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
-        if not self.exact or num_rows == 1 or not self.strategy.pure:
+        if num_rows == 1:
             return self.strategy.optimize(params, grads, state, ctx)
         # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
         # which values these are must not depend on the other nodes.
@@ -262,10 +265,12 @@ class Simulation:
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
         rows = None if self.num_local >= self.comm.num_nodes else self.comm.node_ids
-        return Context(
+        ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
             differentiable=not inplace, num_examples=self.num_examples, rows=rows, exact=self.exact,
         )  # fmt: skip
+        # A strategy written for one rank has its learning rate from the step itself.
+        return replace(ctx, lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
 
 
 def exchange_moments(

@@ -1,4 +1,4 @@
-"""The backend `vmap`: all nodes of a part in one vectorised call. The only module that calls `vmap`."""
+"""The backend `vmap`: all nodes of a part in one vectorised call. The only module that enters a vmap."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch._C import _functorch
+from torch._functorch.vmap import lazy_load_decompositions
+from torch.func import grad_and_value
 
+from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, Part, settle
 from vecgym.engine.batching_rules import Folding, TwiceDifferentiable
@@ -25,7 +28,8 @@ class Vmap:
         leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
         with self.model.seeded(part.keys.of(0)):
             losses = self._losses(leaves, {}, part, thread)
-            grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+            ones = torch.ones_like(losses)
+            grads = torch.autograd.grad(losses, list(leaves.values()), ones, materialize_grads=True)
         return Local(dict(zip(leaves, grads)), losses.detach(), part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
@@ -45,22 +49,48 @@ class Vmap:
             return self.model.loss(params, buffers, {**shared, **shared_leaves}, batch, thread)
 
         with Folding(), self.model.casting():
-            losses, after = vmap(loss_of_one, randomness="different")(leaves, changed, part.batch)
+            losses, after = on_all(loss_of_one, part.size, leaves, changed, part.batch)
         settle(changed, after)
         return losses
 
     def pure(self, part: Part) -> Local:
         changed, shared = self.model.split(part.buffers)
         own = {name: b.clone() for name, b in changed.items()}
-        of_one = grad_and_value(self.model.loss, has_aux=True)
+
+        def of_one(params: Tree, buffers: Tree, batch: Any) -> tuple[Tree, tuple[Tensor, Tree]]:
+            return grad_and_value(self.model.loss, has_aux=True)(params, buffers, shared, batch)
+
         with self.model.seeded(part.keys.of(0)), TwiceDifferentiable(), self.model.casting():
-            of_all = vmap(of_one, in_dims=(0, 0, None, 0), randomness="different")
-            grads, (losses, after) = of_all(part.params, own, shared, part.batch)
+            grads, (losses, after) = on_all(of_one, part.size, part.params, own, part.batch)
         return Local(grads, losses, {**part.buffers, **after})
 
     def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
-        dims = {name: 0 if x.shape[0] == size else None for name, x in tensors.items()}
-        given = {name: x if dims[name] == 0 else x[0] for name, x in tensors.items()}
+        own = {name: x for name, x in tensors.items() if x.shape[0] == size}
+        shared = {name: x[0] for name, x in tensors.items() if name not in own}
+
+        def of_one(own: Tree, batches: tuple[Any, ...]) -> Tree:
+            return self.model.measure({**shared, **own}, batches[0] if own_batches else batch)
+
         with Folding(), self.model.casting(), plain_attention():
-            of_all = vmap(self.model.measure, in_dims=(dims, 0 if own_batches else None), randomness="different")
-            return of_all(given, batch)
+            return on_all(of_one, size, own, (batch,) if own_batches else ())
+
+
+def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:
+    """Call `fn` once for all nodes: `torch.func.vmap(fn, randomness="different")(*trees)`, with as little as it needs.
+
+    torch's own looks through the arguments and results so thoroughly that this takes as long as a small model.
+
+    Args:
+        fn: (the tensors of one node, in trees like these) -> tensors, in dicts and tuples.
+        trees: of tensors `[size, *]`.
+
+    >>> on_all(lambda x: {"sum": x["a"].sum()}, 2, {"a": torch.tensor([[1, 2], [3, 4]])})
+    {'sum': tensor([3, 7])}
+    """
+    lazy_load_decompositions()
+    level = _functorch._vmap_increment_nesting(size, "different")
+    try:
+        inside = [tree.map_leaves(lambda x: _functorch._add_batch_dim(x, 0, level), given) for given in trees]
+        return tree.map_leaves(lambda x: _functorch._remove_batch_dim(x, level, size, 0), fn(*inside))
+    finally:
+        _functorch._vmap_decrement_nesting()

@@ -114,7 +114,9 @@ parameters and carries their rounding: it is measured against the parameter that
 `ledger_bytes` compares the two ledgers. `handed_bytes` compares the bytes handed to `torch.distributed` with what the
 ledger's payload implies. With one process per node, that is the payload itself, once for each node that takes part (in
 a broadcast: its source; in a mix or a permutation: each node that takes a value). With several nodes in a process, a
-sum crosses once for all of them. AllReduce is also compared with `DistributedDataParallel`.
+sum crosses once for all of them. AllReduce is also compared with `DistributedDataParallel`. With `compile=True`, or
+`--compile`, a row *compiled* compares the stack whose gradients are compiled with the plain one, to the bounds of
+*native*.
 
 Use it on your own strategy, in Python or as a command for a function in a file that returns a strategy, or a dict as
 for `vecgym run`:

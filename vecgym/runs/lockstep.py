@@ -98,11 +98,15 @@ class Case(NamedTuple):
     seed: int = 42
     engine: str = "loop"
     num_examples: tuple[int, ...] | None = None
+    compile: bool = False
 
     def simulation(self, comm: Collectives, exact: bool) -> Simulation:
         """Return the training of the nodes of `comm`."""
         chunk_size = 1 if exact and self.engine == "vmap" else None
-        engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
+        threads = None if self.compile else 1
+        engine = Engine(
+            self.model, engine=self.engine, chunk_size=chunk_size, node_threads=threads, compile=self.compile
+        )
         # Every process inspects the model on the same batch of node 0, with the same result.
         with torch.enable_grad():
             engine.prepare(self.converted(self.batches([0]).batch(0)))
@@ -153,6 +157,26 @@ def compare(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     for form in (stacked, *forms):
         form.simulation.close()
     return checks
+
+
+def compare_compiled(case: Case) -> Check:
+    """Step the stacked form by `vmap`, and compiled, in this process; raise a ValueError for what is not compiled."""
+    compiled = Form(case._replace(engine="auto", compile=True), StackedCollectives(case.num_nodes), exact=False)
+    if (plan := compiled.simulation.engine.plan).engine != "compiled":
+        raise ValueError(f"compile=True: the model cannot be compiled, as the warning says; it runs as {plan}.")
+    plain = Form(case._replace(engine="vmap"), StackedCollectives(case.num_nodes), exact=False)
+    rows = []
+    with torch.enable_grad():
+        for step in range(case.steps):
+            plain.step(step)
+            compiled.step(step)
+            all_gaps = list(_all_gaps(plain, compiled))
+            largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
+            bytes_apart = abs(plain.comm.ledger.total_bytes - compiled.comm.ledger.total_bytes)
+            rows.append(Difference(step, **largest, ledger_bytes=bytes_apart, handed_bytes=0))
+    for form in (plain, compiled):
+        form.simulation.close()
+    return Check("compiled", BOUNDS[next(iter(case.model.parameters())).dtype], tuple(rows))
 
 
 class Form:

@@ -19,7 +19,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.core import check, nodes, tree
 from vecgym.core.objects import reachable
 from vecgym.core.options import function_of
-from vecgym.core.transforms import Readable
+from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
@@ -91,7 +91,7 @@ def rollout(options: RolloutOptions) -> Outcome:
     steps = as_steps(options.batches, num_nodes)
     if segments is not None and segments > len(steps):
         raise ValueError(f"segments={segments} is more than the {len(steps)} steps: give at most {len(steps)}.")
-    with Readable():
+    with readable():
         strategy.check(num_nodes, len(steps))
     engine = prepared(options.model, options.engine, steps[0])
     given = {"batches": steps, "eval_batch": options.eval_batch, "params": params, "strategy": strategy}
@@ -99,7 +99,7 @@ def rollout(options: RolloutOptions) -> Outcome:
     initial = None if params is None else _initial(params, engine, num_nodes)
     inputs = differentiable_tensors(tuple(given.values()))
     _check_differentiable(strategy, inputs, segments)
-    with Readable():
+    with readable():
         simulation = Simulation(
             options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
             seed=options.seed, num_examples=options.num_examples,

@@ -12,7 +12,7 @@ from torch.func import vjp
 
 from vecgym.core import nodes, tree
 from vecgym.core.objects import reachable, replaced
-from vecgym.core.transforms import Readable
+from vecgym.core.transforms import readable
 from vecgym.core.tree import differentiated
 from vecgym.engine.simulation import Simulation, State
 from vecgym.optim.formulas import root
@@ -24,7 +24,7 @@ def run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[S
     """Take the steps one after the other, storing everything for the backward pass."""
     losses, distances, sent = [], [], []
     for batch in batches:
-        with Readable():
+        with readable():
             state, metrics = simulation.step(state, batch, differentiable=True)
         losses.append(metrics.losses)
         distances.append(root(nodes.squared_consensus_distance(state.params)))

@@ -24,8 +24,8 @@ from vecgym.records.rows import aligned, counted
 from vecgym.runs import links, multiprocess
 from vecgym.runs.checks import check_strategy
 from vecgym.runs.diagnosis import KINDS, Finding
-from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_with_ddp
-from vecgym.runs.options import Count, Seconds, Seed
+from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_compiled, compare_with_ddp
+from vecgym.runs.options import Count, Flag, Seconds, Seed
 from vecgym.runs.supervisor import node_labels
 from vecgym.strategy import AllReduceStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
@@ -50,7 +50,7 @@ class Report:
 
     Attributes:
         checks: "exact": the bound is 0; "native": torch.distributed reduces; "DDP", for AllReduce: against
-            torch's DistributedDataParallel, parameters only.
+            torch's DistributedDataParallel, parameters only; "compiled": the compiled stack against `vmap`.
 
     >>> check = Check("exact", bound=0.0, rows=(Difference(0, 0, 0, 0, 0, 0, 0, 0),))
     >>> report = Report("FedAvgStrategy(...)", num_nodes=4, num_processes=2, dtype=torch.float64, checks=(check,))
@@ -110,6 +110,7 @@ class VerifyOptions(Options):
         engine: "loop" keys dropout by the node; "vmap" by the nodes that are computed together, which are others in
             other processes: models with dropout then differ in the native check.
         timeout_s: see `vecgym.runs.multiprocess.run`.
+        compile: also compare the stack with compiled gradients to that of `vmap`, to the same bounds as "native".
     """
 
     strategy: Strategy
@@ -126,6 +127,7 @@ class VerifyOptions(Options):
     seed: Seed = 42
     engine: Annotated[str, check_engine] = "loop"
     timeout_s: Seconds = 120.0
+    compile: Flag = False
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.num_nodes)
@@ -150,6 +152,7 @@ def verify(options: VerifyOptions) -> Report:
         {arguments}
 
     Raises:
+        RuntimeError: with `compile`, where there is no compiler.
         ValueError, TypeError: for arguments that cannot work.
         ProcessError: when the strategy fails, or its processes do not make the same calls of `ctx.comm`; the error says
             which process called what at which step.
@@ -167,17 +170,22 @@ def verify(options: VerifyOptions) -> Report:
         labels=node_labels(options.num_nodes, options.num_processes),
         timeout_s=options.timeout_s,
     )
+    if options.compile:
+        checks = [*checks, compare_compiled(_case(options))]
     return Report(repr(options.strategy), options.num_nodes, options.num_processes, options.dtype, tuple(checks))
+
+
+def _case(options: VerifyOptions) -> Case:
+    model = copy.deepcopy(options.model).to("cpu", options.dtype)
+    return Case(
+        options.strategy, model, options.dataset, options.num_nodes, options.steps, options.batch_size, options.seed,
+        options.engine,
+    )  # fmt: skip
 
 
 def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[Check]:
     torch.set_num_threads(1)
-    wire, dtype = links.wire(), options.dtype
-    model = copy.deepcopy(options.model).to("cpu", dtype)
-    case = Case(
-        options.strategy, model, options.dataset, options.num_nodes, options.steps, options.batch_size, options.seed,
-        options.engine,
-    )  # fmt: skip
+    wire, dtype, case = links.wire(), options.dtype, _case(options)
     [exact], [native] = (compare(case, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:
         native = replace(native, finding=native.finding._replace(cause=ORDER_OF_SUMS, rule=""))

@@ -170,7 +170,8 @@ class Strategy:
         """Clip the gradients, and take the inner optimizer's step."""
         if self.max_norm is not None:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
-        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=self.lr(ctx))
+        lr = self.lr(ctx) if ctx.lr is None else ctx.lr
+        return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=lr)
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Let each module in turn exchange parameters."""
