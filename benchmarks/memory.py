@@ -67,6 +67,13 @@ def make_strategy(name: str) -> Any:
     return made[name]()
 
 
+def observe(params: Any) -> None:
+    """What a run does in a step that an evaluation follows."""
+    from vecgym.core.nodes import squared_consensus_distance
+
+    squared_consensus_distance(params)
+
+
 def take_steps(name: str, strategy: str, num_nodes: int, chunk_size: int | None, device: torch.device) -> int:
     """The peak of three steps."""
     from vecgym.collectives import StackedCollectives
@@ -83,7 +90,7 @@ def take_steps(name: str, strategy: str, num_nodes: int, chunk_size: int | None,
     simulation = Simulation(model, make_strategy(strategy), comm, engine=engine, max_steps=4)
     state = simulation.init()
     for _ in range(3):
-        state, _ = simulation.step(state, batch)
+        state, _ = simulation.step(state, batch, observe=observe)
     engine.close()
     return peak.bytes()
 

@@ -1,6 +1,6 @@
 """Time and memory of a step as the number of nodes grows, and the time of a whole run.
 
-Each row is a fresh process that takes blocks of 20 steps (one synchronisation of DiLoCo in each) with
+Each row is a fresh process that takes blocks of `--H` steps (one synchronisation of DiLoCo in each) with
 `Simulation.step`: the median time per step, the processor time of it (which says more on a busy machine), and the peak
 resident memory less what it was before the simulation was made, plus the batch: so without Python and torch. Beside it
 the estimate of `vecgym.estimate_memory`. The number of nodes grows until about `--memory` GB are used.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import Peak
+from memory import Peak, observe
 from workloads import WORKLOADS, Workload, header, machine, markdown
 
 NODES = {"tiny": [1, 10, 100, 1000, 10_000], "mlp": [2, 20, 200, 2000]}
@@ -47,7 +47,7 @@ trainer.fit(strategy, {WHOLE_NODES}, batch_size=mlp.batch_size, max_steps=int(sy
 """
 
 
-def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, repeats: int) -> dict[str, float]:
+def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, repeats: int, H: int) -> dict[str, float]:
     """Seconds per step, peak and estimated bytes of one configuration, in this process."""
     from vecgym import estimate_memory
     from vecgym.collectives import StackedCollectives
@@ -72,6 +72,7 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
                 state, _ = simulation.step(state, batch)
             wall.append((time.perf_counter() - start[0]) / H)
             cpu.append((time.process_time() - start[1]) / H)
+        state, _ = simulation.step(state, batch, observe=observe)  # the peak of a run that evaluates; not timed
         engine.close()
         return wall, cpu, peak.bytes() + sum(x.nbytes for x in batch)
 
@@ -87,9 +88,9 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
     }  # fmt: skip
 
 
-def measure(name: str, strategy: str, num_nodes: int, threads: int, repeats: int) -> dict[str, float]:
+def measure(name: str, strategy: str, num_nodes: int, threads: int, repeats: int, H: int) -> dict[str, float]:
     """The same in a fresh process."""
-    numbers = [str(x) for x in (num_nodes, threads, repeats)]
+    numbers = [str(x) for x in (num_nodes, threads, repeats, H)]
     command = [sys.executable, __file__, "--one", name, strategy, *numbers]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=900).stdout)
 
@@ -98,7 +99,8 @@ def scale(name: str, strategy: str, nodes: list[int], args: argparse.Namespace) 
     """One row per number of nodes, until the next one would take more than the memory allowed."""
     rows: list[dict[str, Any]] = []
     for i, num_nodes in enumerate(nodes):
-        row = {"num_nodes": num_nodes, **measure(name, strategy, num_nodes, args.threads, args.repeats)}
+        found = measure(name, strategy, num_nodes, args.threads, args.repeats, args.H)
+        row = {"num_nodes": num_nodes, **found}
         rows.append(row)
         if i + 1 < len(nodes) and row["peak_bytes"] * nodes[i + 1] / num_nodes > args.memory * 1e9:
             break
@@ -169,12 +171,13 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["tiny", "mlp"], choices=list(WORKLOADS), metavar="NAME",
                         help=f"any of {', '.join(WORKLOADS)}; default: tiny mlp")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
-    parser.add_argument("--repeats", type=int, default=5, help="blocks of 20 steps (default 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="blocks of steps (default 5)")
+    parser.add_argument("--H", type=int, default=H, help="steps of a block (default 20)")
     parser.add_argument("--memory", type=float, default=6.0, help="GB that a row may take (default 6)")
     parser.add_argument("--quick", action="store_true", help="one small row and a short run: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw time and memory against K there (PNG)")
-    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         name, strategy, *numbers = args.one

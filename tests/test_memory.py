@@ -17,6 +17,7 @@ from tests.models import make_model
 from vecgym import MemoryEstimate, Trainer, estimate_memory
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
+from vecgym.core.nodes import squared_consensus_distance
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation
 from vecgym.models import GPT, Classifier
@@ -153,11 +154,15 @@ def held_in_steps(model: nn.Module, strategy: Any, num_nodes: int, one: Any, **c
     simulation = Simulation(
         model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=6, minibatch_size=minibatch_size
     )
+
+    def observe(params: Any) -> None:  # as a run does before an evaluation
+        squared_consensus_distance(params)
+
     known = [batch, *engine.params.values(), *engine.frozen.values(), *engine.buffers.values()]
     with Live(known) as live:
         state = simulation.init()
         for _ in range(5):
-            state, _ = simulation.step(state, batch)
+            state, _ = simulation.step(state, batch, observe=observe)
     return live.peak + tree.num_bytes(batch)
 
 

@@ -18,7 +18,7 @@ from vecgym.runs.options import FitOptions
 
 # Where nothing can be measured, of what `benchmarks/memory.py` finds: tensors take up to 1.25 times their estimate.
 MARGIN = 1.25
-# Of a process on the CPU, besides: Python and torch take 300 MB; glibc keeps freed pieces, up to 225 MB were seen.
+# Of a process on the CPU, besides: Python and torch take 300 MB; glibc keeps freed pieces, up to 260 MB were seen.
 RESERVED_BYTES = 2**29
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
+from vecgym.core.nodes import squared_consensus_distance
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local, Plan
 from vecgym.engine.plan import MAX_FLOP_IN_STACK
@@ -170,7 +171,8 @@ def exchanging(
     """Watch a strategy take steps on all nodes, of a model cut down to `MAX_PROBE_ELEMENTS` for all of them.
 
     If anything is cut, it is cut to two sizes, and bytes are extrapolated linearly from them. The gradients are noise:
-    nothing is trained. The steps are the first ones, and those in which a module exchanges for the first time.
+    nothing is trained. The steps are the first ones, and those in which a module exchanges for the first time; in each
+    the nodes' distance is taken before their exchange, as in a run that evaluates.
     """
     size = sum(p.numel() for p in params.values())
     share = min(1.0, MAX_PROBE_ELEMENTS / max(1, size * num_nodes))
@@ -220,10 +222,15 @@ def _probed(
     with torch.no_grad(), Live([params, batch]) as live:
         state = simulation.init()
         for step in _telling_steps(strategy, max_steps):
-            state, _ = simulation.step(replace(state, step=step), batch)
+            state, _ = simulation.step(replace(state, step=step), batch, observe=_distance)
     gradients = engine.rows * tree.num_bytes(params)
     params = {name: p[None] for name, p in params.items()}
     return Exchanging(state, params, engine.rows, max(0, live.peak - live.now - gradients))
+
+
+def _distance(params: Tree) -> None:
+    """Take what a run takes at an evaluation: the distance of the nodes before their exchange, beside the gradients."""
+    squared_consensus_distance(params)
 
 
 def _telling_steps(strategy: Strategy, max_steps: int) -> list[int]:
