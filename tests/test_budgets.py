@@ -15,7 +15,7 @@ MAX_UNITS = 16  # modules and packages directly in vecgym; the clock is the 16th
 MAX_MODULE = 400  # lines
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
-# Of the whole package, of the clock with what shows its seconds elsewhere, of sweeps on executors, and of estimates that
+# Of the whole package, of the clock with what shows its seconds elsewhere, of sweeps on executors, of estimates that
 # watch live tensors.
 MAX_CODE_LINES = 17_300 + 1_900 + 350 + 150
 
