@@ -1,32 +1,37 @@
 """Performance: what was measured, and how
 
-Unless stated otherwise, all figures on this page are for float32 on a 2-core virtual machine (Xeon, 2.5 GHz). The
-scripts in `benchmarks/` measure your own machine.
+Figures are for float32 and torch 2.13 on virtual machines with 2 cores: in the first three sections an AMD EPYC, below, unless
+stated otherwise, an older measurement on a Xeon with 2.5 GHz. The scripts in `benchmarks/` measure your own machine.
 
 ## A training step
 
-Milliseconds per training step of all K nodes with DiLoCo (H=20, AdamW), 2 threads, medians of interleaved runs. *loop*
-is what one would write instead: K plain modules with fused AdamW, one after the other. *big* is one model on all K
-batches at once, the lower bound for AllReduce. All shared one process, in which vecgym's threads slow the loop down, so
-the ratios flatter vecgym; `python benchmarks/step_time.py` now gives each a process of its own.
+Milliseconds per training step of all K nodes with DiLoCo (H=20, AdamW), 2 threads. Every alternative ran in a process of
+its own, and they took turns; medians of 5 to 9 blocks of 20 steps, with a load by others of 0.05 cores and less. *loop*
+is what one would write instead: K plain modules with fused AdamW, one after the other, in a process that does not import
+vecgym. *fit* is a whole `Trainer.fit`, with data, history, ledger and progress bar; *bare* the step alone. *big* is one
+model on all K batches at once, the lower bound for AllReduce. *floor* is what the processor needs at least: the larger
+of arithmetic at the rate of a large matrix product, and bytes at the bandwidth of a copy
+(`python benchmarks/step_time.py`).
 
-| workload | K | loop | vecgym | faster | big | AllReduce |
-|---|--:|--:|--:|--:|--:|--:|
-| tiny MLP 16-32-2, batch 8 | 512 | 468 | 6.6 | 71 x | 1.8 | 3.9 |
-| MLP 784-128-10, batch 32 | 64 | 75.5 | 21.3 | 3.5 x | 9.4 | 12.5 |
-| CNN, 2 convolutions, batch 32 | 16 | 192 | 168 | 1.14 x | 143 | 145 |
-| GPT, 2 layers, width 64, context 64, batch 8 | 16 | 252 | 142 | 1.8 x | 127 | 128 |
-| GPT, 4 layers, width 256, context 128, batch 4 | 4 | 488 | 472 | 1.03 x | 419 | 495 |
+| workload | K | loop | fit | faster | bare | floor | big | fit AllReduce | to big |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|
+| tiny MLP 16-32-2, batch 8 | 512 | 354 | 4.36 | 81 x | 4.06 | 0.47 | 1.94 | 3.34 | 1.72 |
+| MLP 784-128-10, batch 32 | 64 | 76.2 | 22.5 | 3.4 x | 20.7 | 9.24 | 11.5 | 13.4 | 1.16 |
+| CNN, 2 convolutions, batch 32 | 16 | 161 | 142 | 1.14 x | 137 | 21.7 | 117 | 120 | 1.03 |
+| GPT, 2 layers, width 64, context 64, batch 8 | 16 | 200 | 115 | 1.7 x | 117 | 32.6 | 127 | 119 | 0.93 |
+| GPT, 4 layers, width 256, context 128, batch 4 | 4 | 528 | 435 | 1.2 x | 432 | 279 | 458 | 500 | 1.09 |
 
-Where it is not fast: about 1 ms of a step is spent in Python, so AllReduce takes 2.2 times as long as *big* on the
-tiny MLP and 1.3 times on the MLP. Convolution and max-pooling take as long as in a loop, and stacking cannot reduce the
-arithmetic of a large model.
+Medians move by a tenth from run to run: another one gave 92 x for the tiny MLP. A plain loop beside an idle vecgym engine
+takes 0.93 to 1.09 times as long as without.
+
+Where it is not fast: about a millisecond of a step is spent in Python, so AllReduce takes 1.7 times as long as *big* on the
+tiny MLP. Convolution and max-pooling take as long as in a loop, and stacking cannot reduce the arithmetic of a large
+model.
 
 ## A whole run
 
-`Trainer.fit` with data, history, ledger and progress bar takes 0 to 14 % longer than these bare steps. A whole process,
-from `python` to the end of 420 steps of the MLP on 16 nodes, takes 8 s, of which importing torch takes 2.4. 1000 nodes
-of the tiny MLP take 5 ms a step and 43 MB; 1000 nodes of the MLP take 2.2 GB, 2.15 MB each.
+`Trainer.fit` takes 0 to 9 % longer than its bare steps. A whole process, from `python` to the end of 420 steps of the MLP on
+16 nodes, took 8 s on the Xeon, of which importing torch took 2.4.
 
 ## Thousands of nodes
 
