@@ -456,7 +456,9 @@ def torus(K: int) -> Tensor:
 
 
 def _twin_compressed(s: Settings, module: Any, run: Run) -> naive.Module:
-    inner = twin_module(s["module"], module.module, run)
+    # What is drawn at random depends on the seed alone, and the module without codes says it plainly.
+    plain = library_module(s["module"], run.num_nodes, run.max_steps) if s["module"] is not s else module.module
+    inner = twin_module(s["module"], plain, run)
     by_argument = s.get("by_argument", False)
     method, fraction = s.get("method", "int8"), 0.01 if by_argument else s.get("fraction", 0.2)
     compares = s["module"]["kind"] != "average"  # with a state of its own

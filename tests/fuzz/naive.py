@@ -122,6 +122,7 @@ class Average(Module):
     weighting: str = "equal"
     server: bool = False  # who sat out begins from the mean too
     share: Sequence[float] | None = None  # in place of H
+    coded: bool = False  # `mean` is one of codes
 
     def active(self, t: int) -> set[int] | None:
         return set(self.participants(t)) if self.participants else None
@@ -138,6 +139,9 @@ class Average(Module):
         weights = None if self.weighting == "equal" else self.world.weights(self.weighting)
         present = self.participants(t) if self.participants else None
         if self.server and present is not None:
+            if self.coded:  # what the server has is what each participant is given
+                theta = self.mean(params, t, [present], weights)[present[0]]
+                return [clones(theta) for _ in params]
             self.world.sent += BYTES * size(params) * len(present) / self.world.num_nodes
             theta = self.world.average(params, present, self.world.weights(self.weighting))
             return [clones(theta) for _ in params]
@@ -466,6 +470,8 @@ class Compressed(Module):
         self.module, self.code, self.code_bytes = module, code, code_bytes
         self.error_feedback, self.with_reference = error_feedback, reference
         module.mean = self._mean  # type: ignore[method-assign]
+        if isinstance(module, Average):
+            module.coded = True
         self.phase = "parameters"
 
     def begin(self, world: World, start: dict[str, Tensor]) -> None:
@@ -475,7 +481,9 @@ class Compressed(Module):
             phase: [{name: torch.zeros_like(x) for name, x in start.items()} for _ in range(world.num_nodes)]
             for phase in ("gradients", "parameters")
         }
-        self.reference = clones(start) if self.with_reference else {n: torch.zeros_like(x) for n, x in start.items()}
+        # Movements are compared with the last mean movement, and before the first there was none.
+        values = self.with_reference and isinstance(self.module, Average)
+        self.reference = clones(start) if values else {n: torch.zeros_like(x) for n, x in start.items()}
 
     def gradients(self, grads: Values, t: int) -> Values:
         self.phase = "gradients"
@@ -503,8 +511,9 @@ class Compressed(Module):
                 sent[node][name] = code(t, name, node, p)
                 if self.error_feedback:
                     residuals[node][name] = p - sent[node][name]
-        for y in x[0].values():
-            self.world.gather(self.code_bytes(y.numel()))
+        at_server = isinstance(self.module, Average) and self.module.server
+        for y in x[0].values():  # to a server, each participant sends its own
+            self.world.gather(self.code_bytes(y.numel()) * (len(rings[0]) / len(x) if at_server else 1))
         result = [clones(y) for y in x]
         for ring in rings:
             total = sum((weights or [1.0] * len(x))[k] for k in ring)
@@ -514,7 +523,7 @@ class Compressed(Module):
                 for node in ring:
                     result[node][name] = average.clone()
         if uses_reference:
-            self.reference = clones(result[0])
+            self.reference = clones(result[rings[0][0]])
         return result
 
 
