@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.fitting import STRATEGIES, alone, dataset, same
 from tests.models import make_batches, make_model
+from tests.test_bad_input import Diverging
 from tests.waits import Waits
 from vecgym import DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning
 from vecgym.collectives import StackedCollectives
@@ -383,17 +384,6 @@ def test_losses_on_the_host_are_read_at_once() -> None:
     trainer = Trainer(make_model("MLP"), dataset("MLP"))
     fit(trainer, max_steps=6, log_interval=3, logger=Watching(), val_interval=None)
     assert lengths == [3, 6]
-
-
-class Diverging(nn.Module):
-    """Its loss is not finite where an example is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.w - x).square().mean()
 
 
 def diverge(**settings: Any) -> Trainer:

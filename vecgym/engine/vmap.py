@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, Part, settle
 from vecgym.engine.batching_rules import Folding, TwiceDifferentiable
 from vecgym.engine.stateless import StatelessModel, plain_attention
+
+_load_decompositions = functools.cache(lazy_load_decompositions)  # what vmap makes of some operations
 
 
 class Vmap:
@@ -87,7 +90,7 @@ def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:
     >>> on_all(lambda x: {"sum": x["a"].sum()}, 2, {"a": torch.tensor([[1, 2], [3, 4]])})
     {'sum': tensor([3, 7])}
     """
-    lazy_load_decompositions()
+    _load_decompositions()
     level = _functorch._vmap_increment_nesting(size, "different")
     try:
         inside = [tree.map_leaves(lambda x: _functorch._add_batch_dim(x, 0, level), given) for given in trees]

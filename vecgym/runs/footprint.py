@@ -2,7 +2,7 @@
 
 Two parts of a step are taken for real and watched by `Live`, which sees every tensor that an operation gives and notes
 when its storage is freed: the forward and backward pass of one, two and three nodes (`passing`), and the strategy's
-steps on all nodes of a model cut down to a few thousand parameters (`exchanging`). What an operation allocates and
+steps on all nodes of a model cut down to a few million values in all (`exchanging`). What an operation allocates and
 frees within itself is not seen.
 """
 

@@ -170,8 +170,7 @@ def compare_compiled(case: Case) -> Check:
         for step in range(case.steps):
             plain.step(step)
             compiled.step(step)
-            all_gaps = list(_all_gaps(plain, compiled))
-            largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
+            largest = _largest(list(_all_gaps(plain, compiled)))
             bytes_apart = abs(plain.comm.ledger.total_bytes - compiled.comm.ledger.total_bytes)
             rows.append(Difference(step, **largest, ledger_bytes=bytes_apart, handed_bytes=0))
     for form in (plain, compiled):
@@ -220,7 +219,7 @@ class _Comparison:
     def add(self, step: int, stacked: Form) -> None:
         form, comm = self.form, self.form.comm
         all_gaps = list(_all_gaps(stacked, form))
-        largest = {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
+        largest = _largest(all_gaps)
         entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, form))
         ledger = 0.0 if entries == entries_here else math.inf
         ledger += abs(stacked.comm.ledger.total_bytes - comm.ledger.total_bytes)
@@ -240,6 +239,11 @@ def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
     sizes = {name: float(p.nan_to_num().abs().max()) for name, p in stacked.state.params.items() if p.numel()}
     for kind in KINDS:
         yield from gaps(kind, a[kind], b[kind], form.comm, sizes)
+
+
+def _largest(all_gaps: Sequence[Gap]) -> dict[str, float]:
+    """Return the largest gap of each kind."""
+    return {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
 
 
 def _calls(entries: Sequence[Entry]) -> str:
