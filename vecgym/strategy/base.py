@@ -149,11 +149,10 @@ class Strategy:
 
     def lr(self, ctx: Context) -> float | Tensor:
         """Return the inner learning rate of this step."""
-        lr = self.inner_optim.lr_at(ctx.step)
         if self.lr_scheduler is None and not self.warmup_steps and not self.cosine_anneal:
-            return lr
+            return ctx.by_count(self.inner_optim.lr_at)
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
-        return lr * schedule(ctx.step)
+        return ctx.by_count(lambda step: self.inner_optim.lr_at(step) * schedule(step))
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         """Return the rate of the first module that has an optimizer of its own; None: none has.
