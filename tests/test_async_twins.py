@@ -136,11 +136,13 @@ def test_infinite_wait_and_a_full_buffer_are_diloco(grace: str, seconds: list[fl
 
 def test_one_node_is_plain_training() -> None:
     """An outer SGD(1) on theta_start - theta_end puts theta_end back: AdamW never notices."""
-    updates = mlp([1.0], 5, server=OuterOptimizer(SGD1))
+    updates = mlp([1.0], 5, server=OuterOptimizer(SGD1), max_norm=0.5, schedule=lambda step: 1 / (1 + step))
     model = make_model("MLP", dtype=torch.float64)
     (optimizer,) = common.make_optimizers([model], ADAMW)
     for step in range(15):
         common.backward(model, mlp_batch(0, step))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
         optimizer.step()
     torch.testing.assert_close(
         torch.cat([p.flatten() for p in updates[-1].params.values()]),
@@ -190,6 +192,13 @@ def test_a_tie_of_different_rounds_is_in_the_order_of_nodes() -> None:
     assert nodes_of(updates) == [[1], [0], [1], [1], [0], [1]]
     assert [a.round for u in updates for a in u.arrivals] == [0, 0, 1, 2, 1, 3]
     assert staleness(updates) == [0, 1, 1, 0, 1, 1]
+
+
+def test_a_message_without_a_way_ties_with_one_that_was_on_its_way() -> None:
+    """Node 1 ends at 1 and is there at 2, when node 0 ends and is there: node 0 is first."""
+    updates = drift([2.0, 1.0], 2, network=Network(latency=[0.0, 1.0]))
+    assert times(updates) == [2, 2]
+    assert nodes_of(updates) == [[0], [1]]
 
 
 def test_seconds_may_differ_from_step_to_step() -> None:
@@ -287,6 +296,12 @@ def test_after_until_last_a_node_may_come_again_before_the_window_would_have_end
     assert times(updates) == [1, 1.5, 2.5, 3, 4, 4.5]
 
 
+def test_until_last_waits_for_messages_not_for_rounds() -> None:
+    """Node 1's round ends within the window, but its message comes after it: node 0 does not wait."""
+    updates = drift([1.0, 1.25], 3, max_wait=0.5, grace="until_last", network=Network(latency=[0.0, 0.5]))
+    assert times(updates) == [1, 1.75, 2]
+
+
 # -------------------------------------------------------------------------------------------------------------- network
 
 
@@ -299,6 +314,16 @@ def test_uploads_share_the_servers_link_and_downloads_too() -> None:
     updates = drift([2.0, 2.0], 4, network=Network(4.0, 0.25, 0.25, 0.25))
     assert times(updates) == [3, 4, 7, 8]
     assert staleness(updates) == [0, 1, 1, 1]
+
+
+def test_downloads_of_those_who_begin_together_are_in_the_order_of_nodes() -> None:
+    """All wait for node 0, the last; 4 bytes, 1 s each way. Up: 1-2, 2-3; 3-4. Down, from 4: 4-5, 5-6, 6-7."""
+    updates = drift([3.0, 1.0, 1.0], 6, max_wait=INF, network=Network(4.0, 0.25, 0.25, 0.25))
+    assert times(updates)[:3] == [2, 3, 4]
+    assert nodes_of(updates)[:3] == [[1], [2], [0]]
+    # begin 5 (node 0), 6, 7; end 8, 7, 8; up: 7-8, then the tie of 8 in the order of nodes: 8-9, 9-10
+    assert times(updates)[3:] == [8, 9, 10]
+    assert nodes_of(updates)[3:] == [[1], [0], [2]]
 
 
 def test_the_slower_end_of_a_link_decides_and_latency_takes_no_link() -> None:
@@ -420,6 +445,12 @@ def test_heloco_corrects_each_tensor_by_the_momentum_of_before() -> None:
     assert_close(after(HeLoCo(0.7, 0.9), [first, second]), nesterov([first, corrected], 0.7, 0.9))
 
 
+def test_heloco_without_a_movement_or_a_momentum_is_as_it_is() -> None:
+    nothing = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    movements = [nothing, random_params(1), nothing]
+    assert_close(after(HeLoCo(0.7, 0.9), movements), nesterov(movements, 0.7, 0.9))
+
+
 def test_heloco_corrects_before_it_weighs() -> None:
     theta = random_params(0)
     server = HeLoCo(0.7, 0.9)
@@ -440,7 +471,9 @@ def test_heloco_corrects_before_it_weighs() -> None:
         (20, [0.58, 0.75, 1.51, 3.33], [20, 15, 7, 3]),
         (4, [1.0, 100.0], [4, 1]),
         (8, [0.5, 0.5], [8, 8]),
-        (98, [1.0, 49.0], [98, 2]),  # 98 (1 / 49) is 1.9999999999999998 in floats
+        (31, [0.3, 0.3], [31, 31]),  # 31 * 0.3 / 0.3 is 30.999999999999996 in floats
+        (9, [0.9, 2.7], [9, 3]),
+        (98, [1.0, 49.0], [98, 2]),  # 98 * (1 / 49) is 1.9999999999999998
     ],
 )
 def test_dylu(H: int, seconds: list[float], expected: list[int]) -> None:
