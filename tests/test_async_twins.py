@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import make_data, make_model, take
+from tests.models import Quadratic, make_data, make_model, take
 from tests.reference import common
+from tests.reference.ad_psgd import ad_psgd
 from tests.reference.asynchronous import (
     DelayedNesterov,
     HeLoCo,
@@ -504,3 +505,98 @@ def test_unequal_rounds_take_their_own_steps() -> None:
     assert [update.total_steps for update in updates] == [4, 6, 10, 12]
     assert [step for node, step in seen if node == 0] == list(range(12))
     assert [step for node, step in seen if node == 1] == list(range(6))
+
+
+# -------------------------------------------------------------------------------------------------------------- AD-PSGD
+
+
+def ring(node: int, step: int) -> int:
+    return (node + 1) % 3
+
+
+@pytest.mark.parametrize(("mix", "expected"), [("after", [1, 3, 3.75]), ("before", [2, 5, 4])])
+def test_ad_psgd_applies_a_gradient_to_where_the_node_is_by_then(mix: Any, expected: list[float]) -> None:
+    """x - 4 at node 0 (1 s a step), x - 8 at node 1 (1.5 s), rate 1/2, from 0. Worked out by hand, "after":
+
+    1:   node 0: 0 + 2 = 2, mean with 0: both 1. Node 0 begins at 1: gradient -3.
+    1.5: node 1: its gradient -8 is of 0; 1 + 4 = 5, mean with 1: both 3.
+    2:   node 0: 3 + 1.5 = 4.5, mean with 3: 3.75.
+    "before", 1: mean 0, node 0: 0 + 2 = 2, where it begins: gradient -2. 1.5: mean of 0 and 2: both 1, node 1: 1 + 4 = 5.
+    2: mean of 1 and 5: both 3, node 0: 3 + 1 = 4.
+    """
+    model = Quadratic(1).double()
+    nn.init.zeros_(model.x)
+    steps, _ = ad_psgd(
+        model,
+        lambda node, step: torch.full((1, 1), 4.0 * (node + 1), dtype=torch.float64),
+        2,
+        total_steps=3,
+        neighbour=lambda node, step: 1 - node,
+        step_seconds=lambda node, step: [1.0, 1.5][node],
+        mix=mix,
+        inner=(torch.optim.SGD, {"lr": 0.5}),
+    )
+    assert [(step.time, step.node, step.own_step) for step in steps] == [(1, 0, 0), (1.5, 1, 0), (2, 0, 1)]
+    assert [step.params["x"].item() for step in steps] == expected
+
+
+@pytest.mark.parametrize("mix", ["after", "before"])
+def test_averages_of_ad_psgd_conserve_the_sum(mix: Any) -> None:
+    steps, models = ad_psgd(
+        Drift(),
+        place,
+        3,
+        total_steps=50,
+        neighbour=ring,
+        step_seconds=lambda node, step: [1.0, 0.37, 2.2][node],
+        mix=mix,
+        inner=SGD1,
+    )
+    total = sum(model.theta.item() for model in models)
+    assert total == pytest.approx(-sum(10.0**step.node for step in steps), rel=1e-12)
+    assert [step.time for step in steps] == sorted(step.time for step in steps)
+    assert [step.total_steps for step in steps] == list(range(1, 51))
+    for node in range(3):
+        own = [step.own_step for step in steps if step.node == node]
+        assert own == list(range(len(own)))
+
+
+def test_ad_psgd_without_neighbours_is_plain_training_on_each_node() -> None:
+    _, models = ad_psgd(
+        make_model("MLP", dtype=torch.float64),
+        mlp_batch,
+        2,
+        total_steps=10,
+        neighbour=lambda node, step: node,
+        step_seconds=lambda node, step: 1.0,
+        inner=ADAMW,
+        max_norm=0.5,
+    )
+    for node in range(2):
+        model = make_model("MLP", dtype=torch.float64)
+        (optimizer,) = common.make_optimizers([model], ADAMW)
+        for step in range(5):
+            common.backward(model, mlp_batch(node, step))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        for name, param in common.parameters(model).items():
+            assert torch.equal(common.parameters(models[node])[name], param)
+
+
+def test_ad_psgd_at_equal_speeds_ends_all_steps_before_the_next_begin() -> None:
+    """x - c from 0 with c = 4, 8 and rate 1/2, both end at 1. Node 0: 2, both 1. Node 1: 5, both 3. Both begin at 3.
+
+    At 2: node 0: 3 + 1/2 = 3.5, both 3.25; node 1: 3.25 + 2.5 = 5.75, both 4.5.
+    """
+    model = Quadratic(1).double()
+    nn.init.zeros_(model.x)
+    steps, _ = ad_psgd(
+        model,
+        lambda node, step: torch.full((1, 1), 4.0 * (node + 1), dtype=torch.float64),
+        2,
+        total_steps=4,
+        neighbour=lambda node, step: 1 - node,
+        step_seconds=lambda node, step: 1.0,
+        inner=(torch.optim.SGD, {"lr": 0.5}),
+    )
+    assert [step.params["x"].item() for step in steps] == [1, 3, 3.25, 4.5]

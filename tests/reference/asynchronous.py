@@ -396,7 +396,7 @@ def asynchronous(
         first = nodes[i].own_step
         nodes[i].version = version
         batches = [batch(i, step) for step in range(first, first + num_steps[i])]
-        train_round(nodes[i], clone(theta), batches, max_norm, schedule)
+        train_round(nodes[i], theta, batches, max_norm, schedule)
         queue.push(time + round_seconds(step_seconds, i, first, num_steps[i]), END, i)
 
     for i in range(num_nodes):
