@@ -27,6 +27,7 @@ from tests.reference.asynchronous import (
 )
 from tests.reference.common import OptimizerSpec
 from tests.reference.diloco import diloco
+from tests.reference.halos import halos, halos_steps
 
 TOLERANCE = 1e-12
 INF = math.inf
@@ -70,19 +71,19 @@ def drift(seconds: Sequence[float], num_updates: int, num_steps: int = 1, **opti
     )
 
 
-def times(updates: list[Update]) -> list[float]:
+def times(updates: Sequence[Update]) -> list[float]:
     return [update.time for update in updates]
 
 
-def nodes_of(updates: list[Update]) -> list[list[int]]:
+def nodes_of(updates: Sequence[Update]) -> list[list[int]]:
     return [[arrival.node for arrival in update.arrivals] for update in updates]
 
 
-def staleness(updates: list[Update]) -> list[int]:
+def staleness(updates: Sequence[Update]) -> list[int]:
     return [arrival.staleness for update in updates for arrival in update.arrivals]
 
 
-def values(updates: list[Update]) -> list[float]:
+def values(updates: Sequence[Update]) -> list[float]:
     return [update.params["theta"].item() for update in updates]
 
 
@@ -521,8 +522,8 @@ def test_ad_psgd_applies_a_gradient_to_where_the_node_is_by_then(mix: Any, expec
     1:   node 0: 0 + 2 = 2, mean with 0: both 1. Node 0 begins at 1: gradient -3.
     1.5: node 1: its gradient -8 is of 0; 1 + 4 = 5, mean with 1: both 3.
     2:   node 0: 3 + 1.5 = 4.5, mean with 3: 3.75.
-    "before", 1: mean 0, node 0: 0 + 2 = 2, where it begins: gradient -2. 1.5: mean of 0 and 2: both 1, node 1: 1 + 4 = 5.
-    2: mean of 1 and 5: both 3, node 0: 3 + 1 = 4.
+    "before", 1: mean 0, node 0: 0 + 2 = 2, where it begins: gradient -2. 1.5: mean of 0 and 2: both 1, node 1:
+    1 + 4 = 5. 2: mean of 1 and 5: both 3, node 0: 3 + 1 = 4.
     """
     model = Quadratic(1).double()
     nn.init.zeros_(model.x)
@@ -552,7 +553,7 @@ def test_averages_of_ad_psgd_conserve_the_sum(mix: Any) -> None:
         mix=mix,
         inner=SGD1,
     )
-    total = sum(model.theta.item() for model in models)
+    total = sum(common.parameters(model)["theta"].item() for model in models)
     assert total == pytest.approx(-sum(10.0**step.node for step in steps), rel=1e-12)
     assert [step.time for step in steps] == sorted(step.time for step in steps)
     assert [step.total_steps for step in steps] == list(range(1, 51))
@@ -600,3 +601,152 @@ def test_ad_psgd_at_equal_speeds_ends_all_steps_before_the_next_begin() -> None:
         inner=(torch.optim.SGD, {"lr": 0.5}),
     )
     assert [step.params["x"].item() for step in steps] == [1, 3, 3.25, 4.5]
+
+
+# ---------------------------------------------------------------------------------------------------------------- HALoS
+
+
+def halos_drift(seconds: Sequence[float], regions: list[list[int]], num_updates: int, **options: Any) -> Any:
+    settings: dict[str, Any] = {
+        "make_local": lambda: OuterOptimizer(SGD1),
+        "global_server": OuterOptimizer(SGD1),
+        "inner": SGD1,
+        "num_steps": [1] * len(seconds),
+    }
+    settings.update(options)
+    return halos(
+        Drift(), place, regions, num_updates=num_updates, step_seconds=lambda node, step: seconds[node], **settings
+    )
+
+
+def test_halos_of_one_node_a_region_that_takes_over_the_global_model_is_asynchronous() -> None:
+    """Each arrival goes on to the global server, and the reply replaces the local model: no tie, so the same run."""
+    seconds = [1.0, 0.37, 2.21]
+    expected = mlp(seconds, 12, server=HeLoCo(0.3, 0.9))
+    updates, _ = halos(
+        make_model("MLP", dtype=torch.float64),
+        mlp_batch,
+        [[0], [1], [2]],
+        num_updates=12,
+        num_steps=[3] * 3,
+        step_seconds=lambda node, step: seconds[node],
+        inner=ADAMW,
+        make_local=lambda: OuterOptimizer(SGD1),
+        global_server=HeLoCo(0.3, 0.9),
+        local_updates=1,
+        merge=1.0,
+    )
+    assert times(updates) == times(expected)
+    for ours, theirs in zip(updates, expected):
+        assert ours.arrivals[0].node == theirs.arrivals[0].node
+        assert ours.staleness == theirs.arrivals[0].staleness
+        assert ours.arrivals[0].loss == pytest.approx(theirs.arrivals[0].loss, abs=1e-12)
+        torch.testing.assert_close(ours.params, theirs.params, rtol=1e-9, atol=1e-9)
+
+
+def test_halos_of_one_region_that_hears_nothing_is_asynchronous_with_the_local_rule() -> None:
+    """merge = 0; the global server, SGD(1), adds the movements up: it is where the local one was when it sent."""
+    seconds = [1.0, 0.37, 2.21]
+    expected = mlp(seconds, 12, server=DelayedNesterov(0.2, 0.9, 4, 0.1))
+    updates, local_thetas = halos(
+        make_model("MLP", dtype=torch.float64),
+        mlp_batch,
+        [[0, 1, 2]],
+        num_updates=4,
+        num_steps=[3] * 3,
+        step_seconds=lambda node, step: seconds[node],
+        inner=ADAMW,
+        make_local=lambda: DelayedNesterov(0.2, 0.9, 4, 0.1),
+        global_server=OuterOptimizer(SGD1),
+        local_updates=3,
+        merge=0.0,
+    )
+    for update, last in zip(updates, expected[2::3]):
+        assert update.time == last.time
+        assert update.total_steps == last.total_steps
+        torch.testing.assert_close(update.params, last.params, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(local_thetas[0], expected[11].params, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("since", "when", "rounds", "local"),
+    [("send", [3.25, 5.25], [[0, 1], [2, 3]], -4), ("merge", [3.25, 7.25], [[0, 1], [4, 5]], -6)],
+)
+def test_halos_between_a_message_and_its_reply(since: Any, when: list[float], rounds: Any, local: float) -> None:
+    """One node that moves by -1 at 1, 2, 3, ...; 2 arrivals a message, 1.25 s each way, merge 1/2.
+
+    2: x = -2, sends 2. 3.25: z = -2. 4: x = -4; "send" sends 2 again. 4.5: the reply of 3.25: x = (-4 - 2) / 2 = -3.
+    "send": 5: -4, 5.25: z = -4. "merge", from 4.5 on: 5: -4, 6: -5, sends 2; 7: -6, 7.25: z = -4.
+    """
+    updates, local_thetas = halos_drift(
+        [1.0], [[0]], 2, local_updates=2, merge=0.5, since=since, global_network=Network(latency=1.25)
+    )
+    assert times(updates) == when
+    assert values(updates) == [-2, -4]
+    assert [[arrival.round for arrival in update.arrivals] for update in updates] == rounds
+    # "send": the second message left at 4, before the first reply was merged
+    assert [update.staleness for update in updates] == [0, 1 if since == "send" else 0]
+    assert local_thetas[0]["theta"].item() == local
+
+
+def test_halos_sends_what_the_arrival_made_that_filled_the_message() -> None:
+    """Three nodes at once, 2 arrivals a message: node 2 is of the next one. Messages: 11 at 1; 101 and 110 at 2."""
+    updates, _ = halos_drift([1.0, 1.0, 1.0], [[0, 1, 2]], 3, local_updates=2, merge=0.0)
+    assert times(updates) == [1, 2, 2]
+    assert values(updates) == [-11, -112, -222]
+    assert nodes_of(updates) == [[0, 1], [2, 0], [1, 2]]
+
+
+def test_halos_messages_of_one_time_are_in_the_order_of_regions() -> None:
+    """Region 0 is node 1, region 1 is node 0; 4 bytes at 1/4 s on the global server's link: 1-2 and 2-3."""
+    network = Network(4.0, 0.0, 0.0, 0.25)
+    updates, _ = halos_drift([1.0, 1.0], [[1], [0]], 2, local_updates=1, global_network=network)
+    assert [(update.time, update.region) for update in updates] == [(2, 0), (3, 1)]
+    assert values(updates) == [-10, -11]
+
+
+def test_halos_of_two_regions_by_hand() -> None:
+    """Regions {0, 1} and {2}; nodes 0, 1 at 1 s, node 2 at 2 s; 2 arrivals a message, merge 1/4, SGD(1) everywhere.
+
+    1: region 0 at -11, sends 11. Global -11, reply: -11 3/4 - 11/4 = -11: nodes 0, 1 go on from there.
+    2: region 0 at -22, sends 11 (global -22, reply: -22); region 1 at -100, its first.
+    3: the same: -33. 4: -44, and region 1 at -200 sends 200: first region 0's (-44), then region 1's (-244).
+    """
+    updates, _ = halos_drift([1.0, 1.0, 2.0], [[0, 1], [2]], 5, local_updates=2, merge=0.25)
+    assert times(updates) == [1, 2, 3, 4, 4]
+    assert values(updates) == [-11, -22, -33, -44, -244]
+    assert [update.region for update in updates] == [0, 0, 0, 0, 1]
+    assert [update.staleness for update in updates] == [0, 0, 0, 0, 4]
+    assert nodes_of(updates) == [[0, 1]] * 4 + [[2, 2]]
+    assert [update.total_steps for update in updates] == [2, 4, 6, 8, 10]
+
+
+def test_halos_merges_a_part_of_the_global_model_before_its_nodes_begin() -> None:
+    """One region; outer SGD(1/2) at the global server. -8 there, -4 here: -8 + (1/4) 4 = -7, where the nodes begin."""
+    starts: list[float] = []
+
+    class Seen(Drift):
+        def forward(self, batch: Tensor) -> Tensor:
+            starts.append(self.theta.item())
+            return (self.theta * 8).sum()
+
+    halos(
+        Seen(),
+        place,
+        [[0]],
+        num_updates=3,
+        num_steps=[1],
+        step_seconds=lambda node, step: 1.0,
+        inner=SGD1,
+        make_local=lambda: OuterOptimizer(SGD1),
+        global_server=OuterOptimizer((torch.optim.SGD, {"lr": 0.5})),
+        local_updates=1,
+        merge=0.25,
+    )
+    # from -7: to -15, global -8, 3/4 (-15) + 1/4 (-8) = -13.25
+    assert starts == [0, -7, -13.25]
+
+
+def test_halos_steps_round_up() -> None:
+    assert halos_steps(8, [1.0, 3.0, 0.5, 100.0]) == [4, 2, 8, 1]
+    assert halos_steps(33, [0.3, 0.9]) == [33, 11]
