@@ -140,6 +140,11 @@ class Simulation:
         optimizer, strategy = self.strategy.init(params, self._context(0, node_steps, inplace=False))
         return State(0, params, buffers, optimizer, strategy, node_steps)
 
+    @property
+    def length(self) -> int:
+        """How many times the state of a whole run advances."""
+        return self.max_steps
+
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
         self.engine.close()
