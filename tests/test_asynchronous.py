@@ -15,7 +15,16 @@ from torch.utils.data import TensorDataset
 
 from tests.models import make_data, make_model
 from tests.reference import asynchronous as twin
-from vecgym import DivergenceError, Trainer, rollout
+from vecgym import (
+    DivergenceError,
+    Trainer,
+    dry_run,
+    estimate_memory,
+    optimize_schedule,
+    rollout,
+    sweep,
+    verify,
+)
 from vecgym.clock import AsyncTimeline, Compute, Network, price
 from vecgym.data import Batches
 from vecgym.engine.events import Arrival
@@ -438,3 +447,20 @@ def test_options_of_asynchronous_runs_alone(option: str) -> None:
 def test_divergence_is_told() -> None:
     with pytest.raises(DivergenceError):
         fit(AsyncStrategy(OptimSpec("sgd", lr=1e200), OuterOptimizer(lr=1.0), H=2), max_updates=20)
+
+
+@pytest.mark.parametrize("function", ["sweep", "verify", "dry_run", "estimate_memory", "optimize_schedule"])
+def test_what_needs_steps_of_all_nodes_says_so(function: str) -> None:
+    strategy, model = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2), make_model("MLP")
+    x, y = make_data("MLP", 8, 0)
+    calls: dict[str, Callable[[], Any]] = {
+        "sweep": lambda: sweep(model, data(), strategy=strategy, grid={"seed": [0]}, num_nodes=2, max_steps=2),
+        "verify": lambda: verify(strategy, 2, model),
+        "dry_run": lambda: dry_run(model, strategy, num_nodes=2, max_steps=2),
+        "estimate_memory": lambda: estimate_memory(model, strategy, 2, 4),
+        "optimize_schedule": lambda: optimize_schedule(
+            model, lambda w: strategy, [(x[None], y[None])], num_nodes=1, eval_batch=(x, y), H=1
+        ),
+    }
+    with pytest.raises(ValueError, match=r"AsyncStrategy (has no steps that all nodes take together|needs compute=)"):
+        calls[function]()

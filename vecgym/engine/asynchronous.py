@@ -91,6 +91,7 @@ class AsyncSimulation(Simulation):
     tensor([1.2500]) [2] ()
     """
 
+    asynchronous = True
     strategy: AsyncStrategy
 
     def __init__(

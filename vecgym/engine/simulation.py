@@ -17,6 +17,7 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.strategy import Context, Strategy
+from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.base import moments_in, with_moments
 from vecgym.strategy.per_rank import as_strategy
 
@@ -87,6 +88,8 @@ class Simulation:
     >>> simulation.close()
     """
 
+    asynchronous = False  # see `vecgym.engine.asynchronous`
+
     def __init__(
         self,
         model: nn.Module,
@@ -114,6 +117,8 @@ class Simulation:
         With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
         itself.
         """
+        if not self.asynchronous:
+            check_synchronous(strategy)
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm
