@@ -747,6 +747,48 @@ def test_halos_merges_a_part_of_the_global_model_before_its_nodes_begin() -> Non
     assert starts == [0, -7, -13.25]
 
 
+def test_halos_replies_carry_what_the_global_server_had_when_it_sent_them() -> None:
+    """Region 0 (2 s away) and 1 (1/2 s); 1 s a step, a message an arrival, merge 1.
+
+    Region 1: sends at 1, 10 there at 1.5, z = -10, the reply at 2. By 3 s z is -10 (1.5), -20 (2.5), then -21 by region
+    0's first message, whose reply, -21, is there at 5, after z = -31 of 3.5 and more.
+    """
+    updates, local_thetas = halos_drift(
+        [1.0, 1.0], [[0], [1]], 6, local_updates=1, merge=1.0, global_network=Network(latency=[2.0, 0.5])
+    )
+    assert times(updates) == [1.5, 2.5, 3, 3.5, 4, 4.5]
+    assert values(updates) == [-10, -20, -21, -31, -32, -42]
+    assert local_thetas[0]["theta"].item() == -4
+    updates, local_thetas = halos_drift(
+        [1.0, 1.0], [[0], [1]], 8, local_updates=1, merge=1.0, global_network=Network(latency=[2.0, 0.5])
+    )
+    assert times(updates)[6:] == [5, 5.5]
+    assert local_thetas[0]["theta"].item() == -21
+
+
+def test_halos_weighs_nodes_by_the_versions_of_their_own_server_on_links_of_their_own() -> None:
+    """Regions {0, 1}, {2}; 4 bytes, 1 s a message on a server's link: node 0 is heard at 2, 1 at 3, 2 at 2.
+
+    Node 1 meets version 1: weight 1/2. In region 0 node 0's reply is there at 3, node 1's at 4; node 2's at 3. They end
+    at 4, 5, 4 and arrive at 5 (staleness 1: node 1 came at 3), 6 (1) and 5 (0).
+    """
+    updates, _ = halos_drift(
+        [1.0, 1.0, 1.0],
+        [[0, 1], [2]],
+        6,
+        local_updates=1,
+        merge=0.0,
+        network=Network(4.0, 0.0, 0.0, 0.25),
+        staleness_function=lambda s: 1 / (1 + s),
+    )
+    assert [(update.time, *nodes_of([update])[0]) for update in updates] == [
+        (2, 0), (2, 2), (3, 1), (5, 0), (5, 2), (6, 1)
+    ]  # fmt: skip
+    assert staleness(updates) == [0, 0, 1, 1, 0, 1]
+    assert values(updates) == [-1, -101, -106, -106.5, -206.5, -211.5]
+
+
 def test_halos_steps_round_up() -> None:
     assert halos_steps(8, [1.0, 3.0, 0.5, 100.0]) == [4, 2, 8, 1]
     assert halos_steps(33, [0.3, 0.9]) == [33, 11]
+    assert halos_steps(3, [0.1, 0.3]) == [3, 1]  # 3 * 0.1 / 0.3 is 1.0000000000000002
