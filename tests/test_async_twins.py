@@ -817,6 +817,7 @@ def mlp_names() -> list[str]:
 
 def test_decoupled_with_one_fragment_and_all_learners_is_diloco() -> None:
     model = make_model("MLP", dtype=torch.float64)
+    options: dict[str, Any] = {"max_norm": 0.5, "schedule": lambda step: 1 / (1 + step)}
     updates = decoupled(
         model,
         mlp_batch,
@@ -829,8 +830,9 @@ def test_decoupled_with_one_fragment_and_all_learners_is_diloco() -> None:
         merging="mean",
         inner=ADAMW,
         step_seconds=lambda node, step: 1.0,
+        **options,
     )
-    expected = diloco(model, mlp_rows(12, 3), 3, H=3, inner=ADAMW)
+    expected = diloco(model, mlp_rows(12, 3), 3, H=3, inner=ADAMW, **options)
     assert_close(updates[-1].params, expected.outer)
     assert times(updates) == [3, 6, 9, 12]
     assert [update.total_steps for update in updates] == [9, 18, 27, 36]
@@ -898,6 +900,40 @@ def test_decoupled_goes_on_with_a_quorum_and_drops_who_is_late() -> None:
     assert [update.total_steps for update in updates] == [4, 9, 14, 18]
 
 
+def test_decoupled_takes_all_of_one_time_in_the_order_of_learners() -> None:
+    equal = decoupled_drift([1.0, 1.0, 1.0], 1, quorum=2, H=1)
+    assert (nodes_of(equal), values(equal)) == ([[0, 1, 2]], [-37])
+    assert nodes_of(decoupled_drift([1.25, 1.0], 1, quorum=2, H=1)) == [[0, 1]]
+
+
+def test_decoupled_messages_and_replies_under_way_keep_their_order() -> None:
+    """H = 1, a quorum of 2 of 3. Nodes 0 and 1 take 1 s, 1 s, 10 s; node 2 takes 1 s and is 1.5 s away.
+
+    Closings at 1 and 2 are at node 2 at 2.5 and 3.5. It merges version 1 at 3, sends at 4 (there at 5.5: too late),
+    merges version 2 at 4, sends at 5: there at 6.5, in time for the closing at 12.
+    """
+    updates = decoupled(
+        Drift(),
+        place,
+        3,
+        num_updates=3,
+        fragments=[["theta"]],
+        quorum=2,
+        H=1,
+        tau=0,
+        merging="mean",
+        inner=SGD1,
+        outer=SGD1,
+        step_seconds=lambda node, step: 10.0 if node < 2 and step == 2 else 1.0,
+        network=Network(latency=[0.0, 0.0, 1.5]),
+    )
+    # node 2 is the first at the third closing's version; node 0 makes the quorum at 12, where node 1 is too
+    assert times(updates) == [1, 2, 12]
+    assert nodes_of(updates) == [[0, 1], [0, 1], [0, 1, 2]]
+    assert [arrival.time for arrival in updates[2].arrivals] == [12, 12, 6.5]
+    assert values(updates) == [-5.5, -11, -48]
+
+
 def test_decoupled_waits_for_its_quorum() -> None:
     updates = decoupled_drift([1.0, 1.0, 3.0], 2, quorum=3, H=2)
     # 0 and 1 have sent at 2 and take 4 steps more that tau = 0, alpha = 0 discard
@@ -918,12 +954,13 @@ def test_decoupled_grace_is_what_is_left_of_tau_steps() -> None:
     assert [arrival.time for update in updates for arrival in update.arrivals] == [1, 1.25, 4, 5]
     # with gamma = 1/2 the first closes at 1.25 + 1.25 / 2; with a third of 2 s it takes all three
     assert times(decoupled_drift([1.0, 1.25, 10.0], 1, quorum=2, H=1, tau=2, gamma=0.5, step=1.0, sync=0.5)) == [1.875]
+    assert times(decoupled_drift([1.0, 1.25, 10.0], 1, quorum=2, H=1, tau=2, gamma=1.0, step=1.0, sync=9.0)) == [1.25]
     three = decoupled_drift([1.0, 1.25, 2.0], 1, quorum=2, H=1, tau=2, gamma=1.0, step=1.0, sync=0.5)
     assert (times(three), values(three)) == ([2], [-37])
 
 
 def test_decoupled_weights_are_tokens_squared_per_step() -> None:
-    """Speeds 1, 2; H = 2. At 4 node 1 has done 2 steps of 3 tokens: 36 / 2; node 0's message is of its first 2: 4 / 2."""
+    """Speeds 1, 2; H = 2. At 4 node 1 has done 2 steps of 3 tokens: 36 / 2; node 0 sent at 2: 4 / 2."""
     updates = decoupled_drift([1.0, 2.0], 1, quorum=2, H=2, tokens_per_step=[1.0, 3.0])
     assert [arrival.weight for arrival in updates[0].arrivals] == [2, 18]
     assert values(updates) == [-(2 * 2 + 18 * 20) / 20]
@@ -932,7 +969,9 @@ def test_decoupled_weights_are_tokens_squared_per_step() -> None:
 def test_decoupled_fragments_have_their_share_of_the_bytes() -> None:
     """Fragments of 3 and 1 numbers, 8 bytes, 1 s per byte on the server's link: 6 s and 2 s. H = 2, one learner.
 
-    Fragment 0 after step 1: sent 1-7, update at 7; fragment 1 after step 2: ready 2, sent 7-9, update at 9.
+    Fragment 0 after step 1: sent 1-7, update at 7, back 7-13. Fragment 1 after step 2: ready 2, sent 7-9, update at 9,
+    back 13-15. Fragment 0, merged at 13, is due after step 15, 2 steps: 15-21. Fragment 1, merged at 15, after step
+    16, 1 step: ready 16, 21-23.
     """
 
     class Two(nn.Module):
@@ -948,7 +987,7 @@ def test_decoupled_fragments_have_their_share_of_the_bytes() -> None:
         Two(),
         place,
         1,
-        num_updates=2,
+        num_updates=4,
         fragments=[["a"], ["b"]],
         quorum=1,
         H=2,
@@ -958,9 +997,9 @@ def test_decoupled_fragments_have_their_share_of_the_bytes() -> None:
         step_seconds=lambda node, step: 1.0,
         network=Network(8.0, 0.0, 0.0, 1.0),
     )
-    assert [(update.time, update.fragment) for update in updates] == [(7, 0), (9, 1)]
-    assert updates[1].params["a"].tolist() == [-1, -1, -1]
-    assert updates[1].params["b"].tolist() == [-2]
+    assert [(update.time, update.fragment) for update in updates] == [(7, 0), (9, 1), (21, 0), (23, 1)]
+    assert [update.params["a"].tolist() for update in updates] == [[-1.0] * 3, [-1.0] * 3, [-3.0] * 3, [-3.0] * 3]
+    assert [update.params["b"].item() for update in updates] == [0, -2, -2, -3]
 
 
 def test_radial_merging_averages_lengths_and_directions_apart() -> None:
