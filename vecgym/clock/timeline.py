@@ -14,6 +14,7 @@ from vecgym.clock.clock import Clock, Record
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
 from vecgym.clock.plan import Plan
+from vecgym.clock.trace import Bar, bars
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
@@ -116,6 +117,15 @@ class Timeline:
 
         save_trace(self, path, first, last)
 
+    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
+        """What every node did in the steps from `first` to before `last`, as bars; see `vecgym.clock.trace.bars`.
+
+        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+        >>> [bar.kind for bar in timeline.bars(last=1)]
+        ['forward', 'backward', 'forward', 'backward', 'send', 'send']
+        """
+        return bars(self, first, last)
+
     def records(self, first: int = 0, last: int | None = None) -> list[Record]:
         """What the nodes did in the steps from `first` to before `last`, for figures and traces.
 
@@ -184,6 +194,11 @@ class Priced:
         self.network: Network = check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
         self.compute: Compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
         if isinstance(transfers, Ledger):
+            if transfers.asynchronous:
+                raise ValueError(
+                    "the ledger is of an asynchronous run, whose order of events depends on the network: see "
+                    "trainer.timeline(), or train again, fit(network=, compute=)."
+                )
             num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
             self.kinds, self.steps = transfers.by_step()
         else:

@@ -25,7 +25,7 @@ Random numbers that a dataset or `collate_fn` draws from the global generators o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -34,10 +34,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vecgym.core import check, rng, tree
+from vecgym.core.devices import placed
 from vecgym.data.checks import checked_node_ids, is_factory
 from vecgym.data.collate import Batch
 from vecgym.data.source import Source
 
+KEPT_PLACES = 2**20  # of the orders of epochs, beyond those that are in use
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory once it was read
 
 
@@ -170,6 +172,43 @@ class Batches:
         """
         return min(self.batch_size, self.epoch_length - step % self.steps_per_epoch * self.batch_size)
 
+    def at(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> tuple[Batch, list[int]]:
+        """Read for each node the batch of a step of its own, leaves `[n, B, ...]`; without workers.
+
+        B is that of the largest; the examples of a smaller one fill the first of the B places, and repeat.
+
+        Args:
+            steps: of each node, all >= 0.
+            rows: which of the nodes here, by their places; None: all.
+
+        Returns:
+            The batch, and how many examples of each node are its own.
+
+        >>> batches = Batches(torch.arange(6), num_nodes=2, batch_size=2, shuffle=False)
+        >>> batches.at([0, 1]), batches.at([1], rows=[0])
+        ((tensor([[0, 2],
+                [5, 5]]), [2, 1]), (tensor([[4]]), [1]))
+        """
+        rows = range(len(self.node_ids)) if rows is None else rows
+        widths = [self.width(step) for step in steps]
+        own = self.limits or [self.batch_size] * len(self.node_ids)
+        limits = [min(width, own[row]) for width, row in zip(widths, rows)]
+        epochs = [step // self.steps_per_epoch for step in steps]
+        first = torch.tensor([step % self.steps_per_epoch * self.batch_size for step in steps])
+        places = first[:, None] + torch.arange(max(widths)) % torch.tensor(widths)[:, None]
+        different = dict.fromkeys(epochs)
+        # Nodes at different times come back to an epoch: keep what is small.
+        spare = KEPT_PLACES // (self.epoch_length * len(self.node_ids))
+        orders = {epoch: self._order(epoch, keep=len(different) + spare) for epoch in different}
+        if len(orders) == 1:
+            order = orders[epochs[0]]
+            chosen = order[torch.tensor(rows, device=order.device)[:, None], placed(places, order.device)]
+        else:
+            chosen = torch.stack(
+                [orders[e][row][placed(p, orders[e].device)] for e, row, p in zip(epochs, rows, places)]
+            )
+        return self._source.read_rows(steps, rows, chosen), limits
+
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches of the steps `start` up to `stop`, without end if None; with workers if asked for.
 
@@ -189,10 +228,10 @@ class Batches:
         first = step_of_epoch * self.batch_size
         return step, self._order(epoch)[:, first : first + self.batch_size]
 
-    def _order(self, epoch: int) -> Tensor:
+    def _order(self, epoch: int, keep: int = 1) -> Tensor:
         """Return which example of its dataset each node reads at each place of the epoch, `[L, epoch_length]`."""
         if epoch not in self._orders:
-            while len(self._orders) > 1:  # workers run ahead into the next epoch: keep two
+            while len(self._orders) > keep:  # workers run ahead into the next epoch: keep two
                 self._orders.pop(next(iter(self._orders)))
             order = self._dealt(epoch) if self._source.shared else self._own(epoch)
             self._orders[epoch] = self._source.locate(order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,14 @@ class Source:
         """Read the batch of a step."""
         return _move(self._reader(step, indices), self.device)
 
+    def read_rows(self, steps: Sequence[int], rows: Sequence[int], indices: Tensor) -> Batch:
+        """Read the batch of some nodes, by their places among those here, each at a step of its own."""
+        if self._reader.gathers:
+            return _move(self._reader.of(rows)(0, indices), self.device)
+        # Random numbers that a dataset draws go by the step: node by node.
+        each = [self._reader.of([row])(step, index) for step, row, index in zip(steps, rows, indices.split(1))]
+        return _move(tree.map_leaves(lambda *leaves: torch.cat(leaves), *each), self.device)
+
     def stream(self, requests: Iterable[tuple[int, Tensor]]) -> Iterator[Batch]:
         """Yield one batch per request, in order; workers read ahead if there are any."""
         if not (self._loader_kwargs.get("num_workers") or self._loader_kwargs.get("pin_memory")):
@@ -93,6 +101,11 @@ class _Reader(Dataset["_Carried"]):
     seed: int
     purpose: str
     name: str
+
+    def of(self, rows: Sequence[int]) -> _Reader:
+        """Return the reader of some of the nodes, by their places."""
+        datasets = self.datasets if len(self.datasets) == 1 else tuple(self.datasets[row] for row in rows)
+        return replace(self, datasets=datasets, node_ids=tuple(self.node_ids[row] for row in rows))
 
     def __getitem__(self, request: tuple[int, np.ndarray]) -> _Carried:
         step, indices = request

@@ -32,17 +32,22 @@ class Keys(NamedTuple):
     """What the random numbers of a pass are keyed by."""
 
     seeds: Sequence[int]  # of each node
-    step: int
+    step: int | Sequence[int]  # of all nodes, or of each
     node_ids: Sequence[int]
     start: int = 0  # first example of the part of the batch
 
     def of(self, row: int) -> int:
         """Return the key of one node."""
-        return rng.key(self.seeds[row], "model", self.step, self.node_ids[row], self.start)
+        return rng.key(self.seeds[row], "model", self.step_of(row), self.node_ids[row], self.start)
+
+    def step_of(self, row: int) -> int:
+        """Return the step that one node takes."""
+        return self.step if isinstance(self.step, int) else self.step[row]
 
     def take(self, rows: Sequence[int]) -> Keys:
         """Take those of some nodes."""
-        return self._replace(seeds=[self.seeds[i] for i in rows], node_ids=[self.node_ids[i] for i in rows])
+        step = self.step if isinstance(self.step, int) else [self.step[i] for i in rows]
+        return self._replace(seeds=[self.seeds[i] for i in rows], step=step, node_ids=[self.node_ids[i] for i in rows])
 
 
 class Part(NamedTuple):

@@ -214,7 +214,7 @@ class Engine:
         batch: Any,
         *,
         seed: int | Sequence[int],
-        step: int,
+        step: int | Sequence[int],
         node_ids: Sequence[int] | None = None,
         minibatch_size: int | None = None,
         mean: bool = False,
@@ -227,7 +227,7 @@ class Engine:
             params: `[L, *]`, or `[1, *]`: the same on every node.
             buffers: likewise; those that training changes may be overwritten, unless `differentiable`.
             batch: leaves `[L, B, ...]`.
-            seed, step, node_ids: what dropout is keyed by; one seed for all, or one for each node.
+            seed, step, node_ids: what dropout is keyed by; one seed and one step for all, or one for each node.
             minibatch_size: examples at a time; the gradients of the parts are averaged by their sizes.
             mean: compute only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.

@@ -42,7 +42,7 @@ class Loop:
         leaves = {name: self.model.leaf(name, p) for name, p in row(part.params, i).items()}
         buffers = row(part.buffers, i)
         batch = tree.map_leaves(lambda x: x[i], part.batch)
-        with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.step}"):
+        with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.step_of(i)}"):
             loss, after, grads = self.model.gradient(leaves, buffers, batch, thread)
         settle(buffers, {name: b for name, b in after.items() if self.model.changes(name)})
         dense = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}

@@ -101,6 +101,7 @@ class Simulation:
         limits: tuple[int, ...] | None = None,
         exact: bool = False,
         keys: Sequence[tuple[int, int]] | None = None,
+        own_time: bool = False,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
 
@@ -109,12 +110,16 @@ class Simulation:
 
         `keys` are the seed and the node, for each row, by which the model's random numbers are keyed; by default `seed`
         and the ids of `comm`.
+
+        With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
+        itself.
         """
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm
         self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
+        self.own_time = own_time
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
@@ -134,6 +139,11 @@ class Simulation:
         self.comm.ledger.announce(self.comm.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
         optimizer, strategy = self.strategy.init(params, self._context(0, node_steps, inplace=False))
         return State(0, params, buffers, optimizer, strategy, node_steps)
+
+    @property
+    def length(self) -> int:
+        """How many times the state of a whole run advances."""
+        return self.max_steps
 
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
@@ -255,8 +265,9 @@ class Simulation:
         mean = mean and not self.exact
         everyone = len(rows) == self.num_local
         seeds, node_ids = self._keys if everyone else ([values[row] for row in rows] for values in self._keys)
+        step = ctx.node_steps.tolist() if ctx.own_time else ctx.step
         local = self.engine.gradients(
-            _per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=ctx.step, node_ids=node_ids,
+            _per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
@@ -269,6 +280,7 @@ class Simulation:
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
             differentiable=not inplace, num_examples=self.num_examples, rows=rows, exact=self.exact,
+            own_time=self.own_time,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return replace(ctx, lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx

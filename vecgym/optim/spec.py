@@ -178,6 +178,17 @@ class OptimSpec:
             return self
         return self.replace(**map_leaves(lambda x: _at(x, step), self.kwargs))
 
+    def at_each(self, by_count: Callable[[Callable[[int], Any]], Any]) -> OptimSpec:
+        """Return the spec of nodes that have done different numbers of steps; see `vecgym.strategy.Context.by_count`.
+
+        >>> spec = OptimSpec("sgd", lr=torch.tensor([[0.1], [0.01]]))
+        >>> spec.at_each(lambda of_step: torch.stack([of_step(1), of_step(0)])).lr
+        tensor([0.0100, 0.1000])
+        """
+        if not self._per_step:
+            return self
+        return self.replace(**map_leaves(lambda x: by_count(lambda step: _at(x, step)), self.kwargs))
+
     def mapped(self, function: Callable[[Tensor], Any]) -> OptimSpec:
         """Apply `function` to every hyperparameter that is a tensor, those of `param_groups` too.
 

@@ -86,6 +86,7 @@ Seed = Annotated[int, check.seed]
 Seconds = Annotated[float, partial(check.number, within="(0, inf]", what="seconds")]
 FRACTION = "the part of the device's memory that the run may take, such as 0.8"
 Fraction = Annotated[float | None, partial(optional_number, within="(0, 1]", what=FRACTION)]
+SimulatedSeconds = Annotated[float | None, partial(optional_number, within="(0, inf)", what="simulated seconds")]
 NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
 ]
@@ -267,8 +268,14 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             for it: the rows of the history come then, and divergence is noticed as late. (A trainer with an
             `after_step` of its own fetches them at every step.)
         network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it. What is
-            trained does not depend on it; `Trainer.timeline` says the same afterwards.
+            trained does not depend on it; `Trainer.timeline` says the same afterwards. An asynchronous run's order of
+            events does depend on both; without a network its messages take no time.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
+        max_updates: of an asynchronous run: updates of the server, in place of `max_steps`, which are local steps then,
+            the mean over the nodes. Whichever is reached first ends the run; `val_interval`, `log_interval` and
+            `checkpoint_interval` count updates.
+        max_seconds: of an asynchronous run: the simulated seconds that it takes at most.
+        val_seconds: of an asynchronous run: simulated seconds between evaluations, in place of `val_interval`.
         computation, processes, checkpoints: the options of `Computation`, `Processes` and `Checkpoints` as groups, in
             place of their names.
 
@@ -285,6 +292,9 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     log_interval: Count = 1
     network: Network | None = None
     compute: clock.Compute | None = None
+    max_updates: OptionalCount = None
+    max_seconds: SimulatedSeconds = None
+    val_seconds: SimulatedSeconds = None
     computation: Computation | None = None
     processes: Processes | None = None
     checkpoints: Checkpoints | None = None
@@ -293,6 +303,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         for name, group in GROUPS.items():
             self.settle(**self._grouped(name, group), **{name: None})
         self._check_clock()
+        self._check_asynchronous()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
@@ -310,10 +321,32 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         if self.compute is not None:
             check.instance("compute", self.compute, clock.Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
             self.compute.check(self.num_nodes)
-        if (self.network is None) != (self.compute is None):
+        if (self.network is None) != (self.compute is None) and not asynchronous(self.strategy):
             given, other = ("network", "compute") if self.compute is None else ("compute", "network")
             what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
             raise ValueError(f"{given} without {other} gives no seconds: give {other}=vecgym.clock.{what} too.")
+
+    def _check_asynchronous(self) -> None:
+        """Raise a ValueError for what an asynchronous run needs or cannot have, and for what only such a run has."""
+        only = [name for name in ("max_updates", "max_seconds", "val_seconds") if vars(self)[name] is not None]
+        if not asynchronous(self.strategy):
+            if only:
+                raise ValueError(
+                    f"{only[0]} is of asynchronous runs, and {type(self.strategy).__name__} takes steps of all nodes: "
+                    "give max_steps and val_interval, or AsyncStrategy(...)."
+                )
+            return
+        name = type(self.strategy).__name__
+        if self.compute is None:
+            raise ValueError(
+                f"{name} needs compute=: which node meets which version of the server depends on how long each "
+                "computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), seconds of a step of each node."
+            )
+        refused = {"backend": "stacked", "exact": False, "compile": False, "correlation_interval": None,
+                   "max_memory_usage": None}  # fmt: skip
+        for option, value in refused.items():
+            if vars(self)[option] != value:
+                raise ValueError(f"{option}={vars(self)[option]!r} is not there for {name}: leave it out.")
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; no option may be given twice."""
@@ -343,6 +376,11 @@ GROUPS: dict[str, type[Options]] = {"computation": Computation, "processes": Pro
 
 
 # ----------------------------------------------------------------------------------------------------- checks
+
+
+def asynchronous(strategy: Any) -> bool:
+    """Whether a strategy is one without steps of all nodes."""
+    return isinstance(strategy, Strategy) and strategy.asynchronous
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class Strategy:
 
     # True where all that evolves is in the states that the methods take and give back.
     pure = True
+    # True where nodes do not wait for one another: there are no steps of all of them; see `AsyncStrategy`.
+    asynchronous = False
     # True where gradients are exchanged in a step in which some nodes sit out, too.
     exchanges_where_some_rest = False
 
@@ -149,11 +151,10 @@ class Strategy:
 
     def lr(self, ctx: Context) -> float | Tensor:
         """Return the inner learning rate of this step."""
-        lr = self.inner_optim.lr_at(ctx.step)
         if self.lr_scheduler is None and not self.warmup_steps and not self.cosine_anneal:
-            return lr
+            return ctx.by_count(self.inner_optim.lr_at)
         schedule = make_schedule(self.lr_scheduler, ctx.max_steps, self.warmup_steps, self.cosine_anneal)
-        return lr * schedule(ctx.step)
+        return ctx.by_count(lambda step: self.inner_optim.lr_at(step) * schedule(step))
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         """Return the rate of the first module that has an optimizer of its own; None: none has.

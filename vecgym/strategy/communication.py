@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -40,6 +40,8 @@ class Context:
             operations and reductions of each node by itself never do; a matrix product over all nodes may.
         lr: the inner learning rate of this step, schedule and warm-up included: a number, or a tensor `[]` or `[K]`, of
             which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
+        own_time: learning rates, other values given for each step, and the model's random numbers go by `node_steps`:
+            where nodes train at different times, each has done its own number of steps.
         exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
 
     >>> from dataclasses import replace
@@ -67,6 +69,7 @@ class Context:
     rows: Tensor | None = None
     exact: bool = False
     lr: float | Tensor | None = None
+    own_time: bool = False
     exchange: int = 0
 
     def __post_init__(self) -> None:
@@ -83,6 +86,30 @@ class Context:
         """
         ids = rows if self.rows is None else self.rows[rows]
         return replace(self, rows=ids, node_steps=self.node_steps[rows])
+
+    def by_count(self, of_step: Callable[[int], Any]) -> Any:
+        """Return what a function of the step, or with `own_time` of a node's own count, gives: for all nodes, or `[K]`.
+
+        Args:
+            of_step: gives a number, or a tensor `[]` or `[K]`. Where the nodes here differ, so does each one's entry of
+                the result, and nodes elsewhere have 0.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> ctx = Context(StackedCollectives(3), step=4, node_steps=torch.tensor([4, 0, 2]), own_time=True)
+        >>> ctx.by_count(lambda step: 10 * step)
+        tensor([40.,  0., 20.], dtype=torch.float64)
+        """
+        counts = self.node_steps.tolist() if self.own_time else [self.step]
+        found = {count: of_step(count) for count in dict.fromkeys(counts)}
+        first = found[counts[0]]
+        if len(found) == 1 or all(x is first or (isinstance(x, (int, float)) and x == first) for x in found.values()):
+            return first
+        ids = self.comm.node_ids if self.rows is None else self.rows
+        tensors = {count: torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
+                   for count, x in found.items()}  # fmt: skip
+        own = [x if x.dim() == 0 else x[node] for x, node in zip(map(tensors.__getitem__, counts), ids.tolist())]
+        values = torch.stack(own)
+        return values.new_zeros(self.comm.num_nodes).index_copy(0, placed(ids, values.device), values)
 
     def own(self, value: Any) -> Any:
         """Return a hyperparameter for the nodes that train here: of `[K]` their rows; what all nodes share as it is."""

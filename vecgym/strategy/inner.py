@@ -78,7 +78,7 @@ def optimizer_step(
     spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
 ) -> tuple[Tree, State]:
     """Take a step of an optimizer, `rule` of `spec`, on the nodes that train here, each with its own `[K]` values."""
-    now = spec.at(step)
+    now = spec.at_each(ctx.by_count) if ctx.own_time else spec.at(step)
     everyone = ctx.rows is None and not ctx.exact
     if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
         return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)

@@ -49,7 +49,7 @@ class Member:
         """Return the strategy's context at a step, from the context `ctx` of all and what its own nodes do."""
         new = Context(
             self.comm, step=ctx.step, node_steps=node_steps, active=active, max_steps=ctx.max_steps, seed=self.seed,
-            inplace=ctx.inplace, num_examples=self.num_examples, rows=rows,
+            inplace=ctx.inplace, num_examples=self.num_examples, rows=rows, own_time=ctx.own_time,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return replace(new, lr=self.strategy.lr(new)) if self.strategy.pure else new
