@@ -46,7 +46,7 @@ def test_laws(seed: int) -> None:
             for node, begin in zip(event.nodes, event.begins):
                 begun[node] = (version, begin)
                 assert begin >= event.time
-        else:
+        elif isinstance(event, Arrival):
             since_update += 1
             assert (event.version, event.begin) == begun[event.node], "from what it was sent"
             assert event.staleness == version - event.version, "as the server counts it"

@@ -17,14 +17,16 @@ from vecgym.clock.trace import Bar
 from vecgym.clock.units import readable_time
 from vecgym.core import check
 from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update, Wires
-from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.engine.regions import RegionRules
+from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
+from vecgym.strategy.halos import HALoSStrategy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 def rules_of(
-    strategy: AsyncStrategy, num_nodes: int, compute: Compute, network: Network | None, num_bytes: float
+    strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None, num_bytes: float
 ) -> tuple[Rules, StepSeconds]:
     """Return the rules of a run, and how long each step of each node takes.
 
@@ -36,11 +38,56 @@ def rules_of(
     ((4, 2), 2.0)
     """
     nominal = compute.seconds.expand(num_nodes).tolist()
+    seconds = step_seconds_of(compute, num_nodes)
+    if isinstance(strategy, HALoSStrategy):
+        return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, num_bytes), seconds
+    assert isinstance(strategy, AsyncStrategy)
     rules = Rules(
         strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
         None if network is None else wires_of(network, num_nodes, num_bytes),
     )  # fmt: skip
-    return rules, step_seconds_of(compute, num_nodes)
+    return rules, seconds
+
+
+def _of_regions(
+    strategy: HALoSStrategy, num_steps: tuple[int, ...], network: Network | None, num_bytes: float
+) -> RegionRules:
+    regions = strategy.regions_of(len(num_steps))
+    between = _between(strategy.between, len(regions))
+    return RegionRules(
+        num_steps, strategy.local_updates, regions=regions,
+        wires=None if network is None else _wires_within(network, regions, num_bytes),
+        between=None if between is None else wires_of(between, len(regions), num_bytes),
+    )  # fmt: skip
+
+
+def _between(given: Any, num_regions: int) -> Network | None:
+    """Return the network of the regions' servers."""
+    if given is None:
+        return None
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        given = Network(*given)
+    check.instance("between", given, Network, "a vecgym.clock.Network, or a pair such as (1e9, 0.05)")
+    if given.num_nodes not in (None, num_regions):
+        raise ValueError(
+            f"between is a network of {given.num_nodes} and there are {num_regions} regions: give one bandwidth and "
+            f"one latency, or [{num_regions}]."
+        )
+    found: Network = given
+    return found
+
+
+def _wires_within(network: Network, regions: Sequence[Sequence[int]], num_bytes: float) -> Wires:
+    """Return the links between the nodes and the servers of their regions."""
+    K = sum(map(len, regions))
+    network.check(K)
+    found = wires_of(network, K, num_bytes)
+    up, down, latency = list(found.up), list(found.down), list(found.latency)
+    for members in regions:
+        own = wires_of(network.within(members), len(members), num_bytes)
+        for i, node in enumerate(members):
+            up[node], down[node], latency[node] = own.up[i], own.down[i], own.latency[i]
+    return Wires(num_bytes, up, down, latency, found.server)
 
 
 def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,6 +113,20 @@ class Network:
         n = check.integer("num_nodes", num_nodes)
         routes = Routes(self, n if self.num_nodes is None else self.num_nodes)
         return float(routes.seconds(operation, routes.team(tuple(range(n))), size))
+
+    def within(self, members: Sequence[int]) -> Network:
+        """Return the network of some of the nodes.
+
+        >>> Network([1e9, 1e8, 1e7], 0.05).within([0, 2])
+        Network([2] of 10 Mbit/s to 1 Gbit/s, latency=50 ms)
+        """
+        at = torch.tensor(members)
+        found = copy.copy(self)
+        for name, x in (("bandwidth", self.bandwidth), ("up", self.up), ("down", self.down), ("latency", self.latency)):
+            if x is not None and x.dim() > 0:
+                setattr(found, name, x[at] if x.dim() == 1 else x[at[:, None], at])
+        found.num_nodes = found._size()
+        return found
 
     def check(self, num_nodes: int) -> None:
         """Raise a ValueError unless it is a network of that many nodes.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.topology import Links
 from vecgym.collectives.topology import Server as ServerLinks
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
@@ -23,7 +24,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine.engine import Engine
 from vecgym.engine.events import Arrival, Event, Restart, Update
 from vecgym.engine.simulation import Metrics, Simulation, State
-from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.communication import Context
 
 # (nodes, the step of each by its own count) -> (leaves [n, B, ...], how many examples of each are its own)
@@ -92,12 +93,12 @@ class AsyncSimulation(Simulation):
     """
 
     asynchronous = True
-    strategy: AsyncStrategy
+    strategy: Any
 
     def __init__(
         self,
         model: nn.Module,
-        strategy: AsyncStrategy,
+        strategy: EventDriven,
         read: Read,
         events: Sequence[Event],
         num_nodes: int,
@@ -117,7 +118,7 @@ class AsyncSimulation(Simulation):
             seed=seed, minibatch_size=minibatch_size, num_examples=num_examples, own_time=True,
         )  # fmt: skip
         self.read = read
-        self.server = strategy.server.of(num_nodes)
+        self.server = strategy.server_of(num_nodes)
         self.num_updates = sum(isinstance(event, Update) for event in events)
         # A kernel may round a value in another way beside other nodes; the loop promises the same bits.
         self.exact = self.engine.plan.engine == "loop"
@@ -133,13 +134,13 @@ class AsyncSimulation(Simulation):
         K = self.num_local
         like = next(iter(state.params.values()))
         strategy: dict[str, Any] = {
-            "server": self.server.init(state.params),
-            "starts": _of_each(state.params, K),
+            "server": {} if self.server is None else self.server.init(state.params),
+            "starts": of_each(state.params, K),
             "moved": tree.map(torch.zeros_like, nodes.expand(state.params, K)),
             "losses": like.new_zeros(K),
             "done": torch.zeros(K, dtype=torch.bool),
         }
-        optimizer, buffers = _of_each(state.optimizer, K), _of_each(state.buffers, K)
+        optimizer, buffers = of_each(state.optimizer, K), of_each(state.buffers, K)
         return replace(state, optimizer=optimizer, buffers=buffers, strategy=strategy)
 
     def update(self, state: State, events: Sequence[Event], *, differentiable: bool = False) -> tuple[State, Updated]:
@@ -149,15 +150,15 @@ class AsyncSimulation(Simulation):
             state: is given up, unless `differentiable`.
             events: one of the parts of `updates_of`.
         """
-        run = _Handling(self, state, inplace=not differentiable)
+        run = self.handling(self, state, inplace=not differentiable)
         for event in events:
-            if isinstance(event, Arrival):
-                run.arrival(event)
-            elif isinstance(event, Restart):
-                run.restart(event)
-            else:
-                run.update(event)
+            run.handle(event)
         return run.state, run.updated()
+
+    @property
+    def handling(self) -> type[Handling]:
+        """What handles the events of an update."""
+        return Handling
 
     def rounds(self, state: State, rows: Sequence[int], inplace: bool) -> State:
         """Compute the rounds of some nodes, given by their ids, in one stacked call a step.
@@ -246,10 +247,12 @@ class _Local(NamedTuple):
         return found
 
 
-class _Handling:
+class Handling:
     """The events of one update, one after the other."""
 
-    def __init__(self, simulation: AsyncSimulation, state: State, inplace: bool) -> None:
+    handlers: ClassVar[dict[type, str]] = {Arrival: "arrival", Restart: "restart", Update: "update"}
+
+    def __init__(self, simulation: Any, state: State, inplace: bool) -> None:
         self.simulation, self.state, self.inplace = simulation, state, inplace
         self.arrivals: list[Arrival] = []
         self.taken: list[Tree] = []  # their movements
@@ -257,17 +260,24 @@ class _Handling:
         self.computed: list[int] = []
         self.losses: dict[int, list[Tensor]] = {}
 
+    def handle(self, event: Event) -> None:
+        getattr(self, self.handlers[type(event)])(event)
+
     def arrival(self, event: Arrival) -> None:
-        """Have the movement computed, with all others that can be, and take it."""
-        simulation, node = self.simulation, event.node
+        """Have the movement computed, and take it."""
+        self.compute(event.node)
+        self.losses.setdefault(event.node, []).append(self.state.strategy["losses"][event.node])
+        self.taken.append(self._taken(event))
+        self.arrivals.append(event)
+        self.send("server_gather", ServerLinks(up=(event.node,), down=()))
+
+    def compute(self, node: int) -> None:
+        """Have what the node has begun computed, if it is not, with all else that can be."""
+        simulation = self.simulation
         if not self.state.strategy["done"][node]:
             rows = self._begun() if simulation.strategy.together else [node]
             self.state = simulation.rounds(self.state, rows, self.inplace)
             self.computed.append(len(rows))
-        self.losses.setdefault(node, []).append(self.state.strategy["losses"][node])
-        self.taken.append(self._taken(event))
-        self.arrivals.append(event)
-        self._send("server_gather", ServerLinks(up=(node,), down=()))
 
     def _begun(self) -> list[int]:
         """Return the nodes whose rounds have begun, are not computed, and arrive in this run."""
@@ -277,13 +287,17 @@ class _Handling:
 
     def restart(self, event: Restart) -> None:
         """Let nodes begin from the server's present parameters."""
+        self.begin(event.nodes, self.state.params)
+
+    def begin(self, begun: Sequence[int], params: Tree) -> None:
+        """Let nodes begin from parameters `[1 or n, *]` that a server sends."""
         strategy = self.state.strategy
-        rows = torch.tensor(event.nodes)
-        starts = nodes.put_rows(strategy["starts"], rows, self.state.params, self.simulation.num_local, self.inplace)
+        rows = torch.tensor(begun)
+        starts = nodes.put_rows(strategy["starts"], rows, params, self.simulation.num_local, self.inplace)
         done = strategy["done"].index_fill(0, rows, False)
         self.state = replace(self.state, strategy={**strategy, "starts": starts, "done": done})
-        for node in event.nodes:
-            self._send("server_send", ServerLinks(up=(), down=(node,)))
+        for node in begun:
+            self.send("server_send", ServerLinks(up=(), down=(node,)))
 
     def update(self, event: Update) -> None:
         """Let the server make a version of the movements that it has collected."""
@@ -301,9 +315,7 @@ class _Handling:
         if simulation.strategy.buffer > 1 and self.inplace:  # the node's next round may be computed before the update
             row = tree.map(torch.clone, row)
         row = simulation.server.correct(row, self.state.strategy["server"])
-        weight = simulation.strategy.weight(arrival.staleness)
-        plain = isinstance(weight, (int, float)) and weight == 1
-        return row if plain else tree.map(lambda x: weight * x, row)
+        return weighted(row, simulation.strategy.weight(arrival.staleness))
 
     def _movement(self) -> Tree:
         """Average the movements that were taken, in the order of nodes."""
@@ -313,7 +325,7 @@ class _Handling:
         joined: Tree = nodes.join_rows([self.taken[i] for i in by_node])
         return StackedCollectives(len(by_node)).mean(joined)
 
-    def _send(self, operation: str, who: ServerLinks) -> None:
+    def send(self, operation: str, who: ServerLinks | Links) -> None:
         sizes = self.simulation.comm.ledger.sizes
         self.transfers.append(
             Transfer(operation, sum(sizes.values()), self.simulation.num_local, who, tensors=tuple(sizes))
@@ -322,21 +334,32 @@ class _Handling:
     def updated(self) -> Updated:
         """Return what was measured."""
         simulation = self.simulation
-        active = sorted(self.losses)
-        means = torch.stack([torch.stack(self.losses[node]).mean() for node in active])
-        losses = means.new_full((simulation.num_local,), torch.nan)
-        losses = losses.index_copy(0, placed(torch.tensor(active), losses.device), means)
         last = [arrival.first_step + arrival.num_steps - 1 for arrival in self.arrivals]
         ids = torch.tensor([arrival.node for arrival in self.arrivals])
         ctx = Context(
             simulation.comm, node_steps=torch.tensor(last), max_steps=simulation.max_steps, rows=ids, own_time=True
         )  # fmt: skip
         lr = ctx.own(simulation.strategy.lr(ctx))
-        outer_lr = simulation.server.lr(self.state.step - 1)
-        metrics = Metrics(losses, lr, active, outer_lr, tuple(self.transfers))
+        outer_lr = None if simulation.server is None else simulation.server.lr(self.state.step - 1)
+        active = sorted({arrival.node for arrival in self.arrivals})
+        metrics = Metrics(self.mean_losses(), lr, active, outer_lr, tuple(self.transfers))
         return Updated(metrics, tuple(self.arrivals), tuple(self.computed))
 
+    def mean_losses(self) -> Tensor:
+        """Return each node's mean over its arrivals, `[K]`, nan for those without any."""
+        active = sorted(self.losses)
+        means = torch.stack([torch.stack(self.losses[node]).mean() for node in active])
+        losses = means.new_full((self.simulation.num_local,), torch.nan)
+        return losses.index_copy(0, placed(torch.tensor(active), losses.device), means)
 
-def _of_each(values: Any, num_nodes: int) -> Any:
+
+def weighted(movement: Tree, weight: Any) -> Tree:
+    """Return a movement times its weight; as it is where that is 1."""
+    if isinstance(weight, (int, float)) and weight == 1:
+        return movement
+    return tree.map(lambda x: weight * x, movement)
+
+
+def of_each(values: Any, num_nodes: int) -> Any:
     """Copy what is the same on every node, `[1, *]`, for each of them."""
     return tree.map_leaves(lambda x: nodes.expanded(x, num_nodes).clone(), values)

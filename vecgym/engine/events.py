@@ -73,7 +73,51 @@ class Restart(NamedTuple):
     begins: tuple[float, ...]
 
 
-Event = Arrival | Update | Restart
+class Sent(NamedTuple):
+    """A region's server has collected what it sends to the global one; see `vecgym.engine.regions`.
+
+    Attributes:
+        time: when that is so.
+        region, number: whose message, and its how many-th, from 0.
+    """
+
+    time: float
+    region: int
+    number: int
+
+
+class Delivered(NamedTuple):
+    """A region's message is at the global server, which makes its next version of it.
+
+    Attributes:
+        staleness: how many versions the global server is ahead of the one that the region had when it sent.
+        arrivals: of the movements in the message.
+    """
+
+    time: float
+    region: int
+    number: int
+    staleness: int
+    arrivals: tuple[Arrival, ...]
+
+
+class Replied(NamedTuple):
+    """The global server's reply to a region's message is at the region's server."""
+
+    time: float
+    region: int
+    number: int
+
+
+Event = Arrival | Update | Restart | Sent | Delivered | Replied
+
+
+def arrivals_of(events: Sequence[Event]) -> tuple[Arrival, ...]:
+    """Return the arrivals of which an update is made; `events`: all after the update before, up to it."""
+    messages = [event for event in events if isinstance(event, Delivered)]
+    if messages:
+        return tuple(arrival for message in messages for arrival in message.arrivals)
+    return tuple(event for event in events if isinstance(event, Arrival))
 
 
 @dataclass(frozen=True)
@@ -95,6 +139,12 @@ class Wires:
     latency: Sequence[float]
     server: float = 0.0
 
+    @classmethod
+    def none(cls, num_nodes: int) -> Wires:
+        """Links on which messages take no time."""
+        none = (0.0,) * num_nodes
+        return cls(0.0, none, none, none)
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -115,6 +165,17 @@ class Rules:
     max_wait: float = 0.0
     grace: Grace = "full"
     wires: Wires | None = None
+
+    def events(self, step_seconds: StepSeconds) -> Iterator[Event]:
+        """Yield what happens, without an end."""
+        return _Run(self, step_seconds).events()
+
+    def seconds_of_round(self, node: int, first_step: int, step_seconds: StepSeconds) -> float:
+        """Return how long a round takes, summed from left to right."""
+        took = 0.0
+        for step in range(first_step, first_step + self.num_steps[node]):
+            took += step_seconds(node, step)
+        return took
 
 
 @dataclass(frozen=True)
@@ -140,16 +201,14 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Event]
     """
     events: list[Event] = []
     last, steps, version = 0, 0, 0  # the place after the last update; the steps of the rounds in it; its version
-    waiting = 0
     since = (0.0, 0)
-    for event in _Run(rules, step_seconds).events():
+    for event in rules.events(step_seconds):
         if stop.seconds is not None and event.time > stop.seconds:
             break
         events.append(event)
-        if isinstance(event, Arrival):
-            waiting += event.num_steps
-        elif isinstance(event, Update):
-            last, version, steps, waiting = len(events), event.version, steps + waiting, 0
+        if isinstance(event, Update):
+            steps += sum(arrival.num_steps for arrival in arrivals_of(events[last:]))
+            last, version = len(events), event.version
             if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
                 break
         since = _moving(since, event, len(events), rules)
@@ -180,10 +239,10 @@ class _Run:
         self.version = 0
         self.rounds = [0] * K
         self.steps = [0] * K  # done by each node
-        self.began = [_Begun(0.0, 0.0, 0)] * K
+        self.began = [Begun(0.0, 0.0, 0)] * K
         self.ready: list[tuple[float, int]] = []  # (end of a round, node)
         self.arriving: list[tuple[float, int]] = []
-        self.links = _Links(rules.wires, K) if rules.wires is not None else None
+        self.links = Links(rules.wires, K) if rules.wires is not None else None
         self.waiting: list[int] = []
         self.closes = math.inf  # when the window does
         self.buffered = 0
@@ -260,16 +319,13 @@ class _Run:
         return Restart(time, nodes, self.version, begins)
 
     def _begin(self, node: int, begin: float) -> None:
-        took = 0.0
-        for _ in range(self.rules.num_steps[node]):
-            took += self.step_seconds(node, self.steps[node])
-            self.steps[node] += 1
-        end = begin + took
-        self.began[node] = _Begun(begin, end, self.version)
+        end = begin + self.rules.seconds_of_round(node, self.steps[node], self.step_seconds)
+        self.steps[node] += self.rules.num_steps[node]
+        self.began[node] = Begun(begin, end, self.version)
         heapq.heappush(self.ready, (end, node))
 
 
-class _Begun(NamedTuple):
+class Begun(NamedTuple):
     """A round under way."""
 
     begin: float
@@ -278,7 +334,7 @@ class _Begun(NamedTuple):
 
 
 @dataclass
-class _Links:
+class Links:
     """Until when each end of the wires is taken."""
 
     wires: Wires

@@ -14,12 +14,13 @@ from vecgym.core.devices import placed
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
-from vecgym.engine.asynchronous import AsyncSimulation, updates_of
+from vecgym.engine.asynchronous import updates_of
 from vecgym.engine.events import Arrival, Event, Stop, schedule
+from vecgym.engine.kinds import simulation_of
 from vecgym.engine.simulation import State
 from vecgym.runs.rollout_options import RolloutOptions
 from vecgym.runs.segments import Record
-from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.strategy.asynchronous import EventDriven
 
 
 def run_async(
@@ -27,7 +28,7 @@ def run_async(
 ) -> tuple[State, Record]:
     """Make the updates for which there are batches; node i takes row i of batch t as its own step t."""
     strategy, K = options.strategy, options.num_nodes
-    assert isinstance(strategy, AsyncStrategy)
+    assert isinstance(strategy, EventDriven)
     assert options.compute is not None
     num_bytes = sum(payload_bytes(p[None]) for p in engine.params.values())
     rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes)
@@ -47,12 +48,12 @@ def run_async(
         return tree.map_leaves(lambda *rows: torch.stack(rows), *wide), sizes
 
     with readable():
-        simulation = AsyncSimulation(
+        simulation = simulation_of(strategy)(
             options.model, strategy, read, [event for part in updates for event in part], K, engine=engine,
             seed=options.seed, num_examples=options.num_examples,
         )  # fmt: skip
         strategy.inner_optim.check_steps(K, simulation.max_steps, "inner optimizer")
-        strategy.server.check(K, len(updates))
+        strategy.check_updates(K, len(updates))
         state = simulation.init(initial)
     losses, sent = [], []
     for events in updates:

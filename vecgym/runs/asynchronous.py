@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,12 +15,13 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.engine.asynchronous import AsyncSimulation, Updated, updates_of
-from vecgym.engine.events import Arrival, Stop, schedule
+from vecgym.engine.events import Arrival, Delivered, Event, Stop, arrivals_of, schedule
+from vecgym.engine.kinds import simulation_of
 from vecgym.engine.simulation import Simulation
 from vecgym.runs.evaluation import average, evaluated_columns
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.run import Run, is_due
-from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.strategy.asynchronous import EventDriven
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -35,7 +37,7 @@ class AsyncRun(Run[M]):
 
     def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
         options, strategy, K = self.options, self.options.strategy, self.options.num_nodes
-        assert isinstance(strategy, AsyncStrategy)
+        assert isinstance(strategy, EventDriven)
         assert isinstance(options.compute, Compute)
         num_bytes = sum(payload_bytes(p[None]) for p in self.engine.params.values())
         self.rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes)
@@ -47,12 +49,12 @@ class AsyncRun(Run[M]):
                 f"max_seconds={options.max_seconds} ends the run before the first update of the server: give more."
             )
         self.timeline = AsyncTimeline.of(events, self.rules, seconds, options.network, options.compute)
-        simulation = AsyncSimulation(
+        simulation = simulation_of(strategy)(
             self.model, strategy, self._read, events, K, engine=self.engine, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=num_examples,
         )  # fmt: skip
         strategy.inner_optim.check_steps(K, simulation.max_steps, "inner optimizer")
-        strategy.server.check(K, self.num_steps)
+        strategy.check_updates(K, self.num_steps)
         return simulation
 
     def _stop(self) -> Stop:
@@ -120,6 +122,7 @@ class AsyncRun(Run[M]):
             sim_seconds=float(self.timeline.update_seconds[step - 1]), version=step, num_arrived=len(arrivals),
             staleness=sum(stale) / len(stale), staleness_max=max(stale), local_steps_total=totals[step],
             nodes_per_call=sum(updated.computed) / len(updated.computed) if updated.computed else None,
+            **columns_of(self.updates[step - 1]),
         )  # fmt: skip
 
     @property
@@ -128,7 +131,7 @@ class AsyncRun(Run[M]):
         if "_summed" not in vars(self):
             self._summed = [0]
             for events in self.updates:
-                steps = sum(event.num_steps for event in events if isinstance(event, Arrival))
+                steps = sum(arrival.num_steps for arrival in arrivals_of(events))
                 self._summed.append(self._summed[-1] + steps)
         return self._summed
 
@@ -161,3 +164,11 @@ class AsyncRun(Run[M]):
 
 
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")
+
+
+def columns_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Return the columns of an update that only some strategies have."""
+    for event in events:
+        if isinstance(event, Delivered):
+            return {"region": event.region, "region_staleness": event.staleness}
+    return {}

@@ -2,7 +2,8 @@
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
-Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo
+Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
+             HALoSStrategy, a server in each region and a global one
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
@@ -39,6 +40,7 @@ from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
+from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.modules import Gradients, OuterStep, Parameters
 from vecgym.strategy.moments import Moments
 from vecgym.strategy.most_moved import MostMoved, TopKSparseCommunicator
@@ -77,6 +79,7 @@ __all__ = [
     "GossipStrategy",
     "GradientAveraging",
     "Gradients",
+    "HALoSStrategy",
     "HeLoCo",
     "Mean",
     "Mix",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from vecgym.core import check
 from vecgym.optim import OptimSpec
 from vecgym.strategy.base import Context, Strategy, check_interval
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.inner import InnerOptions, StepOptions, takes_options
 from vecgym.strategy.modules import DEFAULT_H
 from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
 
@@ -21,7 +22,51 @@ if TYPE_CHECKING:
 Grace = Literal["full", "until_last"]
 
 
-class AsyncStrategy(Strategy):
+class EventDriven(Strategy):
+    """The base of strategies whose nodes do not wait for one another: what is next depends on times.
+
+    Attributes:
+        H: local steps of a round.
+        together: whether what several nodes compute is computed in one call.
+    """
+
+    asynchronous = True
+    H: int
+    together: bool
+
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        """Raise a ValueError: there is no step of all nodes, of which the question could be asked."""
+        check_synchronous(self)
+        return None
+
+    def server_of(self, num_nodes: int) -> Server | None:
+        """Return the server whose parameters are those of the run, if there is one."""
+        return None
+
+    def check_updates(self, num_nodes: int, num_updates: int) -> None:
+        """Raise a ValueError if the strategy cannot work for so many updates."""
+        return
+
+    def check_rounds(self, local_steps: Sequence[int] | None, num_nodes: int) -> None:
+        """Raise a ValueError for settings that are not for so many nodes."""
+        if local_steps is not None and len(local_steps) != num_nodes:
+            raise ValueError(
+                f"local_steps is for {len(local_steps)} nodes and the run has {num_nodes}: give [{num_nodes}]."
+            )
+        if self.max_norm is not None:
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
+
+    def __repr__(self) -> str:
+        shared = ("inner_optim", "lr", "server", *StepOptions.__annotations__)
+        parts = [super().__repr__()[:-1].split("(", 1)[1]]
+        parts += [repr(vars(self)["server"])] if "server" in vars(self) else []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            if name not in shared and repr(getattr(self, name)) != repr(parameter.default):
+                parts.append(f"{name}={_shown(getattr(self, name))}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+class AsyncStrategy(EventDriven):
     """Every node trains in rounds of its own; a server takes each movement when it arrives.
 
     Node i begins a round from the server's parameters of version v, makes H_i steps of its inner optimizer, and sends
@@ -71,8 +116,6 @@ class AsyncStrategy(Strategy):
     begin a new optimizer in each round.
     """
 
-    asynchronous = True
-
     @takes_options(InnerOptions)
     def __init__(
         self,
@@ -92,12 +135,12 @@ class AsyncStrategy(Strategy):
         super().__init__(inner_optim, **inner)
         self.server = OuterOptimizer() if server is None else check.instance("server", server, Server, SERVERS)
         self.H = check_interval("H", H)
-        self.buffer = _agreed("buffer", check.integer("buffer", buffer, what=ARRIVALS), 1, self.server.buffer)
+        self.buffer = agreed("buffer", check.integer("buffer", buffer, what=ARRIVALS), 1, self.server.buffer)
         self.max_wait = check.number("max_wait", max_wait, "[0, inf]", "simulated seconds")
         self.grace: Grace = check.choice("grace", grace, get_args(Grace))
         self.dylu = check.flag("dylu", dylu)
-        self.local_steps = None if local_steps is None else _counts(local_steps)
-        self.staleness = _agreed("staleness", staleness, "none", self.server.staleness)
+        self.local_steps = None if local_steps is None else counts_of(local_steps)
+        self.staleness = agreed("staleness", staleness, "none", self.server.staleness)
         self.weight = staleness_weight("staleness", self.staleness)
         self.together = check.flag("together", together)
         if dylu and local_steps is not None:
@@ -105,18 +148,14 @@ class AsyncStrategy(Strategy):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the strategy cannot work for this run; `max_steps` are updates of the server."""
-        if self.local_steps is not None and len(self.local_steps) != num_nodes:
-            raise ValueError(
-                f"local_steps is for {len(self.local_steps)} nodes and the run has {num_nodes}: give [{num_nodes}]."
-            )
-        if self.max_norm is not None:
-            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
-        self.server.check(num_nodes, max_steps)
+        self.check_rounds(self.local_steps, num_nodes)
+        self.check_updates(num_nodes, max_steps)
 
-    def active_nodes(self, ctx: Context) -> list[int] | None:
-        """Raise a ValueError: there is no step of all nodes, of which the question could be asked."""
-        check_synchronous(self)
-        return None
+    def check_updates(self, num_nodes: int, num_updates: int) -> None:
+        self.server.check(num_nodes, num_updates)
+
+    def server_of(self, num_nodes: int) -> Server:
+        return self.server.of(num_nodes)
 
     def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:
         """Return H_i of each node, whose steps take so long.
@@ -131,14 +170,6 @@ class AsyncStrategy(Strategy):
         fastest = min(step_seconds)
         # A share that is whole but for rounding is whole.
         return tuple(max(1, int(self.H * (fastest / s if s > 0 else 1.0) + 1e-9)) for s in step_seconds)
-
-    def __repr__(self) -> str:
-        settings = {"H": DEFAULT_H, "buffer": 1, "max_wait": 0.0, "grace": "full", "dylu": False, "local_steps": None,
-                    "staleness": "none", "together": True}  # fmt: skip
-        parts = [super().__repr__()[:-1].split("(", 1)[1], repr(self.server)]
-        parts += [f"{name}={_shown(getattr(self, name))}" for name, default in settings.items()
-                  if getattr(self, name) != default]  # fmt: skip
-        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 def check_synchronous(strategy: Strategy) -> None:
@@ -161,7 +192,7 @@ SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or F
 ARRIVALS = "arrivals of which the server makes an update"
 
 
-def _agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:
+def agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:
     """Return what the server prescribes, or what was given."""
     if of_server is None or given == of_server:
         return given
@@ -170,7 +201,7 @@ def _agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:
     return of_server
 
 
-def _counts(values: Any) -> tuple[int, ...]:
+def counts_of(values: Any) -> tuple[int, ...]:
     plain = values.tolist() if isinstance(values, Tensor) else values
     if not isinstance(plain, (list, tuple)) or not plain:
         raise TypeError(f"local_steps={values!r} must be a list of each node's steps in a round, such as [10, 5].")

@@ -1,0 +1,345 @@
+"""HALoS, AD-PSGD and Decoupled DiLoCo against naive twins, event by event; identities, resumption, derivatives."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import make_data, make_model
+from tests.reference import asynchronous as twin
+from tests.reference import halos as halos_twin
+from tests.test_asynchronous import F64, SGD, B, K, data, fit, largest_gap, server_of
+from vecgym import Trainer, rollout
+from vecgym.clock import AsyncTimeline, Compute, Network
+from vecgym.data import Batches
+from vecgym.engine.events import Arrival, Delivered, Restart, Stop, Update, Wires, schedule
+from vecgym.engine.regions import RegionRules
+from vecgym.strategy import (
+    AsyncStrategy,
+    DelayedNesterov,
+    FedBuff,
+    HALoSStrategy,
+    OptimSpec,
+    OuterOptimizer,
+    Server,
+    Strategy,
+)
+
+PACES = [2.0**-16, 2.0**-13, 2.0**-14, 2.0**-16]  # the same from bandwidths, to the last bit
+LATENCY = [0.1, 0.0, 0.3, 0.2]
+
+
+def num_bytes() -> int:
+    return sum(p.numel() * p.element_size() for p in make_model("MLP", dtype=F64).parameters())
+
+
+def batch_of(batches: Batches) -> Callable[[int, int], Any]:
+    return lambda node, step: [x[node] for x in batches[step]]
+
+
+def inner_of(rng: random.Random) -> tuple[OptimSpec, tuple[Any, dict[str, float]]]:
+    name, kind, hyper = rng.choice([("sgd", torch.optim.SGD, {"lr": 0.05}), ("adamw", torch.optim.AdamW, {"lr": 0.01})])
+    return OptimSpec(name, **hyper), (kind, hyper)
+
+
+def compute_of(rng: random.Random, case: int) -> tuple[Compute, list[float], Callable[[int, int], float]]:
+    median = [rng.choice([0.5, 1.0, 1.0, 2.5]) for _ in range(K)]
+    compute = Compute.lognormal(median, sigma=0.4, seed=case) if rng.random() < 0.5 else Compute(median)
+    seconds = compute.of_steps(3000, K).tolist()
+    return compute, median, lambda node, step: seconds[step][node]
+
+
+# ------------------------------------------------------------------------------------------------------------ HALoS
+
+
+def servers_of(rng: random.Random) -> tuple[Server, Callable[[], Any]]:
+    lr, momentum, N = rng.choice([0.2, 0.5]), rng.choice([0.5, 0.9]), rng.choice([1, 2, 5])
+    if rng.random() < 0.5:
+        c = rng.choice([0.0, 0.5 / N])
+        return DelayedNesterov(lr, momentum, N, c), lambda: twin.DelayedNesterov(lr, momentum, N, c)
+    spec = OptimSpec("sgd", lr=lr, momentum=momentum, nesterov=True)
+    other = torch.optim.SGD, {"lr": lr, "momentum": momentum, "nesterov": True}
+    return OuterOptimizer(spec), lambda: twin.OuterOptimizer(other)
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_halos_is_its_twin(case: int) -> None:
+    rng = random.Random(f"halos {case}")
+    regions = rng.choice([[[0, 1], [2, 3]], [[3, 1], [0], [2]], [[0, 1, 2, 3]], [[2], [0, 1, 3]]])
+    R = len(regions)
+    (local, make_local), (central, make_central) = servers_of(rng), servers_of(rng)
+    inner, other_inner = inner_of(rng)
+    compute, median, seconds = compute_of(rng, case)
+    linked, far = rng.random() < 0.5, rng.random() < 0.7
+    network = Network([8 / p for p in PACES], latency=LATENCY, server_bandwidth=8 * 2.0**17)
+    between = Network([8 / p for p in PACES[:R]], latency=[4.0, 0.0, 2.0][:R])
+    every, a = rng.choice([1, 3, 5]), rng.choice([0.0, 0.25, 1.0])
+    how = rng.choice(["H", "dylu", "each"])
+    steps = {"H": [4] * K, "dylu": halos_twin.halos_steps(4, median), "each": [3, 1, 2, 4]}[how]
+    chosen = {"H": {"dylu": False}, "dylu": {}, "each": {"local_steps": steps}}[how]
+    staleness = rng.choice(["none", "inverse_sqrt", lambda s: 0.9**s])
+    scheduled = (lambda step: 0.98**step) if rng.random() < 0.5 else None
+
+    strategy = HALoSStrategy(
+        inner, regions, local, central, H=4, local_updates=every, alpha=a, staleness=staleness, max_norm=1.0,
+        between=between if far else None, lr_scheduler=scheduled, **chosen,
+    )  # fmt: skip
+    updates = 200 // every
+    trainer = fit(
+        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None
+    )  # fmt: skip
+    expected, locals_ = halos_twin.halos(
+        make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), regions, num_updates=updates,
+        num_steps=steps, step_seconds=seconds, inner=other_inner, make_local=make_local,
+        global_server=make_central(), local_updates=every, merge=a, staleness_function=staleness, max_norm=1.0,
+        network=twin.Network(num_bytes(), PACES, PACES, 2.0**-17, LATENCY) if linked else None,
+        global_network=twin.Network(num_bytes(), PACES[:R], PACES[:R], 0.0, [4.0, 0.0, 2.0][:R]) if far else None,
+        schedule=scheduled,
+    )  # fmt: skip
+
+    rows = trainer.history.rows[1:]
+    assert len(rows) == len(expected) == updates
+    timeline = trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    messages = [event for event in timeline.events if isinstance(event, Delivered)]
+    for row, message, update in zip(rows, messages, expected):
+        assert [(x.node, x.round, x.staleness, x.num_steps) for x in message.arrivals] == [
+            (x.node, x.round, x.staleness, x.num_steps) for x in update.arrivals
+        ]
+        assert [x.time for x in message.arrivals] == pytest.approx([x.time for x in update.arrivals], rel=1e-12)
+        assert row["sim_seconds"] == pytest.approx(update.time, rel=1e-12)
+        assert (row["region"], row["region_staleness"]) == (update.region, update.staleness)
+        assert row["local_steps_total"] == update.total_steps
+        of_node: dict[int, list[float]] = {}
+        for arrival in update.arrivals:
+            of_node.setdefault(arrival.node, []).append(arrival.loss)
+        for node in range(K):
+            losses = of_node.get(node, [math.nan])
+            mean = sum(losses) / len(losses)
+            assert row["train_losses"][node] == pytest.approx(mean, rel=1e-9, nan_ok=True)
+    assert largest_gap({name: x[0] for name, x in server_of(trainer).items()}, expected[-1].params) < 1e-10
+    assert trainer.state is not None
+    for r, theta in enumerate(locals_):
+        found = trainer.state.strategy["regions"][str(r)]["params"]
+        assert largest_gap({name: x[0] for name, x in found.items()}, theta) < 1e-10
+
+
+HALOS: dict[str, Any] = {
+    "regions": [[0, 2], [1, 3]], "local_server": DelayedNesterov(0.3, 0.9, 2), "local_updates": 3, "H": 3,
+    "between": (1e5, 1.0), "lr": 0.02,
+}  # fmt: skip
+
+
+def more(strategy: str, inner: Any = "adamw", **settings: Any) -> Strategy:
+    return {"halos": lambda: HALoSStrategy(inner, **{**HALOS, **settings})}[strategy]()
+
+
+STRATEGIES = ["halos"]
+
+
+def test_regions_that_never_listen_are_apart() -> None:
+    """With alpha = 0 a region is an `AsyncStrategy` of its own."""
+    settings: dict[str, Any] = {"H": 3, "lr": 0.02}
+    options = {"compute": Compute([1.0, 2.03, 1.51, 4.07])}  # no ties: of one time, all arrivals come before messages
+    found = fit(HALoSStrategy("adamw", 1, OuterOptimizer(lr=0.1), local_updates=1, alpha=0.0, dylu=False, **settings),
+                max_updates=20, **options)  # fmt: skip
+    expected = fit(AsyncStrategy("adamw", OuterOptimizer(lr=0.1), **settings), max_updates=20, **options)
+    assert found.state is not None
+    assert largest_gap(found.state.strategy["regions"]["0"]["params"], server_of(expected)) < 1e-14
+
+
+def test_a_region_that_follows_is_one_server() -> None:
+    """One region that goes to a global model which takes each of its movements whole."""
+    settings: dict[str, Any] = {"H": 3, "lr": 0.02}
+    whole = OuterOptimizer(OptimSpec("sgd", lr=1.0))
+    found = fit(HALoSStrategy("adamw", 1, OuterOptimizer(lr=0.1), whole, local_updates=1, alpha=1.0, dylu=False,
+                              **settings), max_updates=20)  # fmt: skip
+    expected = fit(AsyncStrategy("adamw", OuterOptimizer(lr=0.1), **settings), max_updates=20)
+    assert largest_gap(server_of(found), server_of(expected)) < 1e-14
+    assert found.history["val_loss"][-1] == pytest.approx(expected.history["val_loss"][-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_laws_of_regions(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(1, 6)
+    cut = sorted(rng.sample(range(1, n), rng.randint(0, min(2, n - 1))))
+    order = rng.sample(range(n), n)
+    regions = tuple(tuple(order[a:b]) for a, b in zip([0, *cut], [*cut, n]))
+    wires = Wires(2.0, [0.1] * n, [0.3] * n, [0.3] * n, rng.choice([0.0, 0.2])) if rng.random() < 0.5 else None
+    far = Wires(2.0, [1.0] * 3, [0.5] * 3, [2.0] * 3, 0.1) if rng.random() < 0.5 else None
+    rules = RegionRules(
+        tuple(rng.randint(1, 3) for _ in range(n)), rng.randint(1, 4), wires=wires, regions=regions, between=far
+    )  # fmt: skip
+    seconds = [rng.choice([0.25, 0.5, 1.0, 1.7]) for _ in range(n)]
+    events = schedule(rules, lambda node, step: seconds[node], Stop(updates=20))
+    times = [event.time for event in events]
+    assert times == sorted(times), "time never runs backwards"
+    assert [event.version for event in events if isinstance(event, Update)] == list(range(1, 21))
+    versions = [0] * len(regions)
+    region_of = {node: r for r, members in enumerate(regions) for node in members}
+    begun = dict.fromkeys(range(n), 0)
+    at_region: list[list[Arrival]] = [[] for _ in regions]
+    delivered: list[list[Arrival]] = [[] for _ in regions]
+    for event in events:
+        if isinstance(event, Arrival):
+            r = region_of[event.node]
+            assert (event.version, event.staleness) == (begun[event.node], versions[r] - begun[event.node])
+            versions[r] += 1
+            at_region[r].append(event)
+        elif isinstance(event, Restart):
+            assert event.version == versions[region_of[event.nodes[0]]]
+            begun[event.nodes[0]] = event.version
+        elif isinstance(event, Delivered):
+            assert len(event.arrivals) == rules.buffer
+            delivered[event.region] += event.arrivals
+    for came, went in zip(at_region, delivered):
+        assert came[: len(went)] == went, "each movement is in one message, in order"
+
+
+def test_rows_ledger_and_timeline_of_halos() -> None:
+    trainer = fit(more("halos"), network=Network("1 Mbit/s", 0.25), max_updates=9)
+    timeline, counts = trainer.timeline(), trainer.ledger.summary()
+    assert isinstance(timeline, AsyncTimeline)
+    arrived = sum(isinstance(event, Arrival) for event in timeline.events)
+    assert counts["server_gather"] == (arrived, num_bytes() * arrived / K)
+    sent = [entry.transfer.who.pairs[0] for entry in trainer.ledger if entry.operation == "region_send"]
+    assert set(sent) == {(K, K + 2), (K + 1, K + 2)}
+    assert len(sent) >= 9
+    replies = [entry.transfer.who.pairs[0] for entry in trainer.ledger if entry.operation == "region_reply"]
+    assert set(replies) == {(K + 2, K), (K + 2, K + 1)}
+    assert trainer.history["num_arrived"][1:] == [3] * 9
+    assert 0 < timeline.utilization < 1
+    assert timeline.plot().axes[0].get_xlabel() == "seconds"
+    assert len(trainer.nodes) == K
+
+
+def test_a_matrix_of_links_is_looked_at_within_regions() -> None:
+    """Nodes reach their region's server by links within the region, however slow those between regions are."""
+    near = fit(more("halos", regions=2), network=Network.regions([2, 2], (1e5, 0.1), (1e5, 0.1)), max_updates=4)
+    far = fit(more("halos", regions=2), network=Network.regions([2, 2], (1e5, 0.1), (10.0, 9.0)), max_updates=4)
+    assert near.history["sim_seconds"] == far.history["sim_seconds"]
+    alone = fit(more("halos", regions=[[0], [1, 2, 3]]), network=Network.regions([1, 3], (1e5, 0.1), (10.0, 9.0)),
+                max_updates=4)  # fmt: skip
+    assert alone.history.last("step") == 4
+
+
+# ------------------------------------------------------------------------------------------------------ all of them
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("inner", ["sgd", "adamw", "lion"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_together_is_one_by_one(strategy: str, engine: str, inner: str) -> None:
+    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), Network(1e6, 0.1)
+    options: dict[str, Any] = {"engine": engine, "compute": compute, "network": network, "max_updates": 10}
+    together, apart = (fit(more(strategy, inner, together=flag), **options) for flag in (True, False))
+    gap = largest_gap(server_of(together), server_of(apart))
+    assert gap == 0 if engine == "loop" else gap < 1e-12
+    assert max(n for n in together.history["nodes_per_call"] if n) > 1
+    assert {n for n in apart.history["nodes_per_call"] if n} == {1.0}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["MLP", "CNN"])
+def test_a_resumed_run_is_an_uninterrupted_one(strategy: str, kind: str, tmp_path: pathlib.Path) -> None:
+    """From any update: the same bits, rows and bytes."""
+
+    def run(updates: int, folder: str, **options: Any) -> Trainer[nn.Module]:
+        return fit(
+            more(strategy), kind, max_updates=updates, network=Network(1e6, 0.1), save_dir=tmp_path / folder,
+            val_interval=4, checkpoint_interval=1, keep_checkpoints=100, **options,
+        )  # fmt: skip
+
+    whole = run(11, "whole")
+    for update in (1, 4, 10):
+        resumed = run(11, f"from {update}", resume=tmp_path / "whole" / f"step-{update:09d}.pt")
+        assert largest_gap(server_of(resumed), server_of(whole)) == 0
+        timed = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "nodes_per_call", "memory_bytes")
+        for a, b in zip(resumed.history.rows, whole.history.rows):
+            assert str({name: a[name] for name in sorted(a) if name not in timed}) == str(
+                {name: b[name] for name in sorted(b) if name not in timed}
+            )
+        assert list(resumed.ledger) == list(whole.ledger)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rollout_is_what_fit_does(strategy: str) -> None:
+    trainer = fit(more(strategy), max_updates=6)
+    batches = Batches(data(), K, B, seed=3)
+    outcome = rollout(
+        make_model("MLP", dtype=F64), more(strategy), [batches[step] for step in range(40)], num_nodes=K, seed=3,
+        eval_batch=make_data("MLP", 12, 1, F64), compute=Compute([1.0, 2.0, 1.5, 4.0]), max_updates=6,
+    )  # fmt: skip
+    assert largest_gap(outcome.params, server_of(trainer)) < 1e-13
+    assert outcome.loss.item() == pytest.approx(trainer.history.last("val_loss"), rel=1e-12)
+    assert outcome.bytes.tolist() == trainer.history["bytes_step"][1:]
+
+
+def slopes_are_finite_differences(make: Callable[..., Strategy], at: tuple[float, ...], updates: int) -> None:
+    """Of the loss after a rollout, by each number that the strategy is made of."""
+    x, y = make_data("MLP", 20 * 3 * 4, 0, F64)
+    assert isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
+    batches, model = (x.view(20, 3, 4, -1), y.view(20, 3, 4, *y.shape[1:])), make_model("MLP", dtype=F64)
+
+    def loss(*values: Tensor) -> Tensor:
+        return rollout(
+            model, make(*values), batches, num_nodes=3, eval_batch=make_data("MLP", 8, 1, F64),
+            compute=Compute([1.0, 2.0, 2.9]), max_updates=updates,
+        ).loss  # fmt: skip
+
+    values = [torch.tensor(v, dtype=F64, requires_grad=True) for v in at]
+    slopes = torch.autograd.grad(loss(*values), values)
+    for i, slope in enumerate(slopes):
+        up, down = ([v.detach() + sign * 1e-6 * (i == j) for j, v in enumerate(values)] for sign in (1, -1))
+        assert slope.item() == pytest.approx((loss(*up) - loss(*down)).item() / 2e-6, rel=1e-5, abs=1e-9)
+        assert slope.item() != 0
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_derivatives_of_halos(inner: str) -> None:
+    slopes_are_finite_differences(
+        lambda discount, lr, momentum, alpha, central, inner_lr: HALoSStrategy(
+            OptimSpec(inner, lr=inner_lr), [[0, 2], [1]], DelayedNesterov(lr, momentum, 2),
+            DelayedNesterov(central, 0.5), H=2, local_updates=2, alpha=alpha, between=(1e9, 0.5),
+            staleness=lambda s: (1.0 + s) ** -discount,
+        ),
+        (0.5, 0.3, 0.8, 0.25, 0.4, 0.01), updates=6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "match"), [
+    (lambda: HALoSStrategy(regions=0), "regions=0"),
+    (lambda: HALoSStrategy(regions="two"), "regions='two' must be a number"),
+    (lambda: HALoSStrategy(local_server="sgd"), "local_server is of type str; give a server such as"),
+    (lambda: HALoSStrategy(global_server=FedBuff(4)), "waits for 4 movements"),
+    (lambda: HALoSStrategy(alpha=1.5), "alpha=1.5"),
+    (lambda: HALoSStrategy(local_updates=0), "local_updates=0"),
+    (lambda: HALoSStrategy(localupdates=3), "did you mean 'local_updates'"),
+])  # fmt: skip
+def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        make()
+
+
+@pytest.mark.parametrize(("make", "options", "match"), [
+    (lambda: HALoSStrategy(SGD, [[0, 1], [3]]), {}, "put every node into one region"),
+    (lambda: HALoSStrategy(SGD, 5), {}, "give at most 4"),
+    (lambda: HALoSStrategy(SGD, 2, between=Network([1e9] * 3)), {}, "there are 2 regions"),
+    (lambda: HALoSStrategy(SGD, 2, between="fast"), {}, "between is of type str"),
+    (lambda: HALoSStrategy(SGD, local_steps=[1, 2]), {}, "local_steps is for 2 nodes"),
+    (lambda: HALoSStrategy(SGD, local_server=DelayedNesterov(buffer=None, c=0.9)), {}, "c=0.9 must be in"),
+    (lambda: HALoSStrategy(SGD), {"compute": None}, "HALoSStrategy needs compute="),
+    (lambda: HALoSStrategy(SGD), {"max_seconds": 0.1, "max_steps": None}, "before the first update"),
+])  # fmt: skip
+def test_wrong_options(make: Callable[[], Strategy], options: dict[str, Any], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        fit(make(), **{"max_steps": 4, **options})

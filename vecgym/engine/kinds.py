@@ -1,0 +1,20 @@
+"""Which simulation runs an asynchronous strategy."""
+
+from __future__ import annotations
+
+from vecgym.engine.asynchronous import AsyncSimulation
+from vecgym.engine.halos import HALoSSimulation
+from vecgym.strategy.asynchronous import EventDriven
+from vecgym.strategy.halos import HALoSStrategy
+
+SIMULATIONS: dict[type[EventDriven], type[AsyncSimulation]] = {HALoSStrategy: HALoSSimulation}
+
+
+def simulation_of(strategy: EventDriven) -> type[AsyncSimulation]:
+    """Return the class of the simulation that runs a strategy.
+
+    >>> simulation_of(HALoSStrategy()).__name__
+    'HALoSSimulation'
+    """
+    found = (simulation for kind, simulation in SIMULATIONS.items() if isinstance(strategy, kind))
+    return next(found, AsyncSimulation)
