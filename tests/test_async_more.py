@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import make_data, make_model
+from tests.reference import ad_psgd as ad_psgd_twin
 from tests.reference import asynchronous as twin
 from tests.reference import halos as halos_twin
 from tests.test_asynchronous import F64, SGD, B, K, data, fit, largest_gap, server_of
@@ -22,7 +23,9 @@ from vecgym.data import Batches
 from vecgym.engine.events import Arrival, Delivered, Restart, Stop, Update, Wires, schedule
 from vecgym.engine.regions import RegionRules
 from vecgym.strategy import (
+    ADPSGDStrategy,
     AsyncStrategy,
+    CommunicateOptimizeStrategy,
     DelayedNesterov,
     FedBuff,
     HALoSStrategy,
@@ -31,6 +34,7 @@ from vecgym.strategy import (
     Server,
     Strategy,
 )
+from vecgym.strategy.ad_psgd import Neighbours
 
 PACES = [2.0**-16, 2.0**-13, 2.0**-14, 2.0**-16]  # the same from bandwidths, to the last bit
 LATENCY = [0.1, 0.0, 0.3, 0.2]
@@ -138,10 +142,18 @@ HALOS: dict[str, Any] = {
 
 
 def more(strategy: str, inner: Any = "adamw", **settings: Any) -> Strategy:
-    return {"halos": lambda: HALoSStrategy(inner, **{**HALOS, **settings})}[strategy]()
+    makes: dict[str, Callable[[], Strategy]] = {
+        "halos": lambda: HALoSStrategy(inner, **{**HALOS, **settings}),
+        "ad_psgd": lambda: ADPSGDStrategy(inner, **{"topology": "ring", "lr": 0.02, **settings}),
+    }
+    return makes[strategy]()
 
 
-STRATEGIES = ["halos"]
+def network_of(strategy: str) -> Network | None:
+    return None if strategy == "ad_psgd" else Network(1e6, 0.1)
+
+
+STRATEGIES = ["halos", "ad_psgd"]
 
 
 def test_regions_that_never_listen_are_apart() -> None:
@@ -231,6 +243,75 @@ def test_a_matrix_of_links_is_looked_at_within_regions() -> None:
     assert alone.history.last("step") == 4
 
 
+# ---------------------------------------------------------------------------------------------------------- AD-PSGD
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_ad_psgd_is_its_twin(case: int) -> None:
+    rng = random.Random(f"ad_psgd {case}")
+    inner, other_inner = inner_of(rng)
+    compute, _, seconds = compute_of(rng, case)
+    topology = rng.choice(["complete", "ring", torch.tensor([[0, 2, 1, 0], [1, 0, 0, 1], [3, 0, 0, 0], [0, 0, 0, 0]])])
+    mix = rng.choice(["after", "before"])
+    scheduled = (lambda step: 0.98**step) if rng.random() < 0.5 else None
+    strategy = ADPSGDStrategy(inner, topology, mix=mix, lr_scheduler=scheduled, max_norm=1.0)
+    trainer = fit(strategy, compute=compute, max_updates=50, val_interval=10)
+    expected, models = ad_psgd_twin.ad_psgd(
+        make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), K, total_steps=50 * K,
+        neighbour=Neighbours(strategy.weights(K), seed=3), step_seconds=seconds, mix=mix, inner=other_inner,
+        max_norm=1.0, schedule=scheduled,
+    )  # fmt: skip
+    timeline = trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    arrivals = [event for event in timeline.events if isinstance(event, Arrival)]
+    assert [(x.node, x.first_step) for x in arrivals] == [(x.node, x.own_step) for x in expected]
+    assert [x.time for x in arrivals] == pytest.approx([x.time for x in expected], rel=1e-12)
+    rows = trainer.history.rows[1:]
+    assert [row["local_steps_total"] for row in rows] == [K * (i + 1) for i in range(50)]
+    for i, row in enumerate(rows):
+        for node in range(K):
+            losses = [x.loss for x in expected[K * i : K * (i + 1)] if x.node == node] or [math.nan]
+            assert row["train_losses"][node] == pytest.approx(sum(losses) / len(losses), rel=1e-9, nan_ok=True)
+    for node, model in enumerate(models):
+        found = {name: x[node] for name, x in server_of(trainer).items()}
+        assert largest_gap(found, {name: p.detach() for name, p in model.named_parameters()}) < 1e-10
+    assert trainer.nodes.consensus_distance() == pytest.approx(trainer.history.last("consensus_distance"))
+    assert sum(x is not None and x > 0 for x in trainer.history["consensus_distance"]) == 5
+
+
+def test_neighbours() -> None:
+    """By their weights, never oneself, by the seed and each node's own count."""
+    neighbour = Neighbours(torch.tensor([[9.0, 3.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]), seed=0)
+    drawn = [neighbour(0, step) for step in range(4000)]
+    assert set(drawn) == {1, 2}
+    assert drawn.count(1) / 4000 == pytest.approx(0.75, abs=0.03)
+    assert (neighbour(1, 5), neighbour(2, 5)) == (0, 2)
+    assert drawn != [Neighbours(torch.ones(3, 3), seed=1)(0, step) for step in range(4000)]
+
+
+def test_alone_each_node_trains_by_itself() -> None:
+    found = fit(ADPSGDStrategy("adamw", torch.zeros(K, K), lr=0.02), compute=Compute(1.0), max_steps=12)
+    expected = fit(CommunicateOptimizeStrategy([], "adamw", lr=0.02), max_steps=12)
+    assert largest_gap(server_of(found), server_of(expected)) < 1e-14
+    assert found.history["staleness"][1:] == [0.0] * 12
+
+
+def test_rows_and_ledger_of_ad_psgd() -> None:
+    """Equal speeds, a pair of nodes: both end, average twice, and begin again from the same parameters."""
+    trainer = fit(ADPSGDStrategy("sgd", lr=0.1), num_nodes=2, compute=Compute(1.0), max_updates=5)
+    assert trainer.history["sim_seconds"] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert trainer.history["staleness_max"][1:] == [1] * 5
+    assert trainer.ledger.summary()["average"] == (10, 10 * num_bytes())
+    assert [entry.transfer.who.pairs for entry in trainer.ledger][:2] == [[(0, 1), (1, 0)], [(1, 0), (0, 1)]]
+    assert 0 < trainer.timeline().utilization <= 1
+
+
+def test_derivatives_of_ad_psgd() -> None:
+    slopes_are_finite_differences(
+        lambda lr, decay: ADPSGDStrategy(OptimSpec("adamw", lr=lr, weight_decay=decay), "ring"), (0.01, 0.1), updates=6
+    )
+
+
 # ------------------------------------------------------------------------------------------------------ all of them
 
 
@@ -238,7 +319,7 @@ def test_a_matrix_of_links_is_looked_at_within_regions() -> None:
 @pytest.mark.parametrize("inner", ["sgd", "adamw", "lion"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_together_is_one_by_one(strategy: str, engine: str, inner: str) -> None:
-    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), Network(1e6, 0.1)
+    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), network_of(strategy)
     options: dict[str, Any] = {"engine": engine, "compute": compute, "network": network, "max_updates": 10}
     together, apart = (fit(more(strategy, inner, together=flag), **options) for flag in (True, False))
     gap = largest_gap(server_of(together), server_of(apart))
@@ -254,7 +335,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(strategy: str, kind: str, tmp_pat
 
     def run(updates: int, folder: str, **options: Any) -> Trainer[nn.Module]:
         return fit(
-            more(strategy), kind, max_updates=updates, network=Network(1e6, 0.1), save_dir=tmp_path / folder,
+            more(strategy), kind, max_updates=updates, network=network_of(strategy), save_dir=tmp_path / folder,
             val_interval=4, checkpoint_interval=1, keep_checkpoints=100, **options,
         )  # fmt: skip
 
@@ -323,6 +404,11 @@ def test_derivatives_of_halos(inner: str) -> None:
     (lambda: HALoSStrategy(global_server=FedBuff(4)), "waits for 4 movements"),
     (lambda: HALoSStrategy(alpha=1.5), "alpha=1.5"),
     (lambda: HALoSStrategy(local_updates=0), "local_updates=0"),
+    (lambda: ADPSGDStrategy(topology="star"), "topology='star'"),
+    (lambda: ADPSGDStrategy(topology=[[1.0, 2.0]]), "or a matrix"),
+    (lambda: ADPSGDStrategy(topology=3.0), "or a matrix"),
+    (lambda: ADPSGDStrategy(topology=[[0.0, -1.0], [1.0, 0.0]]), "weights >= 0"),
+    (lambda: ADPSGDStrategy(mix="never"), "mix='never'"),
     (lambda: HALoSStrategy(localupdates=3), "did you mean 'local_updates'"),
 ])  # fmt: skip
 def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
@@ -337,6 +423,8 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
     (lambda: HALoSStrategy(SGD, 2, between="fast"), {}, "between is of type str"),
     (lambda: HALoSStrategy(SGD, local_steps=[1, 2]), {}, "local_steps is for 2 nodes"),
     (lambda: HALoSStrategy(SGD, local_server=DelayedNesterov(buffer=None, c=0.9)), {}, "c=0.9 must be in"),
+    (lambda: ADPSGDStrategy(SGD, torch.ones(3, 3)), {}, "topology is for 3 nodes"),
+    (lambda: ADPSGDStrategy(SGD), {"network": Network(1e6)}, "leave out network"),
     (lambda: HALoSStrategy(SGD), {"compute": None}, "HALoSStrategy needs compute="),
     (lambda: HALoSStrategy(SGD), {"max_seconds": 0.1, "max_steps": None}, "before the first update"),
 ])  # fmt: skip

@@ -17,7 +17,9 @@ from vecgym.clock.trace import Bar
 from vecgym.clock.units import readable_time
 from vecgym.core import check
 from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update, Wires
+from vecgym.engine.pairs import PairRules
 from vecgym.engine.regions import RegionRules
+from vecgym.strategy.ad_psgd import ADPSGDStrategy, Neighbours
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
 from vecgym.strategy.halos import HALoSStrategy
 
@@ -26,14 +28,16 @@ if TYPE_CHECKING:
 
 
 def rules_of(
-    strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None, num_bytes: float
-) -> tuple[Rules, StepSeconds]:
+    strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None, num_bytes: float,
+    seed: int,
+) -> tuple[Rules, StepSeconds]:  # fmt: skip
     """Return the rules of a run, and how long each step of each node takes.
 
     Args:
         num_bytes: of the parameters, and so of a message.
+        seed: of the run, by which neighbours are drawn.
 
-    >>> rules, seconds = rules_of(AsyncStrategy(H=4, dylu=True), 2, Compute([1.0, 2.0]), None, num_bytes=8)
+    >>> rules, seconds = rules_of(AsyncStrategy(H=4, dylu=True), 2, Compute([1.0, 2.0]), None, num_bytes=8, seed=0)
     >>> rules.num_steps, seconds(1, 0)
     ((4, 2), 2.0)
     """
@@ -41,12 +45,21 @@ def rules_of(
     seconds = step_seconds_of(compute, num_nodes)
     if isinstance(strategy, HALoSStrategy):
         return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, num_bytes), seconds
+    if isinstance(strategy, ADPSGDStrategy):
+        return _in_pairs(strategy, num_nodes, network, seed), seconds
     assert isinstance(strategy, AsyncStrategy)
     rules = Rules(
         strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
         None if network is None else wires_of(network, num_nodes, num_bytes),
     )  # fmt: skip
     return rules, seconds
+
+
+def _in_pairs(strategy: ADPSGDStrategy, num_nodes: int, network: Network | None, seed: int) -> PairRules:
+    if network is not None:
+        raise ValueError("ADPSGDStrategy's averages take no time: leave out network, or add its seconds to compute.")
+    neighbour = Neighbours(strategy.weights(num_nodes), seed)
+    return PairRules((1,) * num_nodes, num_nodes, neighbour=neighbour, average_first=strategy.mix == "before")
 
 
 def _of_regions(
@@ -195,7 +208,7 @@ class AsyncTimeline:
         >>> from vecgym.engine.events import Stop, schedule
         >>> rules, compute, seconds = Rules((1, 1)), Compute([1.0, 3.0]), lambda node, step: [1.0, 3.0][node]
         >>> timeline = AsyncTimeline.of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, compute)
-        >>> [(bar.node, bar.kind, bar.begin, round(bar.end, 2)) for bar in timeline.bars()][:2]
+        >>> [(bar.node, bar.kind, round(bar.begin, 2), round(bar.end, 2)) for bar in timeline.bars()][:2]
         [(0, 'forward', 0.0, 0.33), (0, 'backward', 0.33, 1.0)]
         """
         last = self.num_steps if last is None else min(last, self.num_steps)

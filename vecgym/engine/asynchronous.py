@@ -21,7 +21,7 @@ from vecgym.collectives.topology import Server as ServerLinks
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
-from vecgym.engine.engine import Engine
+from vecgym.engine.engine import Engine, Local
 from vecgym.engine.events import Arrival, Event, Restart, Update
 from vecgym.engine.simulation import Metrics, Simulation, State
 from vecgym.strategy.asynchronous import EventDriven
@@ -189,19 +189,29 @@ class AsyncSimulation(Simulation):
 
     def _local_step(self, local: _Local, here: Sequence[int], counts: Sequence[int], inplace: bool) -> _Local:
         """Take one step of the inner optimizer on the nodes `here`, which have done so many before."""
-        ids = torch.tensor(here)
-        ctx = Context(
-            self.comm, node_steps=torch.tensor(counts), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=ids, own_time=True, exact=self.exact,
-        )  # fmt: skip
-        ctx = replace(ctx, lr=self.strategy.lr(ctx))
-        batch, limits = self.read(here, counts)
-        found = self.engine.gradients(
-            local.params, local.buffers, batch, seed=self.seed, step=list(counts), node_ids=here,
-            minibatch_size=self.minibatch_size, differentiable=not inplace, limits=limits,
-        )  # fmt: skip
+        ctx = self.context(here, counts, inplace)
+        found = self.gradients(local.params, local.buffers, here, counts, inplace)
         params, optimizer = self._optimize(local.params, found.grads, local.optimizer, ctx)
         return _Local(params, found.buffers, optimizer, local.losses + found.losses)
+
+    def context(self, here: Sequence[int], counts: Sequence[int], inplace: bool) -> Context:
+        """Return where the nodes `here` are, which have done so many steps."""
+        ctx = Context(
+            self.comm, node_steps=torch.tensor(counts), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
+            differentiable=not inplace, num_examples=self.num_examples, rows=torch.tensor(here), own_time=True,
+            exact=self.exact,
+        )  # fmt: skip
+        return replace(ctx, lr=self.strategy.lr(ctx))
+
+    def gradients(
+        self, params: Tree, buffers: Tree, here: Sequence[int], counts: Sequence[int], inplace: bool
+    ) -> Local:
+        """Compute the gradients of the nodes `here`, each on its next batch."""
+        batch, limits = self.read(here, counts)
+        return self.engine.gradients(
+            params, buffers, batch, seed=self.seed, step=list(counts), node_ids=here,
+            minibatch_size=self.minibatch_size, differentiable=not inplace, limits=limits,
+        )  # fmt: skip
 
     def _with_rounds(self, state: State, chosen: Tensor, start: Tree, local: _Local, inplace: bool) -> State:
         """Return the state with what rounds have come to."""
@@ -288,15 +298,18 @@ class Handling:
     def restart(self, event: Restart) -> None:
         """Let nodes begin from the server's present parameters."""
         self.begin(event.nodes, self.state.params)
+        self.send_to(event.nodes)
 
     def begin(self, begun: Sequence[int], params: Tree) -> None:
-        """Let nodes begin from parameters `[1 or n, *]` that a server sends."""
+        """Let nodes begin from parameters `[1 or n, *]`."""
         strategy = self.state.strategy
         rows = torch.tensor(begun)
         starts = nodes.put_rows(strategy["starts"], rows, params, self.simulation.num_local, self.inplace)
         done = strategy["done"].index_fill(0, rows, False)
         self.state = replace(self.state, strategy={**strategy, "starts": starts, "done": done})
-        for node in begun:
+
+    def send_to(self, receivers: Sequence[int]) -> None:
+        for node in receivers:
             self.send("server_send", ServerLinks(up=(), down=(node,)))
 
     def update(self, event: Update) -> None:

@@ -109,7 +109,15 @@ class Replied(NamedTuple):
     number: int
 
 
-Event = Arrival | Update | Restart | Sent | Delivered | Replied
+class Averaged(NamedTuple):
+    """A node that ends a step averages with another; see `vecgym.engine.pairs`."""
+
+    time: float
+    node: int
+    neighbour: int
+
+
+Event = Arrival | Update | Restart | Sent | Delivered | Replied | Averaged
 
 
 def arrivals_of(events: Sequence[Event]) -> tuple[Arrival, ...]:

@@ -88,6 +88,7 @@ class _Handling(Handling):
     def restart(self, event: Restart) -> None:
         """Let a node begin from its region's present parameters."""
         self.begin(event.nodes, self._of("regions")[self.simulation.region_of[event.nodes[0]]]["params"])
+        self.send_to(event.nodes)
 
     def sent(self, event: Sent) -> None:
         """Put what the region has collected on its way."""

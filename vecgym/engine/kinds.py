@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from vecgym.engine.ad_psgd import ADPSGDSimulation
 from vecgym.engine.asynchronous import AsyncSimulation
 from vecgym.engine.halos import HALoSSimulation
+from vecgym.strategy.ad_psgd import ADPSGDStrategy
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.halos import HALoSStrategy
 
-SIMULATIONS: dict[type[EventDriven], type[AsyncSimulation]] = {HALoSStrategy: HALoSSimulation}
+SIMULATIONS: dict[type[EventDriven], type[AsyncSimulation]] = {
+    HALoSStrategy: HALoSSimulation,
+    ADPSGDStrategy: ADPSGDSimulation,
+}
 
 
 def simulation_of(strategy: EventDriven) -> type[AsyncSimulation]:

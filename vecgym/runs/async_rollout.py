@@ -31,7 +31,7 @@ def run_async(
     assert isinstance(strategy, EventDriven)
     assert options.compute is not None
     num_bytes = sum(payload_bytes(p[None]) for p in engine.params.values())
-    rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes)
+    rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes, options.seed)
     most = K * len(steps) if options.max_updates is None else options.max_updates
     updates = _with_batches(updates_of(schedule(rules, seconds, Stop(updates=most))), len(steps))
     if not updates:

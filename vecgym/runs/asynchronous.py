@@ -40,7 +40,7 @@ class AsyncRun(Run[M]):
         assert isinstance(strategy, EventDriven)
         assert isinstance(options.compute, Compute)
         num_bytes = sum(payload_bytes(p[None]) for p in self.engine.params.values())
-        self.rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes)
+        self.rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes, options.seed)
         events = schedule(self.rules, seconds, self._stop())
         self.updates = updates_of(events)
         self.num_steps = len(self.updates)
@@ -143,8 +143,13 @@ class AsyncRun(Run[M]):
         return sum(min(most, self.train.width(step)) for step in steps)
 
     def evaluate(self) -> None:
-        """Record the validation loss of the server's model."""
+        """Record the validation loss of the server's model; without one, of the mean of the nodes and of each."""
+        assert isinstance(self.simulation, AsyncSimulation)
         (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.simulation.comm)
+        if self.simulation.server is None:
+            columns.pop("consensus_distance_before", None)
+            self.recorder.add(**columns)
+            return
         # All nodes are measured with the server's parameters: what is said of each is the same.
         shown = {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}
         if shown:
@@ -156,7 +161,10 @@ class AsyncRun(Run[M]):
         return nodes.fill(self.model, {**params, **buffers})
 
     def _final_nodes(self) -> Nodes[M]:
-        """Return the parameters from which each node's present round began."""
+        """Return the parameters from which each node's present round began; without a server, the nodes' own."""
+        assert isinstance(self.simulation, AsyncSimulation)
+        if self.simulation.server is None:
+            return super()._final_nodes()
         starts = self.state.strategy["starts"]
         params = {name: starts.get(name, x) for name, x in self._all_params().items()}
         K = self.options.num_nodes

@@ -3,7 +3,7 @@
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
-             HALoSStrategy, a server in each region and a global one
+             HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
@@ -28,6 +28,7 @@ participation=1.0, weighting='equal')))
 """
 
 from vecgym.optim import OptimSpec
+from vecgym.strategy.ad_psgd import ADPSGDStrategy
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.average import Average, Mean, ServerMean
@@ -59,6 +60,7 @@ from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPA
 from vecgym.strategy.when import Rounds, SyncWeight, When
 
 __all__ = [
+    "ADPSGDStrategy",
     "AllReduceStrategy",
     "AsyncStrategy",
     "Average",
