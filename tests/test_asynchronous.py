@@ -120,18 +120,16 @@ def test_twins(make: Make, case: int) -> None:
     pace = [2.0 ** rng.choice([-16, -13]) for _ in range(K)]  # the same from bandwidths, to the last bit
     network = Network([8 / p for p in pace], latency=[0.1, 0.0, 0.3, 0.2], server_bandwidth=8 * 2.0**17)
     linked = rng.random() < 0.5
-    window: dict[str, Any] = {
-        "max_wait": rng.choice([0.0, 0.7, 3.0, math.inf]),
-        "grace": rng.choice(["full", "until_last"]),
-    }
+    window: dict[str, Any] = {"max_wait": rng.choice([0.0, 0.7, 3.0, math.inf])}
+    window["grace"] = rng.choice(["full", "until_last"])
     how = rng.choice(["H", "dylu", "each"])
     steps = {"H": [4] * K, "dylu": twin.dylu(4, median), "each": [3, 1, 2, 4]}[how]
-    chosen: dict[str, Any] = {"H": {"H": 4}, "dylu": {"H": 4, "dylu": True}, "each": {"local_steps": steps}}[how]
+    ways: dict[str, dict[str, Any]] = {"H": {"H": 4}, "dylu": {"H": 4, "dylu": True}, "each": {"local_steps": steps}}
     staleness = settings.get("staleness", rng.choice(["none", "inverse_sqrt", lambda s: 0.9**s]))
     schedule = (lambda step: 0.98**step) if rng.random() < 0.5 else None
 
     strategy = AsyncStrategy(
-        OptimSpec(inner[0], **inner[2]), server, staleness=staleness, lr_scheduler=schedule, max_norm=1.0, **chosen,
+        OptimSpec(inner[0], **inner[2]), server, staleness=staleness, lr_scheduler=schedule, max_norm=1.0, **ways[how],
         **window, **({} if server.buffer else settings),
     )  # fmt: skip
     updates = 200 // getattr(other, "buffer", 1)
@@ -442,8 +440,8 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
     ({"max_seconds": 5.0, "compute": Compute(0.0)}, "rounds that take no time never end"),
 ])  # fmt: skip
 def test_wrong_options(options: dict[str, Any], match: str) -> None:
+    steps: dict[str, Any] = {} if "max_seconds" in options else {"max_steps": 4}
     with pytest.raises(ValueError, match=match):
-        steps: dict[str, Any] = {} if "max_seconds" in options else {"max_steps": 4}
         fit(AsyncStrategy(SGD, H=2), **steps, **options)
 
 
@@ -465,7 +463,7 @@ def test_what_needs_steps_of_all_nodes_says_so(function: str) -> None:
     assert isinstance(batch, tuple)
     calls: dict[str, Callable[[], Any]] = {
         "sweep": lambda: sweep(model, data(), strategy=strategy, grid={"seed": [0]}, num_nodes=2, max_steps=2),
-        "verify": lambda: verify(model, data(), strategy, num_nodes=2),
+        "verify": lambda: verify(strategy, model),
         "dry_run": lambda: dry_run(model, strategy, num_nodes=2, max_steps=2),
         "estimate_memory": lambda: estimate_memory(model, strategy, 2, 4),
         "optimize_schedule": lambda: optimize_schedule(
