@@ -463,7 +463,7 @@ def test_what_needs_steps_of_all_nodes_says_so(function: str) -> None:
     assert isinstance(batch, tuple)
     calls: dict[str, Callable[[], Any]] = {
         "sweep": lambda: sweep(model, data(), strategy=strategy, grid={"seed": [0]}, num_nodes=2, max_steps=2),
-        "verify": lambda: verify(strategy, model),
+        "verify": lambda: verify(strategy, model, data()),
         "dry_run": lambda: dry_run(model, strategy, num_nodes=2, max_steps=2),
         "estimate_memory": lambda: estimate_memory(model, strategy, 2, 4),
         "optimize_schedule": lambda: optimize_schedule(
