@@ -169,7 +169,7 @@ class Rolled:
         return together
 
     def check_direction(self, slope: Tensor, direction: Tensor, value: float) -> Outcome:
-        """Compare one derivative; a kink within a step (of a maximum, of clipping) is further away than a small step."""
+        """Compare one derivative. A kink within a step (of a maximum, of clipping) is not within a small one."""
         found = self.check_step(slope, direction, value, STEP)
         return self.check_step(slope, direction, value, SMALL_STEP) if isinstance(found, Failure) else found
 
