@@ -15,18 +15,21 @@ from torch import Tensor, nn
 from tests.models import make_data, make_model
 from tests.reference import ad_psgd as ad_psgd_twin
 from tests.reference import asynchronous as twin
+from tests.reference import decoupled as decoupled_twin
 from tests.reference import halos as halos_twin
 from tests.test_asynchronous import F64, SGD, B, K, data, fit, largest_gap, server_of
 from vecgym import Trainer, rollout
 from vecgym.clock import AsyncTimeline, Compute, Network
 from vecgym.data import Batches
-from vecgym.engine.events import Arrival, Delivered, Restart, Stop, Update, Wires, schedule
+from vecgym.engine.events import Arrival, Closed, Delivered, Restart, Stop, Update, Uploaded, Wires, schedule
 from vecgym.engine.regions import RegionRules
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,
     CommunicateOptimizeStrategy,
+    DecoupledDiLoCoStrategy,
     DelayedNesterov,
+    DiLoCoStrategy,
     FedBuff,
     HALoSStrategy,
     OptimSpec,
@@ -144,6 +147,9 @@ HALOS: dict[str, Any] = {
 def more(strategy: str, inner: Any = "adamw", **settings: Any) -> Strategy:
     makes: dict[str, Callable[[], Strategy]] = {
         "halos": lambda: HALoSStrategy(inner, **{**HALOS, **settings}),
+        "decoupled": lambda: DecoupledDiLoCoStrategy(
+            inner, **{"quorum": 2, "fragments": 3, "grace": 0.5, "H": 4, "lr": 0.02, **settings}
+        ),
         "ad_psgd": lambda: ADPSGDStrategy(inner, **{"topology": "ring", "lr": 0.02, **settings}),
     }
     return makes[strategy]()
@@ -153,7 +159,7 @@ def network_of(strategy: str) -> Network | None:
     return None if strategy == "ad_psgd" else Network(1e6, 0.1)
 
 
-STRATEGIES = ["halos", "ad_psgd"]
+STRATEGIES = ["halos", "ad_psgd", "decoupled"]
 
 
 def test_regions_that_never_listen_are_apart() -> None:
@@ -312,6 +318,85 @@ def test_derivatives_of_ad_psgd() -> None:
     )
 
 
+# ------------------------------------------------------------------------------------------------- Decoupled DiLoCo
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_decoupled_is_its_twin(case: int) -> None:
+    rng, updates = random.Random(f"decoupled {case}"), 200 if case < 2 else 40
+    inner, other_inner = inner_of(rng)
+    compute, median, seconds = compute_of(rng, case)
+    names = [name for name, _ in make_model("MLP", dtype=F64).named_parameters()]
+    fragments = rng.choice([[names], [names[:1], names[1:]], [[name] for name in names[::-1]]])
+    tokens = rng.choice([1.0, [1.0, 2.0, 3.0, 0.5]])
+    network = Network([8 / p for p in PACES], latency=LATENCY, server_bandwidth=8 * 2.0**17)
+    linked = rng.random() < 0.6
+    settings: dict[str, Any] = {
+        "quorum": rng.choice([1, 2, 3, 4]), "H": rng.choice([2, 4, 5]), "alpha": rng.choice([0.0, 0.3]),
+        "merging": rng.choice(["mean", "radial"]), "plain": rng.choice([(), tuple(names[:2])]),
+    }  # fmt: skip
+    overlap, gamma, step = rng.choice([0, 1, 2]), rng.choice([0.0, 0.5, 2.0]), rng.choice([None, 1.5])
+    outer = {"lr": 0.5, "momentum": 0.8, "nesterov": True}
+    scheduled = (lambda step: 0.98**step) if rng.random() < 0.5 else None
+    strategy = DecoupledDiLoCoStrategy(
+        inner, OuterOptimizer(OptimSpec("sgd", **outer)), fragments=fragments, grace=gamma, overlap=overlap,
+        step_seconds=step, sync_seconds=0.1, tokens=tokens, lr_scheduler=scheduled, max_norm=1.0, **settings,
+    )  # fmt: skip
+    trainer = fit(
+        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None
+    )  # fmt: skip
+    expected = decoupled_twin.decoupled(
+        make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), K, num_updates=updates,
+        fragments=fragments, step_seconds=seconds, tau=overlap, gamma=gamma, step=step or sum(median) / K, sync=0.1,
+        tokens_per_step=tokens if isinstance(tokens, list) else None, inner=other_inner,
+        outer=(torch.optim.SGD, outer), max_norm=1.0, schedule=scheduled, **settings,
+        network=twin.Network(num_bytes(), PACES, PACES, 2.0**-17, LATENCY) if linked else None,
+    )  # fmt: skip
+    rows, timeline = trainer.history.rows[1:], trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    closed = [event for event in timeline.events if isinstance(event, Closed)]
+    assert len(rows) == len(expected) == len(closed) == updates
+    for row, event, update in zip(rows, closed, expected):
+        assert (row["fragment"], row["local_steps_total"]) == (update.fragment, update.total_steps)
+        assert row["sim_seconds"] == pytest.approx(update.time, rel=1e-12)
+        assert [(x.node, x.round, x.num_steps) for x in event.arrivals] == [
+            (x.node, x.round, x.num_steps) for x in update.arrivals
+        ]
+        assert list(event.weights) == pytest.approx([x.weight for x in update.arrivals])
+        losses = {x.node: x.loss for x in update.arrivals}
+        for node in range(K):
+            assert row["train_losses"][node] == pytest.approx(losses.get(node, math.nan), rel=1e-9, nan_ok=True)
+    assert largest_gap({name: x[0] for name, x in server_of(trainer).items()}, expected[-1].params) < 1e-10
+
+
+def test_one_fragment_of_all_nodes_is_diloco() -> None:
+    found = fit(DecoupledDiLoCoStrategy(SGD, fragments=1, H=3, overlap=0, merging="mean"), compute=Compute(1.0),
+                max_updates=5)  # fmt: skip
+    expected = fit(DiLoCoStrategy(SGD, H=3), max_steps=15)
+    assert largest_gap(server_of(found), server_of(expected)) < 1e-14
+
+
+def test_rows_and_ledger_of_decoupled() -> None:
+    trainer = fit(more("decoupled"), network=Network("1 Mbit/s", 0.25), max_updates=9)
+    timeline, counts = trainer.timeline(), trainer.ledger.summary()
+    assert isinstance(timeline, AsyncTimeline)
+    uploads = sum(isinstance(event, Uploaded) for event in timeline.events)
+    assert counts["server_gather"][0] == uploads
+    assert counts["server_send"][0] == 9 * K
+    assert timeline.utilization == pytest.approx(1)
+    assert float(timeline.per_node.sent.sum()) > 0
+
+
+def test_derivatives_of_decoupled() -> None:
+    slopes_are_finite_differences(
+        lambda lr, momentum, alpha, inner_lr: DecoupledDiLoCoStrategy(
+            OptimSpec("adamw", lr=inner_lr), OuterOptimizer(OptimSpec("sgd", lr=lr, momentum=momentum)), 2, 2,
+            alpha=alpha, H=3,
+        ),
+        (0.3, 0.8, 0.25, 0.01), updates=6,
+    )  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------------ all of them
 
 
@@ -404,6 +489,11 @@ def test_derivatives_of_halos(inner: str) -> None:
     (lambda: HALoSStrategy(global_server=FedBuff(4)), "waits for 4 movements"),
     (lambda: HALoSStrategy(alpha=1.5), "alpha=1.5"),
     (lambda: HALoSStrategy(local_updates=0), "local_updates=0"),
+    (lambda: DecoupledDiLoCoStrategy(quorum=0), "quorum=0"),
+    (lambda: DecoupledDiLoCoStrategy(server=FedBuff(4)), "has a buffer of its own"),
+    (lambda: DecoupledDiLoCoStrategy(fragments="all"), "fragments='all' must be"),
+    (lambda: DecoupledDiLoCoStrategy(merging="sum"), "merging='sum'"),
+    (lambda: DecoupledDiLoCoStrategy(tokens=[1.0, 0.0]), "tokens=0.0"),
     (lambda: ADPSGDStrategy(topology="star"), "topology='star'"),
     (lambda: ADPSGDStrategy(topology=[[1.0, 2.0]]), "or a matrix"),
     (lambda: ADPSGDStrategy(topology=3.0), "or a matrix"),
@@ -423,6 +513,9 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
     (lambda: HALoSStrategy(SGD, 2, between="fast"), {}, "between is of type str"),
     (lambda: HALoSStrategy(SGD, local_steps=[1, 2]), {}, "local_steps is for 2 nodes"),
     (lambda: HALoSStrategy(SGD, local_server=DelayedNesterov(buffer=None, c=0.9)), {}, "c=0.9 must be in"),
+    (lambda: DecoupledDiLoCoStrategy(SGD, quorum=5), {}, "quorum=5 is more than the nodes"),
+    (lambda: DecoupledDiLoCoStrategy(SGD, tokens=[1.0, 2.0]), {}, "tokens is for 2 nodes"),
+    (lambda: DecoupledDiLoCoStrategy(SGD, fragments=[["w"]]), {}, "must hold each parameter once"),
     (lambda: ADPSGDStrategy(SGD, torch.ones(3, 3)), {}, "topology is for 3 nodes"),
     (lambda: ADPSGDStrategy(SGD), {"network": Network(1e6)}, "leave out network"),
     (lambda: HALoSStrategy(SGD), {"compute": None}, "HALoSStrategy needs compute="),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from vecgym.clock.trace import Bar
 from vecgym.clock.units import readable_time
 from vecgym.core import check
 from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update, Wires
+from vecgym.engine.fragments import FragmentRules
 from vecgym.engine.pairs import PairRules
 from vecgym.engine.regions import RegionRules
 from vecgym.strategy.ad_psgd import ADPSGDStrategy, Neighbours
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
+from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.halos import HALoSStrategy
 
 if TYPE_CHECKING:
@@ -28,21 +30,23 @@ if TYPE_CHECKING:
 
 
 def rules_of(
-    strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None, num_bytes: float,
-    seed: int,
+    strategy: EventDriven, num_nodes: int, compute: Compute, network: Network | None,
+    sizes: Mapping[str, int], seed: int,
 ) -> tuple[Rules, StepSeconds]:  # fmt: skip
     """Return the rules of a run, and how long each step of each node takes.
 
     Args:
-        num_bytes: of the parameters, and so of a message.
+        sizes: bytes of each parameter, by name.
         seed: of the run, by which neighbours are drawn.
 
-    >>> rules, seconds = rules_of(AsyncStrategy(H=4, dylu=True), 2, Compute([1.0, 2.0]), None, num_bytes=8, seed=0)
+    >>> rules, seconds = rules_of(AsyncStrategy(H=4, dylu=True), 2, Compute([1.0, 2.0]), None, sizes={"w": 8}, seed=0)
     >>> rules.num_steps, seconds(1, 0)
     ((4, 2), 2.0)
     """
     nominal = compute.seconds.expand(num_nodes).tolist()
-    seconds = step_seconds_of(compute, num_nodes)
+    seconds, num_bytes = step_seconds_of(compute, num_nodes), sum(sizes.values())
+    if isinstance(strategy, DecoupledDiLoCoStrategy):
+        return _of_fragments(strategy, nominal, network, sizes), seconds
     if isinstance(strategy, HALoSStrategy):
         return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, num_bytes), seconds
     if isinstance(strategy, ADPSGDStrategy):
@@ -53,6 +57,19 @@ def rules_of(
         None if network is None else wires_of(network, num_nodes, num_bytes),
     )  # fmt: skip
     return rules, seconds
+
+
+def _of_fragments(
+    strategy: DecoupledDiLoCoStrategy, nominal: Sequence[float], network: Network | None, sizes: Mapping[str, int]
+) -> FragmentRules:
+    K, num_bytes = len(nominal), sum(sizes.values())
+    shares = [sum(sizes[name] for name in names) / num_bytes for names in strategy.fragments_of(sizes)]
+    step = sum(nominal) / K if strategy.step_seconds is None else strategy.step_seconds
+    return FragmentRules(
+        (1,) * K, wires=None if network is None else wires_of(network, K, num_bytes), H=strategy.H,
+        shares=tuple(shares), quorum=strategy.quorum or K, overlap=strategy.overlap, gamma=strategy.grace, nominal=step,
+        sync=strategy.sync_seconds, tokens=tuple(strategy.tokens_of(K)),
+    )  # fmt: skip
 
 
 def _in_pairs(strategy: ADPSGDStrategy, num_nodes: int, network: Network | None, seed: int) -> PairRules:
@@ -192,12 +209,11 @@ class AsyncTimeline:
         sent, received = torch.zeros(2, K, dtype=torch.float64)
         if rules.wires is not None:
             for event in events:
-                if isinstance(event, Arrival):
-                    sent[event.node] += rules.wires.num_bytes * max(rules.wires.up[event.node], rules.wires.server)
-                elif isinstance(event, Restart):
-                    for node in event.nodes:
-                        pace = max(rules.wires.down[node], rules.wires.server)
-                        received[node] += rules.wires.num_bytes * pace
+                senders, receivers, share = rules.messages_of(event)
+                for node in senders:
+                    sent[node] += share * rules.wires.num_bytes * max(rules.wires.up[node], rules.wires.server)
+                for node in receivers:
+                    received[node] += share * rules.wires.num_bytes * max(rules.wires.down[node], rules.wires.server)
         used = float((computed / end).mean()) if end > 0 else 1.0
         per_node = PerNode(computed, end - computed, sent, received)
         return cls(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)

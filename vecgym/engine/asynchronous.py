@@ -169,30 +169,30 @@ class AsyncSimulation(Simulation):
         order = sorted(rows, key=lambda node: (-self.num_steps[node], counts[node], node))
         chosen = torch.tensor(order)
         start = nodes.take_rows(state.strategy["starts"], chosen, copy=True)
-        local = _Local(
+        local = LocalState(
             params=tree.map(torch.clone, start) if inplace else start,
             buffers=nodes.take_rows(state.buffers, chosen),
             optimizer=self.strategy.take_rows(state.optimizer, chosen),
             losses=state.strategy["losses"].new_zeros(len(order)),
         )
-        ended: list[_Local] = []
+        ended: list[LocalState] = []
         done = 0
         for until in sorted({self.num_steps[node] for node in order}):
             here = [node for node in order if self.num_steps[node] >= until]
             ended.append(local.rows(len(here), len(local.losses)))
             local = local.rows(0, len(here))
             for step in range(done, until):
-                local = self._local_step(local, here, [counts[node] + step for node in here], inplace)
+                local = self.local_step(local, here, [counts[node] + step for node in here], inplace)
             done = until
-        local = _Local.joined([local, *reversed(ended)])
+        local = LocalState.joined([local, *reversed(ended)])
         return self._with_rounds(state, chosen, start, local, inplace)
 
-    def _local_step(self, local: _Local, here: Sequence[int], counts: Sequence[int], inplace: bool) -> _Local:
+    def local_step(self, local: LocalState, here: Sequence[int], counts: Sequence[int], inplace: bool) -> LocalState:
         """Take one step of the inner optimizer on the nodes `here`, which have done so many before."""
         ctx = self.context(here, counts, inplace)
         found = self.gradients(local.params, local.buffers, here, counts, inplace)
         params, optimizer = self._optimize(local.params, found.grads, local.optimizer, ctx)
-        return _Local(params, found.buffers, optimizer, local.losses + found.losses)
+        return LocalState(params, found.buffers, optimizer, local.losses + found.losses)
 
     def context(self, here: Sequence[int], counts: Sequence[int], inplace: bool) -> Context:
         """Return where the nodes `here` are, which have done so many steps."""
@@ -213,7 +213,7 @@ class AsyncSimulation(Simulation):
             minibatch_size=self.minibatch_size, differentiable=not inplace, limits=limits,
         )  # fmt: skip
 
-    def _with_rounds(self, state: State, chosen: Tensor, start: Tree, local: _Local, inplace: bool) -> State:
+    def _with_rounds(self, state: State, chosen: Tensor, start: Tree, local: LocalState, inplace: bool) -> State:
         """Return the state with what rounds have come to."""
         K, was = self.num_local, state.strategy
         steps = torch.tensor([self.num_steps[node] for node in chosen.tolist()])
@@ -234,7 +234,7 @@ class AsyncSimulation(Simulation):
         )
 
 
-class _Local(NamedTuple):
+class LocalState(NamedTuple):
     """What evolves in the rounds of some nodes, `[n, *]`."""
 
     params: Tree
@@ -242,18 +242,18 @@ class _Local(NamedTuple):
     optimizer: dict[str, Any]
     losses: Tensor  # summed over the steps
 
-    def rows(self, a: int, b: int) -> _Local:
+    def rows(self, a: int, b: int) -> LocalState:
         """View nodes a to b."""
         if (a, b) == (0, len(self.losses)):
             return self
-        found: _Local = tree.map_leaves(lambda x: x[a:b], self)
+        found: LocalState = tree.map_leaves(lambda x: x[a:b], self)
         return found
 
     @classmethod
-    def joined(cls, parts: Sequence[_Local]) -> _Local:
+    def joined(cls, parts: Sequence[LocalState]) -> LocalState:
         """Put the nodes of several together again."""
         parts = [part for part in parts if len(part.losses)]
-        found: _Local = parts[0] if len(parts) == 1 else nodes.join_rows(parts)
+        found: LocalState = parts[0] if len(parts) == 1 else nodes.join_rows(parts)
         return found
 
 
@@ -269,6 +269,7 @@ class Handling:
         self.transfers: list[Transfer] = []
         self.computed: list[int] = []
         self.losses: dict[int, list[Tensor]] = {}
+        self.count: int | None = None  # the server's updates before this one, if not those of the run
 
     def handle(self, event: Event) -> None:
         getattr(self, self.handlers[type(event)])(event)
@@ -353,7 +354,8 @@ class Handling:
             simulation.comm, node_steps=torch.tensor(last), max_steps=simulation.max_steps, rows=ids, own_time=True
         )  # fmt: skip
         lr = ctx.own(simulation.strategy.lr(ctx))
-        outer_lr = None if simulation.server is None else simulation.server.lr(self.state.step - 1)
+        count = self.state.step - 1 if self.count is None else self.count
+        outer_lr = None if simulation.server is None else simulation.server.lr(count)
         active = sorted({arrival.node for arrival in self.arrivals})
         metrics = Metrics(self.mean_losses(), lr, active, outer_lr, tuple(self.transfers))
         return Updated(metrics, tuple(self.arrivals), tuple(self.computed))

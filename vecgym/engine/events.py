@@ -117,15 +117,60 @@ class Averaged(NamedTuple):
     neighbour: int
 
 
-Event = Arrival | Update | Restart | Sent | Delivered | Replied | Averaged
+class Uploaded(NamedTuple):
+    """A node sends what it has moved of a fragment, in so many steps; see `vecgym.engine.fragments`."""
+
+    time: float
+    node: int
+    fragment: int
+    number: int
+    num_steps: int
+
+
+class Merged(NamedTuple):
+    """A node merges a version of a fragment of the server's, before its next step."""
+
+    time: float
+    node: int
+    fragment: int
+    version: int
+
+
+class Closed(NamedTuple):
+    """The server makes a version of a fragment, whose version it was, of these movements with these weights."""
+
+    time: float
+    fragment: int
+    version: int
+    arrivals: tuple[Arrival, ...]
+    weights: tuple[float, ...]
+
+
+class Forgotten(NamedTuple):
+    """Nobody needs a version of a fragment any more, or a message of it, (node, number), which has come too late."""
+
+    time: float
+    fragment: int
+    version: int | None
+    message: tuple[int, int] | None
+
+
+Event = Arrival | Update | Restart | Sent | Delivered | Replied | Averaged | Uploaded | Merged | Closed | Forgotten
 
 
 def arrivals_of(events: Sequence[Event]) -> tuple[Arrival, ...]:
     """Return the arrivals of which an update is made; `events`: all after the update before, up to it."""
-    messages = [event for event in events if isinstance(event, Delivered)]
+    messages = [event for event in events if isinstance(event, (Delivered, Closed))]
     if messages:
         return tuple(arrival for message in messages for arrival in message.arrivals)
     return tuple(event for event in events if isinstance(event, Arrival))
+
+
+def trained_in(events: Sequence[Event]) -> tuple[Arrival, ...]:
+    """Return the arrivals whose local steps are counted with an update: each step once."""
+    if any(isinstance(event, Closed) for event in events):  # movements of fragments share their steps
+        return tuple(event for event in events if isinstance(event, Arrival))
+    return arrivals_of(events)
 
 
 @dataclass(frozen=True)
@@ -178,6 +223,12 @@ class Rules:
         """Yield what happens, without an end."""
         return _Run(self, step_seconds).events()
 
+    def messages_of(self, event: Event) -> tuple[Sequence[int], Sequence[int], float]:
+        """Return who sends, who receives, and which share of `num_bytes`, at an event."""
+        if isinstance(event, Arrival):
+            return (event.node,), (), 1.0
+        return (), event.nodes if isinstance(event, Restart) else (), 1.0
+
     def seconds_of_round(self, node: int, first_step: int, step_seconds: StepSeconds) -> float:
         """Return how long a round takes, summed from left to right."""
         took = 0.0
@@ -215,7 +266,7 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Event]
             break
         events.append(event)
         if isinstance(event, Update):
-            steps += sum(arrival.num_steps for arrival in arrivals_of(events[last:]))
+            steps += sum(arrival.num_steps for arrival in trained_in(events[last:]))
             last, version = len(events), event.version
             if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
                 break
@@ -355,16 +406,18 @@ class Links:
     def __post_init__(self) -> None:
         self.node_up, self.node_down = [0.0] * self.num_nodes, [0.0] * self.num_nodes
 
-    def up(self, node: int, ready: float) -> float:
-        """Send a movement; return when it is at the server."""
+    def up(self, node: int, ready: float, share: float = 1.0) -> float:
+        """Send a movement, or a share of it; return when it is at the server."""
         wires = self.wires
-        end = max(ready, self.node_up[node], self.server_in) + wires.num_bytes * max(wires.up[node], wires.server)
+        took = share * wires.num_bytes * max(wires.up[node], wires.server)
+        end = max(ready, self.node_up[node], self.server_in) + took
         self.node_up[node] = self.server_in = end
         return end + wires.latency[node]
 
-    def down(self, node: int, ready: float) -> float:
-        """Send the server's parameters; return when they are at the node."""
+    def down(self, node: int, ready: float, share: float = 1.0) -> float:
+        """Send the server's parameters, or a share of them; return when they are at the node."""
         wires = self.wires
-        end = max(ready, self.server_out, self.node_down[node]) + wires.num_bytes * max(wires.down[node], wires.server)
+        took = share * wires.num_bytes * max(wires.down[node], wires.server)
+        end = max(ready, self.server_out, self.node_down[node]) + took
         self.node_down[node] = self.server_out = end
         return end + wires.latency[node]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from vecgym.engine.ad_psgd import ADPSGDSimulation
 from vecgym.engine.asynchronous import AsyncSimulation
+from vecgym.engine.decoupled import DecoupledSimulation
 from vecgym.engine.halos import HALoSSimulation
 from vecgym.strategy.ad_psgd import ADPSGDStrategy
 from vecgym.strategy.asynchronous import EventDriven
+from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.halos import HALoSStrategy
 
 SIMULATIONS: dict[type[EventDriven], type[AsyncSimulation]] = {
     HALoSStrategy: HALoSSimulation,
     ADPSGDStrategy: ADPSGDSimulation,
+    DecoupledDiLoCoStrategy: DecoupledSimulation,
 }
 
 

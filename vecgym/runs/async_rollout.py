@@ -30,8 +30,8 @@ def run_async(
     strategy, K = options.strategy, options.num_nodes
     assert isinstance(strategy, EventDriven)
     assert options.compute is not None
-    num_bytes = sum(payload_bytes(p[None]) for p in engine.params.values())
-    rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes, options.seed)
+    sizes = {name: payload_bytes(p[None]) for name, p in engine.params.items()}
+    rules, seconds = rules_of(strategy, K, options.compute, options.network, sizes, options.seed)
     most = K * len(steps) if options.max_updates is None else options.max_updates
     updates = _with_batches(updates_of(schedule(rules, seconds, Stop(updates=most))), len(steps))
     if not updates:

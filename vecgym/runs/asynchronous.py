@@ -15,7 +15,7 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
 from vecgym.engine.asynchronous import AsyncSimulation, Updated, updates_of
-from vecgym.engine.events import Arrival, Delivered, Event, Stop, arrivals_of, schedule
+from vecgym.engine.events import Arrival, Closed, Delivered, Event, Stop, schedule, trained_in
 from vecgym.engine.kinds import simulation_of
 from vecgym.engine.simulation import Simulation
 from vecgym.runs.evaluation import average, evaluated_columns
@@ -39,8 +39,8 @@ class AsyncRun(Run[M]):
         options, strategy, K = self.options, self.options.strategy, self.options.num_nodes
         assert isinstance(strategy, EventDriven)
         assert isinstance(options.compute, Compute)
-        num_bytes = sum(payload_bytes(p[None]) for p in self.engine.params.values())
-        self.rules, seconds = rules_of(strategy, K, options.compute, options.network, num_bytes, options.seed)
+        sizes = {name: payload_bytes(p[None]) for name, p in self.engine.params.items()}
+        self.rules, seconds = rules_of(strategy, K, options.compute, options.network, sizes, options.seed)
         events = schedule(self.rules, seconds, self._stop())
         self.updates = updates_of(events)
         self.num_steps = len(self.updates)
@@ -118,7 +118,7 @@ class AsyncRun(Run[M]):
         stale = [arrival.staleness for arrival in arrivals]
         self.recorder.update(
             step, updated.metrics, epoch=totals[step] / self.options.num_nodes / self.train.steps_per_epoch,
-            seen=sum(map(self._examples, arrivals)), fetch=evaluated,
+            seen=sum(map(self._examples, trained_in(self.updates[step - 1]))), fetch=evaluated,
             sim_seconds=float(self.timeline.update_seconds[step - 1]), version=step, num_arrived=len(arrivals),
             staleness=sum(stale) / len(stale), staleness_max=max(stale), local_steps_total=totals[step],
             nodes_per_call=sum(updated.computed) / len(updated.computed) if updated.computed else None,
@@ -131,7 +131,7 @@ class AsyncRun(Run[M]):
         if "_summed" not in vars(self):
             self._summed = [0]
             for events in self.updates:
-                steps = sum(arrival.num_steps for arrival in arrivals_of(events))
+                steps = sum(arrival.num_steps for arrival in trained_in(events))
                 self._summed.append(self._summed[-1] + steps)
         return self._summed
 
@@ -179,4 +179,6 @@ def columns_of(events: Sequence[Event]) -> dict[str, Any]:
     for event in events:
         if isinstance(event, Delivered):
             return {"region": event.region, "region_staleness": event.staleness}
+        if isinstance(event, Closed):
+            return {"fragment": event.fragment}
     return {}

@@ -3,7 +3,8 @@
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
-             HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs
+             HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
+             DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
@@ -36,6 +37,7 @@ from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModul
 from vecgym.strategy.codes import Compressed
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import compressed
+from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
@@ -72,6 +74,7 @@ __all__ = [
     "Corrupted",
     "DeMoCommunicator",
     "DeMoStrategy",
+    "DecoupledDiLoCoStrategy",
     "DelayedNesterov",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
