@@ -34,6 +34,7 @@ class DecoupledSimulation(AsyncSimulation):
 
     def init(self, params: Tree | None = None) -> State:
         state = super().init(params)
+        assert self.server is not None
         self.fragments = self.strategy.fragments_of(self.comm.ledger.sizes)
         parts = [{name: state.params[name] for name in names} for names in self.fragments]
         strategy = {

@@ -82,7 +82,8 @@ class ADPSGDStrategy(EventDriven):
     ) -> None:
         super().__init__(inner_optim, **inner)
         self.topology = _topology(topology)
-        self.mix: Order = check.choice("mix", mix, get_args(Order))
+        check.choice("mix", mix, get_args(Order))
+        self.mix: Order = mix
         self.together = check.flag("together", together)
 
     def check(self, num_nodes: int, max_steps: int) -> None:

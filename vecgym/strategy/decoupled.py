@@ -111,7 +111,8 @@ class DecoupledDiLoCoStrategy(EventDriven):
             check.number("tokens", x, "(0, inf)", "of a step, one number or a list of each node's")
             for x in (tokens if isinstance(tokens, (list, tuple)) else [tokens])
         ]
-        self.merging: Merging = check.choice("merging", merging, get_args(Merging))
+        check.choice("merging", merging, get_args(Merging))
+        self.merging: Merging = merging
         self.plain = _names("plain", plain)
         self.together = check.flag("together", together)
 
