@@ -23,8 +23,9 @@ from vecgym.clock import AsyncTimeline, Compute, Network
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.topology import Links
 from vecgym.data import Batches
-from vecgym.engine.events import Arrival, Closed, Delivered, Restart, Stop, Update, Uploaded, Wires, schedule
+from vecgym.engine.events import Arrival, Closed, Delivered, Restart, Stop, Update, Uploaded, schedule
 from vecgym.engine.regions import RegionRules
+from vecgym.engine.wires import Wires
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,
@@ -63,9 +64,9 @@ def batch_of(batches: Batches) -> Callable[[int, int], Any]:
 
 
 def inner_of(rng: random.Random) -> tuple[OptimSpec, tuple[Any, dict[str, float]]]:
-    kind: Any
-    hyper: dict[str, Any]
-    name, kind, hyper = rng.choice([("sgd", torch.optim.SGD, {"lr": 0.05}), ("adamw", torch.optim.AdamW, {"lr": 0.01})])
+    sgd: Any = "sgd", torch.optim.SGD, {"lr": 0.05}
+    adamw: Any = "adamw", torch.optim.AdamW, {"lr": 0.01}
+    name, kind, hyper = rng.choice([sgd, adamw])
     return OptimSpec(name, **hyper), (kind, hyper)
 
 
@@ -103,13 +104,13 @@ def test_halos_is_its_twin(case: int) -> None:
     every, a = rng.choice([1, 3, 5]), rng.choice([0.0, 0.25, 1.0])
     how = rng.choice(["H", "dylu", "each"])
     steps = {"H": [4] * K, "dylu": halos_twin.halos_steps(4, median), "each": [3, 1, 2, 4]}[how]
-    chosen: dict[str, Any] = {"H": {"dylu": False}, "dylu": {}, "each": {"local_steps": steps}}[how]
+    settings: dict[str, dict[str, Any]] = {"H": {"dylu": False}, "dylu": {}, "each": {"local_steps": steps}}
     staleness: Any = rng.choice(["none", "inverse_sqrt", lambda s: 0.9**s])
     scheduled = (lambda step: 0.98**step) if rng.random() < 0.5 else None
 
     strategy = Halos(
         inner, regions, local, central, H=4, local_updates=every, alpha=a, staleness=staleness, max_norm=1.0,
-        between=between if far else None, lr_scheduler=scheduled, **chosen,
+        between=between if far else None, lr_scheduler=scheduled, **settings[how],
     )  # fmt: skip
     updates = 200 // every
     trainer = fit(

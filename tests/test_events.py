@@ -8,7 +8,8 @@ from collections import defaultdict
 
 import pytest
 
-from vecgym.engine.events import Arrival, Event, Restart, Rules, Stop, Update, Wires, schedule
+from vecgym.engine.events import Arrival, Event, Restart, Rules, Stop, Update, schedule
+from vecgym.engine.wires import Wires
 
 
 def of(events: list[Event], kind: type) -> list:

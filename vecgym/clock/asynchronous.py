@@ -16,10 +16,11 @@ from vecgym.clock.timeline import PerNode
 from vecgym.clock.trace import Bar
 from vecgym.clock.units import readable_time
 from vecgym.core import check
-from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update, Wires
+from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update
 from vecgym.engine.fragments import FragmentRules
 from vecgym.engine.pairs import PairRules
 from vecgym.engine.regions import RegionRules
+from vecgym.engine.wires import Wires
 from vecgym.strategy.ad_psgd import ADPSGDStrategy, Neighbours
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy

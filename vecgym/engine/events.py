@@ -26,8 +26,10 @@ import copy
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from vecgym.engine.wires import Links, Wires
 
 Grace = Literal["full", "until_last"]
 StepSeconds = Callable[[int, int], float]  # (node, its own count of steps) -> seconds of that step
@@ -171,32 +173,6 @@ def trained_in(events: Sequence[Event]) -> tuple[Arrival, ...]:
     if any(isinstance(event, Closed) for event in events):  # movements of fragments share their steps
         return tuple(event for event in events if isinstance(event, Arrival))
     return arrivals_of(events)
-
-
-@dataclass(frozen=True)
-class Wires:
-    """The links between the nodes and a server: each end serves one message at a time in each direction.
-
-    A message takes its bytes times the slower of the two ends' seconds a byte, and is there a latency later.
-
-    Attributes:
-        num_bytes: of a message, up and down.
-        up, down: seconds a byte of each node's link.
-        latency: seconds, of each node's.
-        server: seconds a byte of the server's link.
-    """
-
-    num_bytes: float
-    up: Sequence[float]
-    down: Sequence[float]
-    latency: Sequence[float]
-    server: float = 0.0
-
-    @classmethod
-    def none(cls, num_nodes: int) -> Wires:
-        """Links on which messages take no time."""
-        none = (0.0,) * num_nodes
-        return cls(0.0, none, none, none)
 
 
 @dataclass(frozen=True)
@@ -390,34 +366,3 @@ class Begun(NamedTuple):
     begin: float
     end: float
     version: int
-
-
-@dataclass
-class Links:
-    """Until when each end of the wires is taken."""
-
-    wires: Wires
-    num_nodes: int
-    node_up: list[float] = field(init=False)
-    node_down: list[float] = field(init=False)
-    server_in: float = 0.0
-    server_out: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.node_up, self.node_down = [0.0] * self.num_nodes, [0.0] * self.num_nodes
-
-    def up(self, node: int, ready: float, share: float = 1.0) -> float:
-        """Send a movement, or a share of it; return when it is at the server."""
-        wires = self.wires
-        took = share * wires.num_bytes * max(wires.up[node], wires.server)
-        end = max(ready, self.node_up[node], self.server_in) + took
-        self.node_up[node] = self.server_in = end
-        return end + wires.latency[node]
-
-    def down(self, node: int, ready: float, share: float = 1.0) -> float:
-        """Send the server's parameters, or a share of them; return when they are at the node."""
-        wires = self.wires
-        took = share * wires.num_bytes * max(wires.down[node], wires.server)
-        end = max(ready, self.server_out, self.node_down[node]) + took
-        self.node_down[node] = self.server_out = end
-        return end + wires.latency[node]

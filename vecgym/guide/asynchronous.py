@@ -50,6 +50,17 @@ outer optimizer.
 An update at every arrival with momentum adds up: rates that suit DiLoCo are about K times too large for
 `OuterOptimizer` with `buffer=1`. A server of your own is a subclass of `vecgym.strategy.Server` with one method.
 
+## Two levels, pairs, fragments
+
+- `HALoSStrategy(regions=...)`: nodes send to a server in their region, regions to a global one; `between=` is the
+  servers' network. Rows are updates of the global server.
+- `ADPSGDStrategy(topology=...)`: no server. A node that ends a step averages with one random neighbour, whatever that
+  one is doing. A row is for K steps, of whichever nodes, and what is evaluated is the mean of the nodes.
+- `DecoupledDiLoCoStrategy(quorum=..., fragments=...)`: nodes never stop. The server merges each fragment of the model
+  when a quorum has sent it. Rows are updates of fragments.
+
+All that follows is true of them as well.
+
 ## How long, and what is recorded
 
 A run ends after `max_updates` of the server, `max_seconds` of simulated time, or `max_steps` local steps (the mean over

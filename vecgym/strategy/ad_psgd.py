@@ -92,7 +92,11 @@ class ADPSGDStrategy(EventDriven):
         self.weights(num_nodes)
 
     def weights(self, num_nodes: int) -> Tensor:
-        """Return what the probabilities of neighbours are in proportion to, `[K, K]`."""
+        """Return what the probabilities of neighbours are in proportion to, `[K, K]`.
+
+        >>> ADPSGDStrategy(topology=[[0, 1], [1, 0]]).weights(num_nodes=2).tolist()
+        [[0.0, 1.0], [1.0, 0.0]]
+        """
         if isinstance(self.topology, str):
             return FIXED[self.topology](num_nodes)
         if len(self.topology) != num_nodes:

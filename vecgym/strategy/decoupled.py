@@ -133,7 +133,11 @@ class DecoupledDiLoCoStrategy(EventDriven):
         return self.server.of(num_nodes)
 
     def tokens_of(self, num_nodes: int) -> list[float]:
-        """Return the tokens of a step of each node."""
+        """Return the tokens of a step of each node.
+
+        >>> DecoupledDiLoCoStrategy(tokens=4096.0).tokens_of(2)
+        [4096.0, 4096.0]
+        """
         return self._tokens if len(self._tokens) == num_nodes else self._tokens * num_nodes
 
     def fragments_of(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
