@@ -42,12 +42,17 @@ from vecgym.runs import memory
 from vecgym.runs.recorder import Loggers
 from vecgym.runs.verification import Check, Difference
 from vecgym.strategy import (
+    AsyncStrategy,
     AveragingCommunicator,
     Context,
+    DelayedNesterov,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    FedBuff,
+    HeLoCo,
     Mean,
     MostMoved,
+    OuterOptimizer,
     RandomSelector,
     RankStrategy,
     Rounds,
@@ -89,6 +94,9 @@ UNCALLED = {
     **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
        ("", ".train")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
+    "vecgym.clock.AsyncTimeline": "made by a run",
+    "vecgym.clock.AsyncTimeline.of": "made by a run",
+    "vecgym.strategy.AsyncStrategy.active_nodes": "says to all that it does not work",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
 
@@ -172,6 +180,22 @@ def _trained() -> vecgym.Trainer:
     trainer = vecgym.Trainer(Line(), examples(), examples(4))
     trainer.fit(strategy(), K, **SETTINGS)
     return trainer
+
+
+@functools.cache
+def _asynchronous() -> vecgym.Trainer:
+    trainer = vecgym.Trainer(Line(), examples(), examples(4))
+    trainer.fit(AsyncStrategy("sgd", H=1, lr=0.1), K, compute=Compute([1.0, 2.0]), **SETTINGS)
+    return trainer
+
+
+def _theta() -> dict[str, Tensor]:
+    return {"w": torch.arange(1.0, DIM + 1)[None]}
+
+
+def _state_of_server(server: Any) -> dict[str, Any]:
+    state: dict[str, Any] = server().init(_theta())
+    return state
 
 
 @functools.cache
@@ -593,7 +617,27 @@ VALUES_OF |= {
 }
 
 # Objects whose methods are called, where the call of the class does not make a fit one.
+_SERVED: dict[str, Callable[[], Any]] = {
+    "num_updates": lambda: 4, "params": _theta, "movement": _theta, "update": lambda: 0,
+}  # fmt: skip
+for _server in (DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer):
+    VALUES_OF[f"vecgym.strategy.{_server.__name__}"] = {
+        **_SERVED,
+        "state": functools.partial(_state_of_server, _server),
+    }
+VALUES_OF |= {
+    "vecgym.strategy.Server": {**_SERVED, "state": functools.partial(_state_of_server, OuterOptimizer)},
+    "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
+    "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
+    "vecgym.data.Batches.at": {"steps": lambda: [0] * K},
+    "vecgym.strategy.AsyncStrategy.steps_of_rounds": {"step_seconds": lambda: [1.0, 2.0]},
+    "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 2.0 * step},
+}
+
 OBJECTS: dict[str, Callable[[], Any]] = {
+    "vecgym.clock.AsyncTimeline": lambda: copy.deepcopy(_asynchronous().timeline()),
+    "vecgym.strategy.Server": OuterOptimizer,
+    "vecgym.strategy.DelayedNesterov": lambda: DelayedNesterov(buffer=2),
     "vecgym.Trainer": trained,
     "vecgym.History": history,
     "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),
@@ -758,6 +802,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.compress.TopK": ("fraction",),
     "vecgym.clock.Network": ("bandwidth",),
     "vecgym.core.tree.map": ("trees",),
+    "vecgym.Trainer.timeline": ("network", "compute"),
 }
 
 
