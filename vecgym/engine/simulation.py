@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,38 +17,16 @@ from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
+from vecgym.engine.presence import Presence
+from vecgym.engine.returning import rejoined
+from vecgym.engine.rows import put, taken
+from vecgym.engine.state import State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import moments_in, with_moments
+from vecgym.strategy.communication import overrides
 from vecgym.strategy.per_rank import as_strategy
 
-
-@dataclass(frozen=True)
-class State:
-    """All that evolves in a run. A node dimension of size 1 means "the same on every node".
-
-    Where the L nodes are those of C configurations, parameters may be `[C, *]`: one row for L / C nodes each.
-
-    Attributes:
-        step: optimizer steps done.
-        params: trainable parameters, `[1 or L, *]`.
-        buffers: `[1 or L, *]`.
-        optimizer: the inner optimizer's state.
-        strategy: the communication modules' states.
-        node_steps: optimizer steps that each node has done, `[L]`.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy import DiLoCoStrategy
-    >>> state = Simulation(nn.Linear(2, 1), DiLoCoStrategy("sgd", lr=0.1), StackedCollectives(4)).init()
-    >>> state.step, state.params["weight"].shape, state.strategy["0"]["params"]["bias"].shape
-    (0, torch.Size([1, 1, 2]), torch.Size([1, 1]))
-    """
-
-    step: int
-    params: Tree
-    buffers: Tree
-    optimizer: dict[str, Any]
-    strategy: dict[str, Any]
-    node_steps: Tensor
+MAX_PARTS = 64  # sets of nodes whose simulation is kept
 
 
 class Metrics(NamedTuple):
@@ -62,6 +41,7 @@ class Metrics(NamedTuple):
     active: list[int] | None = None  # the nodes that trained; None: all
     outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
     transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
+    num_present: int | None = None  # nodes that were there, where some may be absent
 
 
 class Simulation:
@@ -102,6 +82,7 @@ class Simulation:
         exact: bool = False,
         keys: Sequence[tuple[int, int]] | None = None,
         own_time: bool = False,
+        presence: Presence | None = None,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
 
@@ -112,19 +93,26 @@ class Simulation:
         and the ids of `comm`.
 
         With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
-        itself.
+        itself. With a `presence` they do, and only those present take part in a step.
         """
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm
         self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
-        self.own_time = own_time
+        self.own_time = own_time or presence is not None
+        self.presence = presence
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
         # Seeds and nodes, apart: a tuple of a thousand nodes is not made anew in every step.
         self._keys = tuple(zip(*[(seed, node) for node in self._node_ids] if keys is None else keys))
+        self._rows = None if self.num_local >= comm.num_nodes else comm.node_ids
+        self._parts: dict[tuple[int, ...], Simulation] = {}  # of those present, by their ids
+        self._one_rate = False  # what the strategy stores once is trained at one rate
+        if presence is not None:
+            check_presence(presence, self.strategy)
+            self._one_rate = presence.rejoin != "own" and _exchanges_gradients(self.strategy)
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -146,26 +134,95 @@ class Simulation:
         self.strategy.close()
 
     def step(
-        self, state: State, batch: Any, *, differentiable: bool = False, observe: Callable[[Tree], None] | None = None
-    ) -> tuple[State, Metrics]:
+        self, state: State, batch: Any, *, differentiable: bool = False,
+        observe: Callable[[Tree], None] | None = None, limits: Sequence[int] | None = None,
+    ) -> tuple[State, Metrics]:  # fmt: skip
         """Take one optimizer step on every node.
 
         The ledger of `comm` does not change: what was sent is in `Metrics.transfers`.
 
         Args:
             state: is given up, unless `differentiable`.
-            batch: leaves `[L, B, ...]`.
+            batch: leaves `[L, B, ...]`; with a presence `[n, B, ...]`, those of the n nodes present.
             observe: called with the parameters, `[1 or L, *]`, after the optimizer's step and before their exchange. It
                 must not change them.
+            limits: of each row of the batch, how many of its examples are the node's own; None: those of the run.
         """
-        ctx = self._context(state.step, state.node_steps, inplace=not differentiable)
+        observe, inplace = observe or (lambda params: None), not differentiable
         self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
-            state, metrics = self._step(state, batch, ctx, observe or (lambda params: None))
+            if self.presence is None:
+                ctx = self._context(state.step, state.node_steps, inplace)
+                state, metrics = self._step(state, batch, ctx, observe)
+            else:
+                state, metrics = self._step_of_present(self.presence, state, batch, limits, inplace, observe)
         return state, metrics._replace(transfers=tuple(transfers))
 
-    def _step(self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None]) -> tuple[State, Metrics]:
+    def _step_of_present(
+        self, presence: Presence, state: State, batch: Any, limits: Sequence[int] | None, inplace: bool,
+        observe: Callable[[Tree], None],
+    ) -> tuple[State, Metrics]:  # fmt: skip
+        """Take the step with those present, as if there were no others."""
+        state = rejoined(state, presence, self.comm, inplace)
+        ids, training = presence.present(state.step), presence.training(state.step)
+        part = copy.copy(self if ids is None else self._part(ids))
+        part.comm.step = state.step
+        part.limits = part.limits if limits is None else tuple(limits)
+        if ids is None:
+            ctx = part._context(state.step, state.node_steps, inplace)
+            state, metrics = part._step(state, batch, ctx, observe, training)
+            return state, metrics._replace(num_present=part.num_local)
+        rows, members = part._rows, range(len(ids))
+        if next(tree.leaves(batch)).shape[0] == self.num_local:
+            batch = nodes.take_rows(batch, rows)
+        once = presence.rejoin != "own" and (len(ids) > 1 or self._one_rate)
+        of_part = taken(self.strategy, state, rows, alike=inplace)
+        places = dict(zip(ids, members))
+        training = None if training is None else tuple(places[node] for node in training)
+        ctx = part._context(state.step, of_part.node_steps, inplace)
+
+        def seen(params: Tree) -> None:
+            observe(put(self.strategy, state, rows, replace(of_part, params=params), once, inplace=False).params)
+
+        after, metrics = part._step(of_part, batch, ctx, seen, training)
+        active = ids if metrics.active is None else [ids[i] for i in metrics.active]
+        losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(
+            0, placed(rows, metrics.losses.device), metrics.losses
+        )
+        state = put(self.strategy, state, rows, after, once, inplace)
+        lr = ctx.own(metrics.lr)
+        return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
+
+    def _part(self, ids: tuple[int, ...]) -> Simulation:
+        """Return the simulation of some of the nodes; the last ones are kept."""
+        if ids not in self._parts:
+            while len(self._parts) >= MAX_PARTS:
+                self._parts.pop(next(iter(self._parts)))
+            part = self._parts[ids] = copy.copy(self)
+            part.comm, part.num_local, part._node_ids = self.comm.among(ids), len(ids), list(range(len(ids)))
+            part._keys = tuple([values[i] for i in ids] for values in self._keys)
+            part._rows = torch.tensor(ids)
+            part.num_examples, part.limits = (
+                None if values is None else tuple(values[i] for i in ids) for values in (self.num_examples, self.limits)
+            )
+        return self._parts[ids]
+
+    def _missed(self, step: int) -> Tensor | None:
+        """Return which of the nodes here were absent in a step; None: none was."""
+        if self.presence is None:
+            return None
+        absent = ~self.presence.row(step)
+        absent = absent if self._rows is None else absent[self._rows]
+        return absent if bool(absent.any()) else None
+
+    def _step(
+        self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None],
+        training: Sequence[int] | None = None,
+    ) -> tuple[State, Metrics]:  # fmt: skip
+        """Take the step of all nodes, of which only those in `training` train; None: all."""
         active = self.strategy.active_nodes(ctx)
+        if training is not None:
+            active = sorted(set(training).intersection(training if active is None else active))
         if active is not None:
             return self._partial_step(state, batch, active, replace(ctx, active=tuple(active)), observe)
 
@@ -260,7 +317,7 @@ class Simulation:
         mean = mean and not self.exact
         everyone = len(rows) == self.num_local
         seeds, node_ids = self._keys if everyone else ([values[row] for row in rows] for values in self._keys)
-        step = ctx.node_steps.tolist() if ctx.own_time else ctx.step
+        step = ctx.node_steps.tolist() if self.own_time else ctx.step
         local = self.engine.gradients(
             _per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
@@ -271,14 +328,39 @@ class Simulation:
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
-        rows = None if self.num_local >= self.comm.num_nodes else self.comm.node_ids
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=rows, exact=self.exact,
-            own_time=self.own_time,
+            differentiable=not inplace, num_examples=self.num_examples, rows=self._rows, exact=self.exact,
+            own_time=self.own_time and not self._one_rate, missed=None if self.presence is None else self._missed,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return replace(ctx, lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
+
+
+def check_presence(presence: Presence, strategy: Strategy) -> None:
+    """Raise a ValueError for a strategy whose nodes cannot be absent, or cannot wait for others.
+
+    >>> from vecgym.engine.availability import Facts, LocalSteps
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> check_presence(Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)), FedAvgStrategy("sgd", H=2, lr=0.1))
+    """
+    what = f"availability={presence.availability!r}"
+    if not strategy.pure:
+        raise ValueError(
+            f"{what}: this strategy is written for one rank, and all of its ranks must take part in every step. Leave "
+            "availability out, or write the strategy as a CommunicationModule."
+        )
+    if presence.waits and _exchanges_gradients(strategy):
+        raise ValueError(
+            f"{what} lets nodes wait for the others, and {strategy!r} exchanges gradients in every step: take a "
+            "strategy that exchanges parameters every H steps."
+        )
+    strategy.check_present(sorted(presence.counts), presence.run.num_nodes)
+
+
+def _exchanges_gradients(strategy: Strategy) -> bool:
+    own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
+    return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)
 
 
 def exchange_moments(

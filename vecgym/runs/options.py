@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, checks_of
 from vecgym.engine import EngineName
+from vecgym.engine.availability import Availability, as_availability
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs.checks import accumulated, check_parts, check_strategy
@@ -90,6 +91,7 @@ NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
 ]
 Device = Annotated[str | torch.device | None, lambda name, value: resolve_device(value)]
+Present = Annotated[Availability | Callable[[int], Any] | None, as_availability]
 OneOrMoreLoggers = Annotated[Logger | Sequence[Logger] | None, lambda name, value: as_loggers(value)]
 
 
@@ -269,6 +271,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it. What is
             trained does not depend on it; `Trainer.timeline` says the same afterwards.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
+        availability: who is present in which steps: `vecgym.availability.Dropout(0.1)` and others, or a function of the
+            step that returns the ids of those present. The others neither train nor exchange. None: all, always.
         computation, processes, checkpoints: the options of `Computation`, `Processes` and `Checkpoints` as groups, in
             place of their names.
 
@@ -285,6 +289,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     log_interval: Count = 1
     network: Network | None = None
     compute: clock.Compute | None = None
+    availability: Present = None
     computation: Computation | None = None
     processes: Processes | None = None
     checkpoints: Checkpoints | None = None
@@ -300,6 +305,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
+        if self.availability is not None:
+            self._check_availability()
         if self.exact and self.compile:
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
 
@@ -310,10 +317,23 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         if self.compute is not None:
             check.instance("compute", self.compute, clock.Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
             self.compute.check(self.num_nodes)
-        if (self.network is None) != (self.compute is None):
+        for_deadline = self.network is None and self.availability is not None
+        if (self.network is None) != (self.compute is None) and not for_deadline:
             given, other = ("network", "compute") if self.compute is None else ("compute", "network")
             what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
             raise ValueError(f"{given} without {other} gives no seconds: give {other}=vecgym.clock.{what} too.")
+
+    def _check_availability(self) -> None:
+        if self.backend != "stacked":
+            raise ValueError(
+                f"availability with backend={self.backend!r}: nodes may be absent only where all are in one process. "
+                'Leave availability out, or give backend="stacked".'
+            )
+        if (self.dataloader_kwargs or {}).get("num_workers"):
+            raise ValueError(
+                "availability with num_workers in dataloader_kwargs: each node reads the batch of its own count of "
+                "steps, which workers cannot read ahead. Leave num_workers out."
+            )
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; no option may be given twice."""
@@ -336,6 +356,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         """The options that are recorded in a run's settings."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
         on = {} if self.network is None else {"network": repr(self.network), "compute": repr(self.compute)}
+        on |= {} if self.availability is None else {"availability": repr(self.availability)}
         return {**{name: vars(self)[name] for name in names}, **on}
 
 

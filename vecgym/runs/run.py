@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,8 @@ from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
+from vecgym.engine.availability import Availability, Facts
+from vecgym.engine.presence import Presence
 from vecgym.engine.simulation import Simulation
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
@@ -81,12 +83,15 @@ class Run(Generic[M]):
         self.simulation = Simulation(
             self.model, options.strategy, comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
             minibatch_size=self.options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
+            presence=_presence(options, self.num_steps, num_examples),
         )  # fmt: skip
         self.ledger = comm.ledger
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
+        if (presence := self.simulation.presence) is not None:
+            self.recorder.computing = presence.computing
         if after_step is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
@@ -108,13 +113,13 @@ class Run(Generic[M]):
                     self.evaluate()
                     self._tell()
                     checkpoints.save_if_due(self.state, last=False)
-                for batch in self.train.iterate(self.state.step, self.num_steps):
+                for batch, own in self._batches():
                     step = self.state.step + 1
                     last = step == self.num_steps
                     evaluated = last or _is_due(step, options.val_interval)
 
                     observe = self._observe if evaluated else None
-                    self.state, metrics = self.simulation.step(self.state, batch, observe=observe)
+                    self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
                     recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
 
                     if _is_due(step, options.correlation_interval):
@@ -136,6 +141,20 @@ class Run(Generic[M]):
             self.nodes = self._final_nodes()
             self.simulation.close()
             recorder.finish()
+
+    def _batches(self) -> Iterator[tuple[Any, list[int] | None]]:
+        """Yield the batch of each step, and how many of its examples are each node's own, where that changes."""
+        presence = self.simulation.presence
+        if presence is None:
+            yield from ((batch, None) for batch in self.train.iterate(self.state.step, self.num_steps))
+            return
+        while self.state.step < self.num_steps:
+            step, counts, ids = self.state.step, self.state.node_steps.tolist(), presence.present(self.state.step)
+            if ids is None and all(count == step for count in counts):
+                yield self.train.batch(step), None
+            else:
+                there = range(len(counts)) if ids is None else ids
+                yield self.train.at([counts[node] for node in there], list(there))
 
     def evaluate(self) -> None:
         """Record the validation losses, and how far apart the nodes are."""
@@ -175,6 +194,15 @@ class Run(Generic[M]):
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
             "engine_reason": plan.reason,
         }  # fmt: skip
+
+
+def _presence(options: FitOptions, num_steps: int, num_examples: tuple[int, ...]) -> Presence | None:
+    """Return who is present when, looked at for all steps; None: all, always."""
+    if options.availability is None:
+        return None
+    assert isinstance(options.availability, Availability)
+    facts = Facts(options.num_nodes, num_steps, options.seed, options.compute, num_examples, options.batch_size)
+    return Presence(options.availability, facts)
 
 
 def _is_due(step: int, interval: int | None) -> bool:

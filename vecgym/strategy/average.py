@@ -45,6 +45,7 @@ class Average(ABC):
     ...         return ctx.comm.broadcast(values, src=ctx.exchange % ctx.comm.num_nodes), state
     >>> relay, ctx, values = Relay(), Context(StackedCollectives(2), exchange=3), {"w": torch.tensor([1.0, 3.0])}
     >>> relay.check(num_nodes=2, max_steps=10)
+    >>> relay.check_present([1], num_nodes=2)
     >>> relay(values, relay.init(values, ctx), ctx)[0]
     {'w': tensor([3.])}
     >>> relay.active_nodes(ctx), relay.everyone, relay.keeping(ctx)  # all take part
@@ -62,6 +63,10 @@ class Average(ABC):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the average cannot work for this run."""
+        return
+
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        """Raise a ValueError if the average cannot work while only so many of the nodes are present."""
         return
 
     def init(self, values: Tree, ctx: Context) -> State:
@@ -303,6 +308,9 @@ class Around(Average):
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.inner.check(num_nodes, max_steps)
 
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        self.inner.check_present(counts, num_nodes)
+
     def init(self, values: Tree, ctx: Context) -> State:
         return self.inner.init(values, ctx)
 
@@ -385,6 +393,17 @@ def kept(keeping: Tensor | None, old: Tree, new: Tree) -> Tree:
     if keeping is None:
         return new
     return {name: torch.where(per_row(keeping, x), old[name], x) for name, x in new.items()}
+
+
+def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return which nodes are in either, bool `[L]`; None: none are.
+
+    >>> either(torch.tensor([True, False]), None), either(torch.tensor([True, False]), torch.tensor([False, False]))
+    (tensor([ True, False]), tensor([ True, False]))
+    """
+    if a is None or b is None:
+        return b if a is None else a
+    return a | b
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:

@@ -115,6 +115,15 @@ class Strategy:
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        """Raise a ValueError if it cannot work while only so many of the nodes are present.
+
+        >>> from vecgym.strategy import GossipStrategy
+        >>> GossipStrategy("ring").check_present([2, 3], num_nodes=4)
+        """
+        for module in self.communication_modules:
+            module.check_present(counts, num_nodes)
+
     def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
         """Return the first states of optimizer and modules; `params` are `[1 or L, *]`."""
         ctx = self._told(ctx)

@@ -23,9 +23,9 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
-from vecgym.strategy.average import Average, check_average, kept, per_row, shown
+from vecgym.strategy.average import Average, check_average, either, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
-from vecgym.strategy.when import Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
+from vecgym.strategy.when import QUEUE, Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
 DEFAULT_H = 100
@@ -42,6 +42,9 @@ class Exchange(CommunicationModule):
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.when.check(max_steps, self)
         self.average.check(num_nodes, max_steps)
+
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        self.average.check_present(counts, num_nodes)
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return self.average.active_nodes(self._counted(ctx))
@@ -149,7 +152,7 @@ class Parameters(Exchange):
 
     def init(self, params: Tree, ctx: Context) -> State:
         state = self.average.init(params, ctx)
-        return {"average": state, "queue": self._late.init(self.average.empty(params))} if self.delay else state
+        return {"average": state, QUEUE: self._late.init(self.average.empty(params))} if self.delay else state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if self.delay == 0:
@@ -158,11 +161,12 @@ class Parameters(Exchange):
         if self.when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
                 new, average = self.average.agree(params, average, replace(self._counted(ctx), inplace=False))
-        due, queue = self._late.turn(new, state["queue"], ctx.step)
+        due, queue = self._late.turn(new, state[QUEUE], ctx.step)
         before = ctx.step - self.delay  # when what is due was agreed on
         keeping = self.average.keeping(replace(ctx, exchange=self.when.count(before))) if before >= 0 else None
+        keeping = either(keeping, ctx.missing(before))
         written = self.average.write(due, params, ctx if keeping is None else replace(ctx, inplace=False))
-        return kept(keeping, params, written), {"average": average, "queue": queue}
+        return kept(keeping, params, written), {"average": average, QUEUE: queue}
 
     def stack_key(self) -> Hashable:
         """Return the interval; None for late ones, `SyncWeight`s, and any average but the mean of all nodes.
@@ -308,7 +312,7 @@ class OuterStep(Exchange):
         if average := self.average.init(tree.map(torch.zeros_like, params), ctx):
             state["average"] = average
         if self.delay:
-            state["queue"] = self._late.init(nothing(params))
+            state[QUEUE] = self._late.init(nothing(params))
         return state
 
     def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
@@ -319,12 +323,13 @@ class OuterStep(Exchange):
         if when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
                 delta, state = self._movement(params, state, self._counted(ctx))
-        due, queue = self._late.turn(delta, state["queue"], ctx.step)
-        state = {**state, "queue": queue}
+        due, queue = self._late.turn(delta, state[QUEUE], ctx.step)
+        state = {**state, QUEUE: queue}
         before = ctx.step - self.delay  # when what is due was sent
         if before < 0 or not when.due(before):
             return params, state
-        return self._moved(params, due, state, replace(ctx, exchange=self.when.count(before)))
+        new, state = self._moved(params, due, state, replace(ctx, exchange=self.when.count(before)))
+        return kept(ctx.missing(before), params, new), state
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         delta, state = self._movement(params, state, ctx)
