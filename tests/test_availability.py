@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from vecgym.clock import Compute, Network
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Links, exponential
-from vecgym.engine.availability import Availability, Both, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
+from vecgym.engine.attendance import Both
+from vecgym.engine.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
 from vecgym.engine.presence import Presence
 from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import (
@@ -53,12 +55,10 @@ F64 = torch.float64
 
 # Every strategy of the catalogue, and those of the table of properties, in small.
 MADE: dict[str, Callable[[], Strategy]] = {
-    **{name: lambda row=row: row.make(H=H, p=0.3, inner_optim="adamw", lr=0.01) for name, row in CATALOGUE.items()},
+    **{name: partial(row.make, H=H, p=0.3, inner_optim="adamw", lr=0.01) for name, row in CATALOGUE.items()},
 }  # fmt: skip
 MADE |= {
-    name: lambda row=row: row.make(inner_optim="adamw", lr=0.01)  # type: ignore[misc]
-    for name, row in STRATEGIES.items()
-    if name not in CATALOGUE
+    name: partial(row.make, inner_optim="adamw", lr=0.01) for name, row in STRATEGIES.items() if name not in CATALOGUE
 }
 EVEN = {name for name, row in CATALOGUE.items() if row.even}
 
@@ -528,7 +528,7 @@ def test_nodes_read_the_batches_of_their_own_count() -> None:
 
 
 def test_the_clock_does_not_wait_for_the_absent() -> None:
-    clock = {"compute": Compute([0.1, 0.1, 5.0]), "network": Network(1e15)}
+    clock: dict[str, Any] = {"compute": Compute([0.1, 0.1, 5.0]), "network": Network(1e15)}
     for availability, seconds in ((None, 20.0), (Deadline(1.0), 0.4)):
         trainer, _ = fit("MLP", "AllReduce", max_steps=4, availability=availability, **clock)
         assert trainer.history["sim_seconds"][-1] == pytest.approx(seconds, rel=1e-3)
@@ -595,7 +595,7 @@ def test_gossip_keeps_the_mean_of_those_present(topology: str) -> None:
         x = {"w": torch.rand(len(members), 3, dtype=F64)}
         mixed, _ = average(x, {}, Context(some, step=2, exchange=2))
         torch.testing.assert_close(mixed["w"].mean(0), x["w"].mean(0), rtol=1e-12, atol=1e-12)
-        assert mixed["w"].var(0).sum() <= x["w"].var(0).sum() or len(members) == 1
+        assert (mixed["w"] - mixed["w"].mean(0)).norm() <= (x["w"] - x["w"].mean(0)).norm() + 1e-12
 
 
 @pytest.mark.parametrize("make", [

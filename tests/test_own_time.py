@@ -65,6 +65,8 @@ def test_nodes_at_different_times_do_what_each_does_alone(settings: dict[str, An
     """Three nodes with 0, 5 and 2 steps behind them; the same node by itself, with all others at its own count."""
     model: nn.Module = make_model("MLP", dtype=F64)
     x, y = make_data("MLP", 12, 0, F64)
+    assert isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
     batch = (x.view(3, 4, -1), y.view(3, 4, *y.shape[1:]))
     counts = torch.tensor([0, 5, 2])
 

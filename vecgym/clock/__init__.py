@@ -15,10 +15,11 @@ Timeline(10 steps of 4 nodes: 4.6 s, 87.0 % computing)
 `vecgym.guide.clock` says what overlaps with what; `vecgym.clock.cost` has the formulas.
 """
 
+from vecgym.clock.asynchronous import AsyncTimeline
 from vecgym.clock.compute import Compute
 from vecgym.clock.dry import dry_run
 from vecgym.clock.network import Network
 from vecgym.clock.required import required_bandwidth
 from vecgym.clock.timeline import PerNode, Timeline, price
 
-__all__ = ["Compute", "Network", "PerNode", "Timeline", "dry_run", "price", "required_bandwidth"]
+__all__ = ["AsyncTimeline", "Compute", "Network", "PerNode", "Timeline", "dry_run", "price", "required_bandwidth"]

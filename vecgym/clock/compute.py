@@ -153,10 +153,15 @@ class Compute:
         if self.sigma == 0 or num_steps == 0:
             return steady
         blocks = range((num_steps + BLOCK - 1) // BLOCK)
-        drawn = [torch.cat([self._drawn(node, block) for block in blocks])[:num_steps] for node in range(num_nodes)]
+        drawn = [torch.cat([self.drawn(node, block) for block in blocks])[:num_steps] for node in range(num_nodes)]
         return steady * (self.sigma * torch.stack(drawn, 1)).exp()
 
-    def _drawn(self, node: int, block: int) -> Tensor:
+    def drawn(self, node: int, block: int) -> Tensor:
+        """The normal random numbers of 1024 steps of a node.
+
+        >>> Compute.lognormal(0.4, sigma=0.3).drawn(node=0, block=0).shape
+        torch.Size([1024])
+        """
         generator = rng.generator(self.seed, "compute", node, block)
         return torch.randn(BLOCK, dtype=torch.float64, generator=generator)
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
-from vecgym.clock.trace import Bar, Recorded, bars
+from vecgym.clock.trace import Bar, Recorded
 from vecgym.clock.units import readable_time
 from vecgym.core import check
 from vecgym.plot.style import COLOURS, NotebookFigure, check_shared, done, finish
@@ -59,7 +59,7 @@ def plot_timeline(
     if axes is None:
         figure = NotebookFigure(figsize=(9, 1.3 + 0.45 * shown), dpi=120, layout="constrained")
         axes = figure.subplots()
-    found = [bar for bar in bars(timeline, first, last) if bar.node < shown]
+    found = [bar for bar in timeline.bars(first, last) if bar.node < shown]
     for bar in found:
         _draw(axes, bar)
     begin, end = (f(x) for f, x in ((min, [b.begin for b in found]), (max, [b.end for b in found])))

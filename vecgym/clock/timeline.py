@@ -14,6 +14,7 @@ from vecgym.clock.clock import Clock, Record
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
 from vecgym.clock.plan import Plan
+from vecgym.clock.trace import Bar, bars
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
@@ -115,6 +116,15 @@ class Timeline:
         from vecgym.clock.trace import save_trace
 
         save_trace(self, path, first, last)
+
+    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
+        """What every node did in the steps from `first` to before `last`, as bars; see `vecgym.clock.trace.bars`.
+
+        >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
+        >>> [bar.kind for bar in timeline.bars(last=1)]
+        ['forward', 'backward', 'forward', 'backward', 'send', 'send']
+        """
+        return bars(self, first, last)
 
     def records(self, first: int = 0, last: int | None = None) -> list[Record]:
         """What the nodes did in the steps from `first` to before `last`, for figures and traces.

@@ -20,7 +20,7 @@ LEAST = 1e-12  # of the time that has passed: shorter waits are rounding
 
 
 class Recorded(Protocol):
-    """What figures and traces take: a `Timeline`."""
+    """What figures and traces take: a `Timeline` or an `AsyncTimeline`."""
 
     @property
     def seconds(self) -> Any: ...
@@ -30,6 +30,12 @@ class Recorded(Protocol):
     def num_nodes(self) -> int: ...
     @property
     def num_steps(self) -> int: ...
+    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]: ...
+
+
+class Priced(Protocol):
+    """What `bars` takes: a `Timeline`."""
+
     @property
     def transfers(self) -> list[Transfer]: ...
     def records(self, first: int = 0, last: int | None = None) -> list[Record]: ...
@@ -56,7 +62,7 @@ class Bar(NamedTuple):
     waits_for: int | None = None
 
 
-def bars(timeline: Recorded, first: int = 0, last: int | None = None) -> list[Bar]:
+def bars(timeline: Priced, first: int = 0, last: int | None = None) -> list[Bar]:
     """What every node did in the steps from `first` to before `last`.
 
     A wait is shown before the forward pass, where nearly all of it is; a message from when its node's link was taken.
@@ -90,7 +96,7 @@ def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0,
         for thread, name in enumerate(("compute", "link")):
             about = {"ph": "M", "pid": node, "tid": thread, "name": "thread_name", "args": {"name": name}}
             events.append(about)
-    for bar in bars(timeline, first, last):
+    for bar in timeline.bars(first, last):
         args: dict[str, object] = {"step": bar.step}
         if bar.kind == "wait":
             args["waits_for"] = "its link" if bar.waits_for is None else f"node {bar.waits_for}"
@@ -104,7 +110,7 @@ def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0,
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
-def _longest_lag(timeline: Recorded) -> int:
+def _longest_lag(timeline: Priced) -> int:
     return 1 + max((kind.lag for kind in timeline.transfers), default=0)
 
 

@@ -173,7 +173,7 @@ def torus(num_nodes: int) -> Tensor:
         return complete(1)
     a = next((a for a in range(math.isqrt(num_nodes), 1, -1) if num_nodes % a == 0), None)
     if a is None:
-        near = [n for n in range(max(4, num_nodes - 2), num_nodes + 3) if not is_prime(n)]
+        near = [n for n in range(max(4, num_nodes - 2), num_nodes + 3) if not _is_prime(n)]
         raise ValueError(
             f'topology="torus" arranges the nodes in a x b = K with a, b >= 2, and K={num_nodes} is prime: give '
             f'num_nodes={" or ".join(map(str, near))}, or topology="ring".'
@@ -396,10 +396,5 @@ def _cycle(num_nodes: int) -> Tensor:
     return eye.roll(1, 0) + eye.roll(-1, 0)
 
 
-def is_prime(n: int) -> bool:
-    """Whether n is a prime.
-
-    >>> [n for n in range(12) if is_prime(n)]
-    [2, 3, 5, 7, 11]
-    """
+def _is_prime(n: int) -> bool:
     return n > 1 and all(n % a for a in range(2, math.isqrt(n) + 1))

@@ -39,6 +39,7 @@ from vecgym.data.checks import checked_node_ids, is_factory
 from vecgym.data.collate import Batch
 from vecgym.data.source import Source
 
+KEPT_PLACES = 2**20  # of the orders of epochs, beyond those that are in use
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size stays in memory once it was read
 
 
@@ -195,7 +196,10 @@ class Batches:
         epochs = [step // self.steps_per_epoch for step in steps]
         first = torch.tensor([step % self.steps_per_epoch * self.batch_size for step in steps])
         places = first[:, None] + torch.arange(max(widths)) % torch.tensor(widths)[:, None]
-        orders = {epoch: self._order(epoch, keep=len(set(epochs))) for epoch in dict.fromkeys(epochs)}
+        different = dict.fromkeys(epochs)
+        # Nodes at different times come back to an epoch: keep what is small.
+        spare = KEPT_PLACES // (self.epoch_length * len(self.node_ids))
+        orders = {epoch: self._order(epoch, keep=len(different) + spare) for epoch in different}
         if len(orders) == 1:
             order = orders[epochs[0]]
             chosen = order[torch.tensor(rows, device=order.device)[:, None], placed(places, order.device)]

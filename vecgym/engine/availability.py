@@ -30,83 +30,21 @@ takes that too. Learning rates, data and random numbers go by the number of step
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecgym.collectives.topology import sample_nodes
 from vecgym.core import check, rng
+from vecgym.engine.attendance import Availability, Facts, Rejoin, Table, by_rounds, checked_rejoin
 
-Rejoin = Literal["own", "shared", "neighbour"]
-Table = Callable[[int, int], Tensor]  # of the steps from the first to before the last: bool [last - first, K]
+__all__ = [
+    "Availability", "Deadline", "Dropout", "Facts", "Function", "LocalSteps", "Sampled", "Trace", "as_availability",
+]  # fmt: skip
+
 SOJOURNS = 64  # of a node, drawn together
-
-
-class Facts(NamedTuple):
-    """What an availability may know of a run.
-
-    Attributes:
-        num_nodes: K.
-        num_steps: T.
-        seed: of the run.
-        compute: how long the nodes compute, a `vecgym.clock.Compute`; None where not given.
-        num_examples: of each node's shard, `[K]`; None where not known.
-        batch_size: examples per node and step; None where not known.
-
-    >>> Facts(num_nodes=4, num_steps=10, seed=42).compute is None
-    True
-    """
-
-    num_nodes: int
-    num_steps: int
-    seed: int
-    compute: Any = None
-    num_examples: tuple[int, ...] | None = None
-    batch_size: int | None = None
-
-
-class Availability(ABC):
-    """Which nodes are present in which steps. Override `present`; or give `fit` a function of the step instead.
-
-    Attributes:
-        rejoin: what a node begins with when it returns: "own", "shared" or "neighbour".
-
-    >>> class Halves(Availability):
-    ...     rejoin = "shared"
-    ...     def present(self, run):
-    ...         half = torch.arange(run.num_nodes) < run.num_nodes // 2
-    ...         return lambda first, last: torch.stack([half if t % 2 else ~half for t in range(first, last)])
-    >>> halves, run = Halves(), Facts(num_nodes=4, num_steps=2, seed=0)
-    >>> halves.check(run)
-    >>> halves.present(run)(0, 2), halves.training(run)
-    (tensor([[False, False,  True,  True],
-            [ True,  True, False, False]]), None)
-    """
-
-    rejoin: Rejoin = "own"
-
-    def check(self, run: Facts) -> None:
-        """Raise a ValueError if this cannot be meant for the run."""
-        return
-
-    @abstractmethod
-    def present(self, run: Facts) -> Table:
-        """Return the function of two steps that says who is present from the first to before the last, `[n, K]`."""
-
-    def training(self, run: Facts) -> Table | None:
-        """Return the same for those who train, where some only exchange; None: all who are present."""
-        return None
-
-    def __and__(self, other: Availability) -> Availability:
-        """Return what is present, and trains, in both; `rejoin` is that of the first."""
-        return Both(self, check.instance("other", other, Availability, "another Availability"))
-
-    def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
-        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Sampled(Availability):
@@ -131,7 +69,7 @@ class Sampled(Availability):
     def __init__(self, fraction: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
         self.fraction = check.number("fraction", fraction, "(0, 1]", "the part of the nodes that is there in a round")
         self.H = check.integer("H", H, what="the steps of a round")
-        self.rejoin = _checked_rejoin(rejoin)
+        self.rejoin = checked_rejoin(rejoin)
 
     def present(self, run: Facts) -> Table:
         count = max(1, round(self.fraction * run.num_nodes))
@@ -141,7 +79,7 @@ class Sampled(Availability):
             there[sample_nodes(run.num_nodes, count, rng.generator(run.seed, "participants", number))] = True
             return there
 
-        return _by_rounds(of_round, self.H)
+        return by_rounds(of_round, self.H)
 
 
 class Dropout(Availability):
@@ -168,7 +106,7 @@ class Dropout(Availability):
     def __init__(self, rate: float, mean_steps: float = 20, rejoin: Rejoin = "own") -> None:
         self.rate = check.number("rate", rate, "[0, 1)", "the part of the time that a node is absent")
         self.mean_steps = check.number("mean_steps", mean_steps, "[1, inf)", "of an absence")
-        self.rejoin = _checked_rejoin(rejoin)
+        self.rejoin = checked_rejoin(rejoin)
         self._leaves = self.rate / ((1 - self.rate) * self.mean_steps)
         if self._leaves > 1 + 1e-9:  # what the message advises is allowed
             least = self.rate / (1 - self.rate)
@@ -221,7 +159,7 @@ class Trace(Availability):
 
     def __init__(self, table: Any, rejoin: Rejoin = "own") -> None:
         self.table = _checked_table(table)
-        self.rejoin = _checked_rejoin(rejoin)
+        self.rejoin = checked_rejoin(rejoin)
 
     def check(self, run: Facts) -> None:
         num_steps, num_nodes = self.table.shape
@@ -259,7 +197,7 @@ class Deadline(Availability):
     def __init__(self, seconds: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
         self.seconds = check.number("seconds", seconds, "(0, inf)", "that a round's computation may take")
         self.H = check.integer("H", H, what="the steps of a round")
-        self.rejoin = _checked_rejoin(rejoin)
+        self.rejoin = checked_rejoin(rejoin)
 
     def check(self, run: Facts) -> None:
         if run.compute is None:
@@ -270,7 +208,7 @@ class Deadline(Availability):
     def present(self, run: Facts) -> Table:
         rounds = -(-run.num_steps // self.H)
         took = run.compute.of_steps(rounds * self.H, run.num_nodes).view(rounds, self.H, -1).sum(1)
-        return _by_rounds(lambda number: took[number] <= self.seconds, self.H)
+        return by_rounds(lambda number: took[number] <= self.seconds, self.H)
 
 
 class LocalSteps(Availability):
@@ -328,34 +266,6 @@ class LocalSteps(Availability):
         return [(self.epochs or 1) * max(1, math.ceil(count / run.batch_size)) for count in run.num_examples]
 
 
-class Both(Availability):
-    """What is present, and trains, in both of two availabilities; `a & b` makes it.
-
-    >>> Dropout(0.1) & LocalSteps([1, 2], H=2)
-    (Dropout(rate=0.1, mean_steps=20, rejoin='own') & LocalSteps(H=2, steps=[1, 2], epochs=None))
-    """
-
-    def __init__(self, first: Availability, second: Availability) -> None:
-        self.first, self.second, self.rejoin = first, second, first.rejoin
-
-    def check(self, run: Facts) -> None:
-        self.first.check(run)
-        self.second.check(run)
-
-    def present(self, run: Facts) -> Table:
-        a, b = self.first.present(run), self.second.present(run)
-        return lambda first, last: a(first, last) & b(first, last)
-
-    def training(self, run: Facts) -> Table | None:
-        given = [table for table in (self.first.training(run), self.second.training(run)) if table is not None]
-        if len(given) < 2:
-            return given[0] if given else None
-        return lambda first, last: given[0](first, last) & given[1](first, last)
-
-    def __repr__(self) -> str:
-        return f"({self.first!r} & {self.second!r})"
-
-
 class Function(Availability):
     """A function of the step, counted from 0, that returns the ids of those present, or bool `[K]`.
 
@@ -369,7 +279,7 @@ class Function(Availability):
         if not callable(function):
             raise TypeError(f"function is {check.kind_of(function)}; give a function of the step.")
         self.function = function
-        self.rejoin = _checked_rejoin(rejoin)
+        self.rejoin = checked_rejoin(rejoin)
 
     def present(self, run: Facts) -> Table:
         return lambda first, last: torch.stack([self._of_step(step, run.num_nodes) for step in range(first, last)])
@@ -405,23 +315,6 @@ def as_availability(name: str, value: Any) -> Availability | None:
             "a function of the step that returns the ids of those present."
         )
     return Function(value)
-
-
-def _by_rounds(of_round: Callable[[int], Tensor], H: int) -> Table:
-    """Return the table of what is the same in each round of H steps."""
-
-    def table(first: int, last: int) -> Tensor:
-        rounds = range(first // H, -(-last // H))
-        wide = torch.stack([of_round(number) for number in rounds]).repeat_interleave(H, 0)
-        return wide[first - rounds.start * H :][: last - first]
-
-    return table
-
-
-def _checked_rejoin(rejoin: Any) -> Rejoin:
-    check.choice("rejoin", rejoin, get_args(Rejoin))
-    found: Rejoin = rejoin
-    return found
 
 
 def _checked_table(table: Any) -> Tensor:

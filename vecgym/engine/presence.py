@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vecgym.engine.availability import Availability, Facts
+from vecgym.engine.attendance import Availability, Facts
+from vecgym.strategy import Strategy
+from vecgym.strategy.communication import overrides
 
 BLOCK = 1024  # steps looked at together
 
@@ -98,3 +100,35 @@ class Presence:
         if not isinstance(table, Tensor) or list(table.shape) != wanted or table.dtype != torch.bool:
             raise ValueError(f"{self.availability!r} gave {table!r}; expected truth values, a bool tensor {wanted}.")
         return table
+
+
+def check_presence(presence: Presence, strategy: Strategy) -> None:
+    """Raise a ValueError for a strategy whose nodes cannot be absent, or cannot wait for others.
+
+    >>> from vecgym.engine.availability import Facts, LocalSteps
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> check_presence(Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)), FedAvgStrategy("sgd", H=2, lr=0.1))
+    """
+    what = f"availability={presence.availability!r}"
+    if not strategy.pure:
+        raise ValueError(
+            f"{what}: this strategy is written for one rank, and all of its ranks must take part in every step. Leave "
+            "availability out, or write the strategy as a CommunicationModule."
+        )
+    if presence.waits and exchanges_gradients(strategy):
+        raise ValueError(
+            f"{what} lets nodes wait for the others, and {strategy!r} exchanges gradients in every step: take a "
+            "strategy that exchanges parameters every H steps."
+        )
+    strategy.check_present(sorted(presence.counts), presence.run.num_nodes)
+
+
+def exchanges_gradients(strategy: Strategy) -> bool:
+    """Whether the nodes exchange gradients.
+
+    >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+    >>> exchanges_gradients(AllReduceStrategy("sgd", lr=0.1)), exchanges_gradients(DiLoCoStrategy("sgd", lr=0.1))
+    (True, False)
+    """
+    own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
+    return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)

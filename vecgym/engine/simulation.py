@@ -17,13 +17,12 @@ from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.engine.presence import Presence
+from vecgym.engine.presence import Presence, check_presence, exchanges_gradients
 from vecgym.engine.returning import rejoined
 from vecgym.engine.rows import put, taken
 from vecgym.engine.state import State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import moments_in, with_moments
-from vecgym.strategy.communication import overrides
 from vecgym.strategy.per_rank import as_strategy
 
 MAX_PARTS = 64  # sets of nodes whose simulation is kept
@@ -106,13 +105,15 @@ class Simulation:
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
         # Seeds and nodes, apart: a tuple of a thousand nodes is not made anew in every step.
-        self._keys = tuple(zip(*[(seed, node) for node in self._node_ids] if keys is None else keys))
+        self._keys: tuple[tuple[int, ...], ...] = tuple(
+            zip(*[(seed, node) for node in self._node_ids] if keys is None else keys)
+        )
         self._rows = None if self.num_local >= comm.num_nodes else comm.node_ids
         self._parts: dict[tuple[int, ...], Simulation] = {}  # of those present, by their ids
         self._one_rate = False  # what the strategy stores once is trained at one rate
         if presence is not None:
             check_presence(presence, self.strategy)
-            self._one_rate = presence.rejoin != "own" and _exchanges_gradients(self.strategy)
+            self._one_rate = presence.rejoin != "own" and exchanges_gradients(self.strategy)
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -172,13 +173,12 @@ class Simulation:
             ctx = part._context(state.step, state.node_steps, inplace)
             state, metrics = part._step(state, batch, ctx, observe, training)
             return state, metrics._replace(num_present=part.num_local)
-        rows, members = part._rows, range(len(ids))
+        rows = torch.tensor(ids)
         if next(tree.leaves(batch)).shape[0] == self.num_local:
             batch = nodes.take_rows(batch, rows)
         once = presence.rejoin != "own" and (len(ids) > 1 or self._one_rate)
         of_part = taken(self.strategy, state, rows, alike=inplace)
-        places = dict(zip(ids, members))
-        training = None if training is None else tuple(places[node] for node in training)
+        training = None if training is None else tuple(ids.index(node) for node in training)
         ctx = part._context(state.step, of_part.node_steps, inplace)
 
         def seen(params: Tree) -> None:
@@ -200,7 +200,7 @@ class Simulation:
                 self._parts.pop(next(iter(self._parts)))
             part = self._parts[ids] = copy.copy(self)
             part.comm, part.num_local, part._node_ids = self.comm.among(ids), len(ids), list(range(len(ids)))
-            part._keys = tuple([values[i] for i in ids] for values in self._keys)
+            part._keys = tuple(tuple(values[i] for i in ids) for values in self._keys)
             part._rows = torch.tensor(ids)
             part.num_examples, part.limits = (
                 None if values is None else tuple(values[i] for i in ids) for values in (self.num_examples, self.limits)
@@ -335,32 +335,6 @@ class Simulation:
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return replace(ctx, lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
-
-
-def check_presence(presence: Presence, strategy: Strategy) -> None:
-    """Raise a ValueError for a strategy whose nodes cannot be absent, or cannot wait for others.
-
-    >>> from vecgym.engine.availability import Facts, LocalSteps
-    >>> from vecgym.strategy import FedAvgStrategy
-    >>> check_presence(Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)), FedAvgStrategy("sgd", H=2, lr=0.1))
-    """
-    what = f"availability={presence.availability!r}"
-    if not strategy.pure:
-        raise ValueError(
-            f"{what}: this strategy is written for one rank, and all of its ranks must take part in every step. Leave "
-            "availability out, or write the strategy as a CommunicationModule."
-        )
-    if presence.waits and _exchanges_gradients(strategy):
-        raise ValueError(
-            f"{what} lets nodes wait for the others, and {strategy!r} exchanges gradients in every step: take a "
-            "strategy that exchanges parameters every H steps."
-        )
-    strategy.check_present(sorted(presence.counts), presence.run.num_nodes)
-
-
-def _exchanges_gradients(strategy: Strategy) -> bool:
-    own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
-    return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)
 
 
 def exchange_moments(

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -24,7 +23,14 @@ from vecgym.engine import EngineName
 from vecgym.engine.availability import Availability, as_availability
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.checks import accumulated, check_parts, check_strategy
+from vecgym.runs.checks import (
+    accumulated,
+    check_availability,
+    check_parts,
+    check_strategy,
+    checked_folder,
+    checked_resume,
+)
 from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
 
@@ -55,24 +61,6 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _folder(name: str, value: Any) -> Path | None:
-    """Return the folder as an absolute path, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name}={value!r} must be the path of a folder, or None.")
-    folder = Path(value).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{name}={str(value)!r} is a file; give a folder.")
-    return folder
-
-
-def _resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
-    if not isinstance(value, (bool, str, os.PathLike)):
-        raise TypeError(f"{name}={value!r} must be True, False, or the path of a checkpoint or a folder of them.")
-    return value
-
-
 def optional_number(name: str, value: Any, within: str, what: str) -> float | None:
     """Return a number in an interval, or None."""
     return None if value is None else check.number(name, value, within, what)
@@ -87,6 +75,7 @@ Seed = Annotated[int, check.seed]
 Seconds = Annotated[float, partial(check.number, within="(0, inf]", what="seconds")]
 FRACTION = "the part of the device's memory that the run may take, such as 0.8"
 Fraction = Annotated[float | None, partial(optional_number, within="(0, 1]", what=FRACTION)]
+SimulatedSeconds = Annotated[float | None, partial(optional_number, within="(0, inf)", what="simulated seconds")]
 NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
 ]
@@ -240,9 +229,9 @@ class Checkpoints(Options):
     2
     """
 
-    save_dir: Annotated[str | os.PathLike[str] | None, _folder] = None
+    save_dir: Annotated[str | os.PathLike[str] | None, checked_folder] = None
     checkpoint_interval: OptionalCount = None
-    resume: Annotated[bool | str | os.PathLike[str], _resume] = False
+    resume: Annotated[bool | str | os.PathLike[str], checked_resume] = False
     keep_checkpoints: Count = 2
 
     def __post_init__(self) -> None:
@@ -269,10 +258,16 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             for it: the rows of the history come then, and divergence is noticed as late. (A trainer with an
             `after_step` of its own fetches them at every step.)
         network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it. What is
-            trained does not depend on it; `Trainer.timeline` says the same afterwards.
+            trained does not depend on it; `Trainer.timeline` says the same afterwards. An asynchronous run's order of
+            events does depend on both; without a network its messages take no time.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
         availability: who is present in which steps: `vecgym.availability.Dropout(0.1)` and others, or a function of the
             step that returns the ids of those present. The others neither train nor exchange. None: all, always.
+        max_updates: of an asynchronous run: updates of the server, in place of `max_steps`, which are local steps then,
+            the mean over the nodes. Whichever is reached first ends the run; `val_interval`, `log_interval` and
+            `checkpoint_interval` count updates.
+        max_seconds: of an asynchronous run: the simulated seconds that it takes at most.
+        val_seconds: of an asynchronous run: simulated seconds between evaluations, in place of `val_interval`.
         computation, processes, checkpoints: the options of `Computation`, `Processes` and `Checkpoints` as groups, in
             place of their names.
 
@@ -290,6 +285,9 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     network: Network | None = None
     compute: clock.Compute | None = None
     availability: Present = None
+    max_updates: OptionalCount = None
+    max_seconds: SimulatedSeconds = None
+    val_seconds: SimulatedSeconds = None
     computation: Computation | None = None
     processes: Processes | None = None
     checkpoints: Checkpoints | None = None
@@ -298,6 +296,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         for name, group in GROUPS.items():
             self.settle(**self._grouped(name, group), **{name: None})
         self._check_clock()
+        self._check_asynchronous()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
@@ -306,7 +305,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
         if self.availability is not None:
-            self._check_availability()
+            check_availability(self.backend, self.dataloader_kwargs)
         if self.exact and self.compile:
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
 
@@ -317,23 +316,33 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         if self.compute is not None:
             check.instance("compute", self.compute, clock.Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
             self.compute.check(self.num_nodes)
-        for_deadline = self.network is None and self.availability is not None
-        if (self.network is None) != (self.compute is None) and not for_deadline:
+        alone = asynchronous(self.strategy) or (self.network is None and self.availability is not None)
+        if (self.network is None) != (self.compute is None) and not alone:
             given, other = ("network", "compute") if self.compute is None else ("compute", "network")
             what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
             raise ValueError(f"{given} without {other} gives no seconds: give {other}=vecgym.clock.{what} too.")
 
-    def _check_availability(self) -> None:
-        if self.backend != "stacked":
+    def _check_asynchronous(self) -> None:
+        """Raise a ValueError for what an asynchronous run needs or cannot have, and for what only such a run has."""
+        only = [name for name in ("max_updates", "max_seconds", "val_seconds") if vars(self)[name] is not None]
+        if not asynchronous(self.strategy):
+            if only:
+                raise ValueError(
+                    f"{only[0]} is of asynchronous runs, and {type(self.strategy).__name__} takes steps of all nodes: "
+                    "give max_steps and val_interval, or AsyncStrategy(...)."
+                )
+            return
+        name = type(self.strategy).__name__
+        if self.compute is None:
             raise ValueError(
-                f"availability with backend={self.backend!r}: nodes may be absent only where all are in one process. "
-                'Leave availability out, or give backend="stacked".'
+                f"{name} needs compute=: which node meets which version of the server depends on how long each "
+                "computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), seconds of a step of each node."
             )
-        if (self.dataloader_kwargs or {}).get("num_workers"):
-            raise ValueError(
-                "availability with num_workers in dataloader_kwargs: each node reads the batch of its own count of "
-                "steps, which workers cannot read ahead. Leave num_workers out."
-            )
+        refused = {"availability": None, "backend": "stacked", "exact": False, "compile": False,
+                   "correlation_interval": None, "max_memory_usage": None}  # fmt: skip
+        for option, value in refused.items():
+            if vars(self)[option] != value:
+                raise ValueError(f"{option}={vars(self)[option]!r} is not there for {name}: leave it out.")
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; no option may be given twice."""
@@ -364,6 +373,11 @@ GROUPS: dict[str, type[Options]] = {"computation": Computation, "processes": Pro
 
 
 # ----------------------------------------------------------------------------------------------------- checks
+
+
+def asynchronous(strategy: Any) -> bool:
+    """Whether a strategy is one without steps of all nodes."""
+    return isinstance(strategy, Strategy) and strategy.asynchronous
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:

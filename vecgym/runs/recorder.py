@@ -24,7 +24,7 @@ from vecgym.engine.simulation import Metrics, State
 from vecgym.records.columns import START
 from vecgym.records.history import History, Row
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.options import FitOptions
+from vecgym.runs.options import FitOptions, asynchronous
 
 
 class StepRows:
@@ -52,16 +52,28 @@ class StepRows:
         add_losses(row, metrics.losses, metrics.active)
         return row
 
-    def begun(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float], seconds: float) -> Row:
-        """Return the same with None in place of the losses, which may still be on a device; see `add_losses`."""
-        seen = self._seen(self.data.width(step - 1), metrics)
+    def begun(
+        self,
+        step: int,
+        metrics: Metrics,
+        num_bytes: tuple[float, float, float],
+        seconds: float,
+        epoch: float | None = None,
+        seen: int | None = None,
+    ) -> Row:
+        """Return the same with None in place of the losses, which may still be on a device; see `add_losses`.
+
+        Args:
+            epoch, seen: passes over the data so far, and examples seen in this step, where not all nodes took a step.
+        """
+        seen = self._seen(self.data.width(step - 1), metrics) if seen is None else seen
         self.examples += seen
         elapsed = max(seconds - self.seconds, 1e-9)
         self.seconds = seconds
         row = Row(
             {
                 "step": step,
-                "epoch": step / self.data.steps_per_epoch,
+                "epoch": step / self.data.steps_per_epoch if epoch is None else epoch,
                 "examples": self.examples,
                 "train_loss": None,
                 "train_losses": None,
@@ -133,7 +145,7 @@ class Recorder:
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
         network, compute = self._options.network, self._options.compute
-        if network is not None and isinstance(compute, Compute):
+        if network is not None and isinstance(compute, Compute) and not asynchronous(self._options.strategy):
             self.clock = RunningClock(network, compute, self.ledger, self.computing)
 
     def state(self) -> dict[str, Any]:
@@ -156,16 +168,30 @@ class Recorder:
         Raises:
             DivergenceError: see `on_divergence`.
         """
-        if not self._unread:
-            self._hand_on()
-        self.ledger.add(state.step - 1, metrics.transfers)
-        totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
-        row = self._rows.begun(state.step, metrics, totals, time.perf_counter() - self._start)
+        row = self._counted(state.step, metrics)
         if self.clock is not None:
             row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers)
+        self._begin(row, metrics, fetch)
+
+    def update(self, step: int, metrics: Metrics, epoch: float, seen: int, fetch: bool, **columns: Any) -> None:
+        """Begin the row of an update of a server, with more columns; as `step` does that of a step of all nodes."""
+        row = self._counted(step, metrics, epoch, seen)
+        row.update(columns)
+        self._begin(row, metrics, fetch)
+
+    def _counted(self, step: int, metrics: Metrics, epoch: float | None = None, seen: int | None = None) -> Row:
+        """Count what was sent; return the row of a step."""
+        if not self._unread:
+            self._hand_on()
+        self.ledger.add(step - 1, metrics.transfers)
+        totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
+        return self._rows.begun(step, metrics, totals, time.perf_counter() - self._start, epoch, seen)
+
+    def _begin(self, row: Row, metrics: Metrics, fetch: bool) -> None:
+        """Begin a row, whose losses may be on a device."""
         self._open.append(row)
         self._unread.append((row, metrics.losses, metrics.active))
-        due = fetch or on_host(metrics.losses) or state.step % self.interval == 0
+        due = fetch or on_host(metrics.losses) or row["step"] % self.interval == 0
         read = self._fetch() if due else []
         if self._bar is not None:
             advance(self._bar, row)

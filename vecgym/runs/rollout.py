@@ -23,10 +23,11 @@ from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
-from vecgym.engine.simulation import Simulation
+from vecgym.engine.simulation import Simulation, State
 from vecgym.optim.per_node import PerNodeRule
+from vecgym.runs.async_rollout import run_async
 from vecgym.runs.rollout_options import JvpOptions, RolloutOptions
-from vecgym.runs.segments import differentiable_tensors, run, run_in_segments
+from vecgym.runs.segments import Record, differentiable_tensors, run, run_in_segments
 from vecgym.strategy import Strategy
 
 
@@ -67,6 +68,9 @@ def rollout(options: RolloutOptions) -> Outcome:
     decay, mixing matrices `[K, K]` or `[T, K, K]`, and `sync_weight` `[T]`, see `vecgym.strategy.SyncWeight`. So may
     `params` and the floating tensors of the batches. What has no influence gets derivative 0.
 
+    Of an asynchronous strategy the order of events is fixed, and `losses` has a row for each update of the server: the
+    means over the rounds in it, nan for the other nodes.
+
     Treated as constants: which coordinates a mask or a top-k selects. The codes of `compressed` (rounding, top-k) pass
     derivatives straight through. Running statistics of batch norm are differentiated.
 
@@ -99,6 +103,8 @@ def rollout(options: RolloutOptions) -> Outcome:
     initial = None if params is None else _initial(params, engine, num_nodes)
     inputs = differentiable_tensors(tuple(given.values()))
     _check_differentiable(strategy, inputs, segments)
+    if strategy.asynchronous:
+        return _evaluated(*run_async(options, engine, initial, steps), engine, options.eval_batch, inputs)
     with readable():
         simulation = Simulation(
             options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
@@ -109,8 +115,7 @@ def rollout(options: RolloutOptions) -> Outcome:
         state, record = run(simulation, state, steps)
     else:
         state, record = run_in_segments(simulation, state, steps, segments)
-    loss = engine.loss(nodes.mean(state.params), nodes.mean(state.buffers), options.eval_batch)
-    return _connected(Outcome(loss, *record, state.params), inputs)
+    return _evaluated(state, record, engine, options.eval_batch, inputs)
 
 
 @function_of(JvpOptions)
@@ -148,6 +153,11 @@ def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
 
     value, slope = jvp(outcome, tuple(options.primals), tuple(options.tangents))[:2]
     return value, slope
+
+
+def _evaluated(state: State, record: Record, engine: Engine, eval_batch: Any, inputs: list[Tensor]) -> Outcome:
+    loss = engine.loss(nodes.mean(state.params), nodes.mean(state.buffers), eval_batch)
+    return _connected(Outcome(loss, *record, state.params), inputs)
 
 
 def _connected(outcome: Outcome, tensors: list[Tensor]) -> Outcome:

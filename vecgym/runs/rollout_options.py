@@ -107,15 +107,21 @@ class RolloutOptions(DifferentiableRun):
         segments: the number of parts to cut the run into. Only the states between them are stored, and each part is
             computed again in the backward pass: memory O(T / segments + segments) for less than twice the time; about
             sqrt(T) parts need least. For reverse mode through `torch.autograd`. None: everything is stored.
+        compute, network: of an asynchronous run; see `Trainer.fit`. Node i takes row i of batch t as its own step t.
+        max_updates: of an asynchronous run: updates of the server; None: as many as there are batches for.
     """
 
     strategy: Strategy
     _: KW_ONLY
     segments: Segments = None
+    compute: Compute | None = None
+    network: Network | None = None
+    max_updates: OptionalCount = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_strategy(self.strategy)
+        self._check_asynchronous()
         if not as_strategy(self.strategy, self.model).pure:
             raise ValueError(
                 f"{type(self.strategy).__name__} is written for one rank and runs on threads, through which no "
@@ -123,6 +129,22 @@ class RolloutOptions(DifferentiableRun):
             )
         if not any(True for _ in tree.leaves(self.eval_batch)):
             raise ValueError("eval_batch holds no tensor: give one ordinary batch [B, ...], as the model takes it.")
+
+    def _check_asynchronous(self) -> None:
+        kinds = {"compute": (Compute, "Compute([1.0, 2.0])"), "network": (Network, 'Network("1 Gbit/s")')}
+        for name, (kind, example) in kinds.items():
+            if vars(self)[name] is not None:
+                check.instance(name, vars(self)[name], kind, f"a vecgym.clock.{example}").check(self.num_nodes)
+        name = type(self.strategy).__name__
+        if self.strategy.asynchronous:
+            if self.compute is None:
+                raise ValueError(f"{name} needs compute=, on which the order of its events depends.")
+            if self.segments is not None:
+                raise ValueError(f"segments={self.segments} is not there for {name}: leave it out.")
+            return
+        given = [option for option in (*kinds, "max_updates") if vars(self)[option] is not None]
+        if given:
+            raise ValueError(f"{given[0]} is of asynchronous runs, and {name} takes steps of all nodes: leave it out.")
 
 
 @dataclass(frozen=True)

@@ -80,12 +80,8 @@ class Run(Generic[M]):
 
         num_examples = session.joined(self.train.shard_sizes)
         limits = self.train.limits_of(num_examples)
-        self.simulation = Simulation(
-            self.model, options.strategy, comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
-            minibatch_size=self.options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
-            presence=_presence(options, self.num_steps, num_examples),
-        )  # fmt: skip
-        self.ledger = comm.ledger
+        self.simulation = self._simulation(num_examples, limits)
+        self.ledger = self.simulation.comm.ledger
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
@@ -116,13 +112,13 @@ class Run(Generic[M]):
                 for batch, own in self._batches():
                     step = self.state.step + 1
                     last = step == self.num_steps
-                    evaluated = last or _is_due(step, options.val_interval)
+                    evaluated = last or is_due(step, options.val_interval)
 
                     observe = self._observe if evaluated else None
                     self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
                     recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
 
-                    if _is_due(step, options.correlation_interval):
+                    if is_due(step, options.correlation_interval):
                         recorder.add(correlation=correlation(self.state.params, self.comm))
                     if evaluated:
                         recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
@@ -155,6 +151,14 @@ class Run(Generic[M]):
             else:
                 there = range(len(counts)) if ids is None else ids
                 yield self.train.at([counts[node] for node in there], list(there))
+
+    def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
+        options = self.options
+        return Simulation(
+            self.model, options.strategy, self.comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
+            minibatch_size=options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
+            presence=_presence(options, self.num_steps, num_examples),
+        )  # fmt: skip
 
     def evaluate(self) -> None:
         """Record the validation losses, and how far apart the nodes are."""
@@ -205,7 +209,7 @@ def _presence(options: FitOptions, num_steps: int, num_examples: tuple[int, ...]
     return Presence(options.availability, facts)
 
 
-def _is_due(step: int, interval: int | None) -> bool:
+def is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 

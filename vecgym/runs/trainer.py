@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import nn
 
-from vecgym.clock import Compute, Network, Timeline, price
+from vecgym.clock import AsyncTimeline, Compute, Network, Timeline, price
 from vecgym.collectives.ledger import Ledger
 from vecgym.core import check
 from vecgym.core.nodes import Nodes
@@ -19,6 +19,7 @@ from vecgym.engine.contract import check_model
 from vecgym.engine.simulation import State
 from vecgym.records import runfile
 from vecgym.records.history import History
+from vecgym.runs.asynchronous import AsyncRun
 from vecgym.runs.multiprocess import check_alone
 from vecgym.runs.options import FitOptions
 from vecgym.runs.processes import ProcessesRun
@@ -127,8 +128,10 @@ class Trainer(Generic[M]):
         step = self.history.last("step") or 0
         runfile.write(path, runfile.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
 
-    def timeline(self, network: Network, compute: Compute) -> Timeline:
+    def timeline(self, network: Network | None = None, compute: Compute | None = None) -> Timeline | AsyncTimeline:
         """Say how long the last run takes on a network: `vecgym.clock.price(trainer.ledger, network, compute)`.
+
+        The order of an asynchronous run's events depends on both: it has the one timeline that it was trained for.
 
         >>> import torch
         >>> from vecgym.clock import Compute, Network
@@ -139,6 +142,17 @@ class Trainer(Generic[M]):
         >>> trainer.timeline(Network("1 Gbit/s", latency="50 ms"), Compute(0.4))
         Timeline(2 steps of 2 nodes: 1 s, 80.0 % computing)
         """
+        if isinstance(self.run, AsyncRun):
+            if network is not None or compute is not None:
+                raise ValueError(
+                    "an asynchronous run goes in the order of its own network's and nodes' times: leave out network "
+                    "and compute, or train again, fit(network=, compute=)."
+                )
+            return self.run.timeline
+        check.instance("network", network, Network, 'a vecgym.clock.Network, such as Network("1 Gbit/s")')
+        check.instance("compute", compute, Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
+        assert network is not None
+        assert compute is not None
         return price(self.ledger, network, compute)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, x: str = "step", title: str | None = None) -> Figure:
@@ -190,7 +204,8 @@ class Trainer(Generic[M]):
                 return self.run.average()
             with joined_nodes(options) as (comm, device):
                 overridden = getattr(self.after_step, "__func__", None) is not Trainer.after_step
-                self.run = Run(task, options, comm, device, self.after_step if overridden else None)
+                kind: type[Run[M]] = AsyncRun if options.strategy.asynchronous else Run
+                self.run = kind(task, options, comm, device, self.after_step if overridden else None)
                 self.run.loop()
                 return self.run.average()
 

@@ -2,6 +2,7 @@
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
+Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
@@ -27,6 +28,7 @@ participation=1.0, weighting='equal')))
 
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy, GradientAveraging, SimpleReduceStrategy
+from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.average import Average, Mean, ServerMean
 from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModule, Context, Strategy
 from vecgym.strategy.codes import Compressed
@@ -49,12 +51,14 @@ from vecgym.strategy.selectors import (
     Selector,
     ShuffledSequentialSelector,
 )
+from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
 from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.when import Rounds, SyncWeight, When
 
 __all__ = [
     "AllReduceStrategy",
+    "AsyncStrategy",
     "Average",
     "AveragingCommunicator",
     "CommunicateOptimizeStrategy",
@@ -64,18 +68,22 @@ __all__ = [
     "Corrupted",
     "DeMoCommunicator",
     "DeMoStrategy",
+    "DelayedNesterov",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
     "FedAvgStrategy",
+    "FedBuff",
     "GossipCommunicator",
     "GossipStrategy",
     "GradientAveraging",
     "Gradients",
+    "HeLoCo",
     "Mean",
     "Mix",
     "Moments",
     "MostMoved",
     "OptimSpec",
+    "OuterOptimizer",
     "OuterStep",
     "Parameters",
     "PartitionedSelector",
@@ -89,6 +97,7 @@ __all__ = [
     "SPARTAStrategy",
     "ScheduledSelector",
     "Selector",
+    "Server",
     "ServerCommunicator",
     "ServerMean",
     "ServerOptimizer",

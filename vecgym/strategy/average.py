@@ -169,8 +169,11 @@ class Sampled(Reduction):
     """
 
     def __init__(self, weighting: Weighting, participation: float) -> None:
-        self.weighting = check_weighting(weighting)
-        self.participation = check_participation(participation)
+        check.choice("weighting", weighting, get_args(Weighting))
+        self.weighting = weighting
+        self.participation = check.number(
+            "participation", participation, "(0, 1]", "the fraction of nodes that trains in a round"
+        )
 
     @property
     def everyone(self) -> bool:
@@ -371,15 +374,6 @@ def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
     return tuple(float(n) for n in ctx.num_examples)
 
 
-def check_participation(participation: float) -> float:
-    return check.number("participation", participation, "(0, 1]", "the fraction of nodes that trains in a round")
-
-
-def check_weighting(weighting: Weighting) -> Weighting:
-    check.choice("weighting", weighting, get_args(Weighting))
-    return weighting
-
-
 def outside(groups: Groups | None, comm: Collectives) -> Tensor | None:
     """Return which of the nodes held here are in no group, bool `[L]`; None: all are in one."""
     inside = None if groups is None else [node for group in groups for node in group]
@@ -393,17 +387,6 @@ def kept(keeping: Tensor | None, old: Tree, new: Tree) -> Tree:
     if keeping is None:
         return new
     return {name: torch.where(per_row(keeping, x), old[name], x) for name, x in new.items()}
-
-
-def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Return which nodes are in either, bool `[L]`; None: none are.
-
-    >>> either(torch.tensor([True, False]), None), either(torch.tensor([True, False]), torch.tensor([False, False]))
-    (tensor([ True, False]), tensor([ True, False]))
-    """
-    if a is None or b is None:
-        return b if a is None else a
-    return a | b
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ class Strategy:
 
     # True where all that evolves is in the states that the methods take and give back.
     pure = True
+    # True where nodes do not wait for one another: there are no steps of all of them; see `AsyncStrategy`.
+    asynchronous = False
     # True where gradients are exchanged in a step in which some nodes sit out, too.
     exchanges_where_some_rest = False
 

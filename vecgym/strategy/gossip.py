@@ -115,10 +115,11 @@ class Mix(Reduction):
             weights = torch.eye(num_nodes, dtype=torch.float64)
             weights[1:, 1:] = graphs.random_matching(num_nodes - 1, generator(exchange)) if num_nodes > 1 else 1.0
             return Mixing.of(weights[order][:, order])
-        if topology == "torus" and graphs.is_prime(num_nodes):  # a grid of one row: each is its own neighbour, twice
+        try:
+            return self._mixing(num_nodes, 0, exchange, generator)
+        except ValueError:  # a torus of a prime number of nodes: a grid of one row, in which each is its own neighbour
             eye = torch.eye(num_nodes, dtype=torch.float64)
             return Mixing.of((3 * eye + eye.roll(1, 0) + eye.roll(-1, 0)) / 5)
-        return self._mixing(num_nodes, 0, exchange, generator)
 
     def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
         if self._constant is not None:

@@ -23,7 +23,7 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
-from vecgym.strategy.average import Average, check_average, either, kept, per_row, shown
+from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
 from vecgym.strategy.when import QUEUE, Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
@@ -164,7 +164,8 @@ class Parameters(Exchange):
         due, queue = self._late.turn(new, state[QUEUE], ctx.step)
         before = ctx.step - self.delay  # when what is due was agreed on
         keeping = self.average.keeping(replace(ctx, exchange=self.when.count(before))) if before >= 0 else None
-        keeping = either(keeping, ctx.missing(before))
+        missing = ctx.missing(before)
+        keeping = missing if keeping is None else keeping if missing is None else keeping | missing
         written = self.average.write(due, params, ctx if keeping is None else replace(ctx, inplace=False))
         return kept(keeping, params, written), {"average": average, QUEUE: queue}
 

@@ -1,0 +1,102 @@
+"""AD-PSGD: a node that ends a step averages with one neighbour, and nobody waits (arXiv 1710.06952, algorithm 1).
+
+    every node begins step 0 at time 0
+    a node i that begins a step:   g_i = clip(gradient of f(theta_i)) at its parameters of that moment
+    a node i that ends it:         theta_i = optimizer_i(theta_i, g_i)              theta_i may have moved since
+                                   theta_i, theta_j = (theta_i + theta_j) / 2      j = neighbour(i, its own count)
+                                   and begins the next step
+
+The average is atomic and symmetric: both take it, at once, and it takes no time. Node j goes on with the step that it
+is in: the gradient it is computing is that of the parameters with which it began; at its end it is applied to what
+theta_j is then. So the sum of all theta changes by optimizers' steps only.
+
+mix = "after" (the default: step, then average, as above) or "before" (the paper's algorithm 1: the node first averages
+with j, then applies its gradient to the mean; j keeps the plain mean).
+
+Node i's step number s, counted from 0 by the node itself, is on `batch(i, s)` and takes `step_seconds(i, s)`. Events
+are in the order of time, ties by node. All steps that end at one time are ended, one node after the other, before any
+of these nodes begins its next one. `neighbour(i, s)` is asked at the end of step s; i itself means: no average. The
+optimizers' state and buffers stay local.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from tests.reference import common
+from tests.reference.asynchronous import Params, clone
+from tests.reference.common import Batch, OptimizerSpec, Schedule
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one node, ended and averaged."""
+
+    time: float
+    node: int
+    own_step: int
+    neighbour: int
+    loss: float  # at the parameters with which the step began
+    params: Params  # node's, after step and average
+    total_steps: int  # of all nodes, this one included
+
+
+def ad_psgd(
+    model: nn.Module,
+    batch: Callable[[int, int], Batch],
+    num_nodes: int,
+    *,
+    total_steps: int,
+    neighbour: Callable[[int, int], int],
+    step_seconds: Callable[[int, int], float],
+    mix: Literal["after", "before"] = "after",
+    inner: OptimizerSpec = (torch.optim.SGD, {"lr": 0.1}),
+    max_norm: float | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[list[Step], list[nn.Module]]:
+    """Run until all nodes together have ended `total_steps` steps."""
+    models = common.copy_model(model, num_nodes)
+    optimizers = common.make_optimizers(models, inner)
+    own_step = [0] * num_nodes
+    losses = [0.0] * num_nodes
+    ends: list[tuple[float, int]] = []
+    steps: list[Step] = []
+
+    def begin(i: int, time: float) -> None:
+        """The gradient lies in .grad until the step ends: averages change the parameters only."""
+        losses[i] = float(common.backward(models[i], batch(i, own_step[i])))
+        common.clip(models[i], max_norm)
+        heapq.heappush(ends, (time + step_seconds(i, own_step[i]), i))
+
+    def end(i: int, time: float) -> None:
+        j = neighbour(i, own_step[i])
+        common.set_rate(optimizers[i], schedule, own_step[i])
+        if mix == "after":
+            optimizers[i].step()
+        if j != i:
+            common.average_parameters([models[i], models[j]])
+        if mix == "before":
+            optimizers[i].step()
+        theta = clone(common.parameters(models[i]))
+        steps.append(Step(time, i, own_step[i], j, losses[i], theta, len(steps) + 1))
+        own_step[i] += 1
+
+    for i in range(num_nodes):
+        begin(i, 0.0)
+    while len(steps) < total_steps:
+        now = ends[0][0]
+        ended = []
+        while ends and ends[0][0] == now and len(steps) < total_steps:
+            _, i = heapq.heappop(ends)
+            end(i, now)
+            ended.append(i)
+        for i in ended:
+            begin(i, now)
+
+    return steps, models

@@ -1,0 +1,219 @@
+"""The time of asynchronous runs: when rounds end on these nodes and links, and what every node did when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vecgym.clock.compute import BLOCK, FORWARD, Compute
+from vecgym.clock.network import Network, Routes
+from vecgym.clock.timeline import PerNode
+from vecgym.clock.trace import Bar
+from vecgym.clock.units import readable_time
+from vecgym.core import check
+from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update, Wires
+from vecgym.strategy.asynchronous import AsyncStrategy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def rules_of(
+    strategy: AsyncStrategy, num_nodes: int, compute: Compute, network: Network | None, num_bytes: float
+) -> tuple[Rules, StepSeconds]:
+    """Return the rules of a run, and how long each step of each node takes.
+
+    Args:
+        num_bytes: of the parameters, and so of a message.
+
+    >>> rules, seconds = rules_of(AsyncStrategy(H=4, dylu=True), 2, Compute([1.0, 2.0]), None, num_bytes=8)
+    >>> rules.num_steps, seconds(1, 0)
+    ((4, 2), 2.0)
+    """
+    nominal = compute.seconds.expand(num_nodes).tolist()
+    rules = Rules(
+        strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
+        None if network is None else wires_of(network, num_nodes, num_bytes),
+    )  # fmt: skip
+    return rules, step_seconds_of(compute, num_nodes)
+
+
+def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
+    """Return how long each node takes for each of its own steps, as a function of plain numbers.
+
+    >>> step_seconds_of(Compute([0.5, 2.0]), num_nodes=2)(1, 7)
+    2.0
+    """
+    nominal = compute.seconds.expand(num_nodes).tolist()
+    if compute.sigma == 0:
+        return lambda node, step: nominal[node]
+    drawn: dict[tuple[int, int], list[float]] = {}
+
+    def seconds(node: int, step: int) -> float:
+        block, place = divmod(step, BLOCK)
+        if (node, block) not in drawn:
+            drawn[node, block] = (compute.sigma * compute.drawn(node, block)).exp().tolist()
+        return nominal[node] * drawn[node, block][place]
+
+    return seconds
+
+
+def wires_of(network: Network, num_nodes: int, num_bytes: float) -> Wires:
+    """Return the links between the nodes and a server. With a matrix, a node's is that of its slowest way.
+
+    >>> wires_of(Network("8 Mbit/s", latency=0.5), 1, num_bytes=1000).up, wires_of(Network(8e6, 0.5), 1, 1).latency
+    ([1e-06], [0.5])
+    """
+    routes = Routes(network, num_nodes)
+    lags = routes.lags
+    if lags is None:
+        assert routes.latency is not None
+        lags = routes.latency.amax(1)
+    return Wires(num_bytes, routes.up.tolist(), routes.down.tolist(), lags.tolist(), routes.server_pace)
+
+
+@dataclass(frozen=True)
+class AsyncTimeline:
+    """What every node did when in an asynchronous run.
+
+    The order of its events depends on the network and the compute times, so it is not priced on others: train again.
+
+    Attributes:
+        seconds: of the last update.
+        utilization: computed / seconds, the mean over the nodes.
+        update_seconds: of each update, `[T]`.
+        per_node: where the seconds of each node went.
+        events: arrivals, updates and restarts, in order; see `vecgym.engine.events`.
+        network, compute: what it is for; without a network messages take no time.
+
+    >>> from vecgym import Trainer
+    >>> from vecgym.models import Line
+    >>> from vecgym.strategy import AsyncStrategy
+    >>> trainer, compute = Trainer(Line(), torch.ones(64)), Compute([1.0, 3.0])
+    >>> model = trainer.fit(AsyncStrategy(H=2), 2, max_updates=4, compute=compute, device="cpu", progress=False)
+    >>> trainer.timeline()
+    AsyncTimeline(4 updates by 2 nodes: 6 s, 100.0 % computing)
+    >>> trainer.timeline().update_seconds, trainer.timeline().num_nodes, trainer.timeline().num_steps
+    (tensor([2., 4., 6., 6.], dtype=torch.float64), 2, 4)
+    """
+
+    seconds: float
+    utilization: float
+    update_seconds: Tensor
+    per_node: PerNode
+    events: Sequence[Event]
+    network: Network | None
+    compute: Compute
+
+    @classmethod
+    def of(
+        cls, events: Sequence[Event], rules: Rules, seconds: StepSeconds, network: Network | None, compute: Compute
+    ) -> AsyncTimeline:
+        """Return the timeline of a run with these events."""
+        times = [event.time for event in events if isinstance(event, Update)]
+        end = times[-1] if times else 0.0
+        K = len(rules.num_steps)
+        computed = torch.tensor(_computed(events, rules, seconds, end), dtype=torch.float64)
+        sent, received = torch.zeros(2, K, dtype=torch.float64)
+        if rules.wires is not None:
+            for event in events:
+                if isinstance(event, Arrival):
+                    sent[event.node] += rules.wires.num_bytes * max(rules.wires.up[event.node], rules.wires.server)
+                elif isinstance(event, Restart):
+                    for node in event.nodes:
+                        pace = max(rules.wires.down[node], rules.wires.server)
+                        received[node] += rules.wires.num_bytes * pace
+        used = float((computed / end).mean()) if end > 0 else 1.0
+        per_node = PerNode(computed, end - computed, sent, received)
+        return cls(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)
+
+    @property
+    def num_nodes(self) -> int:
+        """K."""
+        return len(self.per_node.computed)
+
+    @property
+    def num_steps(self) -> int:
+        """T, the updates."""
+        return len(self.update_seconds)
+
+    def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
+        """What every node did in the updates from `first` to before `last`, for figures and traces.
+
+        >>> from vecgym.engine.events import Stop, schedule
+        >>> rules, compute, seconds = Rules((1, 1)), Compute([1.0, 3.0]), lambda node, step: [1.0, 3.0][node]
+        >>> timeline = AsyncTimeline.of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, compute)
+        >>> [(bar.node, bar.kind, bar.begin, round(bar.end, 2)) for bar in timeline.bars()][:2]
+        [(0, 'forward', 0.0, 0.33), (0, 'backward', 0.33, 1.0)]
+        """
+        last = self.num_steps if last is None else min(last, self.num_steps)
+        begin = float(self.update_seconds[first - 1]) if first > 0 else 0.0
+        end = float(self.update_seconds[last - 1]) if last > 0 else 0.0
+        found: list[Bar] = []
+        idle = [0.0] * self.num_nodes  # since when each node has waited
+        version = 0
+        for event in self.events:
+            if isinstance(event, Update):
+                version = event.version
+            elif isinstance(event, Arrival) and event.end > begin and event.begin < end:
+                if event.begin > idle[event.node]:
+                    name = f"waits for version {event.version}"
+                    found.append(Bar(event.node, "wait", version, idle[event.node], event.begin, name))
+                found += _round_bars(event, version)
+            if isinstance(event, Arrival):
+                idle[event.node] = event.end
+        return found
+
+    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
+        """Draw what every node did when; see `vecgym.clock.gantt.plot_timeline`."""
+        from vecgym.clock.gantt import plot_timeline  # matplotlib takes a while to import
+
+        return plot_timeline(self, path, **options)
+
+    def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
+        """Write a trace for https://ui.perfetto.dev and chrome://tracing."""
+        from vecgym.clock.trace import save_trace
+
+        save_trace(self, path, check.integer("first", first, 0), last)
+
+    def __repr__(self) -> str:
+        return (
+            f"AsyncTimeline({self.num_steps} updates by {self.num_nodes} nodes: {readable_time(self.seconds)}, "
+            f"{100 * self.utilization:.1f} % computing)"
+        )
+
+
+def _round_bars(event: Arrival, version: int) -> list[Bar]:
+    """The computing of a round, its upload, and so on."""
+    forward = event.begin + FORWARD * (event.end - event.begin)
+    steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
+    bars = [
+        Bar(event.node, "forward", version, event.begin, forward, steps),
+        Bar(event.node, "backward", version, forward, event.end, steps),
+    ]
+    if event.time > event.end:
+        bars.append(Bar(event.node, "send", version, event.end, event.time, f"movement of round {event.round}"))
+    return bars
+
+
+def _computed(events: Sequence[Event], rules: Rules, seconds: StepSeconds, end: float) -> list[float]:
+    """How long each node has computed by the end, in rounds that have arrived and in those under way."""
+    K = len(rules.num_steps)
+    found, begins, steps = [0.0] * K, [0.0] * K, [0] * K
+    for event in events:
+        if isinstance(event, Arrival):
+            found[event.node] += event.end - event.begin
+            begins[event.node], steps[event.node] = float("inf"), event.first_step + event.num_steps
+        elif isinstance(event, Restart):
+            for node, begin in zip(event.nodes, event.begins):
+                begins[node] = begin
+    for node in range(K):
+        if begins[node] < end:
+            whole = sum(seconds(node, steps[node] + i) for i in range(rules.num_steps[node]))
+            found[node] += min(whole, end - begins[node])
+    return found

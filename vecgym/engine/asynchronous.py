@@ -1,0 +1,344 @@
+"""Asynchronous training: events in the order of time, computed late and together.
+
+When nodes begin a round is known before any gradient (`vecgym.engine.events`), so a node that begins only notes the
+parameters that it starts from. When an arrival needs a movement that is not computed, *all* rounds that have begun and
+are not computed are, in one stacked call. Neither the order of events nor any number depends on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.topology import Server as ServerLinks
+from vecgym.core import nodes, tree
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
+from vecgym.engine.engine import Engine
+from vecgym.engine.events import Arrival, Event, Restart, Update
+from vecgym.engine.simulation import Metrics, Simulation, State
+from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.strategy.communication import Context
+
+# (nodes, the step of each by its own count) -> (leaves [n, B, ...], how many examples of each are its own)
+Read = Callable[[Sequence[int], Sequence[int]], tuple[Any, Sequence[int]]]
+
+
+class Updated(NamedTuple):
+    """The measurements of a server's update.
+
+    Attributes:
+        metrics: of the arrivals in it: a node's loss is the mean over its round, nan for nodes that are not in it.
+        arrivals: in the order of time.
+        computed: how many rounds were computed in each stacked call.
+    """
+
+    metrics: Metrics
+    arrivals: tuple[Arrival, ...]
+    computed: tuple[int, ...]
+
+
+def updates_of(events: Sequence[Event]) -> list[list[Event]]:
+    """Split events into those of each update: all up to it, since the one before.
+
+    >>> from vecgym.engine.events import Rules, Stop, schedule
+    >>> [len(part) for part in updates_of(schedule(Rules((1, 1)), lambda node, step: 1.0 + node, Stop(updates=3)))]
+    [2, 3, 2]
+    """
+    parts: list[list[Event]] = [[]]
+    for event in events:
+        parts[-1].append(event)
+        if isinstance(event, Update):
+            parts.append([])
+    return parts[:-1]
+
+
+class AsyncSimulation(Simulation):
+    """The asynchronous training of one model.
+
+    Its `State` is that of a `Simulation`, with the server's parameters `[1, *]` as `params`, and `step` the number of
+    its updates. Of the strategy there are: `server`, the server's state; `starts`, the parameters from which each
+    node's present round begins, `[K, *]`; `moved`, what its computed round has moved, `[K, *]`, and `losses`; `done`,
+    whether it is computed, `[K]`; `taken`, with a buffer of M > 1, the movements in it, one `[1, *]` for each arrival.
+
+    Args:
+        model, strategy, engine, seed, minibatch_size: as for a `Simulation`.
+        read: gives the batches.
+        events: of the run.
+        num_nodes: K.
+
+    Example: two nodes, one of which is twice as fast.
+
+    >>> from vecgym.engine.events import Rules, Stop, schedule
+    >>> from vecgym.models import Line
+    >>> from vecgym.strategy import AsyncStrategy, OptimSpec, OuterOptimizer
+    >>> events = schedule(Rules((1, 1)), lambda node, step: 1.0 + node, Stop(updates=3))
+    >>> read = lambda nodes, steps: (torch.ones(len(nodes), 1), [1] * len(nodes))
+    >>> strategy = AsyncStrategy("sgd", OuterOptimizer(OptimSpec("sgd", lr=1.0)), H=1, lr=0.25)
+    >>> simulation = AsyncSimulation(Line(), strategy, read, events, num_nodes=2)
+    >>> state = simulation.init()
+    >>> for part in updates_of(events):
+    ...     state, updated = simulation.update(state, part)
+    ...     print(state.params["w"], [arrival.staleness for arrival in updated.arrivals], updated.computed)
+    tensor([0.5000]) [0] (2,)
+    tensor([0.7500]) [0] (1,)
+    tensor([1.2500]) [2] ()
+    """
+
+    strategy: AsyncStrategy
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: AsyncStrategy,
+        read: Read,
+        events: Sequence[Event],
+        num_nodes: int,
+        *,
+        engine: Engine | None = None,
+        seed: int = 42,
+        minibatch_size: int | None = None,
+        num_examples: tuple[int, ...] | None = None,
+    ) -> None:
+        arrivals = {event.node: event for event in events if isinstance(event, Arrival)}  # the last of each node
+        self.num_steps = {node: last.num_steps for node, last in arrivals.items()}
+        self.total_steps = [
+            arrivals[node].first_step + arrivals[node].num_steps if node in arrivals else 0 for node in range(num_nodes)
+        ]
+        super().__init__(
+            model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=max(1, *self.total_steps),
+            seed=seed, minibatch_size=minibatch_size, num_examples=num_examples, own_time=True,
+        )  # fmt: skip
+        self.read = read
+        self.server = strategy.server.of(num_nodes)
+        self.num_updates = sum(isinstance(event, Update) for event in events)
+        # A kernel may round a value in another way beside other nodes; the loop promises the same bits.
+        self.exact = self.engine.plan.engine == "loop"
+
+    def init(self, params: Tree | None = None) -> State:
+        """Return the state before the first event: all nodes begin from the model's own parameters."""
+        state = super().init(params)
+        K = self.num_local
+        like = next(iter(state.params.values()))
+        strategy: dict[str, Any] = {
+            "server": self.server.init(state.params),
+            "starts": _of_each(state.params, K),
+            "moved": tree.map(torch.zeros_like, nodes.expand(state.params, K)),
+            "losses": like.new_zeros(K),
+            "done": torch.zeros(K, dtype=torch.bool),
+        }
+        if self.strategy.buffer > 1:
+            strategy["taken"] = {}
+        optimizer, buffers = _of_each(state.optimizer, K), _of_each(state.buffers, K)
+        return replace(state, optimizer=optimizer, buffers=buffers, strategy=strategy)
+
+    def update(self, state: State, events: Sequence[Event], *, differentiable: bool = False) -> tuple[State, Updated]:
+        """Handle the events up to the next update.
+
+        Args:
+            state: is given up, unless `differentiable`.
+            events: one of the parts of `updates_of`.
+        """
+        run = _Handling(self, state, inplace=not differentiable)
+        for event in events:
+            if isinstance(event, Arrival):
+                run.arrival(event)
+            elif isinstance(event, Restart):
+                run.restart(event)
+            else:
+                run.update(event)
+        return run.state, run.updated()
+
+    def rounds(self, state: State, rows: Sequence[int], inplace: bool) -> State:
+        """Compute the rounds of some nodes, given by their ids, in one stacked call a step.
+
+        Those with the most steps come first, so that those who still train are the first rows of every tensor.
+        """
+        counts = state.node_steps.tolist()
+        order = sorted(rows, key=lambda node: (-self.num_steps[node], counts[node], node))
+        chosen = torch.tensor(order)
+        start = nodes.take_rows(state.strategy["starts"], chosen, copy=True)
+        local = _Local(
+            params=tree.map(torch.clone, start) if inplace else start,
+            buffers=nodes.take_rows(state.buffers, chosen),
+            optimizer=self.strategy.take_rows(state.optimizer, chosen),
+            losses=state.strategy["losses"].new_zeros(len(order)),
+        )
+        ended: list[_Local] = []
+        done = 0
+        for until in sorted({self.num_steps[node] for node in order}):
+            here = [node for node in order if self.num_steps[node] >= until]
+            ended.append(local.rows(len(here), len(local.losses)))
+            local = local.rows(0, len(here))
+            for step in range(done, until):
+                local = self._local_step(local, here, [counts[node] + step for node in here], inplace)
+            done = until
+        local = _Local.joined([local, *reversed(ended)])
+        return self._with_rounds(state, chosen, start, local, inplace)
+
+    def _local_step(self, local: _Local, here: Sequence[int], counts: Sequence[int], inplace: bool) -> _Local:
+        """Take one step of the inner optimizer on the nodes `here`, which have done so many before."""
+        ids = torch.tensor(here)
+        ctx = Context(
+            self.comm, node_steps=torch.tensor(counts), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
+            differentiable=not inplace, num_examples=self.num_examples, rows=ids, own_time=True, exact=self.exact,
+        )  # fmt: skip
+        ctx = replace(ctx, lr=self.strategy.lr(ctx))
+        batch, limits = self.read(here, counts)
+        found = self.engine.gradients(
+            local.params, local.buffers, batch, seed=self.seed, step=list(counts), node_ids=here,
+            minibatch_size=self.minibatch_size, differentiable=not inplace, limits=limits,
+        )  # fmt: skip
+        params, optimizer = self._optimize(local.params, found.grads, local.optimizer, ctx)
+        return _Local(params, found.buffers, optimizer, local.losses + found.losses)
+
+    def _with_rounds(self, state: State, chosen: Tensor, start: Tree, local: _Local, inplace: bool) -> State:
+        """Return the state with what rounds have come to."""
+        K, was = self.num_local, state.strategy
+        steps = torch.tensor([self.num_steps[node] for node in chosen.tolist()])
+        losses = local.losses / placed(steps, local.losses.device)
+        moved = tree.map(torch.sub, start, local.params)
+        strategy = {
+            **was,
+            "moved": nodes.put_rows(was["moved"], chosen, moved, K, inplace),
+            "losses": was["losses"].to(losses.dtype).index_copy(0, placed(chosen, losses.device), losses),
+            "done": was["done"].index_fill(0, chosen, True),
+        }
+        return replace(
+            state,
+            buffers=nodes.put_rows(state.buffers, chosen, local.buffers, K, inplace),
+            optimizer=self.strategy.put_rows(state.optimizer, chosen, local.optimizer, K, inplace),
+            strategy=strategy,
+            node_steps=state.node_steps.index_add(0, chosen, steps),
+        )
+
+
+class _Local(NamedTuple):
+    """What evolves in the rounds of some nodes, `[n, *]`."""
+
+    params: Tree
+    buffers: Tree
+    optimizer: dict[str, Any]
+    losses: Tensor  # summed over the steps
+
+    def rows(self, a: int, b: int) -> _Local:
+        """View nodes a to b."""
+        if (a, b) == (0, len(self.losses)):
+            return self
+        found: _Local = tree.map_leaves(lambda x: x[a:b], self)
+        return found
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Local]) -> _Local:
+        """Put the nodes of several together again."""
+        parts = [part for part in parts if len(part.losses)]
+        found: _Local = parts[0] if len(parts) == 1 else nodes.join_rows(parts)
+        return found
+
+
+class _Handling:
+    """The events of one update, one after the other."""
+
+    def __init__(self, simulation: AsyncSimulation, state: State, inplace: bool) -> None:
+        self.simulation, self.state, self.inplace = simulation, state, inplace
+        self.arrivals: list[Arrival] = []
+        self.transfers: list[Transfer] = []
+        self.computed: list[int] = []
+        self.losses: dict[int, list[Tensor]] = {}
+
+    def arrival(self, event: Arrival) -> None:
+        """Have the movement computed, with all others that can be, and take it."""
+        simulation, node = self.simulation, event.node
+        if not self.state.strategy["done"][node]:
+            rows = self._begun() if simulation.strategy.together else [node]
+            self.state = simulation.rounds(self.state, rows, self.inplace)
+            self.computed.append(len(rows))
+        self.losses.setdefault(node, []).append(self.state.strategy["losses"][node])
+        if simulation.strategy.buffer > 1:
+            row = {name: x[node : node + 1].clone() for name, x in self.state.strategy["moved"].items()}
+            taken = {**self.state.strategy["taken"], str(len(self.arrivals)): row}
+            self.state = replace(self.state, strategy={**self.state.strategy, "taken": taken})
+        self.arrivals.append(event)
+        self._send("server_gather", ServerLinks(up=(node,), down=()))
+
+    def _begun(self) -> list[int]:
+        """Return the nodes whose rounds have begun, are not computed, and arrive in this run."""
+        done, counts = self.state.strategy["done"].tolist(), self.state.node_steps.tolist()
+        totals = self.simulation.total_steps
+        return [node for node, total in enumerate(totals) if not done[node] and counts[node] < total]
+
+    def restart(self, event: Restart) -> None:
+        """Let nodes begin from the server's present parameters."""
+        strategy = self.state.strategy
+        rows = torch.tensor(event.nodes)
+        starts = nodes.put_rows(strategy["starts"], rows, self.state.params, self.simulation.num_local, self.inplace)
+        done = strategy["done"].index_fill(0, rows, False)
+        self.state = replace(self.state, strategy={**strategy, "starts": starts, "done": done})
+        for node in event.nodes:
+            self._send("server_send", ServerLinks(up=(), down=(node,)))
+
+    def update(self, event: Update) -> None:
+        """Let the server make a version of the movements that it has collected."""
+        server, strategy = self.simulation.server, dict(self.state.strategy)
+        movement = self._movement(strategy)
+        if "taken" in strategy:
+            strategy["taken"] = {}
+        params, strategy["server"] = server.update(
+            self.state.params, movement, strategy["server"], event.version - 1, inplace=self.inplace
+        )
+        self.state = replace(self.state, step=event.version, params=params, strategy=strategy)
+
+    def _movement(self, strategy: dict[str, Any]) -> Tree:
+        """Average the weighted movements of the arrivals, in the order of nodes."""
+        weight = self.simulation.strategy.weight
+        if "taken" not in strategy:
+            (arrival,) = self.arrivals
+            return {
+                name: _times(weight(arrival.staleness), x[arrival.node : arrival.node + 1])
+                for name, x in strategy["moved"].items()
+            }
+        by_node = sorted(enumerate(self.arrivals), key=lambda each: (each[1].node, each[1].round))
+        rows = [
+            tree.map(lambda x: _times(weight(arrival.staleness), x), strategy["taken"][str(place)])  # noqa: B023
+            for place, arrival in by_node
+        ]
+        joined: Tree = nodes.join_rows(rows)
+        return StackedCollectives(len(rows)).mean(joined)
+
+    def _send(self, operation: str, who: ServerLinks) -> None:
+        sizes = self.simulation.comm.ledger.sizes
+        self.transfers.append(
+            Transfer(operation, sum(sizes.values()), self.simulation.num_local, who, tensors=tuple(sizes))
+        )
+
+    def updated(self) -> Updated:
+        """Return what was measured."""
+        simulation = self.simulation
+        active = sorted(self.losses)
+        means = torch.stack([torch.stack(self.losses[node]).mean() for node in active])
+        losses = means.new_full((simulation.num_local,), torch.nan)
+        losses = losses.index_copy(0, placed(torch.tensor(active), losses.device), means)
+        last = [arrival.first_step + arrival.num_steps - 1 for arrival in self.arrivals]
+        ids = torch.tensor([arrival.node for arrival in self.arrivals])
+        ctx = Context(
+            simulation.comm, node_steps=torch.tensor(last), max_steps=simulation.max_steps, rows=ids, own_time=True
+        )  # fmt: skip
+        lr = ctx.own(simulation.strategy.lr(ctx))
+        outer_lr = simulation.server.lr(self.state.step - 1)
+        metrics = Metrics(losses, lr, active, outer_lr, tuple(self.transfers))
+        return Updated(metrics, tuple(self.arrivals), tuple(self.computed))
+
+
+def _times(weight: Any, x: Tensor) -> Tensor:
+    return x if isinstance(weight, (int, float)) and weight == 1 else weight * x
+
+
+def _of_each(values: Any, num_nodes: int) -> Any:
+    """Copy what is the same on every node, `[1, *]`, for each of them."""
+    return tree.map_leaves(lambda x: nodes.expanded(x, num_nodes).clone(), values)

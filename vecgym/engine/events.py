@@ -1,0 +1,291 @@
+"""When nodes meet a server that does not wait for all of them: a simulation of events, without any tensors.
+
+Nodes differ in speed, and none waits for all others. Which of them meets which version of the server's parameters
+depends on times alone, never on a number that is trained, so the order of events is known before the first gradient.
+
+A node begins a *round* from the server's parameters, makes its local steps, and sends its movement. The server takes
+arrivals in the order of time, ties by node; of every `buffer` of them it makes one update, a new *version*. Who has
+arrived begins again at once, or waits up to `max_wait` seconds for others; see `Rules`.
+
+>>> events = schedule(Rules(num_steps=(2, 2), max_wait=0.0), lambda node, step: [1.0, 2.5][node], Stop(updates=3))
+>>> for event in events:
+...     print(event)
+Arrival(time=2.0, node=0, round=0, version=0, staleness=0, first_step=0, num_steps=2, begin=0.0, end=2.0)
+Update(time=2.0, version=1, num_arrivals=1)
+Restart(time=2.0, nodes=(0,), version=1, begins=(2.0,))
+Arrival(time=4.0, node=0, round=1, version=1, staleness=0, first_step=2, num_steps=2, begin=2.0, end=4.0)
+Update(time=4.0, version=2, num_arrivals=1)
+Restart(time=4.0, nodes=(0,), version=2, begins=(4.0,))
+Arrival(time=5.0, node=1, round=0, version=0, staleness=2, first_step=0, num_steps=2, begin=0.0, end=5.0)
+Update(time=5.0, version=3, num_arrivals=1)
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Grace = Literal["full", "until_last"]
+StepSeconds = Callable[[int, int], float]  # (node, its own count of steps) -> seconds of that step
+
+
+class Arrival(NamedTuple):
+    """The movement of a round is at the server.
+
+    Attributes:
+        time: of the arrival.
+        node, round: whose, and its how many-th, from 0.
+        version: of the server's parameters from which the round began.
+        staleness: how many versions the server is ahead of that.
+        first_step, num_steps: the node's own count of steps at its begin, and how many it made.
+        begin, end: of its computing.
+    """
+
+    time: float
+    node: int
+    round: int
+    version: int
+    staleness: int
+    first_step: int
+    num_steps: int
+    begin: float
+    end: float
+
+
+class Update(NamedTuple):
+    """The server makes a new version of the last arrivals."""
+
+    time: float
+    version: int
+    num_arrivals: int
+
+
+class Restart(NamedTuple):
+    """Nodes are sent the server's parameters, and begin their next rounds when they have them."""
+
+    time: float
+    nodes: tuple[int, ...]
+    version: int
+    begins: tuple[float, ...]
+
+
+Event = Arrival | Update | Restart
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links between the nodes and a server: each end serves one message at a time in each direction.
+
+    A message takes its bytes times the slower of the two ends' seconds a byte, and is there a latency later.
+
+    Attributes:
+        num_bytes: of a message, up and down.
+        up, down: seconds a byte of each node's link.
+        latency: seconds, of each node's.
+        server: seconds a byte of the server's link.
+    """
+
+    num_bytes: float
+    up: Sequence[float]
+    down: Sequence[float]
+    latency: Sequence[float]
+    server: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the nodes and the server work together.
+
+    Attributes:
+        num_steps: local steps of each node's rounds.
+        buffer: arrivals of which the server makes one update.
+        max_wait: the first to arrive when nobody waits opens a window of so many seconds. Who arrives in it waits, and
+            all of them begin again together when it closes.
+        grace: when it closes: "full": when its time is over, or all nodes wait; "until_last": with the last arrival in
+            it, known in hindsight, so that nobody waits in vain.
+        wires: None: messages take no time.
+    """
+
+    num_steps: tuple[int, ...]
+    buffer: int = 1
+    max_wait: float = 0.0
+    grace: Grace = "full"
+    wires: Wires | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a run ends: with the first of these that comes true; at least one is given.
+
+    Attributes:
+        updates: versions that the server makes.
+        seconds: simulated; an update after that is not made.
+        steps: local steps in the updates, of all nodes together.
+    """
+
+    updates: int | None = None
+    seconds: float | None = None
+    steps: int | None = None
+
+
+def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Event]:
+    """Return all events of a run in their order, up to its last update.
+
+    Raises:
+        ValueError: where time does not go on, so that a run of `Stop(seconds=...)` would never end.
+    """
+    events: list[Event] = []
+    last, steps, version = 0, 0, 0  # the place after the last update; the steps of the rounds in it; its version
+    waiting = 0
+    since = (0.0, 0)
+    for event in _Run(rules, step_seconds).events():
+        if stop.seconds is not None and event.time > stop.seconds:
+            break
+        events.append(event)
+        if isinstance(event, Arrival):
+            waiting += event.num_steps
+        elif isinstance(event, Update):
+            last, version, steps, waiting = len(events), event.version, steps + waiting, 0
+            if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
+                break
+        since = _moving(since, event, len(events), rules)
+    return events[:last]
+
+
+def _moving(since: tuple[float, int], event: Event, count: int, rules: Rules) -> tuple[float, int]:
+    """Return when time went on last, and at which event."""
+    time, place = since
+    if event.time > time:
+        return event.time, count
+    if count - place > 1000 * (len(rules.num_steps) + rules.buffer):
+        raise ValueError(
+            f"{count - place} events at {time} s: rounds that take no time never end. Give compute= positive seconds."
+        )
+    return since
+
+
+class _Run:
+    """The state of the simulation.
+
+    Two heaps of what is under way: messages that leave, in the order in which they are ready, and those that arrive.
+    """
+
+    def __init__(self, rules: Rules, step_seconds: StepSeconds) -> None:
+        self.rules, self.step_seconds = rules, step_seconds
+        K = len(rules.num_steps)
+        self.version = 0
+        self.rounds = [0] * K
+        self.steps = [0] * K  # done by each node
+        self.began = [_Begun(0.0, 0.0, 0)] * K
+        self.ready: list[tuple[float, int]] = []  # (end of a round, node)
+        self.arriving: list[tuple[float, int]] = []
+        self.links = _Links(rules.wires, K) if rules.wires is not None else None
+        self.waiting: list[int] = []
+        self.closes = math.inf  # when the window does
+        self.buffered = 0
+        for node in range(K):
+            self._begin(node, 0.0)
+
+    def events(self) -> Iterator[Event]:
+        while True:
+            time, node = self._next()
+            if self.closes < time:
+                yield self._restart(self.closes)
+                continue
+            if not self.waiting:
+                self.closes = time + self.rules.max_wait
+            yield from self._arrive(time, node)
+            if self._closed(time):
+                yield self._restart(time)
+
+    def _next(self) -> tuple[float, int]:
+        """Return the next arrival: (time, node); it stays where it is.
+
+        What is sent after the window closes may have to queue behind what those send who begin again then.
+        """
+        while self.ready and self.ready[0][0] <= self.closes and self.ready[:1] <= (self.arriving[:1] or self.ready):
+            end, node = heapq.heappop(self.ready)
+            time = end if self.links is None else self.links.up(node, end)
+            heapq.heappush(self.arriving, (time, node))
+        return self.arriving[0] if self.arriving else (math.inf, -1)
+
+    def _arrive(self, time: float, node: int) -> Iterator[Event]:
+        heapq.heappop(self.arriving)
+        self.waiting.append(node)
+        begun, count = self.began[node], self.rules.num_steps[node]
+        staleness = self.version - begun.version
+        first = self.steps[node] - count
+        yield Arrival(
+            time, node, self.rounds[node], begun.version, staleness, first, count, begun.begin, begun.end
+        )  # fmt: skip
+        self.rounds[node] += 1
+        self.buffered += 1
+        if self.buffered == self.rules.buffer:
+            self.version += 1
+            yield Update(time, self.version, self.buffered)
+            self.buffered = 0
+
+    def _closed(self, time: float) -> bool:
+        """Whether those who wait begin again now: the window is over, or nobody else comes before it is."""
+        if len(self.waiting) == len(self.rounds):
+            return True
+        following = self._next()[0]
+        if self.rules.grace == "until_last" or self.rules.max_wait == 0:
+            return following > self.closes
+        return self.closes == time and following > time
+
+    def _restart(self, time: float) -> Restart:
+        nodes = tuple(sorted(self.waiting))
+        self.waiting, self.closes = [], math.inf
+        begins = tuple(time if self.links is None else self.links.down(node, time) for node in nodes)
+        for node, begin in zip(nodes, begins):
+            self._begin(node, begin)
+        return Restart(time, nodes, self.version, begins)
+
+    def _begin(self, node: int, begin: float) -> None:
+        end = begin
+        for _ in range(self.rules.num_steps[node]):
+            end += self.step_seconds(node, self.steps[node])
+            self.steps[node] += 1
+        self.began[node] = _Begun(begin, end, self.version)
+        heapq.heappush(self.ready, (end, node))
+
+
+class _Begun(NamedTuple):
+    """A round under way."""
+
+    begin: float
+    end: float
+    version: int
+
+
+@dataclass
+class _Links:
+    """Until when each end of the wires is taken."""
+
+    wires: Wires
+    num_nodes: int
+    node_up: list[float] = field(init=False)
+    node_down: list[float] = field(init=False)
+    server_in: float = 0.0
+    server_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.node_up, self.node_down = [0.0] * self.num_nodes, [0.0] * self.num_nodes
+
+    def up(self, node: int, ready: float) -> float:
+        """Send a movement; return when it is at the server."""
+        wires = self.wires
+        end = max(ready, self.node_up[node], self.server_in) + wires.num_bytes * max(wires.up[node], wires.server)
+        self.node_up[node] = self.server_in = end
+        return end + wires.latency[node]
+
+    def down(self, node: int, ready: float) -> float:
+        """Send the server's parameters; return when they are at the node."""
+        wires = self.wires
+        end = max(ready, self.server_out, self.node_down[node]) + wires.num_bytes * max(wires.down[node], wires.server)
+        self.node_down[node] = self.server_out = end
+        return end + wires.latency[node]

@@ -1,0 +1,160 @@
+"""Asynchronous local SGD: a server that takes what arrives, and nodes that do not wait for the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check
+from vecgym.optim import OptimSpec
+from vecgym.strategy.base import Strategy, check_interval
+from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.modules import DEFAULT_H
+from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Grace = Literal["full", "until_last"]
+
+
+class AsyncStrategy(Strategy):
+    """Every node trains in rounds of its own; a server takes each movement when it arrives.
+
+    Node i begins a round from the server's parameters of version v, makes H_i steps of its inner optimizer, and sends
+    Delta = start_i - theta_i. It arrives when the server is s versions further. The server collects M arrivals and
+    makes one update of them: theta <- server(theta, 1/M sum_i w(s_i) Delta_i). Then node i is sent theta, and begins
+    its next round.
+
+    The order of arrivals follows from how long the nodes compute (`fit(compute=)`) and how long messages take
+    (`network=`); ties go by the node's id. A run is measured in updates of the server: `fit(max_updates=)`, or
+    `max_seconds=` that are simulated, or `max_steps=` local steps, the mean over the nodes.
+
+    Learning rate, data and randomness of a node go by its own count of steps. The inner optimizer's state stays on its
+    node. Bytes per round: b * P up and as many down.
+
+    Args:
+        inner_optim: the local optimizer, AdamW when not given.
+        server: an `OuterOptimizer`, `DelayedNesterov`, `FedBuff` or `HeLoCo`, or a `Server` of your own; DiLoCo's SGD
+            when not given.
+        H: local steps of a round.
+        buffer: M.
+        max_wait: seconds. The first to arrive when nobody waits opens a window; those who arrive in it wait, and begin
+            their next rounds together when it closes.
+        grace: when the window closes: "full", when its time is over or all nodes wait; "until_last", with the last
+            arrival in it, which is known in hindsight, so that nobody waits in vain.
+        dylu: "dynamic local updates": H_i = max(1, floor(H v_i / max v)), with v_i the speed of node i.
+        local_steps: H_i of each node, `[K]`, in place of H.
+        staleness: w: "none", 1; "inverse_sqrt", (1 + s)^(-1/2); or a function of s.
+        together: compute the rounds of several nodes in one call, as many as have begun when a result is needed. False:
+            one by one, for proof: the same numbers, to the last bit with `engine="loop"`.
+        lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`. A schedule is
+            as long as the most steps that a node makes.
+
+    Raises:
+        ValueError, TypeError: saying what is allowed.
+
+    >>> from vecgym import Trainer
+    >>> from vecgym.clock import Compute
+    >>> from vecgym.models import Line
+    >>> trainer, strategy = Trainer(Line(), torch.ones(64)), AsyncStrategy("sgd", OuterOptimizer(lr=0.2), H=2, lr=0.1)
+    >>> model = trainer.fit(strategy, 2, max_updates=5, compute=Compute([1.0, 3.0]), device="cpu", progress=False)
+    >>> [(row["sim_seconds"], row["staleness"], row["local_steps_total"]) for row in trainer.history.rows[1:]]
+    [(2.0, 0.0, 2), (4.0, 0.0, 4), (6.0, 0.0, 6), (6.0, 3.0, 8), (8.0, 0.0, 10)]
+
+    References: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, and Nguyen et
+    al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviations: nodes keep their
+    shard of the data and their optimizer's state, where the first paper's workers draw the least visited shard and
+    begin a new optimizer in each round.
+    """
+
+    asynchronous = True
+
+    @takes_options(InnerOptions)
+    def __init__(
+        self,
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        server: Server | None = None,
+        H: int = DEFAULT_H,
+        *,
+        buffer: int = 1,
+        max_wait: float = 0.0,
+        grace: Grace = "full",
+        dylu: bool = False,
+        local_steps: Sequence[int] | Tensor | None = None,
+        staleness: StalenessName | Staleness = "none",
+        together: bool = True,
+        **inner: Unpack[InnerOptions],
+    ) -> None:
+        super().__init__(inner_optim, **inner)
+        self.server = OuterOptimizer() if server is None else check.instance("server", server, Server, SERVERS)
+        self.H = check_interval("H", H)
+        self.buffer = _agreed("buffer", check.integer("buffer", buffer, what=ARRIVALS), 1, self.server.buffer)
+        self.max_wait = check.number("max_wait", max_wait, "[0, inf]", "simulated seconds")
+        self.grace: Grace = check.choice("grace", grace, get_args(Grace))
+        self.dylu = check.flag("dylu", dylu)
+        self.local_steps = None if local_steps is None else _counts(local_steps)
+        self.staleness = _agreed("staleness", staleness, "none", self.server.staleness)
+        self.weight = staleness_weight("staleness", self.staleness)
+        self.together = check.flag("together", together)
+        if dylu and local_steps is not None:
+            raise ValueError("dylu=True and local_steps both say how many steps a node makes: give one of them.")
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        """Raise a ValueError if the strategy cannot work for this run; `max_steps` are updates of the server."""
+        if self.local_steps is not None and len(self.local_steps) != num_nodes:
+            raise ValueError(
+                f"local_steps is for {len(self.local_steps)} nodes and the run has {num_nodes}: give [{num_nodes}]."
+            )
+        if self.max_norm is not None:
+            check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
+        self.server.check(num_nodes, max_steps)
+
+    def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:
+        """Return H_i of each node, whose steps take so long.
+
+        >>> AsyncStrategy(H=10, dylu=True).steps_of_rounds([0.1, 0.25, 9.0])
+        (10, 4, 1)
+        """
+        if self.local_steps is not None:
+            return self.local_steps
+        if not self.dylu:
+            return (self.H,) * len(step_seconds)
+        fastest = min(step_seconds)
+        # A share that is whole but for rounding is whole.
+        return tuple(max(1, int(self.H * (fastest / s if s > 0 else 1.0) + 1e-9)) for s in step_seconds)
+
+    def __repr__(self) -> str:
+        settings = {"H": DEFAULT_H, "buffer": 1, "max_wait": 0.0, "grace": "full", "dylu": False, "local_steps": None,
+                    "staleness": "none", "together": True}  # fmt: skip
+        parts = [super().__repr__()[:-1].split("(", 1)[1], repr(self.server)]
+        parts += [f"{name}={_shown(getattr(self, name))}" for name, default in settings.items()
+                  if getattr(self, name) != default]  # fmt: skip
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
+ARRIVALS = "arrivals of which the server makes an update"
+
+
+def _agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:
+    """Return what the server prescribes, or what was given."""
+    if of_server is None or given == of_server:
+        return given
+    if given != default:
+        raise ValueError(f"{name}={given!r}, and the server has {name}={of_server!r}: leave out {name}.")
+    return of_server
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    plain = values.tolist() if isinstance(values, Tensor) else values
+    if not isinstance(plain, (list, tuple)) or not plain:
+        raise TypeError(f"local_steps={values!r} must be a list of each node's steps in a round, such as [10, 5].")
+    return tuple(check.integer("local_steps", x, what="optimizer steps of a round") for x in plain)
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", repr(value))

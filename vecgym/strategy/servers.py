@@ -1,0 +1,343 @@
+"""Servers that do not wait for all nodes: what they do with each movement that arrives.
+
+A `Server` holds the parameters theta and takes the movements Delta_i = start_i - theta_i of the nodes' rounds as they
+come, each weighted by w(s) for a staleness of s versions. See `vecgym.strategy.AsyncStrategy`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vecgym.core import check, tree
+from vecgym.core.transforms import readable
+from vecgym.core.tree import Tree
+from vecgym.optim import OptimSpec
+from vecgym.strategy.average import shown
+from vecgym.strategy.communication import State
+from vecgym.strategy.modules import OUTER_DEFAULTS, outer_spec
+
+StalenessName = Literal["none", "inverse_sqrt"]
+Staleness = Callable[[int], Any]  # versions -> the weight of a movement, a number or a tensor
+
+STALENESS: dict[str, Staleness] = {"none": lambda s: 1.0, "inverse_sqrt": lambda s: (1 + s) ** -0.5}
+
+
+class Server(ABC):
+    """What a server does with the movements that it takes together. Override `update`, and `init` if something evolves.
+
+    A server holds settings only; what evolves is its state, nested dicts of tensors `[1, *]`.
+
+    Example: a server that goes the whole way, whatever the staleness.
+
+    >>> class Follow(Server):
+    ...     def update(self, params, movement, state, update, inplace=False):
+    ...         return tree.map(torch.sub, params, movement), state
+    >>> server, params = Follow(), {"w": torch.tensor([5.0])}
+    >>> server.check(num_nodes=4, num_updates=10)
+    >>> server.of(num_nodes=4).update(params, {"w": torch.tensor([2.0])}, server.init(params), update=0)
+    ({'w': tensor([3.])}, {})
+    >>> server.lr(0) is None
+    True
+    """
+
+    # Movements of which an update is made, and their weights; None: as the strategy says.
+    buffer: int | None = None
+    staleness: StalenessName | None = None
+
+    def check(self, num_nodes: int, num_updates: int) -> None:
+        """Raise a ValueError if the server cannot work for this run."""
+        return
+
+    def of(self, num_nodes: int) -> Server:
+        """Return the server of a run with so many nodes: settings that depend on it have their values."""
+        return self
+
+    def init(self, params: Tree) -> State:
+        """Return the first state."""
+        return {}
+
+    @abstractmethod
+    def update(
+        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
+    ) -> tuple[Tree, State]:
+        """Return the server's parameters and state after an update.
+
+        Args:
+            params: `[1, *]`.
+            movement: the mean of the weighted movements, `[1, *]`.
+            state: from `init` or the update before.
+            update: how many came before this one.
+            inplace: parameters and state may be overwritten. If not, derivatives can be taken through the result.
+        """
+
+    def lr(self, update: int) -> float | Tensor | None:
+        """Return the learning rate of an update, if the server has one."""
+        return None
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+
+class OuterOptimizer(Server):
+    """theta <- optimizer(theta, Delta), with the mean movement as the gradient.
+
+    Args:
+        outer_optim: "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`
+            is taken as it is, so is any other optimizer. With an update at every arrival, the momentum of K arrivals
+            in a row adds up: smaller rates than in DiLoCo, about 1 / K of them, are usual.
+        lr: its learning rate, unless `outer_optim` has it.
+
+    >>> server, params = OuterOptimizer(OptimSpec("sgd", lr=0.5)), {"w": torch.zeros(1)}
+    >>> server.update(params, {"w": torch.ones(1)}, server.init(params), update=0)[0], server.lr(0)
+    ({'w': tensor([-0.5000])}, 0.5)
+    """
+
+    def __init__(
+        self, outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None, lr: float | Tensor | None = None
+    ) -> None:
+        self.outer_optim = outer_spec(outer_optim, lr)
+        self._rule = self.outer_optim.rule()
+
+    def check(self, num_nodes: int, num_updates: int) -> None:
+        self.outer_optim.check_steps(1, num_updates, "server's optimizer")
+
+    def init(self, params: Tree) -> State:
+        return dict(self._rule.init(params))
+
+    def update(
+        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
+    ) -> tuple[Tree, State]:
+        now = self.outer_optim.at(update)
+        rule = self._rule if now is self.outer_optim else now.rule()
+        return rule.update(params, movement, state, inplace=inplace)
+
+    def lr(self, update: int) -> float | Tensor | None:
+        return self.outer_optim.at(update).hyper.get("lr")
+
+
+class FedBuff(OuterOptimizer):
+    """theta <- theta - lr Delta, where Delta is the mean of `buffer` arrivals, each weighted (1 + s)^(-1/2).
+
+    Args:
+        buffer: M, arrivals of which an update is made.
+        lr, momentum: of the server's SGD.
+
+    >>> FedBuff(buffer=10, lr=0.5)
+    FedBuff(buffer=10, lr=0.5)
+
+    Reference: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviation:
+    no noise is added for privacy.
+    """
+
+    staleness = "inverse_sqrt"
+
+    def __init__(self, buffer: int = 10, lr: float | Tensor = 1.0, momentum: float | Tensor = 0.0) -> None:
+        self.buffer = check.integer("buffer", buffer, what="arrivals of which the server makes an update")
+        super().__init__(OptimSpec("sgd", lr=lr, momentum=momentum))
+        self.momentum = momentum
+
+    def __repr__(self) -> str:
+        lr = self.outer_optim.lr
+        more = "" if isinstance(self.momentum, float) and self.momentum == 0 else f", momentum={self.momentum!r}"
+        return f"FedBuff(buffer={self.buffer}, lr={lr!r}{more})"
+
+
+class DelayedNesterov(Server):
+    """Nesterov's momentum that moves only with every N-th arrival; in between, the server follows each movement.
+
+    Delta <- Delta + g, with g the movement. With every N-th:
+    m <- beta m + Delta / N;  theta <- theta - eta ((1 - c N + c) beta m + g / N);  Delta <- 0;
+    and else theta <- theta - eta (c beta m + g / N).
+
+    State: `momentum` and `buffer`, two copies of the parameters.
+
+    Args:
+        lr: eta.
+        momentum: beta.
+        buffer: N; None: the number of nodes.
+        c: in [0, 1 / N], how much of the momentum is spread over the arrivals in between.
+
+    >>> server, params = DelayedNesterov(lr=1.0, momentum=0.5, buffer=2), {"w": torch.zeros(1)}
+    >>> state = server.init(params)
+    >>> for update in range(2):
+    ...     params, state = server.update(params, {"w": torch.ones(1)}, state, update)
+    ...     print(params["w"])
+    tensor([-0.5000])
+    tensor([-1.5000])
+
+    Reference: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, algorithm 3.
+    No deviation.
+    """
+
+    def __init__(
+        self,
+        lr: float | Tensor = OUTER_DEFAULTS["lr"],
+        momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
+        buffer: int | None = None,
+        c: float | Tensor = 0.0,
+    ) -> None:
+        self._lr = one_number("lr", lr, "[0, inf)")
+        self.momentum = one_number("momentum", momentum, "[0, 1)")
+        self.num_arrivals = check.optional_integer("buffer", buffer, what="None is the number of nodes")
+        self.c = one_number("c", c, "[0, 1]", "what of the momentum is spread over the arrivals in between")
+        if self.num_arrivals is not None:
+            self._check_c(self.num_arrivals)
+
+    def check(self, num_nodes: int, num_updates: int) -> None:
+        self._check_c(self.num_arrivals or num_nodes)
+
+    def of(self, num_nodes: int) -> Server:
+        twin = copy.copy(self)
+        twin.num_arrivals = self.num_arrivals or num_nodes
+        return twin
+
+    def _check_c(self, number: int) -> None:
+        with readable():
+            c = torch.as_tensor(self.c).tolist()
+        if c * number > 1 + 1e-9:
+            raise ValueError(f"c={c:g} must be in [0, 1 / buffer] = [0, {1 / number:g}].")
+
+    def init(self, params: Tree) -> State:
+        return {"momentum": tree.map(torch.zeros_like, params), "buffer": tree.map(torch.zeros_like, params)}
+
+    def update(
+        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
+    ) -> tuple[Tree, State]:
+        assert self.num_arrivals is not None
+        N, beta, c = self.num_arrivals, self.momentum, self.c
+        buffer, momentum = tree.map(torch.add, state["buffer"], movement), state["momentum"]
+        share = c
+        if (update + 1) % N == 0:
+            momentum = tree.map(lambda m, d: beta * m + d / N, momentum, buffer)
+            buffer, share = tree.map(torch.zeros_like, buffer), 1 - c * N + c
+        step = tree.map(lambda m, g: share * beta * m + g / N, momentum, movement)
+        return tree.map(lambda p, x: p - self._lr * x, params, step), {"momentum": momentum, "buffer": buffer}
+
+    def lr(self, update: int) -> float | Tensor | None:
+        return self._lr
+
+    def __repr__(self) -> str:
+        return f"DelayedNesterov(lr={self._lr}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"
+
+
+class HeLoCo(Server):
+    """Nesterov's momentum on movements that are corrected where they point against it, each tensor by itself.
+
+    With c = cos(Delta, m) and conf = |Delta| / (|Delta| + 3 |m| + 1e-8):
+
+    c >= 0.2: Delta as it is;
+    c < 0: Delta <- Delta - min(0.5 (-c) conf, 0.5) c |Delta| m / |m|;
+    between: turned towards m, Delta <- |Delta| unit((1 - l) Delta / |Delta| + l m / |m|), l = min((1 - c) conf, 1);
+    as it is while m = 0. Then m <- beta m + Delta;  theta <- theta - eta (Delta + beta m).
+
+    State: `momentum`.
+
+    Args:
+        lr: eta.
+        momentum: beta.
+
+    >>> server, params = HeLoCo(lr=1.0, momentum=0.5), {"w": torch.zeros(1, 2)}
+    >>> state = {"momentum": {"w": torch.tensor([[1.0, 0.0]])}}
+    >>> server.update(params, {"w": torch.tensor([[0.0, 2.0]])}, state, update=0)[1]["momentum"]["w"]
+    tensor([[1.6094, 1.6641]])
+
+    Reference: arXiv 2606.00271. Deviation: the paper's per-block form is taken for each tensor.
+    """
+
+    def __init__(
+        self,
+        lr: float | Tensor = OUTER_DEFAULTS["lr"],
+        momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
+    ) -> None:
+        self._lr = one_number("lr", lr, "[0, inf)")
+        self.momentum = one_number("momentum", momentum, "[0, 1)")
+
+    def init(self, params: Tree) -> State:
+        return {"momentum": tree.map(torch.zeros_like, params)}
+
+    def update(
+        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
+    ) -> tuple[Tree, State]:
+        delta = tree.map(corrected, movement, state["momentum"])
+        momentum = tree.map(lambda m, d: self.momentum * m + d, state["momentum"], delta)
+        step = tree.map(lambda d, m: d + self.momentum * m, delta, momentum)
+        return tree.map(lambda p, x: p - self._lr * x, params, step), {"momentum": momentum}
+
+    def lr(self, update: int) -> float | Tensor | None:
+        return self._lr
+
+    def __repr__(self) -> str:
+        return f"HeLoCo(lr={self._lr}, momentum={self.momentum})"
+
+
+def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
+    """Correct a movement `[1, *]` by the momentum of the same tensor; see `HeLoCo`. Nothing is read on the host.
+
+    >>> corrected(torch.tensor([[-1.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
+    tensor([[-0.8867,  1.0000]])
+    """
+    size, pull = _norm(delta), _norm(momentum)
+    toward, along = delta / _nonzero(size), momentum / _nonzero(pull)
+    cosine = (toward * along).sum()
+    confidence = size / (size + 3 * pull + 1e-8)
+    away = delta - (-0.5 * cosine * confidence).clamp(max=0.5) * cosine * size * along
+    turn = ((1 - cosine) * confidence).clamp(max=1)
+    mixed = (1 - turn) * toward + turn * along
+    turned = size * mixed / _nonzero(_norm(mixed))
+    found = torch.where(cosine < 0, away, torch.where(cosine < 0.2, turned, delta))
+    return torch.where(pull > 0, found, delta)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """The 2-norm; its derivative at 0 is 0."""
+    square = (x * x).sum()
+    return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 1.0)
+
+
+def one_number(name: str, value: Any, within: str, what: str = "") -> float | Tensor:
+    """Return a number, or a tensor with one: there is one server.
+
+    >>> one_number("lr", torch.ones(2), "[0, inf)")
+    Traceback (most recent call last):
+    ...
+    ValueError: lr has shape [2]: there is one server, give one number.
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} has shape {list(value.shape)}: there is one server, give one number.")
+    found: float | Tensor = check.per_node(name, value, within, what)
+    return found
+
+
+def staleness_weight(name: str, value: Any) -> Staleness:
+    """Return the function of a name, or the function itself, checked when it is called.
+
+    >>> staleness_weight("staleness", "inverse_sqrt")(3)
+    0.5
+    >>> staleness_weight("staleness", lambda s: "old")(3)
+    Traceback (most recent call last):
+    ...
+    TypeError: staleness(3) returned 'old'; give a function of the staleness that returns a number.
+    """
+    if not callable(value):
+        check.choice(name, value, tuple(STALENESS), "a function of the staleness")
+        return STALENESS[value]
+
+    def weight(staleness: int) -> Any:
+        found = check.called(name, value, staleness)
+        if isinstance(found, bool) or not isinstance(found, (int, float, Tensor)):
+            raise TypeError(
+                f"{name}({staleness}) returned {found!r}; give a function of the staleness that returns a number."
+            )
+        return found
+
+    return weight
