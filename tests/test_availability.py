@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.fitting import dataset, fit
-from tests.helpers import assert_same_bits, flat, reordered, simulation, stacked
+from tests.helpers import assert_same_bits, difference, flat, reordered, simulation, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.test_properties import STRATEGIES
@@ -132,13 +132,21 @@ def test_a_trace_of_ones_is_no_trace(name: str, model: nn.Module) -> None:
     assert list(a.simulation.comm.ledger) == list(b.simulation.comm.ledger)
 
 
+@pytest.mark.parametrize("way", ["taken out", "all at once"])
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
 @pytest.mark.parametrize("name", MADE)
-def test_nodes_that_are_never_there_are_as_if_they_were_not(name: str, rejoin: Any, model: nn.Module) -> None:
-    """The run of nodes 0, 2 and 3 alone, with these ids as the keys of their random numbers."""
+def test_nodes_that_are_never_there_are_as_if_they_were_not(
+    name: str, rejoin: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run of nodes 0, 2 and 3 alone, with these ids as the keys of their random numbers.
+
+    To the bit where the rows of those present are taken out. Where all train and the others are put back, an optimizer
+    rounds the last values of a tensor, which fill no vector register, in another way.
+    """
+    monkeypatch.setattr("vecgym.engine.simulation.MOST", 2.0 if way == "taken out" else 0.0)
+    dtype = torch.float32 if way == "taken out" else F64
+    model, batches, examples = make_model("MLP", dtype=dtype), batches_of(dtype=dtype), (3, 1, 4, 1, 5)
     members = [0, 2, 3, 4] if name in EVEN else [0, 2, 3]
-    examples = (3, 1, 4, 1, 5)
-    batches = batches_of()
     table = torch.zeros(STEPS, K, dtype=torch.bool)
     table[:, members] = True
     some = Taken(MADE[name](), batches, Trace(table, rejoin=rejoin), model=model, examples=examples).run()
@@ -149,13 +157,14 @@ def test_nodes_that_are_never_there_are_as_if_they_were_not(name: str, rejoin: A
     fewer.simulation.comm.members = tuple(members)  # the ids by which codes draw
     fewer.run()
     there, alone = rows_of(some.state, members, K), rows_of(fewer.state, range(len(members)), len(members))
-    assert_same_bits(there, alone)
-    assert_same_bits({"l": torch.stack(some.losses)[:, members]}, {"l": torch.stack(fewer.losses)})
-    sent = [
-        ledger.total_bytes * n
-        for ledger, n in ((some.simulation.comm.ledger, K), (fewer.simulation.comm.ledger, len(members)))
-    ]
-    assert sent[0] == pytest.approx(sent[1])
+    losses = {"losses": torch.stack(some.losses)[:, members]}, {"losses": torch.stack(fewer.losses)}
+    for a, b in ((there, alone), losses):
+        if way == "taken out":
+            assert_same_bits(a, b)
+        else:
+            assert difference(a, b) < 1e-10
+    sent, by_fewer = (x.simulation.comm.ledger.total_bytes for x in (some, fewer))
+    assert sent * K == pytest.approx(by_fewer * len(members))
 
 
 # --------------------------------------------------------------------------------------------- the absent

@@ -132,3 +132,14 @@ def exchanges_gradients(strategy: Strategy) -> bool:
     """
     own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
     return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)
+
+
+def exchanges_moments(strategy: Strategy) -> bool:
+    """Whether the nodes exchange what their optimizers keep.
+
+    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
+    >>> exchanges_moments(CommunicateOptimizeStrategy([Moments()], "adamw")), exchanges_moments(Strategy("adamw"))
+    (True, False)
+    """
+    own = type(strategy).exchange_moments is not Strategy.exchange_moments
+    return own or any(overrides(module, "exchange_moments") for module in strategy.communication_modules)

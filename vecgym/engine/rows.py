@@ -14,17 +14,18 @@ from vecgym.strategy import Strategy
 from vecgym.strategy.when import QUEUE
 
 
-def taken(strategy: Strategy, state: State, rows: Tensor, alike: bool) -> State:
+def taken(strategy: Strategy, state: State, rows: Tensor, alike: bool, optimizer: bool = True) -> State:
     """Return a copy of the state of some nodes.
 
     Args:
         alike: store once what is found to be the same on all of them, parameters and the inner optimizer's state.
+        optimizer: take the inner optimizer's state too; else none.
     """
     params, buffers = nodes.take_rows(state.params, rows), nodes.take_rows(state.buffers, rows)
-    optimizer, modules = (strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
+    inner, modules = (strategy.take_rows(x, rows) for x in (state.optimizer if optimizer else {}, state.strategy))
     if alike:
-        params, optimizer = (tree.map_leaves(_once, x) for x in (params, optimizer))
-    return State(state.step, params, buffers, optimizer, modules, state.node_steps[rows])
+        params, inner = (tree.map_leaves(_once, x) for x in (params, inner))
+    return State(state.step, params, buffers, inner, modules, state.node_steps[rows])
 
 
 def put(strategy: Strategy, state: State, rows: Tensor, part: State, once: bool, inplace: bool) -> State:
@@ -54,13 +55,25 @@ def put(strategy: Strategy, state: State, rows: Tensor, part: State, once: bool,
         # In a queue, what was in this place before is no longer due: those absent have nothing in it.
         return rows_put(new, None if waits else old)
 
-    params, optimizer = (
-        tree.map_leaves(own, new, old) for new, old in ((part.params, state.params), (part.optimizer, state.optimizer))
-    )
+    params = tree.map_leaves(own, part.params, state.params)
+    optimizer = tree.map_leaves(own, part.optimizer, state.optimizer) if part.optimizer else state.optimizer
     buffers = nodes.put_rows(state.buffers, rows, part.buffers, num_nodes, inplace)
     modules = together(part.strategy, state.strategy)
     node_steps = state.node_steps.index_copy(0, rows, part.node_steps)
     return State(part.step, params, buffers, optimizer, modules, node_steps)
+
+
+def once_among(x: Tensor, rows: Tensor) -> Tensor:
+    """Return one row, `[1, *]`, where these rows have the same values, and else all; a device is not read.
+
+    >>> once_among(torch.tensor([1.0, 7.0, 1.0]), torch.tensor([0, 2]))
+    tensor([1.])
+    """
+    first = int(rows[0])
+    if len(x) == 1 or not on_host(x) or not torch.equal(x[first], x[int(rows[-1])]):
+        return x
+    equal = (x == x[first]).view(len(x), -1).all(1)
+    return x[first : first + 1].clone() if bool(equal[rows].all()) else x
 
 
 def _once(x: Tensor) -> Any:

@@ -17,14 +17,15 @@ from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.engine.presence import Presence, check_presence, exchanges_gradients
+from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
+from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments
 from vecgym.engine.returning import rejoined
-from vecgym.engine.rows import put, taken
+from vecgym.engine.rows import once_among, put, taken
 from vecgym.engine.state import State
 from vecgym.strategy import Context, Strategy
-from vecgym.strategy.base import moments_in, with_moments
 from vecgym.strategy.per_rank import as_strategy
 
+MOST = 0.75  # of the nodes present: the others may train too, which is undone
 MAX_PARTS = 64  # sets of nodes whose simulation is kept
 
 
@@ -144,7 +145,7 @@ class Simulation:
 
         Args:
             state: is given up, unless `differentiable`.
-            batch: leaves `[L, B, ...]`; with a presence `[n, B, ...]`, those of the n nodes present.
+            batch: leaves `[L, B, ...]`; with a presence perhaps `[n, B, ...]`, those of the n nodes present.
             observe: called with the parameters, `[1 or L, *]`, after the optimizer's step and before their exchange. It
                 must not change them.
             limits: of each row of the batch, how many of its examples are the node's own; None: those of the run.
@@ -168,14 +169,17 @@ class Simulation:
         ids, training = presence.present(state.step), presence.training(state.step)
         part = copy.copy(self if ids is None else self._part(ids))
         part.comm.step = state.step
-        part.limits = part.limits if limits is None else tuple(limits)
+        part.limits = self.limits if limits is None else tuple(limits)
         if ids is None:
             ctx = part._context(state.step, state.node_steps, inplace)
             state, metrics = part._step(state, batch, ctx, observe, training)
             return state, metrics._replace(num_present=part.num_local)
         rows = torch.tensor(ids)
         if next(tree.leaves(batch)).shape[0] == self.num_local:
+            if inplace and training is None and self._fast_beside(len(ids)):
+                return self._step_beside(part, ids, state, batch, observe)
             batch = nodes.take_rows(batch, rows)
+            part.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
         once = presence.rejoin != "own" and (len(ids) > 1 or self._one_rate)
         of_part = taken(self.strategy, state, rows, alike=inplace)
         training = None if training is None else tuple(ids.index(node) for node in training)
@@ -186,12 +190,67 @@ class Simulation:
 
         after, metrics = part._step(of_part, batch, ctx, seen, training)
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
-        losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(
-            0, placed(rows, metrics.losses.device), metrics.losses
-        )
+        index = placed(rows, metrics.losses.device)
+        losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
         state = put(self.strategy, state, rows, after, once, inplace)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
+
+    def _fast_beside(self, num_present: int) -> bool:
+        """Whether to let the absent train too, which is undone, is faster than to take the rows of the others out."""
+        return num_present >= MOST * self.num_local and not self.exact and not exchanges_gradients(self.strategy)
+
+    def _step_beside(
+        self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, observe: Callable[[Tree], None]
+    ) -> tuple[State, Metrics]:
+        """Take the step with all nodes, give the absent back what they had, and let the others exchange."""
+        rows, strategy, K = torch.tensor(ids), self.strategy, self.num_local
+        absent = torch.ones(K, dtype=torch.bool).index_fill(0, rows, False).nonzero().flatten()
+        before, ctx = taken(strategy, state, absent, alike=False), self._context(state.step, state.node_steps, True)
+        whole = copy.copy(self)
+        whole.limits = part.limits
+        # What those present share is stored once, as it would be without the others: the same bits.
+        shared = tree.map(lambda p: once_among(p, rows), state.params)
+        numbers = tree.map_leaves(lambda x: once_among(x, rows) if x.dim() == 1 else x, state.optimizer)
+        local = self._gradients_beside(part, ids, replace(state, params=shared), batch, ctx)
+        params, optimizer = self._optimize(shared, local.grads, numbers, ctx)
+        params, buffers = (
+            nodes.put_rows(new, absent, old, K, inplace=True)
+            for new, old in ((params, before.params), (local.buffers, before.buffers))
+        )
+        optimizer = strategy.put_rows(optimizer, absent, before.optimizer, K, inplace=True)
+        observe(params)
+        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
+        state = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
+        ctx = part._context(state.step, state.node_steps[rows], True)
+        if strategy.idle(ctx):
+            state = replace(state, step=state.step + 1)
+        else:
+            of_part = taken(strategy, state, rows, alike=False, optimizer=exchanges_moments(strategy))
+            after = part._exchanged(of_part, of_part.strategy, ctx)
+            state = put(strategy, state, rows, after, once=False, inplace=True)
+        losses = local.losses.index_fill(0, placed(absent, local.losses.device), torch.nan)
+        metrics = part._metrics(losses, ctx)
+        return state, metrics._replace(active=list(ids), lr=ctx.own(metrics.lr), num_present=len(ids))
+
+    def _gradients_beside(
+        self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, ctx: Context
+    ) -> Local:  # fmt: skip
+        """Compute the gradients of all nodes; where those present share parameters, theirs, and 0 for the others."""
+        rows, whole = torch.tensor(ids), copy.copy(self)
+        whole.limits = part.limits
+        if all(len(p) > 1 for p in state.params.values()):
+            return whole._gradients(state.params, state.buffers, batch, range(self.num_local), state.strategy, ctx)
+        few, here = copy.copy(part), taken(self.strategy, state, rows, alike=False, optimizer=False)
+        few.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
+        own = few._context(state.step, here.node_steps, inplace=True)
+        batch = nodes.take_rows(batch, rows)
+        local = few._gradients(here.params, here.buffers, batch, range(len(ids)), here.strategy, own)
+        return Local(
+            nodes.put_rows({}, rows, local.grads, self.num_local, inplace=True),
+            nodes.put_rows({}, rows, {"": local.losses}, self.num_local, inplace=True)[""],
+            nodes.put_rows(state.buffers, rows, local.buffers, self.num_local, inplace=True),
+        )
 
     def _part(self, ids: tuple[int, ...]) -> Simulation:
         """Return the simulation of some of the nodes; the last ones are kept."""
@@ -245,7 +304,7 @@ class Simulation:
         params, modules = self.strategy.exchange_parameters(state.params, modules, ctx)
         if ctx.inplace:
             modules = nodes.unshared(modules, before, (state.params,))
-            params = _own_storage(params, state.params)
+            params = own_storage(params, state.params)
         return State(state.step + 1, params, state.buffers, optimizer, modules, state.node_steps)
 
     def _metrics(self, losses: Tensor, ctx: Context) -> Metrics:
@@ -272,7 +331,7 @@ class Simulation:
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
     ) -> tuple[State, Tensor]:  # fmt: skip
         """Return the state and the losses after the nodes in `rows` have taken a step."""
-        everyone = (_per_node_or_once(state.params, self.num_local), state.buffers)
+        everyone = (per_node_or_once(state.params, self.num_local), state.buffers)
         params, buffers = nodes.take_rows(everyone[0], rows), nodes.take_rows(everyone[1], rows, copy=False)
         optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = nodes.take_rows(batch, rows) if self.num_local > 1 else batch
@@ -319,7 +378,7 @@ class Simulation:
         seeds, node_ids = self._keys if everyone else ([values[row] for row in rows] for values in self._keys)
         step = ctx.node_steps.tolist() if self.own_time else ctx.step
         local = self.engine.gradients(
-            _per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
+            per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
@@ -335,48 +394,3 @@ class Simulation:
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return replace(ctx, lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
-
-
-def exchange_moments(
-    strategy: Strategy, optimizer: dict[str, Any], params: Tree, modules: dict[str, Any], ctx: Context
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the optimizer's and the modules' states after `strategy.exchange_moments`, moments in the same storage.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
-    >>> strategy = CommunicateOptimizeStrategy([Moments()], "adamw")
-    >>> optimizer = {"step": torch.ones(1), "exp_avg": {"w": torch.tensor([1.0, 3.0])}}
-    >>> params, ctx = {"w": torch.zeros(2)}, Context(StackedCollectives(2))
-    >>> exchange_moments(strategy, optimizer, params, {"0": {}}, ctx)[0]["exp_avg"]
-    {'w': tensor([2.])}
-    """
-    exchanged, changed = strategy.exchange_moments(optimizer, params, modules, ctx)
-    if exchanged is optimizer or not ctx.inplace:
-        return exchanged, changed
-    given, new = moments_in(optimizer, params), moments_in(exchanged, params)
-    changed = nodes.unshared(changed, modules, tuple(given.values()))
-    return with_moments(exchanged, {slot: _own_storage(new[slot], own) for slot, own in given.items()}), changed
-
-
-def _per_node_or_once(params: Tree, num_nodes: int) -> Tree:
-    """Expand `[C, *]` to `[L, *]`: the engine takes parameters `[1 or L, *]`."""
-    shared = any(1 < p.shape[0] < num_nodes for p in params.values())
-    return nodes.expand(params, num_nodes) if shared else params
-
-
-def _own_storage(shared: Tree, params: Tree) -> Tree:
-    """Move what an exchange has returned to the storage of the parameters that it was given.
-
-    An exchange may return a tensor that it also keeps in its state, such as outer parameters; the next step overwrites
-    the parameters, so they must not be that tensor. And memory in use costs less than new memory.
-    """
-
-    def settle(new: Tensor, own: Tensor) -> Tensor:
-        if new is own:
-            return own
-        if new.shape[0] > own.shape[0]:
-            return new.clone()
-        return own.copy_(new.clone() if new._is_view() and new._base is own else new)
-
-    with torch.no_grad():
-        return tree.map(settle, shared, params)

@@ -38,6 +38,7 @@ it is the same on every node.
 | `check(num_nodes, max_steps)` | before the run | raise a `ValueError` for what cannot work, and warn of what has no effect |
 | `init(params, ctx)` | once | return the first state, nested dicts of tensors; it may keep `params`, which are a copy |
 | `check_present(counts, num_nodes)` | before the first step, with `availability` | raise a ValueError if it cannot work while so many are there |
+| `idle(ctx)` | with `availability` | whether nothing is exchanged in this step but gradients; it saves time |
 | `active_nodes(ctx)` | each step | list the ids of the nodes that train in this step, perhaps none; None: all |
 | `local_gradients(grads, params, state, ctx)` | after the gradients | add to each node's own gradient; no communication |
 | `exchange_gradients(grads, state, ctx)` | before clipping and optimizer; refused next to a module with `active_nodes` | anything with `ctx.comm`; return gradients and state |

@@ -19,7 +19,7 @@ from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
 from vecgym.engine.availability import Availability, Facts
 from vecgym.engine.presence import Presence
-from vecgym.engine.simulation import Simulation
+from vecgym.engine.simulation import MOST, Simulation
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
@@ -149,7 +149,8 @@ class Run(Generic[M]):
             if ids is None and all(count == step for count in counts):
                 yield self.train.batch(step), None
             else:
-                there = range(len(counts)) if ids is None else ids
+                few = ids is not None and len(ids) < MOST * len(counts)
+                there = ids if few and ids is not None else range(len(counts))
                 yield self.train.at([counts[node] for node in there], list(there))
 
     def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:

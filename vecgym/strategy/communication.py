@@ -194,6 +194,16 @@ class CommunicationModule:
         """
         return None
 
+    def idle(self, ctx: Context) -> bool:
+        """Return whether the module exchanges neither parameters nor moments in this step, and keeps its state.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> [AveragingCommunicator(H=3).idle(Context(StackedCollectives(2), step=step)) for step in range(4)]
+        [True, True, False, True]
+        """
+        return not (overrides(self, "exchange_parameters") or overrides(self, "exchange_moments"))
+
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         """Add to each node's own gradient, before anything is exchanged; all are `[1 or L, *]` trees.
 
@@ -297,6 +307,9 @@ class Wrapper(CommunicationModule):
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return self.module.active_nodes(self.told(ctx))
+
+    def idle(self, ctx: Context) -> bool:
+        return self.module.idle(self.told(ctx))
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         return self.module.local_gradients(grads, params, state, self.told(ctx))

@@ -109,6 +109,9 @@ class _Every(Wrapper):
         self._when.check(max_steps, self)
         self.module.check(num_nodes, max(1, max_steps // self.n))
 
+    def idle(self, ctx: Context) -> bool:
+        return not self._when.due(ctx.step) or super().idle(ctx)
+
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return self._when_due(self.module.exchange_gradients, grads, state, ctx)
 
@@ -144,6 +147,9 @@ class _Delayed(Wrapper):
 
     def init(self, params: Tree, ctx: Context) -> State:
         return {"module": super().init(params, ctx), QUEUE: self._late.init(nothing(params))}
+
+    def idle(self, ctx: Context) -> bool:
+        return False
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         return super().local_gradients(grads, params, state["module"], ctx)

@@ -169,6 +169,9 @@ class Parameters(Exchange):
         written = self.average.write(due, params, ctx if keeping is None else replace(ctx, inplace=False))
         return kept(keeping, params, written), {"average": average, QUEUE: queue}
 
+    def idle(self, ctx: Context) -> bool:
+        return self.delay == 0 and not self.when.due(ctx.step)
+
     def stack_key(self) -> Hashable:
         """Return the interval; None for late ones, `SyncWeight`s, and any average but the mean of all nodes.
 
@@ -280,6 +283,9 @@ class OuterStep(Exchange):
             new, changed = self._exchange(self._time_of(p), part, state[str(p)], ctx)
             params, state = {**params, **new}, {**state, str(p): changed}
         return params, state
+
+    def idle(self, ctx: Context) -> bool:
+        return self.delay == 0 and not any(self._time_of(p).due(ctx.step) for p in range(self.fragments))
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         exchange = self.when.count(ctx.step)
