@@ -14,6 +14,7 @@ from vecgym.core import check
 from vecgym.core.tree import Tree
 from vecgym.engine.simulation import exchange_moments
 from vecgym.strategy import Context, Strategy
+from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 
 
@@ -50,6 +51,7 @@ def dry_run(model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int
             f"{type(strategy).__name__} is written for one rank, and its step needs values: train a few steps, and "
             "price trainer.ledger."
         )
+    check_synchronous(strategy)
     strategy.check(K, T)
     comm = Announced(K)
     params = {name: _like(p)[None] for name, p in model.named_parameters() if p.requires_grad}

@@ -194,6 +194,11 @@ class Priced:
         self.network: Network = check.instance("network", network, Network, "a Network, such as Network(1e9, 0.05)")
         self.compute: Compute = check.instance("compute", compute, Compute, "a Compute, such as Compute(0.4)")
         if isinstance(transfers, Ledger):
+            if transfers.asynchronous:
+                raise ValueError(
+                    "the ledger is of an asynchronous run, whose order of events depends on the network: see "
+                    "trainer.timeline(), or train again, fit(network=, compute=)."
+                )
             num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
             self.kinds, self.steps = transfers.by_step()
         else:

@@ -114,6 +114,7 @@ class Ledger:
 
     Attributes:
         num_nodes, sizes: see `announce`; None, and empty, before.
+        asynchronous: whether its steps are updates of a server that does not wait, in an order that depends on time.
         num_steps: steps begun, with those in which nothing was sent.
 
     >>> ledger = Ledger()
@@ -133,6 +134,7 @@ class Ledger:
         self._recording: list[Transfer] | None = None
         self.num_nodes: int | None = None
         self.sizes: dict[str, int] = {}
+        self.asynchronous = False
         self.num_steps = 0
         self.step_bytes = 0.0
         self.total_bytes = 0.0
@@ -270,6 +272,7 @@ class Ledger:
             "num_nodes": self.num_nodes,
             "sizes": dict(self.sizes),
             "num_steps": self.num_steps,
+            "asynchronous": self.asynchronous,
             "total_bytes": self.total_bytes,
             "total_received_bytes": self.total_received_bytes,
         }
@@ -291,6 +294,7 @@ class Ledger:
         self._step_of_entry = array("q", state["step_of_entry"].tolist())
         self.num_nodes, self.sizes = state.get("num_nodes"), dict(state.get("sizes", {}))
         self.num_steps = state.get("num_steps", max(self._step_of_entry, default=-1) + 1)
+        self.asynchronous = state.get("asynchronous", False)
         self.total_bytes = state["total_bytes"]
         self.total_received_bytes = state["total_received_bytes"]
 

@@ -65,7 +65,7 @@ class AsyncSimulation(Simulation):
     Its `State` is that of a `Simulation`, with the server's parameters `[1, *]` as `params`, and `step` the number of
     its updates. Of the strategy there are: `server`, the server's state; `starts`, the parameters from which each
     node's present round begins, `[K, *]`; `moved`, what its computed round has moved, `[K, *]`, and `losses`; `done`,
-    whether it is computed, `[K]`; `taken`, with a buffer of M > 1, the movements in it, one `[1, *]` for each arrival.
+    whether it is computed, `[K]`.
 
     Args:
         model, strategy, engine, seed, minibatch_size: as for a `Simulation`.
@@ -91,6 +91,7 @@ class AsyncSimulation(Simulation):
     tensor([1.2500]) [2] ()
     """
 
+    asynchronous = True
     strategy: AsyncStrategy
 
     def __init__(
@@ -121,9 +122,14 @@ class AsyncSimulation(Simulation):
         # A kernel may round a value in another way beside other nodes; the loop promises the same bits.
         self.exact = self.engine.plan.engine == "loop"
 
+    @property
+    def length(self) -> int:
+        return self.num_updates
+
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first event: all nodes begin from the model's own parameters."""
         state = super().init(params)
+        self.comm.ledger.asynchronous = True
         K = self.num_local
         like = next(iter(state.params.values()))
         strategy: dict[str, Any] = {
@@ -133,8 +139,6 @@ class AsyncSimulation(Simulation):
             "losses": like.new_zeros(K),
             "done": torch.zeros(K, dtype=torch.bool),
         }
-        if self.strategy.buffer > 1:
-            strategy["taken"] = {}
         optimizer, buffers = _of_each(state.optimizer, K), _of_each(state.buffers, K)
         return replace(state, optimizer=optimizer, buffers=buffers, strategy=strategy)
 
@@ -248,6 +252,7 @@ class _Handling:
     def __init__(self, simulation: AsyncSimulation, state: State, inplace: bool) -> None:
         self.simulation, self.state, self.inplace = simulation, state, inplace
         self.arrivals: list[Arrival] = []
+        self.taken: list[Tree] = []  # their movements
         self.transfers: list[Transfer] = []
         self.computed: list[int] = []
         self.losses: dict[int, list[Tensor]] = {}
@@ -260,10 +265,7 @@ class _Handling:
             self.state = simulation.rounds(self.state, rows, self.inplace)
             self.computed.append(len(rows))
         self.losses.setdefault(node, []).append(self.state.strategy["losses"][node])
-        if simulation.strategy.buffer > 1:
-            row = {name: x[node : node + 1].clone() for name, x in self.state.strategy["moved"].items()}
-            taken = {**self.state.strategy["taken"], str(len(self.arrivals)): row}
-            self.state = replace(self.state, strategy={**self.state.strategy, "taken": taken})
+        self.taken.append(self._taken(event))
         self.arrivals.append(event)
         self._send("server_gather", ServerLinks(up=(node,), down=()))
 
@@ -286,30 +288,30 @@ class _Handling:
     def update(self, event: Update) -> None:
         """Let the server make a version of the movements that it has collected."""
         server, strategy = self.simulation.server, dict(self.state.strategy)
-        movement = self._movement(strategy)
-        if "taken" in strategy:
-            strategy["taken"] = {}
+        movement = self._movement()
         params, strategy["server"] = server.update(
             self.state.params, movement, strategy["server"], event.version - 1, inplace=self.inplace
         )
         self.state = replace(self.state, step=event.version, params=params, strategy=strategy)
 
-    def _movement(self, strategy: dict[str, Any]) -> Tree:
-        """Average the weighted movements of the arrivals, in the order of nodes."""
-        weight = self.simulation.strategy.weight
-        if "taken" not in strategy:
-            (arrival,) = self.arrivals
-            return {
-                name: _times(weight(arrival.staleness), x[arrival.node : arrival.node + 1])
-                for name, x in strategy["moved"].items()
-            }
-        by_node = sorted(enumerate(self.arrivals), key=lambda each: (each[1].node, each[1].round))
-        rows = [
-            tree.map(lambda x: _times(weight(arrival.staleness), x), strategy["taken"][str(place)])  # noqa: B023
-            for place, arrival in by_node
-        ]
-        joined: Tree = nodes.join_rows(rows)
-        return StackedCollectives(len(rows)).mean(joined)
+    def _taken(self, arrival: Arrival) -> Tree:
+        """Return the movement that has arrived, `[1, *]`, as the server takes it, and weighted."""
+        simulation, node = self.simulation, arrival.node
+        row = {name: x[node : node + 1] for name, x in self.state.strategy["moved"].items()}
+        if simulation.strategy.buffer > 1 and self.inplace:  # the node's next round may be computed before the update
+            row = tree.map(torch.clone, row)
+        row = simulation.server.correct(row, self.state.strategy["server"])
+        weight = simulation.strategy.weight(arrival.staleness)
+        plain = isinstance(weight, (int, float)) and weight == 1
+        return row if plain else tree.map(lambda x: weight * x, row)
+
+    def _movement(self) -> Tree:
+        """Average the movements that were taken, in the order of nodes."""
+        if len(self.taken) == 1:
+            return self.taken[0]
+        by_node = sorted(range(len(self.taken)), key=lambda i: (self.arrivals[i].node, self.arrivals[i].round))
+        joined: Tree = nodes.join_rows([self.taken[i] for i in by_node])
+        return StackedCollectives(len(by_node)).mean(joined)
 
     def _send(self, operation: str, who: ServerLinks) -> None:
         sizes = self.simulation.comm.ledger.sizes
@@ -333,10 +335,6 @@ class _Handling:
         outer_lr = simulation.server.lr(self.state.step - 1)
         metrics = Metrics(losses, lr, active, outer_lr, tuple(self.transfers))
         return Updated(metrics, tuple(self.arrivals), tuple(self.computed))
-
-
-def _times(weight: Any, x: Tensor) -> Tensor:
-    return x if isinstance(weight, (int, float)) and weight == 1 else weight * x
 
 
 def _of_each(values: Any, num_nodes: int) -> Any:

@@ -22,6 +22,7 @@ Update(time=5.0, version=3, num_arrivals=1)
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -228,11 +229,24 @@ class _Run:
             yield Update(time, self.version, self.buffered)
             self.buffered = 0
 
+    def _following(self) -> float:
+        """Return when the next arrival is if those who wait go on waiting, as far as that is before the window closes.
+
+        Nothing is sent: if they do begin again now, what they send may come first.
+        """
+        if not self.ready or self.ready[0][0] > self.closes:
+            return self.arriving[0][0] if self.arriving else math.inf
+        if self.links is None:
+            return min([self.ready[0], *self.arriving[:1]])[0]
+        ahead = copy.copy(self)
+        ahead.ready, ahead.arriving, ahead.links = self.ready[:], self.arriving[:], copy.deepcopy(self.links)
+        return ahead._next()[0]
+
     def _closed(self, time: float) -> bool:
         """Whether those who wait begin again now: the window is over, or nobody else comes before it is."""
         if len(self.waiting) == len(self.rounds):
             return True
-        following = self._next()[0]
+        following = self._following()
         if self.rules.grace == "until_last" or self.rules.max_wait == 0:
             return following > self.closes
         return self.closes == time and following > time
@@ -246,10 +260,11 @@ class _Run:
         return Restart(time, nodes, self.version, begins)
 
     def _begin(self, node: int, begin: float) -> None:
-        end = begin
+        took = 0.0
         for _ in range(self.rules.num_steps[node]):
-            end += self.step_seconds(node, self.steps[node])
+            took += self.step_seconds(node, self.steps[node])
             self.steps[node] += 1
+        end = begin + took
         self.began[node] = _Begun(begin, end, self.version)
         heapq.heappush(self.ready, (end, node))
 

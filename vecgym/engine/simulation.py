@@ -23,6 +23,7 @@ from vecgym.engine.returning import rejoined
 from vecgym.engine.rows import once_among, put, taken
 from vecgym.engine.state import State
 from vecgym.strategy import Context, Strategy
+from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 
 MOST = 0.75  # of the nodes present: the others may train too, which is undone
@@ -67,6 +68,8 @@ class Simulation:
     >>> simulation.close()
     """
 
+    asynchronous = False  # see `vecgym.engine.asynchronous`
+
     def __init__(
         self,
         model: nn.Module,
@@ -95,6 +98,8 @@ class Simulation:
         With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
         itself. With a `presence` they do, and only those present take part in a step.
         """
+        if not self.asynchronous:
+            check_synchronous(strategy)
         self.engine = Engine(model) if engine is None else engine
         self.strategy = as_strategy(strategy, model)
         self.comm = comm
@@ -129,6 +134,11 @@ class Simulation:
         self.comm.ledger.announce(self.comm.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
         optimizer, strategy = self.strategy.init(params, self._context(0, node_steps, inplace=False))
         return State(0, params, buffers, optimizer, strategy, node_steps)
+
+    @property
+    def length(self) -> int:
+        """How many times the state of a whole run advances."""
+        return self.max_steps
 
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
@@ -176,7 +186,7 @@ class Simulation:
             return state, metrics._replace(num_present=part.num_local)
         rows = torch.tensor(ids)
         if next(tree.leaves(batch)).shape[0] == self.num_local:
-            if inplace and training is None and self._fast_beside(len(ids)):
+            if inplace and training is None and part._fast_beside(state, rows, self.num_local):
                 return self._step_beside(part, ids, state, batch, observe)
             batch = nodes.take_rows(batch, rows)
             part.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
@@ -196,9 +206,11 @@ class Simulation:
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
 
-    def _fast_beside(self, num_present: int) -> bool:
-        """Whether to let the absent train too, which is undone, is faster than to take the rows of the others out."""
-        return num_present >= MOST * self.num_local and not self.exact and not exchanges_gradients(self.strategy)
+    def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
+        """Whether to let the absent train too, which is undone, is faster than to take these rows out."""
+        if len(rows) < MOST * num_nodes or self.exact or exchanges_gradients(self.strategy):
+            return False
+        return self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
 
     def _step_beside(
         self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, observe: Callable[[Tree], None]

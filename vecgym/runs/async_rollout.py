@@ -10,6 +10,7 @@ import torch
 from vecgym.clock.asynchronous import rules_of
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import tree
+from vecgym.core.devices import placed
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine
@@ -39,8 +40,11 @@ def run_async(
 
     def read(here: Sequence[int], counts: Sequence[int]) -> tuple[Any, list[int]]:
         batches = [tree.map_leaves(lambda x: x[node], steps[count]) for node, count in zip(here, counts)]  # noqa: B023
-        stacked = tree.map_leaves(lambda *rows: torch.stack(rows), *batches)
-        return stacked, [len(next(tree.leaves(batch))) for batch in batches]
+        sizes = [len(next(tree.leaves(batch))) for batch in batches]
+        # The examples of a smaller batch fill the first places, and repeat.
+        places = [torch.arange(max(sizes)) % size for size in sizes]
+        wide = [tree.map_leaves(lambda x: x[placed(at, x.device)], b) for b, at in zip(batches, places)]  # noqa: B023
+        return tree.map_leaves(lambda *rows: torch.stack(rows), *wide), sizes
 
     with readable():
         simulation = AsyncSimulation(

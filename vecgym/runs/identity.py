@@ -43,6 +43,8 @@ class Identity:
         self.strategy = options.strategy  # as the user gave it
         self.num_nodes = simulation.comm.num_nodes
         self.num_steps = simulation.max_steps
+        self.length = simulation.length
+        self.counted = "updates" if options.strategy.asynchronous else "steps"
         self.required = _required(options, simulation, train)
         self.arithmetic = {**_arithmetic(options, simulation, session), **_checksums(train, simulation, session)}
 
@@ -67,9 +69,10 @@ class Identity:
                 f"{path} is of another run:\n  " + "\n  ".join(differing) + "\n"
                 "Give what it was saved with, or begin anew with resume=False and another save_dir."
             )
-        if contents["step"] > self.num_steps:
+        if contents["step"] > self.length:
             raise ValueError(
-                f"{path} has {contents['step']} steps already, and max_steps={self.num_steps} are asked for: give more."
+                f"{path} has {contents['step']} {self.counted} already, and max_{self.counted}={self.length} are asked "
+                "for: give more."
             )
         if changed:
             warn(
@@ -109,6 +112,7 @@ def _required(options: FitOptions, simulation: Simulation, train: Batches) -> di
         **{f"buffer {name}": tree.form(b) for name, b in model.named_buffers()},
         "examples of each node": str(list(simulation.num_examples or ())),
         "steps per epoch": train.steps_per_epoch,
+        **_order_of_events(options),
         **fingerprint_of(model, "model", weights=False),  # a checkpoint has their values
         **({} if options.availability is None else _availability(options)),
         **fingerprint_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
@@ -121,6 +125,13 @@ def _availability(options: FitOptions) -> dict[str, Any]:
         **fingerprint_of(options.availability, "availability"),
         **fingerprint_of(options.compute, "compute"),
     }
+
+
+def _order_of_events(options: FitOptions) -> dict[str, Any]:
+    """Describe what an asynchronous run's order of events depends on; that of any other, on nothing."""
+    if not options.strategy.asynchronous:
+        return {}
+    return {**fingerprint_of(options.compute, "compute"), **fingerprint_of(options.network, "network")}
 
 
 def _arithmetic(options: FitOptions, simulation: Simulation, session: Session) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from vecgym.runs.checks import check_parts, check_strategy
 from vecgym.runs.footprint import Passing, exchanging, passing, state_bytes, widest
 from vecgym.runs.options import Chosen, Count, Flag, OptionalCount
 from vecgym.strategy import Strategy
+from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 
 __all__ = ["MemoryEstimate", "Part", "estimate_memory"]
@@ -127,6 +128,7 @@ class MemoryOptions(Options):
     def __post_init__(self) -> None:
         check_model(self.model)
         check_strategy(self.strategy, self.num_nodes)
+        check_synchronous(self.strategy)
         super().__post_init__()
         if self.minibatch_size is not None:
             check_parts(self.batch_size, self.minibatch_size)

@@ -28,6 +28,7 @@ from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compa
 from vecgym.runs.options import Count, Flag, Seconds, Seed
 from vecgym.runs.supervisor import node_labels
 from vecgym.strategy import AllReduceStrategy, Strategy
+from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
 
 __all__ = ["STRATEGIES", "Check", "Difference", "Finding", "Report", "verify"]
@@ -131,6 +132,7 @@ class VerifyOptions(Options):
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.num_nodes)
+        check_synchronous(self.strategy)
         super().__post_init__()
         hooks.check_hooks(self.model)
         hooks.check_pickled(self.model, "verify the strategy with a model that has none")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.strategy.base import Strategy, check_interval
+from vecgym.strategy.base import Context, Strategy, check_interval
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import DEFAULT_H
 from vecgym.strategy.servers import OuterOptimizer, Server, Staleness, StalenessName, staleness_weight
@@ -113,6 +113,11 @@ class AsyncStrategy(Strategy):
             check.per_node("max_norm", self.max_norm, "(0, inf]", num_nodes=num_nodes)
         self.server.check(num_nodes, max_steps)
 
+    def active_nodes(self, ctx: Context) -> list[int] | None:
+        """Raise a ValueError: there is no step of all nodes, of which the question could be asked."""
+        check_synchronous(self)
+        return None
+
     def steps_of_rounds(self, step_seconds: Sequence[float]) -> tuple[int, ...]:
         """Return H_i of each node, whose steps take so long.
 
@@ -134,6 +139,22 @@ class AsyncStrategy(Strategy):
         parts += [f"{name}={_shown(getattr(self, name))}" for name, default in settings.items()
                   if getattr(self, name) != default]  # fmt: skip
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def check_synchronous(strategy: Strategy) -> None:
+    """Raise a ValueError for a strategy without steps of all nodes.
+
+    >>> check_synchronous(AsyncStrategy())
+    Traceback (most recent call last):
+    ...
+    ValueError: AsyncStrategy has no steps that all nodes take together, which is needed here: Trainer.fit and rollout \
+run it.
+    """
+    if strategy.asynchronous:
+        raise ValueError(
+            f"{type(strategy).__name__} has no steps that all nodes take together, which is needed here: Trainer.fit "
+            "and rollout run it."
+        )
 
 
 SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"

@@ -42,8 +42,8 @@ class Server(ABC):
     >>> server.check(num_nodes=4, num_updates=10)
     >>> server.of(num_nodes=4).update(params, {"w": torch.tensor([2.0])}, server.init(params), update=0)
     ({'w': tensor([3.])}, {})
-    >>> server.lr(0) is None
-    True
+    >>> server.lr(0) is None, server.correct(params, {}) is params
+    (True, True)
     """
 
     # Movements of which an update is made, and their weights; None: as the strategy says.
@@ -61,6 +61,10 @@ class Server(ABC):
     def init(self, params: Tree) -> State:
         """Return the first state."""
         return {}
+
+    def correct(self, movement: Tree, state: State) -> Tree:
+        """Return a movement `[1, *]`, as it arrives and before it is weighted, as the server takes it."""
+        return movement
 
     @abstractmethod
     def update(
@@ -226,7 +230,7 @@ class DelayedNesterov(Server):
         return f"DelayedNesterov(lr={self._lr}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"
 
 
-class HeLoCo(Server):
+class HeLoCo(OuterOptimizer):
     """Nesterov's momentum on movements that are corrected where they point against it, each tensor by itself.
 
     With c = cos(Delta, m) and conf = |Delta| / (|Delta| + 3 |m| + 1e-8):
@@ -236,16 +240,16 @@ class HeLoCo(Server):
     between: turned towards m, Delta <- |Delta| unit((1 - l) Delta / |Delta| + l m / |m|), l = min((1 - c) conf, 1);
     as it is while m = 0. Then m <- beta m + Delta;  theta <- theta - eta (Delta + beta m).
 
-    State: `momentum`.
+    A movement is corrected when it arrives, before it is weighted.
 
     Args:
         lr: eta.
         momentum: beta.
 
     >>> server, params = HeLoCo(lr=1.0, momentum=0.5), {"w": torch.zeros(1, 2)}
-    >>> state = {"momentum": {"w": torch.tensor([[1.0, 0.0]])}}
-    >>> server.update(params, {"w": torch.tensor([[0.0, 2.0]])}, state, update=0)[1]["momentum"]["w"]
-    tensor([[1.6094, 1.6641]])
+    >>> _, state = server.update(params, {"w": torch.tensor([[1.0, 0.0]])}, server.init(params), update=0)
+    >>> server.correct({"w": torch.tensor([[0.0, 2.0]])}, state)["w"]
+    tensor([[1.1094, 1.6641]])
 
     Reference: arXiv 2606.00271. Deviation: the paper's per-block form is taken for each tensor.
     """
@@ -255,25 +259,15 @@ class HeLoCo(Server):
         lr: float | Tensor = OUTER_DEFAULTS["lr"],
         momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
     ) -> None:
-        self._lr = one_number("lr", lr, "[0, inf)")
-        self.momentum = one_number("momentum", momentum, "[0, 1)")
+        numbers = {"lr": one_number("lr", lr, "[0, inf)"), "momentum": one_number("momentum", momentum, "(0, 1)")}
+        super().__init__(OptimSpec("sgd", **numbers, nesterov=True))
 
-    def init(self, params: Tree) -> State:
-        return {"momentum": tree.map(torch.zeros_like, params)}
-
-    def update(
-        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
-    ) -> tuple[Tree, State]:
-        delta = tree.map(corrected, movement, state["momentum"])
-        momentum = tree.map(lambda m, d: self.momentum * m + d, state["momentum"], delta)
-        step = tree.map(lambda d, m: d + self.momentum * m, delta, momentum)
-        return tree.map(lambda p, x: p - self._lr * x, params, step), {"momentum": momentum}
-
-    def lr(self, update: int) -> float | Tensor | None:
-        return self._lr
+    def correct(self, movement: Tree, state: State) -> Tree:
+        return tree.map(corrected, movement, state["momentum_buffer"])
 
     def __repr__(self) -> str:
-        return f"HeLoCo(lr={self._lr}, momentum={self.momentum})"
+        hyper = self.outer_optim.hyper
+        return f"HeLoCo(lr={hyper['lr']}, momentum={hyper['momentum']})"
 
 
 def corrected(delta: Tensor, momentum: Tensor) -> Tensor:

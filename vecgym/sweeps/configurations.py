@@ -17,6 +17,7 @@ from vecgym.engine import hooks
 from vecgym.records.rows import label
 from vecgym.runs.options import checked
 from vecgym.strategy import Strategy
+from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.sweeps.axes import Point
 from vecgym.sweeps.options import SweepOptions
 
@@ -174,6 +175,7 @@ def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[
         strategy = given if isinstance(given, Strategy) else _called("strategy", given, point, Strategy)
         configs.append(Configuration(index, point, _model(options.model, point, models), strategy, settings, data))
     for config in configs:
+        check_synchronous(config.strategy)
         config.strategy.check(config.num_nodes, config.num_steps)
     return configs
 

@@ -1,0 +1,466 @@
+"""Asynchronous runs against a naive twin, event by event; identities, resumption, derivatives, errors."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tests.models import make_data, make_model
+from tests.reference import asynchronous as twin
+from vecgym import (
+    DivergenceError,
+    Trainer,
+    dry_run,
+    estimate_memory,
+    optimize_schedule,
+    rollout,
+    sweep,
+    verify,
+)
+from vecgym.clock import AsyncTimeline, Compute, Network, price
+from vecgym.data import Batches
+from vecgym.engine.events import Arrival
+from vecgym.strategy import (
+    AsyncStrategy,
+    DelayedNesterov,
+    DiLoCoStrategy,
+    FedBuff,
+    HeLoCo,
+    OptimSpec,
+    OuterOptimizer,
+    Server,
+    Strategy,
+)
+
+F64 = torch.float64
+K, B = 4, 4
+SGD = OptimSpec("sgd", lr=0.05)
+
+
+def data(kind: str = "MLP", num_examples: int = 90, seed: int = 0) -> Any:
+    made = make_data(kind, num_examples, seed, F64)
+    return TensorDataset(*made) if isinstance(made, tuple) else made
+
+
+def fit(strategy: Strategy, kind: str = "MLP", num_nodes: int = K, **options: Any) -> Trainer[nn.Module]:
+    trainer = Trainer(make_model(kind, dtype=F64), data(kind), data(kind, 12, seed=1))
+    defaults: dict[str, Any] = {"batch_size": B, "device": "cpu", "progress": False, "seed": 3}
+    if strategy.asynchronous:
+        defaults["compute"] = Compute([1.0, 2.0, 1.5, 4.0][:num_nodes])
+    trainer.fit(strategy, num_nodes, **{**defaults, **options})
+    return trainer
+
+
+def server_of(trainer: Trainer[nn.Module]) -> dict[str, Tensor]:
+    assert trainer.state is not None
+    return trainer.state.params
+
+
+def largest_gap(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ twins
+
+Make = Callable[[random.Random], tuple[Server, Any, dict[str, Any]]]  # a server, its twin, settings of the strategy
+
+
+def outer_sgd(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
+    lr, momentum, buffer = rng.choice([0.1, 0.3]), rng.choice([0.5, 0.9]), rng.choice([1, 1, 2, 3])
+    spec = OptimSpec("sgd", lr=lr, momentum=momentum, nesterov=True)
+    other = twin.OuterOptimizer((torch.optim.SGD, {"lr": lr, "momentum": momentum, "nesterov": True}), buffer)
+    return OuterOptimizer(spec), other, {"buffer": buffer}
+
+
+def outer_adam(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
+    buffer = rng.choice([1, 4])
+    return OuterOptimizer(OptimSpec("adam", lr=0.01)), twin.OuterOptimizer((torch.optim.Adam, {"lr": 0.01}), buffer), {
+        "buffer": buffer
+    }  # fmt: skip
+
+
+def delayed_nesterov(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
+    N = rng.choice([1, 3, K])
+    c = rng.choice([0.0, 0.5 / N, 1 / N])
+    return DelayedNesterov(0.3, 0.8, N, c), twin.DelayedNesterov(0.3, 0.8, N, c), {}
+
+
+def fedbuff(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
+    M = rng.choice([1, 2, 5])
+    return FedBuff(M, lr=0.7), twin.fedbuff(0.7, M)["server"], {"staleness": "inverse_sqrt"}
+
+
+def heloco(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
+    buffer = rng.choice([1, 2])
+    return HeLoCo(0.2, 0.9), twin.HeLoCo(0.2, 0.9, buffer=buffer), {"buffer": buffer}
+
+
+@pytest.mark.parametrize("make", [outer_sgd, outer_adam, delayed_nesterov, fedbuff, heloco])
+@pytest.mark.parametrize("case", range(6))
+def test_twins(make: Make, case: int) -> None:
+    rng = random.Random(f"{make.__name__} {case}")
+    server, other, settings = make(rng)
+    inner = rng.choice([("sgd", torch.optim.SGD, {"lr": 0.05}), ("adamw", torch.optim.AdamW, {"lr": 0.01})])
+    median = [rng.choice([0.5, 1.0, 1.0, 2.5]) for _ in range(K)]
+    compute = Compute.lognormal(median, sigma=0.4, seed=case) if rng.random() < 0.5 else Compute(median)
+    seconds = compute.of_steps(2000, K).tolist()
+    pace = [2.0 ** rng.choice([-16, -13]) for _ in range(K)]  # the same from bandwidths, to the last bit
+    network = Network([8 / p for p in pace], latency=[0.1, 0.0, 0.3, 0.2], server_bandwidth=8 * 2.0**17)
+    linked = rng.random() < 0.5
+    window = {"max_wait": rng.choice([0.0, 0.7, 3.0, math.inf]), "grace": rng.choice(["full", "until_last"])}
+    how = rng.choice(["H", "dylu", "each"])
+    steps = {"H": [4] * K, "dylu": twin.dylu(4, median), "each": [3, 1, 2, 4]}[how]
+    chosen = {"H": {"H": 4}, "dylu": {"H": 4, "dylu": True}, "each": {"local_steps": steps}}[how]
+    staleness = settings.get("staleness", rng.choice(["none", "inverse_sqrt", lambda s: 0.9**s]))
+    schedule = (lambda step: 0.98**step) if rng.random() < 0.5 else None
+
+    strategy = AsyncStrategy(
+        OptimSpec(inner[0], **inner[2]), server, staleness=staleness, lr_scheduler=schedule, max_norm=1.0, **chosen,
+        **window, **({} if server.buffer else settings),
+    )  # fmt: skip
+    updates = 200 // getattr(other, "buffer", 1)
+    trainer = fit(
+        strategy, compute=compute, network=network if linked else None, max_updates=updates, val_interval=None
+    )  # fmt: skip
+
+    batches = Batches(data(), K, B, seed=3)
+    model = make_model("MLP", dtype=F64)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    expected = twin.asynchronous(
+        model, lambda node, step: [x[node] for x in batches[step]], K, num_updates=updates, server=other,
+        num_steps=steps, step_seconds=lambda node, step: seconds[step][node], inner=(inner[1], inner[2]),
+        staleness_function=staleness, max_norm=1.0, schedule=schedule, **window,
+        network=twin.Network(num_bytes, pace, pace, 2.0**-17, [0.1, 0.0, 0.3, 0.2]) if linked else None,
+    )  # fmt: skip
+
+    rows = trainer.history.rows[1:]
+    assert len(rows) == len(expected) == updates
+    timeline = trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    arrivals = [event for event in timeline.events if isinstance(event, Arrival)]
+    reference = [arrival for update in expected for arrival in update.arrivals]
+    assert [(a.node, a.round, a.staleness) for a in arrivals] == [(a.node, a.round, a.staleness) for a in reference]
+    assert [a.time for a in arrivals] == pytest.approx([a.time for a in reference], rel=1e-12)
+    assert [row["local_steps_total"] for row in rows] == [update.total_steps for update in expected]
+    for row, update in zip(rows, expected):
+        of_node: dict[int, list[float]] = {}
+        for arrival in update.arrivals:
+            of_node.setdefault(arrival.node, []).append(arrival.loss)
+        for node, losses in of_node.items():
+            assert row["train_losses"][node] == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+        assert math.isnan(row["train_losses"].sum()) == (len(of_node) < K)
+    assert largest_gap({name: x[0] for name, x in server_of(trainer).items()}, expected[-1].params) < 1e-10
+
+
+# -------------------------------------------------------------------------------------------------------- identities
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("kind", ["MLP", "CNN", "Dropout", "GPT", "LSTM", "WithFrozen"])
+@pytest.mark.parametrize("outer", [None, OptimSpec("adam", lr=0.01)])
+def test_waiting_for_all_with_a_full_buffer_is_diloco(engine: str, kind: str, outer: OptimSpec | None) -> None:
+    """Bit for bit, whatever the speeds."""
+    if (engine == "vmap") == (kind == "LSTM"):
+        pytest.skip("vmap cannot run the LSTM; the loop takes longer, and one model says it")
+    waiting = AsyncStrategy("adamw", OuterOptimizer(outer), H=3, buffer=K, max_wait=math.inf, lr=0.02)
+    synchronous = DiLoCoStrategy("adamw", outer, H=3, lr=0.02)
+    found = fit(waiting, kind, max_updates=5, engine=engine)
+    expected = fit(synchronous, kind, max_steps=15, engine=engine, exact=engine == "loop")
+    for name, p in server_of(expected).items():
+        assert torch.equal(server_of(found)[name].expand_as(p), p), name
+    assert found.history["val_loss"][-1] == expected.history["val_loss"][-1]
+    assert found.history["sim_seconds"] == [12.0 * update for update in range(6)]
+    assert [row["staleness"] for row in found.history.rows[1:]] == [0.0] * 5
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("inner", ["sgd", "adamw", "lion"])
+@pytest.mark.parametrize("settings", [
+    {}, {"buffer": 3, "staleness": "inverse_sqrt"}, {"server": DelayedNesterov(0.1)}, {"dylu": True},
+    {"local_steps": [3, 1, 4, 2], "max_wait": 3.0, "grace": "until_last", "lr_scheduler": "cosine"},
+])  # fmt: skip
+def test_together_is_one_by_one(engine: str, inner: str, settings: dict[str, Any]) -> None:
+    given = {"server": OuterOptimizer(lr=0.1), "H": 4, "lr": 0.02, **settings}
+    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), Network(1e6, 0.1)
+    options: dict[str, Any] = {"engine": engine, "compute": compute, "network": network, "max_updates": 20}
+    together, apart = (fit(AsyncStrategy(inner, together=flag, **given), **options) for flag in (True, False))
+    gap = largest_gap(server_of(together), server_of(apart))
+    assert gap == 0 if engine == "loop" else gap < 1e-12
+    assert max(n for n in together.history["nodes_per_call"] if n) > 1
+    assert {n for n in apart.history["nodes_per_call"] if n} == {1.0}
+
+
+def test_delayed_nesterov_of_one_version_is_one_synchronous_step() -> None:
+    """c = 0, and N = K arrivals of one version: Nesterov's step on the mean."""
+    settings: dict[str, Any] = {"H": 2, "max_wait": math.inf}
+    found = fit(AsyncStrategy(SGD, DelayedNesterov(0.5, 0.9), **settings), max_updates=3 * K)
+    outer = OptimSpec("sgd", lr=0.5, momentum=0.9, nesterov=True)
+    expected = fit(DiLoCoStrategy(SGD, outer, H=2), max_steps=6)
+    assert largest_gap(server_of(found), server_of(expected)) < 1e-14
+
+
+@pytest.mark.parametrize("c", [0.0, 0.4, 1.0])
+def test_delayed_nesterov_with_a_buffer_of_one_is_nesterov_at_each_arrival(c: float) -> None:
+    outer = OptimSpec("sgd", lr=0.3, momentum=0.9, nesterov=True)
+    found = fit(AsyncStrategy(SGD, DelayedNesterov(0.3, 0.9, buffer=1, c=c), H=2), max_updates=20)
+    expected = fit(AsyncStrategy(SGD, OuterOptimizer(outer), H=2), max_updates=20)
+    assert largest_gap(server_of(found), server_of(expected)) < 1e-14
+
+
+def test_one_node_is_plain_training() -> None:
+    server = OuterOptimizer(OptimSpec("sgd", lr=1.0))
+    found = fit(AsyncStrategy("adamw", server, H=3, lr=0.01), num_nodes=1, max_steps=15)
+    expected = fit(Strategy("adamw", lr=0.01), num_nodes=1, max_steps=15)
+    assert largest_gap(server_of(found), server_of(expected)) < 1e-14
+    assert found.history.last("local_steps_total") == 15
+
+
+def test_equal_speeds_have_every_staleness_in_order() -> None:
+    trainer = fit(AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2), compute=Compute(1.0), max_updates=12)
+    assert [row["staleness"] for row in trainer.history.rows[1:]] == [0, 1, 2, 3] * 3
+
+
+def test_dylu_makes_rounds_end_together() -> None:
+    trainer = fit(
+        AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=8, dylu=True), compute=Compute([1.0, 2.0, 4.0, 8.0]), max_updates=8
+    )  # fmt: skip
+    assert [row["sim_seconds"] for row in trainer.history.rows[1:]] == [8.0] * 4 + [16.0] * 4
+    assert trainer.history["local_steps_total"][1:] == [8, 12, 14, 15, 23, 27, 29, 30]
+
+
+@pytest.mark.parametrize("num_nodes", [2, 300])
+def test_many_and_few_nodes(num_nodes: int) -> None:
+    compute = Compute([1.0 + 0.01 * node for node in range(num_nodes)])
+    trainer = Trainer(make_model("MLP", dtype=F64), data(num_examples=600))
+    strategy = AsyncStrategy(SGD, OuterOptimizer(OptimSpec("sgd", lr=1 / num_nodes)), H=1)
+    trainer.fit(
+        strategy, num_nodes, compute=compute, max_updates=2 * num_nodes, batch_size=1, device="cpu", progress=False
+    )  # fmt: skip
+    assert trainer.history["train_loss"][-1] < trainer.history["train_loss"][1]
+    assert len(trainer.nodes) == num_nodes
+
+
+# ------------------------------------------------------------------------------------------------ what a run records
+
+
+def test_rows_ledger_and_timeline() -> None:
+    trainer = fit(
+        AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2, buffer=2), network=Network("1 Mbit/s", 0.25), max_seconds=30.0,
+        val_seconds=10.0,
+    )  # fmt: skip
+    history, timeline = trainer.history, trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    assert all(a <= b for a, b in zip(history["sim_seconds"], history["sim_seconds"][1:]))
+    assert history.last("sim_seconds") == timeline.seconds <= 30
+    rows = history.rows[1:]
+    assert [row["version"] for row in rows] == [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert {row["num_arrived"] for row in rows} == {2}
+    evaluated = [row["sim_seconds"] // 10 for row in rows if "val_loss" in row]
+    assert evaluated == [1.0, 2.0, *([] if timeline.seconds == rows[-1]["sim_seconds"] < 20 else [2.0])]
+
+    num_bytes = sum(p[0].numel() * p.element_size() for p in server_of(trainer).values())
+    counts = trainer.ledger.summary()
+    arrivals = 2 * len(rows)
+    assert counts["server_gather"] == (arrivals, num_bytes * arrivals / K)
+    ups = [entry.transfer.who.up for entry in trainer.ledger if entry.operation == "server_gather"]
+    assert ups == [(event.node,) for event in timeline.events if isinstance(event, Arrival)]
+    assert trainer.ledger.total_bytes == num_bytes * arrivals / K
+    assert trainer.ledger.total_received_bytes == pytest.approx(num_bytes * counts["server_send"][0] / K)
+
+    per_node = timeline.per_node
+    assert bool((per_node.computed <= timeline.seconds).all())
+    assert torch.allclose(per_node.computed + per_node.waited, torch.full((K,), timeline.seconds, dtype=F64))
+    assert 0 < timeline.utilization < 1
+    bars = timeline.bars()
+    assert sum(bar.end - bar.begin for bar in bars if bar.kind in ("forward", "backward")) <= float(
+        per_node.computed.sum()
+    )
+    assert timeline.plot().axes[0].get_xlabel() == "seconds"
+    with pytest.raises(ValueError, match="goes in the order of its own network's"):
+        trainer.timeline(Network(1e9), Compute(1.0))
+    with pytest.raises(ValueError, match="asynchronous run"):
+        price(trainer.ledger, Network(1e9), Compute(1.0))
+
+
+def test_utilization_is_the_part_of_the_time_that_nodes_compute() -> None:
+    """Without a network and without waiting, all of it."""
+    timeline = fit(AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=3), max_updates=17).timeline()
+    assert timeline.utilization == pytest.approx(1)
+    waits = fit(AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2, buffer=K, max_wait=math.inf), max_updates=3).timeline()
+    assert waits.utilization == pytest.approx((1 + 2 + 1.5 + 4) / 4 / 4)
+
+
+# ------------------------------------------------------------------------------------------------------- resumption
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"buffer": 3, "max_wait": 1.0}, {"server": DelayedNesterov(0.1, 0.9, 3, 0.1), "dylu": True},
+])  # fmt: skip
+def test_a_resumed_run_is_an_uninterrupted_one(settings: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """From any update: the same bits, rows and bytes."""
+
+    def run(updates: int, folder: str, **more: Any) -> Trainer[nn.Module]:
+        strategy = AsyncStrategy("adamw", **{"server": OuterOptimizer(lr=0.1), "H": 3, "lr": 0.01, **settings})
+        return fit(
+            strategy, max_updates=updates, network=Network(1e6, 0.1), save_dir=tmp_path / folder, val_interval=4,
+            checkpoint_interval=1, keep_checkpoints=100, **more,
+        )  # fmt: skip
+
+    whole = run(11, "whole")
+    for update in (1, 4, 10):
+        file = tmp_path / "whole" / f"step-{update:09d}.pt"
+        resumed = run(11, f"from {update}", resume=file)
+        assert largest_gap(server_of(resumed), server_of(whole)) == 0
+        timed = ("seconds", "steps_per_s", "examples_per_s", "bytes_per_s", "nodes_per_call", "memory_bytes")
+        for a, b in zip(resumed.history.rows, whole.history.rows):
+            assert str({name: a[name] for name in sorted(a) if name not in timed}) == str(
+                {name: b[name] for name in sorted(b) if name not in timed}
+            )
+        assert list(resumed.ledger) == list(whole.ledger)
+    run(7, "shorter")
+    longer = run(11, "longer", resume=tmp_path / "shorter")
+    # It computes rounds that the shorter one left out, since they would not have arrived, in other calls.
+    assert largest_gap(server_of(longer), server_of(whole)) < 1e-14
+
+
+def test_ctrl_c_keeps_the_run_so_far(tmp_path: pathlib.Path) -> None:
+    class Stopped(Trainer[nn.Module]):
+        def after_step(self, row: dict[str, Any]) -> None:
+            if row["step"] == 5:
+                raise KeyboardInterrupt
+
+    trainer = Stopped(make_model("MLP", dtype=F64), data())
+    strategy = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(strategy, K, compute=Compute(1.0), max_updates=9, batch_size=B, device="cpu", progress=False)
+    assert trainer.history.last("step") == 5
+    assert len(trainer.nodes) == K
+
+
+def test_another_network_is_another_run(tmp_path: pathlib.Path) -> None:
+    strategy = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2)
+    fit(strategy, max_updates=4, save_dir=tmp_path)
+    for changed in ({"network": Network(1e6, 0.1)}, {"compute": Compute([1.0, 2.0, 1.5, 4.1])}):
+        with pytest.raises(ValueError, match="is of another run"):
+            fit(strategy, max_updates=8, save_dir=tmp_path, resume=True, **changed)
+
+
+# ------------------------------------------------------------------------------------------------------- derivatives
+
+
+@pytest.mark.parametrize("settings", [{}, {"buffer": 2}, {"max_wait": 1.0, "dylu": True}])
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_derivatives_equal_finite_differences(settings: dict[str, Any], inner: str) -> None:
+    """By the discount of staleness, the server's rate and momentum, and the nodes' rate."""
+    x, y = make_data("MLP", 12 * 3 * 4, 0, F64)
+    assert isinstance(x, Tensor)
+    assert isinstance(y, Tensor)
+    batches = (x.view(12, 3, 4, -1), y.view(12, 3, 4, *y.shape[1:]))
+    model = make_model("MLP", dtype=F64)
+
+    def loss(discount: Tensor, lr: Tensor, momentum: Tensor, inner_lr: Tensor) -> Tensor:
+        server = OuterOptimizer(OptimSpec("sgd", lr=lr, momentum=momentum))
+        strategy = AsyncStrategy(
+            OptimSpec(inner, lr=inner_lr), server, H=2, staleness=lambda s: (1.0 + s) ** -discount, **settings
+        )
+        outcome = rollout(
+            model, strategy, batches, num_nodes=3, eval_batch=make_data("MLP", 8, 1, F64),
+            compute=Compute([1.0, 2.0, 2.9]), max_updates=8,
+        )  # fmt: skip
+        return outcome.loss
+
+    values = [torch.tensor(v, dtype=F64, requires_grad=True) for v in (0.5, 0.3, 0.8, 0.01)]
+    slopes = torch.autograd.grad(loss(*values), values)
+    for i, slope in enumerate(slopes):
+        up, down = ([v.detach() + sign * 1e-6 * (i == j) for j, v in enumerate(values)] for sign in (1, -1))
+        assert slope.item() == pytest.approx((loss(*up) - loss(*down)).item() / 2e-6, rel=1e-5)
+        assert slope.item() != 0
+
+
+def test_a_rollout_is_what_fit_does() -> None:
+    strategy = AsyncStrategy("adamw", DelayedNesterov(0.2, 0.9), H=2, lr=0.01)
+    trainer = fit(strategy, max_updates=15)
+    batches = Batches(data(), K, B, seed=3)
+    outcome = rollout(
+        make_model("MLP", dtype=F64), strategy, [batches[step] for step in range(14)], num_nodes=K, seed=3,
+        eval_batch=make_data("MLP", 12, 1, F64), compute=Compute([1.0, 2.0, 1.5, 4.0]), max_updates=15,
+    )  # fmt: skip
+    assert largest_gap(outcome.params, server_of(trainer)) < 1e-13
+    assert outcome.loss.item() == pytest.approx(trainer.history.last("val_loss"), rel=1e-12)
+    assert outcome.bytes.tolist() == trainer.history["bytes_step"][1:]
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(("make", "match"), [
+    (lambda: AsyncStrategy(server="sgd"), "server is of type str; give a server such as OuterOptimizer"),
+    (lambda: AsyncStrategy(H=0), "H=0 must be an integer >= 1"),
+    (lambda: AsyncStrategy(server=FedBuff(4), buffer=3), "buffer=3, and the server has buffer=4"),
+    (lambda: AsyncStrategy(server=FedBuff(4), staleness=lambda s: 1.0), "leave out staleness"),
+    (lambda: AsyncStrategy(max_wait=-1.0), "max_wait=-1.0"),
+    (lambda: AsyncStrategy(grace="half"), "grace='half'.*full.*until_last"),
+    (lambda: AsyncStrategy(staleness="sqrt"), "staleness='sqrt'.*inverse_sqrt"),
+    (lambda: AsyncStrategy(dylu=True, local_steps=[1, 2]), "dylu=True and local_steps"),
+    (lambda: AsyncStrategy(local_steps=3), "local_steps=3 must be a list"),
+    (lambda: AsyncStrategy(local_steps=[3, 0]), "local_steps=0 must be an integer >= 1"),
+    (lambda: AsyncStrategy(bufer=3), "did you mean 'buffer'"),
+    (lambda: DelayedNesterov(buffer=4, c=0.5), r"c=0.5 must be in \[0, 1 / buffer\] = \[0, 0.25\]"),
+    (lambda: DelayedNesterov(lr=torch.ones(2)), "there is one server"),
+    (lambda: HeLoCo(momentum=1.0), "momentum=1.0"),
+    (lambda: FedBuff(buffer=0), "buffer=0"),
+])  # fmt: skip
+def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
+        make()
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"compute": None}, "AsyncStrategy needs compute="),
+    ({"compute": Compute([1.0, 2.0])}, "Compute has seconds for 2 nodes"),
+    ({"backend": "processes", "num_processes": 2}, "backend='processes' is not there for AsyncStrategy"),
+    ({"exact": True}, "exact=True is not there"),
+    ({"compile": True}, "compile=True is not there"),
+    ({"max_seconds": 0.5}, "max_seconds=0.5 ends the run before the first update"),
+    ({"max_updates": 0}, "max_updates=0"),
+    ({"max_seconds": 5.0, "compute": Compute(0.0)}, "rounds that take no time never end"),
+])  # fmt: skip
+def test_wrong_options(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        fit(AsyncStrategy(SGD, H=2), **({} if "max_seconds" in options else {"max_steps": 4}), **options)
+
+
+@pytest.mark.parametrize("option", ["max_updates", "max_seconds", "val_seconds"])
+def test_options_of_asynchronous_runs_alone(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} is of asynchronous runs"):
+        fit(DiLoCoStrategy(H=2), max_steps=4, **{option: 5})
+
+
+def test_divergence_is_told() -> None:
+    with pytest.raises(DivergenceError):
+        fit(AsyncStrategy(OptimSpec("sgd", lr=1e200), OuterOptimizer(lr=1.0), H=2), max_updates=20)
+
+
+@pytest.mark.parametrize("function", ["sweep", "verify", "dry_run", "estimate_memory", "optimize_schedule"])
+def test_what_needs_steps_of_all_nodes_says_so(function: str) -> None:
+    strategy, model = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), H=2), make_model("MLP")
+    x, y = make_data("MLP", 8, 0)
+    calls: dict[str, Callable[[], Any]] = {
+        "sweep": lambda: sweep(model, data(), strategy=strategy, grid={"seed": [0]}, num_nodes=2, max_steps=2),
+        "verify": lambda: verify(strategy, 2, model),
+        "dry_run": lambda: dry_run(model, strategy, num_nodes=2, max_steps=2),
+        "estimate_memory": lambda: estimate_memory(model, strategy, 2, 4),
+        "optimize_schedule": lambda: optimize_schedule(
+            model, lambda w: strategy, [(x[None], y[None])], num_nodes=1, eval_batch=(x, y), H=1
+        ),
+    }
+    with pytest.raises(ValueError, match=r"AsyncStrategy (has no steps that all nodes take together|needs compute=)"):
+        calls[function]()
