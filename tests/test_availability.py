@@ -20,7 +20,7 @@ from tests.helpers import assert_same_bits, difference, flat, reordered, simulat
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.test_properties import STRATEGIES
-from vecgym import OptimSpec
+from vecgym import OptimSpec, rollout
 from vecgym.clock import Compute, Network
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives import topology as graphs
@@ -622,3 +622,54 @@ def test_what_is_late_reaches_only_who_was_there(make: Callable[[], Any], model:
     for name, p in taken.state.params.items():
         torch.testing.assert_close(p[2], alone.state.params[name][2], rtol=1e-6, atol=1e-7)
         assert not torch.allclose(p[0], alone.state.params[name][0], rtol=1e-6, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------- rollouts
+
+
+@pytest.mark.parametrize("rejoin", ["own", "shared"])
+@pytest.mark.parametrize("name", ["diloco", "allreduce", "gossip"])
+def test_a_rollout_is_the_run_and_its_derivative_the_slope(name: str, rejoin: Any) -> None:
+    model, batches = make_model("MLP", dtype=F64), batches_of(dtype=F64)
+    table = torch.rand(STEPS, K, generator=torch.Generator().manual_seed(1)) < 0.6
+    table[:, 1] |= ~table.any(1)
+    make: dict[str, Callable[[Any], Strategy]] = {
+        "diloco": lambda lr: DiLoCoStrategy("sgd", H=H, lr=lr),
+        "allreduce": lambda lr: AllReduceStrategy("sgd", lr=lr),
+        "gossip": lambda lr: GossipStrategy("ring", inner_optim="sgd", lr=lr),
+    }
+    given: dict[str, Any] = {"num_nodes": K, "eval_batch": tuple(x[0] for x in batches[0])}
+
+    def outcome(lr: Any, **more: Any) -> Any:
+        return rollout(
+            model,
+            make[name](lr),
+            batches,
+            num_nodes=K,
+            eval_batch=eval_batch,
+            availability=Trace(table, rejoin),
+            **more,
+        )
+
+    lr = torch.tensor(0.1, dtype=F64, requires_grad=True)
+    found = outcome(lr)
+    taken = Taken(make[name](0.1), batches, Trace(table, rejoin), model=model).run()
+    torch.testing.assert_close(found.losses.detach(), torch.stack(taken.losses), rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert float(found.bytes.sum()) == pytest.approx(taken.simulation.comm.ledger.total_bytes)
+    (slope,) = torch.autograd.grad(found.loss, lr)
+    up, down = (float(outcome(0.1 + e).loss) for e in (1e-6, -1e-6))
+    assert float(slope) == pytest.approx((up - down) / 2e-6, rel=1e-6)
+    (again,) = torch.autograd.grad(outcome(lr, segments=3).loss, lr)
+    assert float(again) == pytest.approx(float(slope), rel=1e-12)
+
+
+def test_rollouts_refuse_what_has_no_meaning() -> None:
+    batches = batches_of()
+    given: dict[str, Any] = {"num_nodes": K, "eval_batch": tuple(x[0] for x in batches[0])}
+    with pytest.raises(ValueError, match="both say who sits out"):
+        rollout(make_model("MLP"), FedAvgStrategy("sgd", participation=0.5, lr=0.1), batches,
+                availability=Dropout(0.1), **given)  # fmt: skip
+    short = [batches[0], tuple(x[:, :2] for x in batches[1])]
+    with pytest.raises(ValueError, match="different shapes"):
+        rollout(make_model("MLP"), AllReduceStrategy("sgd", lr=0.1), short,
+                availability=lambda step: [0] if step == 0 else range(K), **given)  # fmt: skip

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
-from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
@@ -21,28 +20,13 @@ from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_o
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments
 from vecgym.engine.returning import rejoined
 from vecgym.engine.rows import once_among, put, taken
-from vecgym.engine.state import State
+from vecgym.engine.state import Metrics, State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 
 MOST = 0.75  # of the nodes present: the others may train too, which is undone
 MAX_PARTS = 64  # sets of nodes whose simulation is kept
-
-
-class Metrics(NamedTuple):
-    """The measurements of a step.
-
-    >>> Metrics(losses=torch.tensor([1.0, 3.0]), lr=0.1).losses.mean()
-    tensor(2.)
-    """
-
-    losses: Tensor  # [L], before the update; nan where a node did not train
-    lr: float | Tensor
-    active: list[int] | None = None  # the nodes that trained; None: all
-    outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
-    transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
-    num_present: int | None = None  # nodes that were there, where some may be absent
 
 
 class Simulation:
@@ -178,6 +162,7 @@ class Simulation:
         state = rejoined(state, presence, self.comm, inplace)
         ids, training = presence.present(state.step), presence.training(state.step)
         part = copy.copy(self if ids is None else self._part(ids))
+        part.strategy = self.strategy  # of a copy of this simulation it may be another one
         part.comm.step = state.step
         part.limits = self.limits if limits is None else tuple(limits)
         if ids is None:

@@ -1,12 +1,13 @@
-"""The state of a run."""
+"""The state of a run, and what is measured of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from vecgym.collectives.ledger import Transfer
 from vecgym.core.tree import Tree
 
 
@@ -39,3 +40,19 @@ class State:
     optimizer: dict[str, Any]
     strategy: dict[str, Any]
     node_steps: Tensor
+
+
+class Metrics(NamedTuple):
+    """The measurements of a step.
+
+    >>> import torch
+    >>> Metrics(losses=torch.tensor([1.0, 3.0]), lr=0.1).losses.mean()
+    tensor(2.)
+    """
+
+    losses: Tensor  # [L], before the update; nan where a node did not train
+    lr: float | Tensor
+    active: list[int] | None = None  # the nodes that trained; None: all
+    outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
+    transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
+    num_present: int | None = None  # nodes that were there, where some may be absent
