@@ -641,15 +641,7 @@ def test_a_rollout_is_the_run_and_its_derivative_the_slope(name: str, rejoin: An
     given: dict[str, Any] = {"num_nodes": K, "eval_batch": tuple(x[0] for x in batches[0])}
 
     def outcome(lr: Any, **more: Any) -> Any:
-        return rollout(
-            model,
-            make[name](lr),
-            batches,
-            num_nodes=K,
-            eval_batch=eval_batch,
-            availability=Trace(table, rejoin),
-            **more,
-        )
+        return rollout(model, make[name](lr), batches, availability=Trace(table, rejoin), **given, **more)
 
     lr = torch.tensor(0.1, dtype=F64, requires_grad=True)
     found = outcome(lr)
