@@ -25,6 +25,8 @@ from vecgym.clock import Compute, Network
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives import topology as graphs
 from vecgym.collectives.topology import Links, exponential
+from vecgym.compress import TopK
+from vecgym.core import rng
 from vecgym.engine.attendance import Both
 from vecgym.engine.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
 from vecgym.engine.presence import Presence
@@ -33,6 +35,7 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    Compressed,
     Context,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -665,3 +668,73 @@ def test_rollouts_refuse_what_has_no_meaning() -> None:
     with pytest.raises(ValueError, match="different shapes"):
         rollout(make_model("MLP"), AllReduceStrategy("sgd", lr=0.1), short,
                 availability=lambda step: [0] if step == 0 else range(K), **given)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------- lost messages
+
+
+def lossy(lost: float, **more: Any) -> Strategy:
+    return CommunicateOptimizeStrategy([OuterStep(Mean(), H=2, lost=lost, **more)], "sgd", lr=0.1)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25])
+def test_a_lost_message_does_not_count_and_its_node_goes_on(alpha: float) -> None:
+    """By hand: DiLoCo with the draws of the seed."""
+    lists, model = make_batches("MLP", 8, K, batch_size=4, dtype=F64), make_model("MLP", dtype=F64)
+    taken = Taken(lossy(0.5, alpha=alpha), stacked(lists), None, model=model, seed=3)
+    taken.batches = taken.batches[:8]
+    taken.run(8)
+    models = common.copy_model(model, K)
+    thetas = [common.parameters(m) for m in models]
+    optimizers = common.make_optimizers(models, (torch.optim.SGD, {"lr": 0.1}))
+    outer = {name: p.detach().clone() for name, p in thetas[0].items()}
+    optimizer = torch.optim.SGD(list(outer.values()), lr=0.7, momentum=0.9, nesterov=True)
+    numbers = []
+    for step in range(8):
+        for i in range(K):
+            common.backward(models[i], lists[step][i])
+            optimizers[i].step()
+        if step % 2 == 1:
+            drawn = torch.rand(K, generator=rng.generator(3, f"lost {next(iter(outer))}", step))
+            heard = [i for i in range(K) if drawn[i] >= 0.5]
+            numbers.append(len(heard))
+            if heard:
+                for name, p in outer.items():
+                    p.grad = common.mean([p - thetas[i][name].detach() for i in heard])
+                optimizer.step()
+            for i in heard:
+                for name, p in outer.items():
+                    thetas[i][name].data.lerp_(p, 1 - alpha)
+    assert 0 < min(numbers) < max(numbers)
+    for i in range(K):
+        for name, p in thetas[i].items():
+            torch.testing.assert_close(taken.state.params[name][i], p.detach(), rtol=1e-12, atol=1e-12)
+    sent = [entry.participants for entry in taken.simulation.comm.ledger]
+    assert sent == [n if n > 1 else 0 for n in numbers if n]
+
+
+def test_nothing_lost_is_the_same_run_and_residuals_of_the_lost_are_kept(model: nn.Module) -> None:
+    a, b = (Taken(lossy(lost), batches_of(), None, model=model).run() for lost in (0.0, 1e-12))
+    assert_same_bits(a.state, b.state)
+    strategy = CommunicateOptimizeStrategy([OuterStep(Compressed(Mean(), TopK(0.3)), H=1, lost=0.5)], "sgd", lr=0.1)
+    taken = Taken(strategy, batches_of(), None, model=model).run(keep=True)
+    name = next(iter(taken.state.params))
+    for before, after in pairwise(taken.states):
+        drawn = torch.rand(K, generator=rng.generator(42, f"lost {name}", before.step))
+        old, new = (s.strategy["0"]["average"]["residual"][name] for s in (before, after))
+        for i in range(K):
+            assert torch.equal(old[i if len(old) > 1 else 0], new[i if len(new) > 1 else 0]) == bool(drawn[i] < 0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OuterStep(Mean(), lost=1.0),
+        lambda: OuterStep(Mean(), lost=0.1, delay=1),
+        lambda: OuterStep(Mean(island_size=2), lost=0.1),
+        lambda: OuterStep(Mean(participation=0.5), lost=0.1),
+    ],
+)
+def test_lost_messages_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="lost="):
+        make()

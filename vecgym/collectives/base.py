@@ -84,7 +84,10 @@ class Collectives(ABC):
         >>> next(iter(comm.ledger)).transfer.who, three.num_nodes, three.run_nodes
         (((0, 2, 3),), 3, 4)
         """
-        raise NotImplementedError(f"{type(self).__name__} has no collectives of some of its nodes.")
+        raise ValueError(
+            f"{type(self).__name__} has no collectives of some of its nodes: where nodes may be absent, or messages "
+            "lost, all nodes must be in one process."
+        )
 
     def everyone(self, x: Tree) -> Tree:
         """Return the values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. It leaves no entry."""

@@ -50,10 +50,9 @@ def put(strategy: Strategy, state: State, rows: Tensor, part: State, once: bool,
         if isinstance(new, dict):
             held = old if isinstance(old, dict) else {}
             return {key: together(x, held.get(key), waits or key == QUEUE) for key, x in new.items()}
-        if not isinstance(new, Tensor) or (len(new) == 1 and (len(rows) > 1 or old is None or waits or len(old) == 1)):
-            return new
         # In a queue, what was in this place before is no longer due: those absent have nothing in it.
-        return rows_put(new, None if waits else old)
+        before = {} if waits or old is None else {"": old}
+        return nodes.put_together(before, rows, {"": new}, num_nodes, inplace)[""]
 
     params = tree.map_leaves(own, part.params, state.params)
     optimizer = tree.map_leaves(own, part.optimizer, state.optimizer) if part.optimizer else state.optimizer

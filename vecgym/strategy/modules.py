@@ -25,6 +25,7 @@ from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
+from vecgym.strategy.lost import arrived, average_among, is_shared
 from vecgym.strategy.when import QUEUE, Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
@@ -209,11 +210,13 @@ class OuterStep(Exchange):
         offsets: for each fragment the steps before its first exchange; H + p H / P when not given.
         delay: optimizer steps from the exchange to its effect.
         alpha: what a node keeps of its own parameters, in [0, 1).
+        lost: the probability, for each node and exchange, that its message is lost, in [0, 1): its movement then does
+            not count, and it goes on from its own parameters, as in DiLoCo's paper. All nodes must be in one process.
 
     Raises:
         ValueError, TypeError: for H, fragments or offsets < 1, other numbers of offsets than fragments, delay < 0,
-            alpha outside [0, 1), and for a `SyncWeight` with fragments or a delay; at `check` unless the delay is
-            smaller than the run's steps.
+            alpha or lost outside [0, 1), for a `SyncWeight` with fragments or a delay, and for lost messages with a
+            delay or an average that differs by node; at `check` unless the delay is smaller than the run's steps.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import Mean
@@ -241,6 +244,7 @@ class OuterStep(Exchange):
         offsets: Sequence[int] | None = None,
         delay: int = 0,
         alpha: float = 0.0,
+        lost: float = 0.0,
     ) -> None:
         self.average = check_average("average", average)
         self.outer_optim = outer_spec(outer_optim)
@@ -250,6 +254,12 @@ class OuterStep(Exchange):
         self._late = Late(delay)
         self.delay = self._late.delay
         self.alpha = check.number("alpha", alpha, "[0, 1)", "what a node keeps of its own parameters")
+        self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
+        if self.lost and (self.delay or not is_shared(average)):
+            raise ValueError(
+                f"lost={lost} with delay={delay} and {average!r}: messages are lost on their way to one average of all "
+                "nodes, which is used at once. Leave out the delay, islands and participation."
+            )
         if offsets is not None and (not isinstance(offsets, (list, tuple)) or len(offsets) != fragments):
             given = f"offsets={offsets!r} and fragments={fragments}"
             raise ValueError(f"{given}: give a list of one number for each fragment.")
@@ -301,7 +311,8 @@ class OuterStep(Exchange):
         (False, None)
         """
         key = merge_key(self.outer_optim)
-        usual = self.average.plain and self.fragments == 1 and self.offsets is None and self.delay == self.alpha == 0
+        usual = self.average.plain and self.fragments == 1 and self.offsets is None
+        usual = usual and self.delay == self.alpha == self.lost == 0
         return (self.when.H, key) if key is not None and usual and isinstance(self.when, Rounds) else None
 
     def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
@@ -339,13 +350,19 @@ class OuterStep(Exchange):
         return kept(ctx.missing(before), params, new), state
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        delta, state = self._movement(params, state, ctx)
-        return self._moved(params, delta, state, ctx)
+        heard = arrived(self.lost, params, ctx) if self.lost else None
+        if heard is not None and not bool(heard.any()):
+            return params, state
+        delta, state = self._movement(params, state, ctx, heard)
+        new, state = self._moved(params, delta, state, ctx)
+        return kept(None if heard is None else ~heard, params, new), state
 
-    def _movement(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Average the nodes' movements, `[1 or L, *]`."""
-        moved = tree.map(torch.sub, state["params"], params)
-        delta, average = self.average(moved, state.get("average", {}), ctx)
+    def _movement(
+        self, params: Tree, state: State, ctx: Context, heard: Tensor | None = None
+    ) -> tuple[Tree, State]:  # fmt: skip
+        """Average the nodes' movements, `[1 or L, *]`, or those that are `heard`."""
+        moved, held = tree.map(torch.sub, state["params"], params), state.get("average", {})
+        delta, average = average_among(self.average, moved, held, heard, ctx)
         return delta, {**state, "average": average} if average else state
 
     def _moved(self, params: Tree, delta: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
