@@ -20,7 +20,7 @@ from tests.helpers import assert_same_bits, difference, flat, reordered, simulat
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.test_properties import STRATEGIES
-from vecgym import OptimSpec, rollout
+from vecgym import OptimSpec, rollout, sweep
 from vecgym.clock import Compute, Network
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives import topology as graphs
@@ -738,3 +738,36 @@ def test_nothing_lost_is_the_same_run_and_residuals_of_the_lost_are_kept(model: 
 def test_lost_messages_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match="lost="):
         make()
+
+
+# -------------------------------------------------------------------------------------------------- sweeps
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_row_of_a_sweep_is_the_fit(seed: int, tmp_path: Path) -> None:
+    model, data = make_model("MLP"), dataset("MLP")
+    given: dict[str, Any] = {"num_nodes": 4, "max_steps": 9, "batch_size": 4, "device": "cpu", "progress": False}
+    grid = {"availability": [None, Dropout(0.4, 3, rejoin="shared"), LocalSteps([1, 2, 3, 3], H=3)], "lr": [0.1, 0.2]}
+
+    def made(lr: float) -> Strategy:
+        return DiLoCoStrategy("sgd", H=3, lr=lr)
+
+    def swept(**more: Any) -> Any:
+        return sweep(model, data, dataset("MLP"), strategy=made, grid=grid, seed=seed, **given, **more)
+
+    result = swept(resume=tmp_path / "sweep.pt")
+    for i, row in enumerate(result.rows):
+        trainer, _ = fit("MLP", made(row["lr"]), num_nodes=4, max_steps=9, seed=seed, val=dataset("MLP"),
+                         availability=grid["availability"][i // 2])  # fmt: skip
+        history = result.history(i)
+        for name in ("train_loss", "bytes_total", "val_loss", "consensus_distance", "num_present", "lr", "examples"):
+            assert (name in trainer.history.columns) == (name in history.columns), name
+            if name in history.columns:
+                found, expected = ([x for x in h[name] if x is not None] for h in (history, trainer.history))
+                assert found == pytest.approx(expected, rel=1e-5, nan_ok=True), (i, name)
+    assert "each by itself" in result.explain()
+    assert [row["val_loss"] for row in swept(resume=tmp_path / "sweep.pt").rows] == [r["val_loss"] for r in result.rows]
+    one: dict[str, Any] = {"strategy": made, "grid": {"lr": [0.1, 0.2]}, "resume": tmp_path / "other", **given}
+    sweep(model, data, availability=Dropout(0.1), **one)
+    with pytest.raises(ValueError, match="availability"):
+        sweep(model, data, availability=Dropout(0.2), **one)

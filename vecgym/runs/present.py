@@ -1,4 +1,4 @@
-"""Who is present in a rollout, and which batches they then take."""
+"""Who is present in a run, and which batches they then take."""
 
 from __future__ import annotations
 
@@ -8,22 +8,36 @@ from typing import Any
 import torch
 
 from vecgym.core import tree
+from vecgym.data import Batches
 from vecgym.engine.availability import Availability, Facts
 from vecgym.engine.presence import Presence
+from vecgym.engine.simulation import MOST
+from vecgym.engine.state import State
+from vecgym.strategy import Strategy
 from vecgym.strategy.communication import innermost, overrides
 
 
-def presence_of(options: Any, steps: Sequence[Any]) -> Presence | None:
-    """Return who is present when in the rollout of some `RolloutOptions`; None: all, always.
+def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | None) -> Presence | None:
+    """Return who is present when in a run with these options, looked at for all steps; None: all, always.
 
     >>> from types import SimpleNamespace
-    >>> presence_of(SimpleNamespace(availability=None), []) is None
+    >>> presence_of(SimpleNamespace(availability=None), 10, None) is None
     True
     """
-    availability, strategy = options.availability, options.strategy
-    if availability is None:
+    if options.availability is None:
         return None
-    assert isinstance(availability, Availability)
+    batch_size = getattr(options, "batch_size", None)
+    facts = Facts(options.num_nodes, num_steps, options.seed, options.compute, num_examples, batch_size)
+    return Presence(options.availability, facts)
+
+
+def check_rollout(availability: Availability | None, strategy: Strategy) -> None:
+    """Raise a ValueError for a rollout in which it is not known beforehand who takes which batch.
+
+    >>> check_rollout(None, Strategy("sgd", lr=0.1))
+    """
+    if availability is None:
+        return
     if strategy.asynchronous:
         raise ValueError(f"availability is not there for {type(strategy).__name__}: leave it out.")
     modules = strategy.communication_modules
@@ -32,8 +46,25 @@ def presence_of(options: Any, steps: Sequence[Any]) -> Presence | None:
             f"availability={availability!r} and {strategy!r} both say who sits out: in a rollout give one, such "
             "as availability=Sampled(0.5, H) in place of participation=0.5."
         )
-    facts = Facts(options.num_nodes, len(steps), options.seed, options.compute, options.num_examples)
-    return Presence(availability, facts)
+
+
+def own_batch(train: Batches, presence: Presence, state: State) -> tuple[Any, list[int] | None]:
+    """Return the batch of a step, each node's at its own count, and how many examples of each row are its own.
+
+    Where few are present it has their rows only. None in place of the numbers: as in every step of the run.
+
+    >>> from vecgym.engine.availability import Trace
+    >>> presence = Presence(Trace([[True, False, False]]), Facts(3, 1, seed=0))
+    >>> state = State(0, {}, {}, {}, {}, node_steps=torch.tensor([0, 0, 0]))
+    >>> own_batch(Batches(torch.arange(6), 3, batch_size=2, shuffle=False), presence, state)
+    (tensor([[0, 3]]), [2])
+    """
+    step, counts, ids = state.step, state.node_steps.tolist(), presence.present(state.step)
+    if ids is None and all(count == step for count in counts):
+        return train.batch(step), None
+    few = ids is not None and len(ids) < MOST * len(counts)
+    there = list(ids) if few and ids is not None else list(range(len(counts)))
+    return train.at([counts[node] for node in there], there)
 
 
 def at_own_counts(steps: Sequence[Any], presence: Presence) -> list[Any]:

@@ -26,7 +26,7 @@ from vecgym.engine.contract import check_differentiable
 from vecgym.engine.simulation import Simulation, State
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.async_rollout import run_async
-from vecgym.runs.present import at_own_counts, presence_of
+from vecgym.runs.present import at_own_counts, check_rollout, presence_of
 from vecgym.runs.rollout_options import JvpOptions, RolloutOptions
 from vecgym.runs.segments import Record, differentiable_tensors, run, run_in_segments
 from vecgym.strategy import Strategy
@@ -104,7 +104,8 @@ def rollout(options: RolloutOptions) -> Outcome:
     initial = None if params is None else _initial(params, engine, num_nodes)
     inputs = differentiable_tensors(tuple(given.values()))
     _check_differentiable(strategy, inputs, segments)
-    presence = presence_of(options, steps)
+    check_rollout(options.availability, strategy)
+    presence = presence_of(options, len(steps), options.num_examples)
     if strategy.asynchronous:
         return _evaluated(*run_async(options, engine, initial, steps), engine, options.eval_batch, inputs)
     with readable():

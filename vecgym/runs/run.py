@@ -17,15 +17,14 @@ from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
-from vecgym.engine.availability import Availability, Facts
-from vecgym.engine.presence import Presence
-from vecgym.engine.simulation import MOST, Simulation
+from vecgym.engine.simulation import Simulation
 from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
 from vecgym.runs.fitting import fitting_sizes
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.options import FitOptions
+from vecgym.runs.present import own_batch, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.runs.session import Session
 from vecgym.strategy.described import described
@@ -145,20 +144,14 @@ class Run(Generic[M]):
             yield from ((batch, None) for batch in self.train.iterate(self.state.step, self.num_steps))
             return
         while self.state.step < self.num_steps:
-            step, counts, ids = self.state.step, self.state.node_steps.tolist(), presence.present(self.state.step)
-            if ids is None and all(count == step for count in counts):
-                yield self.train.batch(step), None
-            else:
-                few = ids is not None and len(ids) < MOST * len(counts)
-                there = ids if few and ids is not None else range(len(counts))
-                yield self.train.at([counts[node] for node in there], list(there))
+            yield own_batch(self.train, presence, self.state)
 
     def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
         options = self.options
         return Simulation(
             self.model, options.strategy, self.comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
-            presence=_presence(options, self.num_steps, num_examples),
+            presence=presence_of(options, self.num_steps, num_examples),
         )  # fmt: skip
 
     def evaluate(self) -> None:
@@ -199,15 +192,6 @@ class Run(Generic[M]):
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
             "engine_reason": plan.reason,
         }  # fmt: skip
-
-
-def _presence(options: FitOptions, num_steps: int, num_examples: tuple[int, ...]) -> Presence | None:
-    """Return who is present when, looked at for all steps; None: all, always."""
-    if options.availability is None:
-        return None
-    assert isinstance(options.availability, Availability)
-    facts = Facts(options.num_nodes, num_steps, options.seed, options.compute, num_examples, options.batch_size)
-    return Presence(options.availability, facts)
 
 
 def is_due(step: int, interval: int | None) -> bool:
