@@ -747,7 +747,10 @@ def test_lost_messages_that_cannot_be_are_refused(make: Callable[[], Any]) -> No
 def test_a_row_of_a_sweep_is_the_fit(seed: int, tmp_path: Path) -> None:
     model, data = make_model("MLP"), dataset("MLP")
     given: dict[str, Any] = {"num_nodes": 4, "max_steps": 9, "batch_size": 4, "device": "cpu", "progress": False}
-    grid = {"availability": [None, Dropout(0.4, 3, rejoin="shared"), LocalSteps([1, 2, 3, 3], H=3)], "lr": [0.1, 0.2]}
+    grid: dict[str, Any] = {
+        "availability": [None, Dropout(0.4, 3, rejoin="shared"), LocalSteps([1, 2, 3, 3], H=3)],
+        "lr": [0.1, 0.2],
+    }
 
     def made(lr: float) -> Strategy:
         return DiLoCoStrategy("sgd", H=3, lr=lr)

@@ -9,7 +9,7 @@ import torch
 
 from vecgym.core import tree
 from vecgym.data import Batches
-from vecgym.engine.availability import Availability, Facts
+from vecgym.engine.availability import Facts
 from vecgym.engine.presence import Presence
 from vecgym.engine.simulation import MOST
 from vecgym.engine.state import State
@@ -31,7 +31,7 @@ def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | No
     return Presence(options.availability, facts)
 
 
-def check_rollout(availability: Availability | None, strategy: Strategy) -> None:
+def check_rollout(availability: Any, strategy: Strategy) -> None:
     """Raise a ValueError for a rollout in which it is not known beforehand who takes which batch.
 
     >>> check_rollout(None, Strategy("sgd", lr=0.1))
