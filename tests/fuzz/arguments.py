@@ -99,9 +99,9 @@ MADE = {
 PROTOCOL = {
     "init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters", "outer_learning_rate",
     "stack_key", "stacked", "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
-    "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "start", "resume", "log", "finish",
-    "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at", "after_step", "own", "count", "draw",
-    "of", "correct", "steps_of_rounds",
+    "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
+    "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
+    "after_step", "own", "count", "draw", "of", "correct", "steps_of_rounds",
     "build", "batch", "iterate", "due", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.

@@ -34,7 +34,8 @@ from vecgym.compat.exogym.behaviour import Choice
 from vecgym.compat.exogym.config import TrainConfig
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
-from vecgym.engine import Engine, ModelFacts, Plan
+from vecgym.engine import Engine, ModelFacts, Plan, availability
+from vecgym.engine.availability import Dropout, Facts
 from vecgym.engine.simulation import Simulation
 from vecgym.records import loggers
 from vecgym.records.history import History
@@ -575,6 +576,30 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 
+_FACTS: dict[str, Callable[[], Any]] = {"run": lambda: Facts(K, STEPS, 0, Compute(0.4), (8, 8), 2)}
+_AVAILABLE: dict[str, dict[str, Callable[[], Any]]] = {
+    "Sampled": {"fraction": lambda: 0.5},
+    "Dropout": {"rate": lambda: 0.2},
+    "Trace": {"table": lambda: [[True] * K] * STEPS},
+    "Deadline": {"seconds": lambda: 1.0},
+    "LocalSteps": {"steps": lambda: [1] * K},
+    "Function": {"function": lambda: lambda step: [0]},
+    "Availability": {},
+}
+for _name, _given in _AVAILABLE.items():
+    VALUES_OF[f"vecgym.engine.availability.{_name}"] = _given
+    for _method in ("check", "present", "training"):
+        if _method in vars(getattr(availability, _name)):
+            VALUES_OF[f"vecgym.engine.availability.{_name}.{_method}"] = _FACTS
+VALUES_OF |= {
+    "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 0.1},
+    "vecgym.engine.availability.as_availability": {"value": lambda: Dropout(0.1)},
+    "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
+    "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
+    **{f"vecgym.strategy.{name}.check_present": {"counts": lambda: [1]} for name in
+       ("Average", "CommunicationModule", "Mix", "Robust", "Strategy")},
+}  # fmt: skip
+
 _SIZES = {"sizes": lambda: {"w": 4 * DIM}}
 _NETWORK: dict[str, Callable[[], Any]] = {"network": lambda: Network(1e9), "compute": lambda: Compute(0.4)}
 VALUES_OF |= {
@@ -642,6 +667,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.History": history,
     "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),
     "vecgym.Saved": saved,
+    "vecgym.engine.availability.Availability": lambda: Dropout(0.1),
     "vecgym.SweepResult": lambda: copy.copy(_swept()),
     "vecgym.CSVLogger": started,
     "vecgym.collectives.Collectives": lambda: StackedCollectives(K),
@@ -791,6 +817,7 @@ def good_arguments(target: Target) -> dict[str, Any]:
 # Arguments with a default that a call needs too, or that make it short.
 ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.Trainer.fit": tuple(SETTINGS),
+    "vecgym.engine.availability.LocalSteps": ("steps",),
     "vecgym.sweep": (*SETTINGS, "strategy", "num_nodes"),
     "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
     "vecgym.optimize_schedule": ("H", "iterations"),
