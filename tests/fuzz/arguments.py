@@ -234,7 +234,7 @@ def _use(result: Any) -> None:
     if chosen is None or type(chosen).__module__.startswith("vecgym.compat"):
         return
     with contextlib.suppress(vecgym.DivergenceError):
-        timed = {"compute": vecgym.clock.Compute([1.0, 2.0])} if chosen.asynchronous else {}
+        timed: dict[str, Any] = {"compute": vecgym.clock.Compute([1.0, 2.0])} if chosen.asynchronous else {}
         vecgym.Trainer(model, calls.examples()).fit(chosen, calls.K, **calls.SETTINGS, **timed)
 
 
