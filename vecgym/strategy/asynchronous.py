@@ -134,8 +134,9 @@ class AsyncStrategy(EventDriven):
     ) -> None:
         super().__init__(inner_optim, **inner)
         self.server = OuterOptimizer() if server is None else check.instance("server", server, Server, SERVERS)
-        self.H = check_interval("H", H)
-        self.buffer = agreed("buffer", check.integer("buffer", buffer, what=ARRIVALS), 1, self.server.buffer)
+        self.H = countable("H", check_interval("H", H))
+        buffer = check.integer("buffer", buffer, what=ARRIVALS)
+        self.buffer = countable("buffer", agreed("buffer", buffer, 1, self.server.buffer))
         self.max_wait = check.number("max_wait", max_wait, "[0, inf]", "simulated seconds")
         check.choice("grace", grace, get_args(Grace))
         self.grace: Grace = grace
@@ -189,6 +190,7 @@ run it.
         )
 
 
+MOST = 10**6
 SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
 ARRIVALS = "arrivals of which the server makes an update"
 
@@ -203,10 +205,20 @@ def agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:
 
 
 def counts_of(values: Any) -> tuple[int, ...]:
+    if isinstance(values, Tensor) and values.device.type == "meta":
+        raise ValueError("local_steps is on the device meta, where tensors have no values: create it on the CPU.")
     plain = values.tolist() if isinstance(values, Tensor) else values
     if not isinstance(plain, (list, tuple)) or not plain:
         raise TypeError(f"local_steps={values!r} must be a list of each node's steps in a round, such as [10, 5].")
-    return tuple(check.integer("local_steps", x, what="optimizer steps of a round") for x in plain)
+    counts = (check.integer("local_steps", x, what="optimizer steps of a round") for x in plain)
+    return tuple(countable("local_steps", count) for count in counts)
+
+
+def countable(name: str, value: int) -> int:
+    """Return a number of steps or arrivals that can be gone through one by one."""
+    if value > MOST:
+        raise ValueError(f"{name}={value} must be at most {MOST}: the run would never come to its first update.")
+    return value
 
 
 def _shown(value: Any) -> str:

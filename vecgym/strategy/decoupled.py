@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.strategy.asynchronous import EventDriven
+from vecgym.strategy.asynchronous import EventDriven, countable
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import OuterOptimizer, Server, one_number
 
@@ -94,23 +94,17 @@ class DecoupledDiLoCoStrategy(EventDriven):
         **inner: Unpack[InnerOptions],
     ) -> None:
         super().__init__(inner_optim, **inner)
-        what = "a server such as OuterOptimizer(lr=0.7)"
-        self.server = OuterOptimizer() if server is None else check.instance("server", server, Server, what)
-        if self.server.buffer not in (None, 1) or self.server.staleness is not None:
-            raise ValueError(f"server={self.server!r} has a buffer of its own, and here the quorum says how many.")
+        self.server = _of_fragments(server)
         self.quorum = check.optional_integer("quorum", quorum, what="None is all nodes")
         self.fragments = _fragments(fragments)
         self.grace = check.number("grace", grace, "[0, inf)")
-        self.H = check.integer("H", H, what="optimizer steps between two messages of a fragment")
+        self.H = countable("H", check.integer("H", H, what="optimizer steps between two messages"))
         self.overlap = check.integer("overlap", overlap, 0, what="optimizer steps")
         self.alpha = one_number("alpha", alpha, "[0, 1]", "how much of its own a node keeps")
         self.step_seconds = None if step_seconds is None else check.number("step_seconds", step_seconds, "[0, inf)")
         self.sync_seconds = check.number("sync_seconds", sync_seconds, "[0, inf)")
         self.tokens = tokens
-        self._tokens = [
-            check.number("tokens", x, "(0, inf)", "of a step, one number or a list of each node's")
-            for x in (tokens if isinstance(tokens, (list, tuple)) else [tokens])
-        ]
+        self._tokens = [check.number("tokens", x, "(0, inf)", "of a step") for x in _listed(tokens)]
         check.choice("merging", merging, get_args(Merging))
         self.merging: Merging = merging
         self.plain = _names("plain", plain)
@@ -179,6 +173,19 @@ def _lengths(v: Tensor) -> Tensor:
     """The 2-norm of each row, `[n, 1, ...]`; its derivative at 0 is 0."""
     square = (v * v).flatten(1).sum(1).view(-1, *[1] * (v.dim() - 1)) if v.dim() > 1 else v * v
     return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+def _of_fragments(given: Server | None) -> Server:
+    if given is None:
+        return OuterOptimizer()
+    server: Server = check.instance("server", given, Server, "a server such as OuterOptimizer(lr=0.7)")
+    if server.buffer not in (None, 1) or server.staleness is not None:
+        raise ValueError(f"server={server!r} has a buffer of its own, and here the quorum says how many.")
+    return server
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _fragments(given: Any) -> int | tuple[tuple[str, ...], ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.strategy.asynchronous import EventDriven, agreed, counts_of
+from vecgym.strategy.asynchronous import EventDriven, agreed, countable, counts_of
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.servers import DelayedNesterov, Server, Staleness, StalenessName, one_number, staleness_weight
 
@@ -98,8 +98,9 @@ class HALoSStrategy(EventDriven):
         self.regions = _regions(regions)
         self.local_server = _of_each_message("local_server", local_server, DelayedNesterov(0.2, 0.9, 16))
         self.global_server = _of_each_message("global_server", global_server, DelayedNesterov(0.15, 0.5, 2))
-        self.H = check.integer("H", H, what="optimizer steps of a round")
-        self.local_updates = check.integer("local_updates", local_updates, what="arrivals of which a region sends")
+        self.H = countable("H", check.integer("H", H, what="optimizer steps of a round"))
+        local_updates = check.integer("local_updates", local_updates, what="arrivals of which a region sends")
+        self.local_updates = countable("local_updates", local_updates)
         self.alpha = one_number("alpha", alpha, "[0, 1]", "how far a region goes to the global model")
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else counts_of(local_steps)

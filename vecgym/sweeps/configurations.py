@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 from vecgym.core import check
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import hooks
+from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
 from vecgym.runs.options import checked
+from vecgym.runs.present import presence_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.sweeps.axes import Point
 from vecgym.sweeps.options import SweepOptions
 
-SETTINGS = ("num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed", "shuffle")
+SETTINGS = ("num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed", "shuffle", "availability")
 
 
 class Data:
@@ -68,6 +71,18 @@ class Configuration:
     @property
     def num_nodes(self) -> int:
         return self.settings["num_nodes"]
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The settings for people and files."""
+        availability = self.settings["availability"]
+        plain = {name: value for name, value in self.settings.items() if name != "availability"}
+        return plain if availability is None else {**plain, "availability": repr(availability)}
+
+    def presence(self) -> Presence | None:
+        """Return who is present when; None: all, always."""
+        given = {name: self.settings[name] for name in ("availability", "num_nodes", "seed", "batch_size")}
+        return presence_of(SimpleNamespace(**given, compute=None), self.num_steps, tuple(self.train.shard_sizes))
 
     @cached_property
     def train(self) -> Batches:

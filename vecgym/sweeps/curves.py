@@ -61,13 +61,15 @@ class Curve:
         evaluations = {row.pop("step"): row for row in runfile.unpacked_rows(self.evaluations)}
         if 0 in evaluations:
             history.append({**START, **evaluations[0]})
+        presence = config.presence()
         comm, examples = StackedCollectives(config.num_nodes), tuple(config.train.shard_sizes)
         sent, total = self.columns["bytes"].tolist(), self.columns["bytes"].numpy().cumsum(0).tolist()
         lrs, seconds = self.columns["lr"].tolist(), self.columns["seconds"].tolist()
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             ctx = Context(comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples)
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
-            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx))
+            there = None if presence is None else int(presence.row(t).sum())
+            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx), num_present=there)
             row = rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])
             history.append({**row, **evaluations.get(t + 1, {})})
         return history

@@ -12,7 +12,8 @@ from torch import nn
 
 from vecgym.core import check
 from vecgym.core.options import Options
-from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Training
+from vecgym.runs.checks import check_availability
+from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Present, Training
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Uniform
 
@@ -61,6 +62,8 @@ class SweepOptions(EngineOptions, Training, Swept):
             there already, the sweep resumes from it.
         executor: a `concurrent.futures.Executor`: its workers train the stacks, each by itself, to the same bits; None:
             this process does. It is not shut down. See `vecgym.guide.sweeps` for what workers must have.
+        availability: who is present in which steps; see `Trainer.fit`. It may be an axis too, of such objects. Where
+            nodes may be absent, each configuration is trained by itself.
         dry_run: train nothing: look at `result.explain()`.
         network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
             each configuration takes; see `SweepResult.price`, which does so afterwards.
@@ -77,6 +80,7 @@ class SweepOptions(EngineOptions, Training, Swept):
     keep_models: Flag = False
     resume: str | os.PathLike[str] | None = None
     executor: Annotated[Executor | None, _executor] = None
+    availability: Present = None
     dry_run: Flag = False
     network: Any = None
     compute: Any = None
@@ -84,6 +88,8 @@ class SweepOptions(EngineOptions, Training, Swept):
     def __post_init__(self) -> None:
         if (self.network is None) != (self.compute is None):
             raise ValueError("network and compute together say how long a configuration takes: give both.")
+        if self.availability is not None:
+            check_availability("stacked", self.dataloader_kwargs)
         super().__post_init__()
         for name in ("train_dataset", "val_dataset"):
             data = vars(self)[name]
