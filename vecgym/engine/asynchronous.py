@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecgym.collectives import StackedCollectives
+from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.topology import Server as ServerLinks
 from vecgym.core import nodes, tree
@@ -23,6 +23,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine.engine import Engine
 from vecgym.engine.events import Arrival, Event, Restart, Update
 from vecgym.engine.simulation import Metrics, Simulation, State
+from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.strategy.communication import Context
 
@@ -57,6 +58,28 @@ def updates_of(events: Sequence[Event]) -> list[list[Event]]:
         if isinstance(event, Update):
             parts.append([])
     return parts[:-1]
+
+
+def total_steps(events: Sequence[Event], num_nodes: int) -> list[int]:
+    """Return how many steps of each node arrive in a run.
+
+    >>> from vecgym.engine.events import Rules, Stop, schedule
+    >>> total_steps(schedule(Rules((2, 2)), lambda node, step: 1.0 + node, Stop(updates=3)), num_nodes=2)
+    [4, 2]
+    """
+    totals = [0] * num_nodes
+    for event in events:
+        if isinstance(event, Arrival):
+            totals[event.node] = event.first_step + event.num_steps
+    return totals
+
+
+def inner_rates(strategy: Strategy, comm: Collectives, arrivals: Sequence[Arrival], max_steps: int) -> Any:
+    """Return the inner learning rates of the last steps of some arrivals: a number, or one for each."""
+    last = torch.tensor([arrival.first_step + arrival.num_steps - 1 for arrival in arrivals])
+    ids = torch.tensor([arrival.node for arrival in arrivals])
+    ctx = Context(comm, node_steps=last, max_steps=max_steps, rows=ids, own_time=True)
+    return ctx.own(strategy.lr(ctx))
 
 
 class AsyncSimulation(Simulation):
@@ -107,11 +130,8 @@ class AsyncSimulation(Simulation):
         minibatch_size: int | None = None,
         num_examples: tuple[int, ...] | None = None,
     ) -> None:
-        arrivals = {event.node: event for event in events if isinstance(event, Arrival)}  # the last of each node
-        self.num_steps = {node: last.num_steps for node, last in arrivals.items()}
-        self.total_steps = [
-            arrivals[node].first_step + arrivals[node].num_steps if node in arrivals else 0 for node in range(num_nodes)
-        ]
+        self.num_steps = {event.node: event.num_steps for event in events if isinstance(event, Arrival)}
+        self.total_steps = total_steps(events, num_nodes)
         super().__init__(
             model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=max(1, *self.total_steps),
             seed=seed, minibatch_size=minibatch_size, num_examples=num_examples, own_time=True,
@@ -326,12 +346,7 @@ class _Handling:
         means = torch.stack([torch.stack(self.losses[node]).mean() for node in active])
         losses = means.new_full((simulation.num_local,), torch.nan)
         losses = losses.index_copy(0, placed(torch.tensor(active), losses.device), means)
-        last = [arrival.first_step + arrival.num_steps - 1 for arrival in self.arrivals]
-        ids = torch.tensor([arrival.node for arrival in self.arrivals])
-        ctx = Context(
-            simulation.comm, node_steps=torch.tensor(last), max_steps=simulation.max_steps, rows=ids, own_time=True
-        )  # fmt: skip
-        lr = ctx.own(simulation.strategy.lr(ctx))
+        lr = inner_rates(simulation.strategy, simulation.comm, self.arrivals, simulation.max_steps)
         outer_lr = simulation.server.lr(self.state.step - 1)
         metrics = Metrics(losses, lr, active, outer_lr, tuple(self.transfers))
         return Updated(metrics, tuple(self.arrivals), tuple(self.computed))

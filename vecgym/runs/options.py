@@ -23,7 +23,7 @@ from vecgym.core.options import Options, checks_of
 from vecgym.engine import EngineName
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.checks import accumulated, check_parts, check_strategy
+from vecgym.runs.checks import accumulated, check_compute, check_left_out, check_parts, check_strategy
 from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
 
@@ -336,17 +336,11 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
                     "give max_steps and val_interval, or AsyncStrategy(...)."
                 )
             return
-        name = type(self.strategy).__name__
-        if self.compute is None:
-            raise ValueError(
-                f"{name} needs compute=: which node meets which version of the server depends on how long each "
-                "computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), seconds of a step of each node."
-            )
+        check_compute(self.strategy, self.compute)
         refused = {"backend": "stacked", "exact": False, "compile": False, "correlation_interval": None,
                    "max_memory_usage": None}  # fmt: skip
         for option, value in refused.items():
-            if vars(self)[option] != value:
-                raise ValueError(f"{option}={vars(self)[option]!r} is not there for {name}: leave it out.")
+            check_left_out(self.strategy, option, vars(self)[option], value)
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; no option may be given twice."""

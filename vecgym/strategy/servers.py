@@ -7,6 +7,7 @@ come, each weighted by w(s) for a staleness of s versions. See `vecgym.strategy.
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
@@ -25,7 +26,16 @@ from vecgym.strategy.modules import OUTER_DEFAULTS, outer_spec
 StalenessName = Literal["none", "inverse_sqrt"]
 Staleness = Callable[[int], Any]  # versions -> the weight of a movement, a number or a tensor
 
-STALENESS: dict[str, Staleness] = {"none": lambda s: 1.0, "inverse_sqrt": lambda s: (1 + s) ** -0.5}
+
+def _none(staleness: int) -> float:
+    return 1.0
+
+
+def _inverse_sqrt(staleness: int) -> float:
+    return float((1 + staleness) ** -0.5)
+
+
+STALENESS: dict[str, Staleness] = {"none": _none, "inverse_sqrt": _inverse_sqrt}
 
 
 class Server(ABC):
@@ -325,13 +335,13 @@ def staleness_weight(name: str, value: Any) -> Staleness:
     if not callable(value):
         check.choice(name, value, tuple(STALENESS), "a function of the staleness")
         return STALENESS[value]
+    return functools.partial(_checked_weight, name, value)
 
-    def weight(staleness: int) -> Any:
-        found = check.called(name, value, staleness)
-        if isinstance(found, bool) or not isinstance(found, (int, float, Tensor)):
-            raise TypeError(
-                f"{name}({staleness}) returned {found!r}; give a function of the staleness that returns a number."
-            )
-        return found
 
-    return weight
+def _checked_weight(name: str, function: Staleness, staleness: int) -> Any:
+    found = check.called(name, function, staleness)
+    if isinstance(found, bool) or not isinstance(found, (int, float, Tensor)):
+        raise TypeError(
+            f"{name}({staleness}) returned {found!r}; give a function of the staleness that returns a number."
+        )
+    return found

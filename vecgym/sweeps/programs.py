@@ -48,10 +48,11 @@ class Program:
         """Describe the program in a line."""
         config = self.configs[0]
         stacks = f"{len(self.chunks)} stacks of up to {len(self.chunks[0])}" if len(self.chunks) > 1 else "1 stack"
+        what = "update" if config.strategy.asynchronous else "step"
         strategies = sorted({type(config.strategy).__name__ for config in self.configs})
         return (
             f"{counted(len(self.configs), 'configuration')}, num_nodes={config.num_nodes}, "
-            f"batch_size={config.settings['batch_size']}, {counted(config.num_steps, 'step')}, "
+            f"batch_size={config.settings['batch_size']}, {counted(config.num_steps, what)}, "
             f"{type(config.model).__name__}, {', '.join(strategies)}; {stacks} ({self.reason}), "
             f"about {readable_bytes(len(self.chunks[0]) * self.bytes_per_config)}"
         )
@@ -88,6 +89,7 @@ def explain(programs: Sequence[Program]) -> str:
 def _key(config: Configuration) -> dict[str, Any]:
     """Return what configurations of one program have in common, besides their model's structure."""
     return {
+        "kind of strategy (asynchronous, or with steps of all nodes)": config.strategy.asynchronous,
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
         "place of the parameters (one copy for all nodes, or one for each)": config.strategy.mean_gradient,
@@ -107,7 +109,9 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     """Cut configurations into as few chunks as memory allows, and into no larger ones than are faster."""
     bytes_per_config, flop = _costs(configs[0])
     size, reason = len(configs), "all in one stack"
-    if options.chunk_configs is not None and options.chunk_configs < size:
+    if configs[0].strategy.asynchronous and size > 1:
+        size, reason = 1, "asynchronous: one after the other, since each has events of its own"
+    elif options.chunk_configs is not None and options.chunk_configs < size:
         size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
     elif (
         options.chunk_configs is None
@@ -146,5 +150,8 @@ def _costs(config: Configuration) -> tuple[int, int]:
     optimizer, modules = config.strategy.init(params, ctx)
     of_node = tree.num_bytes(params) + tree.num_bytes(optimizer) + passing_bytes + tree.num_bytes(batch)
     recorded = config.num_steps * (9 * config.num_nodes + 32)
+    if config.strategy.asynchronous:  # where each node's round begins and what it has moved; what the server keeps
+        of_node += 2 * tree.num_bytes(params)
+        modules = {"server": config.strategy.server.of(config.num_nodes).init(params)}  # type: ignore[attr-defined]
     total = config.num_nodes * of_node + tree.num_bytes(modules) + recorded
     return total, config.num_nodes * engine.facts.flop
