@@ -26,6 +26,7 @@ from tests.reference.asynchronous import (
     heloco_correction,
 )
 from tests.reference.common import OptimizerSpec
+from tests.reference.decoupled import decoupled, merged
 from tests.reference.diloco import diloco
 from tests.reference.halos import halos, halos_steps
 
@@ -747,6 +748,291 @@ def test_halos_merges_a_part_of_the_global_model_before_its_nodes_begin() -> Non
     assert starts == [0, -7, -13.25]
 
 
+def test_halos_replies_carry_what_the_global_server_had_when_it_sent_them() -> None:
+    """Region 0 (2 s away) and 1 (1/2 s); 1 s a step, a message an arrival, merge 1.
+
+    Region 1: sends at 1, 10 there at 1.5, z = -10, the reply at 2. By 3 s z is -10 (1.5), -20 (2.5), then -21 by region
+    0's first message, whose reply, -21, is there at 5, after z = -31 of 3.5 and more.
+    """
+    updates, local_thetas = halos_drift(
+        [1.0, 1.0], [[0], [1]], 6, local_updates=1, merge=1.0, global_network=Network(latency=[2.0, 0.5])
+    )
+    assert times(updates) == [1.5, 2.5, 3, 3.5, 4, 4.5]
+    assert values(updates) == [-10, -20, -21, -31, -32, -42]
+    assert local_thetas[0]["theta"].item() == -4
+    updates, local_thetas = halos_drift(
+        [1.0, 1.0], [[0], [1]], 8, local_updates=1, merge=1.0, global_network=Network(latency=[2.0, 0.5])
+    )
+    assert times(updates)[6:] == [5, 5.5]
+    assert local_thetas[0]["theta"].item() == -21
+
+
+def test_halos_weighs_nodes_by_the_versions_of_their_own_server_on_links_of_their_own() -> None:
+    """Regions {0, 1}, {2}; 4 bytes, 1 s a message on a server's link: node 0 is heard at 2, 1 at 3, 2 at 2.
+
+    Node 1 meets version 1: weight 1/2. In region 0 node 0's reply is there at 3, node 1's at 4; node 2's at 3. They end
+    at 4, 5, 4 and arrive at 5 (staleness 1: node 1 came at 3), 6 (1) and 5 (0).
+    """
+    updates, _ = halos_drift(
+        [1.0, 1.0, 1.0],
+        [[0, 1], [2]],
+        6,
+        local_updates=1,
+        merge=0.0,
+        network=Network(4.0, 0.0, 0.0, 0.25),
+        staleness_function=lambda s: 1 / (1 + s),
+    )
+    assert [(update.time, *nodes_of([update])[0]) for update in updates] == [
+        (2, 0), (2, 2), (3, 1), (5, 0), (5, 2), (6, 1)
+    ]  # fmt: skip
+    assert staleness(updates) == [0, 0, 1, 1, 0, 1]
+    assert values(updates) == [-1, -101, -106, -106.5, -206.5, -211.5]
+
+
 def test_halos_steps_round_up() -> None:
     assert halos_steps(8, [1.0, 3.0, 0.5, 100.0]) == [4, 2, 8, 1]
     assert halos_steps(33, [0.3, 0.9]) == [33, 11]
+    assert halos_steps(3, [0.1, 0.3]) == [3, 1]  # 3 * 0.1 / 0.3 is 1.0000000000000002
+
+
+# ----------------------------------------------------------------------------------------------------- Decoupled DiLoCo
+
+
+def decoupled_drift(seconds: Sequence[float], num_updates: int, **options: Any) -> Any:
+    settings: dict[str, Any] = {"inner": SGD1, "outer": SGD1, "merging": "mean", "tau": 0, "fragments": [["theta"]]}
+    settings.update(options)
+    return decoupled(
+        Drift(),
+        place,
+        len(seconds),
+        num_updates=num_updates,
+        step_seconds=lambda node, step: seconds[node],
+        **settings,
+    )
+
+
+def mlp_names() -> list[str]:
+    return list(common.parameters(make_model("MLP")))
+
+
+def test_decoupled_with_one_fragment_and_all_learners_is_diloco() -> None:
+    model = make_model("MLP", dtype=torch.float64)
+    options: dict[str, Any] = {"max_norm": 0.5, "schedule": lambda step: 1 / (1 + step)}
+    updates = decoupled(
+        model,
+        mlp_batch,
+        3,
+        num_updates=4,
+        fragments=[mlp_names()],
+        quorum=3,
+        H=3,
+        tau=0,
+        merging="mean",
+        inner=ADAMW,
+        step_seconds=lambda node, step: 1.0,
+        **options,
+    )
+    expected = diloco(model, mlp_rows(12, 3), 3, H=3, inner=ADAMW, **options)
+    assert_close(updates[-1].params, expected.outer)
+    assert times(updates) == [3, 6, 9, 12]
+    assert [update.total_steps for update in updates] == [9, 18, 27, 36]
+    assert {arrival.num_steps for update in updates for arrival in update.arrivals} == {3}
+
+
+def streaming(rounds: int, fragments: list[list[str]], H: int, tau: int, alpha: float) -> Params:
+    """Streaming DiLoCo as a plain loop: fragment p is sent after its step and its mean is merged tau steps later."""
+    model = make_model("MLP", dtype=torch.float64)
+    models = common.copy_model(model, 2)
+    optimizers = common.make_optimizers(models, ADAMW)
+    outer = {name: param.detach().clone() for name, param in common.parameters(model).items()}
+    outer_optimizers = [common.make_optimizer([outer[name] for name in names], NESTEROV) for names in fragments]
+    due: dict[int, list[int]] = {}
+    for step in range(1, rounds * H + 1):
+        for node in range(2):
+            common.backward(models[node], mlp_batch(node, step - 1))
+            optimizers[node].step()
+        for p, names in enumerate(fragments):
+            if step % H == (p + 1) * H // len(fragments) % H:
+                for name in names:
+                    sent = [outer[name] - common.parameters(m)[name].detach() for m in models]
+                    outer[name].grad = (sent[0] + sent[1]) / 2
+                outer_optimizers[p].step()
+                due.setdefault(step + tau, []).append(p)
+        for p in due.pop(step, []):
+            with torch.no_grad():
+                for name in fragments[p]:
+                    for m in models:
+                        theta = common.parameters(m)[name]
+                        theta.copy_(alpha * theta + (1 - alpha) * outer[name])
+    return outer
+
+
+@pytest.mark.parametrize(("tau", "alpha"), [(0, 0.0), (1, 0.5), (2, 0.0), (3, 0.25)])
+def test_decoupled_at_equal_speeds_is_streaming_diloco(tau: int, alpha: float) -> None:
+    """Its fragments are at the server at once, and merged tau steps later, as if they had taken so long."""
+    names = mlp_names()
+    fragments = [names[:1], names[1:]]
+    updates = decoupled(
+        make_model("MLP", dtype=torch.float64),
+        mlp_batch,
+        2,
+        num_updates=6,
+        fragments=fragments,
+        quorum=2,
+        H=4,
+        tau=tau,
+        alpha=alpha,
+        merging="mean",
+        inner=ADAMW,
+        outer=NESTEROV,
+        step_seconds=lambda node, step: 1.0,
+    )
+    assert [(update.time, update.fragment) for update in updates] == [(2, 0), (4, 1), (6, 0), (8, 1), (10, 0), (12, 1)]
+    assert_close(updates[-1].params, streaming(3, fragments, 4, tau, alpha))
+
+
+def test_decoupled_goes_on_with_a_quorum_and_drops_who_is_late() -> None:
+    """H = 2, speeds 1, 1, 3: 0 and 1 close at 2, 4, 6. Node 2 begins its steps from -11 and -33, and is always late."""
+    updates = decoupled_drift([1.0, 1.0, 3.0], 4, quorum=2, H=2)
+    assert times(updates) == [2, 4, 6, 8]
+    assert nodes_of(updates) == [[0, 1]] * 4
+    assert values(updates) == [-11, -22, -33, -44]
+    assert [update.total_steps for update in updates] == [4, 9, 14, 18]
+
+
+def test_decoupled_takes_all_of_one_time_in_the_order_of_learners() -> None:
+    equal = decoupled_drift([1.0, 1.0, 1.0], 1, quorum=2, H=1)
+    assert (nodes_of(equal), values(equal)) == ([[0, 1, 2]], [-37])
+    assert nodes_of(decoupled_drift([1.25, 1.0], 1, quorum=2, H=1)) == [[0, 1]]
+
+
+def test_decoupled_messages_and_replies_under_way_keep_their_order() -> None:
+    """H = 1, a quorum of 2 of 3. Nodes 0 and 1 take 1 s, 1 s, 10 s; node 2 takes 1 s and is 1.5 s away.
+
+    Closings at 1 and 2 are at node 2 at 2.5 and 3.5. It merges version 1 at 3, sends at 4 (there at 5.5: too late),
+    merges version 2 at 4, sends at 5: there at 6.5, in time for the closing at 12.
+    """
+    updates = decoupled(
+        Drift(),
+        place,
+        3,
+        num_updates=3,
+        fragments=[["theta"]],
+        quorum=2,
+        H=1,
+        tau=0,
+        merging="mean",
+        inner=SGD1,
+        outer=SGD1,
+        step_seconds=lambda node, step: 10.0 if node < 2 and step == 2 else 1.0,
+        network=Network(latency=[0.0, 0.0, 1.5]),
+    )
+    # node 2 is the first at the third closing's version; node 0 makes the quorum at 12, where node 1 is too
+    assert times(updates) == [1, 2, 12]
+    assert nodes_of(updates) == [[0, 1], [0, 1], [0, 1, 2]]
+    assert [arrival.time for arrival in updates[2].arrivals] == [12, 12, 6.5]
+    assert values(updates) == [-5.5, -11, -48]
+
+
+def test_decoupled_waits_for_its_quorum() -> None:
+    updates = decoupled_drift([1.0, 1.0, 3.0], 2, quorum=3, H=2)
+    # 0 and 1 have sent at 2 and take 4 steps more that tau = 0, alpha = 0 discard
+    assert times(updates) == [6, 12]
+    assert values(updates) == [-74, -148]
+    assert [update.total_steps for update in updates] == [14, 28]
+
+
+def test_decoupled_grace_is_what_is_left_of_tau_steps() -> None:
+    """Speeds 1, 1.25, 10; H = 1, tau 2, a quorum of 2: by 1.25, wait 1/4. Closes at 1.25 + 2 - 1/4 - 1/2 = 2.5: -5.5.
+
+    Node 0 merges at 3 (2 steps after its message), sends at 4; node 1 merges at 3.75, sends at 5: wait 1, closes at
+    5 + 2 - 1 - 1/2 = 5.5: -11.
+    """
+    updates = decoupled_drift([1.0, 1.25, 10.0], 2, quorum=2, H=1, tau=2, gamma=1.0, step=1.0, sync=0.5)
+    assert times(updates) == [2.5, 5.5]
+    assert values(updates) == [-5.5, -11]
+    assert [arrival.time for update in updates for arrival in update.arrivals] == [1, 1.25, 4, 5]
+    # with gamma = 1/2 the first closes at 1.25 + 1.25 / 2; with a third of 2 s it takes all three
+    assert times(decoupled_drift([1.0, 1.25, 10.0], 1, quorum=2, H=1, tau=2, gamma=0.5, step=1.0, sync=0.5)) == [1.875]
+    assert times(decoupled_drift([1.0, 1.25, 10.0], 1, quorum=2, H=1, tau=2, gamma=1.0, step=1.0, sync=9.0)) == [1.25]
+    three = decoupled_drift([1.0, 1.25, 2.0], 1, quorum=2, H=1, tau=2, gamma=1.0, step=1.0, sync=0.5)
+    assert (times(three), values(three)) == ([2], [-37])
+
+
+def test_decoupled_weights_are_tokens_squared_per_step() -> None:
+    """Speeds 1, 2; H = 2. At 4 node 1 has done 2 steps of 3 tokens: 36 / 2; node 0 sent at 2: 4 / 2."""
+    updates = decoupled_drift([1.0, 2.0], 1, quorum=2, H=2, tokens_per_step=[1.0, 3.0])
+    assert [arrival.weight for arrival in updates[0].arrivals] == [2, 18]
+    assert values(updates) == [-(2 * 2 + 18 * 20) / 20]
+
+
+def test_decoupled_fragments_have_their_share_of_the_bytes() -> None:
+    """Fragments of 3 and 1 numbers, 8 bytes, 1 s per byte on the server's link: 6 s and 2 s. H = 2, one learner.
+
+    Fragment 0 after step 1: sent 1-7, update at 7, back 7-13. Fragment 1 after step 2: ready 2, sent 7-9, update at 9,
+    back 13-15. Fragment 0, merged at 13, is due after step 15, 2 steps: 15-21. Fragment 1, merged at 15, after step
+    16, 1 step: ready 16, 21-23.
+    """
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+            self.b = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return self.a.sum() + self.b.sum()
+
+    updates = decoupled(
+        Two(),
+        place,
+        1,
+        num_updates=4,
+        fragments=[["a"], ["b"]],
+        quorum=1,
+        H=2,
+        tau=0,
+        inner=SGD1,
+        outer=SGD1,
+        step_seconds=lambda node, step: 1.0,
+        network=Network(8.0, 0.0, 0.0, 1.0),
+    )
+    assert [(update.time, update.fragment) for update in updates] == [(7, 0), (9, 1), (21, 0), (23, 1)]
+    assert [update.params["a"].tolist() for update in updates] == [[-1.0] * 3, [-1.0] * 3, [-3.0] * 3, [-3.0] * 3]
+    assert [update.params["b"].item() for update in updates] == [0, -2, -2, -3]
+
+
+def test_radial_merging_averages_lengths_and_directions_apart() -> None:
+    """Lengths 1 and 3 at right angles, weights 1, 1: length 2 at 45 degrees. The mean has length 1.58."""
+    vectors = [vector(1.0, 0.0), vector(0.0, 3.0)]
+    torch.testing.assert_close(merged(vectors, [1.0, 1.0], "radial"), vector(2**0.5, 2**0.5))
+    torch.testing.assert_close(merged(vectors, [1.0, 1.0], "mean"), vector(0.5, 1.5))
+    # weights 3, 1: length 1.5, direction (3, 1) / sqrt(10)
+    torch.testing.assert_close(merged(vectors, [3.0, 1.0], "radial"), vector(4.5, 1.5) / 10**0.5)
+    same = [vector(1.0, 2.0)] * 3
+    torch.testing.assert_close(merged(same, [1.0, 2.0, 3.0], "radial"), same[0])
+    opposite = [vector(1.0, 0.0), vector(-1.0, 0.0)]
+    assert merged(opposite, [1.0, 1.0], "radial").tolist() == [0, 0]
+
+
+def test_decoupled_merges_plain_names_by_the_mean() -> None:
+    """Both learners' tensors move in opposite directions by 1 and 3: the mean is -1, radial is 0."""
+    options: dict[str, Any] = {"quorum": 2, "H": 1, "merging": "radial"}
+
+    def run(**more: Any) -> float:
+        updates = decoupled(
+            Drift(),
+            lambda node, step: torch.tensor([[1.0], [-3.0]][node], dtype=torch.float64),
+            2,
+            num_updates=1,
+            fragments=[["theta"]],
+            inner=SGD1,
+            outer=SGD1,
+            step_seconds=lambda node, step: 1.0,
+            **options,
+            **more,
+        )
+        return updates[0].params["theta"].item()
+
+    assert run() == 0
+    assert run(plain=["theta"]) == 1

@@ -34,7 +34,9 @@ def test_laws(seed: int) -> None:
     assert times == sorted(times), "time never runs backwards"
     assert [event.version for event in of(events, Update)] == list(range(1, updates + 1))
 
-    version, begun, arrived = 0, defaultdict(lambda: (0, 0.0)), defaultdict(list)
+    version = 0
+    begun: dict[int, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    arrived: dict[int, list[Arrival]] = defaultdict(list)
     since_update = 0
     for event in events:
         if isinstance(event, Update):

@@ -234,7 +234,7 @@ def of_node(values: Sequence[float] | float, node: int) -> float:
 
 
 class Links:
-    """When each link is free again. Messages are queued in the order of the calls."""
+    """When each link is free again. Messages, of a share of num_bytes, are queued in the order of the calls."""
 
     def __init__(self, network: Network, num_nodes: int) -> None:
         self.network = network
@@ -242,18 +242,18 @@ class Links:
         self.node_up = [0.0] * num_nodes
         self.node_down = [0.0] * num_nodes
 
-    def upload(self, node: int, ready: float) -> float:
+    def upload(self, node: int, ready: float, share: float = 1.0) -> float:
         """When node's message, ready at this time, arrives at the server."""
         pace = max(of_node(self.network.up_pace, node), self.network.server_pace)
         start = max(ready, self.node_up[node], self.server_in)
-        self.node_up[node] = self.server_in = start + self.network.num_bytes * pace
+        self.node_up[node] = self.server_in = start + share * self.network.num_bytes * pace
         return self.server_in + of_node(self.network.latency, node)
 
-    def download(self, node: int, ready: float) -> float:
+    def download(self, node: int, ready: float, share: float = 1.0) -> float:
         """When the server's message, ready at this time, arrives at node."""
         pace = max(of_node(self.network.down_pace, node), self.network.server_pace)
         start = max(ready, self.node_down[node], self.server_out)
-        self.node_down[node] = self.server_out = start + self.network.num_bytes * pace
+        self.node_down[node] = self.server_out = start + share * self.network.num_bytes * pace
         return self.server_out + of_node(self.network.latency, node)
 
 

@@ -98,6 +98,16 @@ class AsyncTimeline:
     >>> model = trainer.fit(AsyncStrategy(H=2), 2, max_updates=4, compute=compute, device="cpu", progress=False)
     >>> trainer.timeline()
     AsyncTimeline(4 updates by 2 nodes: 6 s, 100.0 % computing)
+    >>> from vecgym.engine.events import Stop, schedule
+    >>> rules, seconds = Rules((1, 1)), lambda node, step: [1.0, 3.0][node]
+    >>> AsyncTimeline.of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, compute).bars()[0].kind
+    'forward'
+    >>> trainer.timeline().plot().axes[0].get_xlabel()
+    'seconds'
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     trainer.timeline().save_trace(Path(folder, "run.json"))
     >>> trainer.timeline().update_seconds, trainer.timeline().num_nodes, trainer.timeline().num_steps
     (tensor([2., 4., 6., 6.], dtype=torch.float64), 2, 4)
     """
@@ -143,14 +153,7 @@ class AsyncTimeline:
         return len(self.update_seconds)
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
-        """What every node did in the updates from `first` to before `last`, for figures and traces.
-
-        >>> from vecgym.engine.events import Stop, schedule
-        >>> rules, compute, seconds = Rules((1, 1)), Compute([1.0, 3.0]), lambda node, step: [1.0, 3.0][node]
-        >>> timeline = AsyncTimeline.of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, compute)
-        >>> [(bar.node, bar.kind, bar.begin, round(bar.end, 2)) for bar in timeline.bars()][:2]
-        [(0, 'forward', 0.0, 0.33), (0, 'backward', 0.33, 1.0)]
-        """
+        """What every node did in the updates from `first` to before `last`, for figures and traces."""
         last = self.num_steps if last is None else min(last, self.num_steps)
         begin = float(self.update_seconds[first - 1]) if first > 0 else 0.0
         end = float(self.update_seconds[last - 1]) if last > 0 else 0.0

@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vecgym.core import check, rng, tree
-from vecgym.core.devices import placed
 from vecgym.data.checks import checked_node_ids, is_factory
 from vecgym.data.collate import Batch
 from vecgym.data.source import Source
@@ -194,20 +193,15 @@ class Batches:
         own = self.limits or [self.batch_size] * len(self.node_ids)
         limits = [min(width, own[row]) for width, row in zip(widths, rows)]
         epochs = [step // self.steps_per_epoch for step in steps]
-        first = torch.tensor([step % self.steps_per_epoch * self.batch_size for step in steps])
-        places = first[:, None] + torch.arange(max(widths)) % torch.tensor(widths)[:, None]
+        first = [step % self.steps_per_epoch * self.batch_size for step in steps]
         different = dict.fromkeys(epochs)
         # Nodes at different times come back to an epoch: keep what is small.
         spare = KEPT_PLACES // (self.epoch_length * len(self.node_ids))
         orders = {epoch: self._order(epoch, keep=len(different) + spare) for epoch in different}
-        if len(orders) == 1:
-            order = orders[epochs[0]]
-            chosen = order[torch.tensor(rows, device=order.device)[:, None], placed(places, order.device)]
-        else:
-            chosen = torch.stack(
-                [orders[e][row][placed(p, orders[e].device)] for e, row, p in zip(epochs, rows, places)]
-            )
-        return self._source.read_rows(steps, rows, chosen), limits
+        chosen = [orders[e][row, a : a + width] for e, row, a, width in zip(epochs, rows, first, widths)]
+        if min(widths) < max(widths):
+            chosen = [x.repeat(-(-max(widths) // len(x)))[: max(widths)] for x in chosen]
+        return self._source.read_rows(steps, rows, torch.stack(chosen)), limits
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches of the steps `start` up to `stop`, without end if None; with workers if asked for.

@@ -5,6 +5,7 @@ Read a page with `help(vecgym.guide.sweeps)`, or render all of them and the API 
 Use:
 
 - `vecgym.guide.strategies`: all strategies, composing modules, optimizers
+- `vecgym.guide.asynchronous`: nodes that do not wait for the slowest, staleness, servers
 - `vecgym.guide.sweeps`: grids, random search, resuming, executors
 - `vecgym.guide.gradients`: rollouts, meta-gradients, optimized schedules
 - `vecgym.guide.clock`: how long a run takes on your network; dry runs
@@ -32,6 +33,7 @@ Extend:
 """
 
 from vecgym.guide import (
+    asynchronous,
     checkpoints,
     clock,
     commands,
@@ -50,6 +52,7 @@ from vecgym.guide import (
 )
 
 __all__ = [
+    "asynchronous",
     "checkpoints",
     "clock",
     "commands",

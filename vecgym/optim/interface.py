@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,3 +31,14 @@ class Spec(Protocol):
     def groups(self, params: Tree) -> Iterator[tuple[Spec, list[str], Any]]: ...
 
     def build(self, model_or_params: Iterable[Any], node: int | None = None) -> Optimizer: ...
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two settings are equal, tensors by value."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(same_values(x, y) for x, y in zip(a, b))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))
+    return bool(a == b)

@@ -15,7 +15,7 @@ from vecgym.core import check
 from vecgym.core.tree import Tree, leaves, map_leaves
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import FORMULAS
-from vecgym.optim.interface import ParamGroups
+from vecgym.optim.interface import ParamGroups, same_values
 from vecgym.optim.optimizers import Joined
 from vecgym.optim.per_node import PerNodeRule
 
@@ -263,17 +263,6 @@ def ensure_optim_spec(
                 f" in the OptimSpec or as {key}=..."
             )
     return chosen.replace(**given)
-
-
-def same_values(a: Any, b: Any) -> bool:
-    """Whether two settings are equal, tensors by value."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(same_values(x, y) for x, y in zip(a, b))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))
-    return bool(a == b)
 
 
 def _class(optim: object) -> type[Optimizer]:

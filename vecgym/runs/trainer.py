@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torch import nn
 
@@ -127,6 +127,12 @@ class Trainer(Generic[M]):
             )
         step = self.history.last("step") or 0
         runfile.write(path, runfile.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
+
+    @overload
+    def timeline(self) -> AsyncTimeline: ...
+
+    @overload
+    def timeline(self, network: Network, compute: Compute) -> Timeline: ...
 
     def timeline(self, network: Network | None = None, compute: Compute | None = None) -> Timeline | AsyncTimeline:
         """Say how long the last run takes on a network: `vecgym.clock.price(trainer.ledger, network, compute)`.

@@ -94,7 +94,8 @@ class AsyncStrategy(Strategy):
         self.H = check_interval("H", H)
         self.buffer = _agreed("buffer", check.integer("buffer", buffer, what=ARRIVALS), 1, self.server.buffer)
         self.max_wait = check.number("max_wait", max_wait, "[0, inf]", "simulated seconds")
-        self.grace: Grace = check.choice("grace", grace, get_args(Grace))
+        check.choice("grace", grace, get_args(Grace))
+        self.grace: Grace = grace
         self.dylu = check.flag("dylu", dylu)
         self.local_steps = None if local_steps is None else _counts(local_steps)
         self.staleness = _agreed("staleness", staleness, "none", self.server.staleness)

@@ -213,7 +213,7 @@ class DelayedNesterov(Server):
 
     def _check_c(self, number: int) -> None:
         with readable():
-            c = torch.as_tensor(self.c).tolist()
+            c = float(torch.as_tensor(self.c).tolist())  # type: ignore[arg-type]  # of one number
         if c * number > 1 + 1e-9:
             raise ValueError(f"c={c:g} must be in [0, 1 / buffer] = [0, {1 / number:g}].")
 
@@ -270,7 +270,7 @@ class HeLoCo(OuterOptimizer):
         momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
     ) -> None:
         numbers = {"lr": one_number("lr", lr, "[0, inf)"), "momentum": one_number("momentum", momentum, "(0, 1)")}
-        super().__init__(OptimSpec("sgd", **numbers, nesterov=True))
+        super().__init__(OptimSpec("sgd", lr=numbers["lr"], momentum=numbers["momentum"], nesterov=True))
 
     def correct(self, movement: Tree, state: State) -> Tree:
         return tree.map(corrected, movement, state["momentum_buffer"])

@@ -1,0 +1,96 @@
+"""Asynchronous training: nodes that do not wait for the slowest
+
+When nodes differ in speed, a synchronous algorithm goes at the pace of the slowest. An asynchronous one lets every node
+train in rounds of its own, and a server take what arrives:
+
+>>> import torch
+>>> from vecgym import Trainer
+>>> from vecgym.clock import Compute, Network
+>>> from vecgym.models import Line
+>>> from vecgym.strategy import AsyncStrategy, DelayedNesterov, FedBuff, HeLoCo, OptimSpec, OuterOptimizer
+>>> trainer = Trainer(Line(), torch.ones(64))
+>>> strategy = AsyncStrategy("sgd", OuterOptimizer(OptimSpec("sgd", lr=0.5)), H=5, lr=0.05)
+>>> model = trainer.fit(
+...     strategy, num_nodes=4, max_updates=8, compute=Compute([1.0, 1.0, 2.0, 3.0]), device="cpu", progress=False
+... )
+>>> trainer.timeline()
+AsyncTimeline(8 updates by 4 nodes: 15 s, 100.0 % computing)
+
+Who meets which version of the server's parameters depends on how long each node computes, `compute=`, and on how long
+its messages take, `network=` (nothing, without one). Both are those of `vecgym.guide.clock`: seconds a step, of each
+node, constant or drawn.
+
+## The rules
+
+Node i begins a round from the server's parameters of version v. It makes H_i steps of its own inner optimizer, whose
+state stays on the node, and sends its movement Delta_i = start_i - theta_i. When that arrives, the server is s versions
+further: the *staleness*. Of every `buffer` arrivals the server makes one update of the mean of w(s_i) Delta_i, a new
+version. Then the node is sent the server's parameters, and begins again. Arrivals of one time go by the node's id.
+
+- `staleness`: w(s) is 1 ("none"), (1 + s)^(-1/2) ("inverse_sqrt"), or a function of yours.
+- `dylu=True`: H_i in proportion to the node's speed, so that rounds take about equally long. `local_steps=[...]` says
+  H_i of each node.
+- `max_wait`: the first to arrive when nobody waits opens a window of so many seconds. Who arrives in it waits, and all
+  of them begin again together when it closes: with `grace="full"` when its time is over or all nodes wait, with
+  `grace="until_last"` at the last arrival in it, which only a simulation can know.
+- Learning-rate schedules, data and randomness go by the node's own count of steps.
+
+With `max_wait=math.inf` and `buffer=K` this is the synchronous algorithm, bit for bit: DiLoCo's, if the server is its
+outer optimizer.
+
+## Servers
+
+| server | update at an arrival | its copies of the parameters |
+|---|---|--:|
+| `OuterOptimizer(spec)` | any optimizer, with the mean movement of `buffer` arrivals as its gradient | the optimizer's |
+| `DelayedNesterov(lr, momentum, buffer, c)` | momentum moves with every N-th arrival; in between the server follows each movement | 2 |
+| `FedBuff(buffer, lr)` | the mean of M arrivals, weighted (1 + s)^(-1/2) | 0 |
+| `HeLoCo(lr, momentum)` | Nesterov on movements that are turned where they point against the momentum | 1 |
+
+An update at every arrival with momentum adds up: rates that suit DiLoCo are about K times too large for
+`OuterOptimizer` with `buffer=1`. A server of your own is a subclass of `vecgym.strategy.Server` with one method.
+
+## How long, and what is recorded
+
+A run ends after `max_updates` of the server, `max_seconds` of simulated time, or `max_steps` local steps (the mean over
+the nodes), whichever comes first. The history has a row for each update:
+
+>>> trainer.history.rows[4]["sim_seconds"], trainer.history.rows[4]["staleness"], trainer.history.rows[4]["version"]
+(10.0, 1.0, 4)
+
+`sim_seconds`, `version`, `num_arrived`, `staleness` (the mean of the update's arrivals) and `staleness_max`,
+`local_steps_total`, and `nodes_per_call`, see below. `train_losses` holds the mean loss of each round in the update,
+nan for the other nodes. Validation is of the server's model, every `val_interval` updates or `val_seconds` of simulated
+time. `trainer.plot(x="sim_seconds")` draws loss over time; `trainer.timeline().plot()` who did what when. The ledger has
+every message, up and down, with its node. Checkpoints resume at any update.
+
+## Late, and together
+
+The order of events does not depend on any number that is trained, so it is known before the first gradient. A node that
+begins a round only notes what it starts from. When an arrival needs a movement that is not there, *all* rounds that have
+begun and are not computed are computed in one stacked call for each step: `nodes_per_call` says how many that were. The
+numbers are those of an event-by-event simulator: `together=False` computes one by one, and gives the same to 1e-12 in
+float64, and to the last bit with `engine="loop"`. `python benchmarks/asynchronous.py` measures what is gained.
+
+## The gradient of an asynchronous run
+
+`vecgym.rollout` takes these strategies too; node i takes row i of batch t as its own step t:
+
+>>> import vecgym
+>>> discount = torch.tensor(0.5, requires_grad=True)
+>>> strategy = AsyncStrategy(
+...     "sgd", OuterOptimizer(OptimSpec("sgd", lr=0.5)), H=2, lr=0.1, staleness=lambda s: (1.0 + s) ** -discount
+... )
+>>> outcome = vecgym.rollout(
+...     Line(), strategy, torch.ones(8, 2, 1), num_nodes=2, eval_batch=torch.ones(1), compute=Compute([1.0, 2.0])
+... )
+>>> torch.autograd.grad(outcome.loss, discount)[0] > 0  # here, a smaller discount would be better
+tensor(True)
+
+## Limits
+
+One process: real processes (`backend=`, `exact=True`), `verify`, `dry_run`, `estimate_memory` and `compile=True` are
+for synchronous strategies, and say so. An asynchronous run is not priced on other networks afterwards, since these
+would change the order of its events: train again. Memory: 2 more copies of the parameters per node than a
+synchronous run has, where the round began and what it moved.
+"""
