@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from tests.models import make_data, make_model
 from vecgym import DivergenceError, SweepResult, Trainer, VecgymWarning, sweep
 from vecgym.clock import Compute, Network
+from vecgym.models import Classifier
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import (
     AsyncStrategy,
@@ -26,7 +27,9 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     FedBuff,
     HeLoCo,
+    OptimSpec,
     OuterOptimizer,
+    Server,
 )
 
 F64 = torch.float64
@@ -99,6 +102,13 @@ def check_close(result: SweepResult, index: int, kind: str = "MLP", **settings: 
         torch.testing.assert_close(result.model(index).state_dict()[name], x, rtol=1e-12, atol=1e-12)
 
 
+class Follow(Server):
+    """A server of one's own."""
+
+    def update(self, params: Any, movement: Any, state: Any, update: int, inplace: bool = False) -> Any:
+        return {name: p - 0.5 * movement[name] for name, p in params.items()}, state
+
+
 # ----------------------------------------------------------------------------------------------------- single runs
 
 SERVERS: dict[str, Callable[[float], Any]] = {
@@ -144,7 +154,8 @@ def test_updates_and_seconds_may_be_axes() -> None:
 
 def test_networks_and_computes_are_axes_on_which_each_is_trained() -> None:
     computes = {"equal": Compute(1.0), "unequal": COMPUTE}
-    result = run(grid={"lr": [0.01, 0.02]}, compute=computes, network={"near": Network(1e9), "far": NETWORK})
+    networks = {"near": Network(1e9), "far": NETWORK}
+    result = run(grid={"lr": [0.01, 0.02]}, compute=computes, network=networks, chunk_configs=1)
     assert result.axes == ["lr", "network", "compute"]
     assert [(row["network"], row["compute"]) for row in result.rows[:4]] == [
         ("near", "equal"), ("near", "unequal"), ("far", "equal"), ("far", "unequal")
@@ -179,10 +190,112 @@ def test_explained_and_not_trained() -> None:
     assert first == "3 configurations in 2 programs:"
     assert re.match(r"program 0: 2 configurations, num_nodes=3, batch_size=4, 7 updates, MLP, AsyncStrategy;",
                     asynchronous)  # fmt: skip
-    assert "one after the other, since each has events of its own" in asynchronous
+    assert "1 stack (all in one stack)" in asynchronous
     assert "8 steps" in synchronous
     assert "another kind of strategy" in why
     assert {row["status"] for row in result.rows} == {"pending"}
+
+
+# ------------------------------------------------------------------------------------------------------------ stacks
+
+Make = Callable[..., AsyncStrategy]
+STACKED: dict[str, tuple[Make, dict[str, Any], int]] = {  # a strategy, a grid, and its number of programs
+    "rates": (given, {"lr": [0.01, 0.02], "outer_lr": [0.1, 0.3], "seed": [0, 1]}, 1),
+    "servers": (
+        lambda server, lr: AsyncStrategy("sgd", server, H=2, lr=lr, max_norm=1.0),
+        {"server": [OuterOptimizer(lr=0.3), HeLoCo(0.1), DelayedNesterov(0.2), OuterOptimizer("adam", lr=0.01),
+                    DelayedNesterov(0.1, 0.5, c=0.2), HeLoCo(0.2, 0.5), Follow(), DelayedNesterov(0.1, buffer=2)],
+         "lr": [0.01, 0.05]}, 1,
+    ),
+    "staleness": (
+        lambda staleness, server_lr: AsyncStrategy("adamw", FedBuff(2, server_lr), H=2, lr=0.02, staleness=staleness)
+        if staleness == "inverse_sqrt"
+        else AsyncStrategy("adamw", OuterOptimizer(lr=server_lr), H=2, lr=0.02, staleness=staleness, buffer=2),
+        {"staleness": ["none", "inverse_sqrt", lambda s: 0.5**s, lambda s: torch.tensor(0.7) ** s],
+         "server_lr": [0.1, 0.3]}, 1,
+    ),
+    "rounds of unequal length, schedules": (
+        lambda lr, warmup, optim: AsyncStrategy(optim, OuterOptimizer(lr=0.3), local_steps=[3, 1, 2], lr=lr,
+                                                lr_scheduler="cosine", warmup_steps=warmup),
+        {"lr": [0.01, 0.02], "warmup": [0, 4], "optim": ["adamw", "sgd"]}, 1,
+    ),
+    "optimizers that cannot be one": (
+        lambda optim: AsyncStrategy(optim, OuterOptimizer(lr=0.3), H=2, dylu=True, max_wait=2.0),
+        {"optim": ["adamw", OptimSpec(torch.optim.ASGD, lr=0.01), OptimSpec("sgd", lr=torch.tensor([0.1, 0.02, 0.05])),
+                   "lion", OptimSpec("sgd", lr=0.01, momentum=0.9)]}, 1,
+    ),
+    "windows": (
+        lambda lr, max_wait, grace: given(lr, max_wait=max_wait, grace=grace),
+        {"lr": [0.01, 0.02], "max_wait": [0.5, np.inf], "grace": ["full", "until_last"]}, 4,
+    ),
+    "one by one": (
+        lambda lr, together: given(lr, together=together), {"lr": [0.01, 0.02], "together": [True, False]}, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_a_row_of_a_stack_is_the_run_of_it_alone(name: str) -> None:
+    make, grid, programs = STACKED[name]
+    result = run(make, grid, network=NETWORK, max_updates=9)
+    assert [len(program.chunks) for program in result._runner.programs] == [1] * programs, result.explain()
+    for index in range(len(result)):
+        check_close(result, index)
+
+
+@pytest.mark.parametrize("kind", ["CNN", "GPT", "WithFrozen", "LSTM"])
+def test_stacks_of_models_of_all_kinds(kind: str) -> None:
+    engine = "loop" if kind == "LSTM" else "vmap"  # vmap cannot run it
+    result = run(grid={"lr": [0.01, 0.02]}, kind=kind, max_updates=5, engine=engine)
+    assert len(result._runner.programs) == 1
+    for index in range(2):
+        check_close(result, index, kind, engine=engine)
+
+
+def test_stacks_of_models_that_are_made() -> None:
+    def make(width: int, start: int) -> nn.Module:
+        torch.manual_seed(start)
+        return Classifier(
+            nn.Sequential(nn.Linear(16, width, bias=False), nn.BatchNorm1d(width), nn.Linear(width, 10))
+        ).to(F64)
+
+    result = sweep(
+        make, data(), data("MLP", 10, seed=1), strategy=given(), grid={"width": [4, 8], "start": [0, 1]}, num_nodes=K,
+        max_updates=6, batch_size=4, val_interval=3, compute=COMPUTE, device="cpu", progress=False, keep_models=True,
+    )  # fmt: skip
+    assert len(result._runner.programs) == 2
+    for index in range(4):
+        check_close(result, index)
+
+
+def test_explained_why_not_stacked() -> None:
+    result = run(lambda H: AsyncStrategy("sgd", H=H), {"H": [1, 2]}, dry_run=True)
+    assert result.explain().splitlines()[-1] == (
+        "  not with program 0: another order of events (which node meets its server when): trained after it"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"minibatch_size": 2}, {"engine": "loop"}, {"chunk_configs": 3}, {"chunk_size": 2}]
+)
+def test_settings_of_stacks(settings: dict[str, Any]) -> None:
+    result = run(grid={"lr": [0.01, 0.02], "seed": [0, 1]}, **settings)
+    for index in range(4):
+        check_close(result, index)
+
+
+def test_each_of_a_stack_may_leave() -> None:
+    """Their servers are of different kinds, and some of them one."""
+    servers = [OuterOptimizer(lr=0.3), HeLoCo(1e200), OuterOptimizer(lr=1e200), DelayedNesterov(0.2), HeLoCo(0.1),
+               OuterOptimizer(lr=0.1)]  # fmt: skip
+    make = lambda server, lr: AsyncStrategy("sgd", server, H=2, lr=lr, buffer=2)  # noqa: E731
+    result = run(make, {"server": servers, "lr": [0.02, 0.01]}, max_updates=9)
+    assert len(result._runner.programs) == 1
+    status = [row["status"] for row in result.rows]
+    assert status == ["finished"] * 2 + ["diverged"] * 4 + ["finished"] * 6
+    for index, found in enumerate(status):
+        if found == "finished":
+            check_close(result, index)
 
 
 def test_figures_and_tables(tmp_path: pathlib.Path) -> None:

@@ -35,7 +35,8 @@ class Updated(NamedTuple):
     """The measurements of a server's update.
 
     Attributes:
-        metrics: of the arrivals in it: a node's loss is the mean over its round, nan for nodes that are not in it.
+        metrics: of the arrivals in it: a node's loss, `[L]`, is the mean over its round, nan for nodes that are not in
+            it. `active` are nodes, of each configuration.
         arrivals: in the order of time.
         computed: how many rounds were computed in each stacked call.
     """
@@ -83,12 +84,12 @@ def inner_rates(strategy: Strategy, comm: Collectives, arrivals: Sequence[Arriva
 
 
 class AsyncSimulation(Simulation):
-    """The asynchronous training of one model.
+    """The asynchronous training of one model, or with the same events of C configurations (`num_configs`).
 
-    Its `State` is that of a `Simulation`, with the server's parameters `[1, *]` as `params`, and `step` the number of
+    Its `State` is that of a `Simulation`, with the server's parameters `[C, *]` as `params`, and `step` the number of
     its updates. Of the strategy there are: `server`, the server's state; `starts`, the parameters from which each
-    node's present round begins, `[K, *]`; `moved`, what its computed round has moved, `[K, *]`, and `losses`; `done`,
-    whether it is computed, `[K]`.
+    node's present round begins, `[L, *]`; `moved`, what its computed round has moved, `[L, *]`, and `losses`; `done`,
+    whether it is computed, `[L]`. Node i of configuration c is row c K + i of the L = C K.
 
     Args:
         model, strategy, engine, seed, minibatch_size: as for a `Simulation`.
@@ -115,6 +116,7 @@ class AsyncSimulation(Simulation):
     """
 
     asynchronous = True
+    num_configs = 1  # C
     strategy: AsyncStrategy
 
     def __init__(
@@ -133,9 +135,11 @@ class AsyncSimulation(Simulation):
         self.num_steps = {event.node: event.num_steps for event in events if isinstance(event, Arrival)}
         self.total_steps = total_steps(events, num_nodes)
         super().__init__(
-            model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=max(1, *self.total_steps),
-            seed=seed, minibatch_size=minibatch_size, num_examples=num_examples, own_time=True,
+            model, strategy, StackedCollectives(self.num_configs * num_nodes), engine=engine,
+            max_steps=max(1, *self.total_steps), seed=seed, minibatch_size=minibatch_size, num_examples=num_examples,
+            own_time=True,
         )  # fmt: skip
+        self.num_nodes = num_nodes  # K
         self.read = read
         self.server = strategy.server.of(num_nodes)
         self.num_updates = sum(isinstance(event, Update) for event in events)
@@ -150,17 +154,25 @@ class AsyncSimulation(Simulation):
         """Return the state before the first event: all nodes begin from the model's own parameters."""
         state = super().init(params)
         self.comm.ledger.asynchronous = True
-        K = self.num_local
+        L = self.num_local
         like = next(iter(state.params.values()))
         strategy: dict[str, Any] = {
             "server": self.server.init(state.params),
-            "starts": _of_each(state.params, K),
-            "moved": tree.map(torch.zeros_like, nodes.expand(state.params, K)),
-            "losses": like.new_zeros(K),
-            "done": torch.zeros(K, dtype=torch.bool),
+            "starts": of_each(state.params, L),
+            "moved": tree.map(torch.zeros_like, nodes.expand(state.params, L)),
+            "losses": like.new_zeros(L),
+            "done": torch.zeros(L, dtype=torch.bool),
         }
-        optimizer, buffers = _of_each(state.optimizer, K), _of_each(state.buffers, K)
+        optimizer, buffers = self._optimizer_of_each(state.optimizer), of_each(state.buffers, L)
         return replace(state, optimizer=optimizer, buffers=buffers, strategy=strategy)
+
+    def _optimizer_of_each(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = of_each(optimizer, self.num_local)
+        return found
+
+    def rows_of(self, node_ids: Sequence[int]) -> list[int]:
+        """Return the rows of some nodes, of each configuration."""
+        return [c * self.num_nodes + node for c in range(self.num_configs) for node in node_ids]
 
     def update(self, state: State, events: Sequence[Event], *, differentiable: bool = False) -> tuple[State, Updated]:
         """Handle the events up to the next update.
@@ -186,37 +198,39 @@ class AsyncSimulation(Simulation):
         """
         counts = state.node_steps.tolist()
         order = sorted(rows, key=lambda node: (-self.num_steps[node], counts[node], node))
-        chosen = torch.tensor(order)
+        chosen = torch.tensor(self.rows_of(order))
         start = nodes.take_rows(state.strategy["starts"], chosen, copy=True)
         local = _Local(
             params=tree.map(torch.clone, start) if inplace else start,
             buffers=nodes.take_rows(state.buffers, chosen),
             optimizer=self.strategy.take_rows(state.optimizer, chosen),
-            losses=state.strategy["losses"].new_zeros(len(order)),
+            losses=state.strategy["losses"].new_zeros(len(chosen)),
         )
         ended: list[_Local] = []
-        done = 0
+        C, done = self.num_configs, 0
         for until in sorted({self.num_steps[node] for node in order}):
             here = [node for node in order if self.num_steps[node] >= until]
-            ended.append(local.rows(len(here), len(local.losses)))
-            local = local.rows(0, len(here))
+            ended.append(local.nodes(len(here), len(local.losses) // C, C))
+            local = local.nodes(0, len(here), C)
             for step in range(done, until):
                 local = self._local_step(local, here, [counts[node] + step for node in here], inplace)
             done = until
-        local = _Local.joined([local, *reversed(ended)])
+        local = _Local.joined([local, *reversed(ended)], C)
         return self._with_rounds(state, chosen, start, local, inplace)
 
     def _local_step(self, local: _Local, here: Sequence[int], counts: Sequence[int], inplace: bool) -> _Local:
         """Take one step of the inner optimizer on the nodes `here`, which have done so many before."""
-        ids = torch.tensor(here)
+        rows, steps = self.rows_of(here), list(counts) * self.num_configs
         ctx = Context(
-            self.comm, node_steps=torch.tensor(counts), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=ids, own_time=True, exact=self.exact,
+            self.comm, node_steps=torch.tensor(steps), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
+            differentiable=not inplace, num_examples=self.num_examples, rows=torch.tensor(rows), own_time=True,
+            exact=self.exact,
         )  # fmt: skip
         ctx = replace(ctx, lr=self.strategy.lr(ctx))
         batch, limits = self.read(here, counts)
+        seeds, node_ids = ([values[row] for row in rows] for values in self._keys)
         found = self.engine.gradients(
-            local.params, local.buffers, batch, seed=self.seed, step=list(counts), node_ids=here,
+            local.params, local.buffers, batch, seed=seeds, step=steps, node_ids=node_ids,
             minibatch_size=self.minibatch_size, differentiable=not inplace, limits=limits,
         )  # fmt: skip
         params, optimizer = self._optimize(local.params, found.grads, local.optimizer, ctx)
@@ -224,45 +238,59 @@ class AsyncSimulation(Simulation):
 
     def _with_rounds(self, state: State, chosen: Tensor, start: Tree, local: _Local, inplace: bool) -> State:
         """Return the state with what rounds have come to."""
-        K, was = self.num_local, state.strategy
-        steps = torch.tensor([self.num_steps[node] for node in chosen.tolist()])
+        L, was = self.num_local, state.strategy
+        steps = torch.tensor([self.num_steps[row % self.num_nodes] for row in chosen.tolist()])
         losses = local.losses / placed(steps, local.losses.device)
         moved = tree.map(torch.sub, start, local.params)
         strategy = {
             **was,
-            "moved": nodes.put_rows(was["moved"], chosen, moved, K, inplace),
+            "moved": nodes.put_rows(was["moved"], chosen, moved, L, inplace),
             "losses": was["losses"].to(losses.dtype).index_copy(0, placed(chosen, losses.device), losses),
             "done": was["done"].index_fill(0, chosen, True),
         }
         return replace(
             state,
-            buffers=nodes.put_rows(state.buffers, chosen, local.buffers, K, inplace),
-            optimizer=self.strategy.put_rows(state.optimizer, chosen, local.optimizer, K, inplace),
+            buffers=nodes.put_rows(state.buffers, chosen, local.buffers, L, inplace),
+            optimizer=self.strategy.put_rows(state.optimizer, chosen, local.optimizer, L, inplace),
             strategy=strategy,
             node_steps=state.node_steps.index_add(0, chosen, steps),
         )
 
+    def weighted(self, movement: Tree, staleness: int) -> Tree:
+        """Return movements `[C, *]` of this staleness as they count."""
+        weight = self.strategy.weight(staleness)
+        plain = isinstance(weight, (int, float)) and weight == 1
+        return movement if plain else tree.map(lambda x: weight * x, movement)
+
 
 class _Local(NamedTuple):
-    """What evolves in the rounds of some nodes, `[n, *]`."""
+    """What evolves in the rounds of n nodes, `[C n, *]`."""
 
     params: Tree
     buffers: Tree
     optimizer: dict[str, Any]
     losses: Tensor  # summed over the steps
 
-    def rows(self, a: int, b: int) -> _Local:
-        """View nodes a to b."""
-        if (a, b) == (0, len(self.losses)):
+    def nodes(self, a: int, b: int, num_configs: int) -> _Local:
+        """View nodes a to b of each configuration."""
+        n = len(self.losses) // num_configs
+        if (a, b) == (0, n):
             return self
-        found: _Local = tree.map_leaves(lambda x: x[a:b], self)
+        found: _Local = tree.map_leaves(lambda x: x.unflatten(0, (-1, n))[:, a:b].flatten(0, 1), self)
         return found
 
     @classmethod
-    def joined(cls, parts: Sequence[_Local]) -> _Local:
+    def joined(cls, parts: Sequence[_Local], num_configs: int) -> _Local:
         """Put the nodes of several together again."""
         parts = [part for part in parts if len(part.losses)]
-        found: _Local = parts[0] if len(parts) == 1 else nodes.join_rows(parts)
+        if len(parts) == 1:
+            return parts[0]
+        sizes = [len(part.losses) // num_configs for part in parts]
+
+        def join(*each: Tensor) -> Tensor:
+            return torch.cat([x.unflatten(0, (-1, n)) for x, n in zip(each, sizes)], 1).flatten(0, 1)
+
+        found: _Local = tree.map_leaves(join, *parts)
         return found
 
 
@@ -284,7 +312,7 @@ class _Handling:
             rows = self._begun() if simulation.strategy.together else [node]
             self.state = simulation.rounds(self.state, rows, self.inplace)
             self.computed.append(len(rows))
-        self.losses.setdefault(node, []).append(self.state.strategy["losses"][node])
+        self.losses.setdefault(node, []).append(self.state.strategy["losses"][node :: simulation.num_nodes])
         self.taken.append(self._taken(event))
         self.arrivals.append(event)
         self._send("server_gather", ServerLinks(up=(node,), down=()))
@@ -298,8 +326,9 @@ class _Handling:
     def restart(self, event: Restart) -> None:
         """Let nodes begin from the server's present parameters."""
         strategy = self.state.strategy
-        rows = torch.tensor(event.nodes)
-        starts = nodes.put_rows(strategy["starts"], rows, self.state.params, self.simulation.num_local, self.inplace)
+        rows, L = torch.tensor(self.simulation.rows_of(event.nodes)), self.simulation.num_local
+        start = nodes.expand(self.state.params, len(rows))
+        starts = nodes.put_rows(strategy["starts"], rows, start, L, self.inplace)
         done = strategy["done"].index_fill(0, rows, False)
         self.state = replace(self.state, strategy={**strategy, "starts": starts, "done": done})
         for node in event.nodes:
@@ -308,50 +337,49 @@ class _Handling:
     def update(self, event: Update) -> None:
         """Let the server make a version of the movements that it has collected."""
         server, strategy = self.simulation.server, dict(self.state.strategy)
-        movement = self._movement()
         params, strategy["server"] = server.update(
-            self.state.params, movement, strategy["server"], event.version - 1, inplace=self.inplace
+            self.state.params, self._movement(), strategy["server"], event.version - 1, inplace=self.inplace
         )
         self.state = replace(self.state, step=event.version, params=params, strategy=strategy)
 
     def _taken(self, arrival: Arrival) -> Tree:
-        """Return the movement that has arrived, `[1, *]`, as the server takes it, and weighted."""
+        """Return the movement that has arrived, `[C, *]`, as the server takes it, and weighted."""
         simulation, node = self.simulation, arrival.node
-        row = {name: x[node : node + 1] for name, x in self.state.strategy["moved"].items()}
+        row = {name: x[node :: simulation.num_nodes] for name, x in self.state.strategy["moved"].items()}
         if simulation.strategy.buffer > 1 and self.inplace:  # the node's next round may be computed before the update
             row = tree.map(torch.clone, row)
-        row = simulation.server.correct(row, self.state.strategy["server"])
-        weight = simulation.strategy.weight(arrival.staleness)
-        plain = isinstance(weight, (int, float)) and weight == 1
-        return row if plain else tree.map(lambda x: weight * x, row)
+        return simulation.weighted(simulation.server.correct(row, self.state.strategy["server"]), arrival.staleness)
 
     def _movement(self) -> Tree:
         """Average the movements that were taken, in the order of nodes."""
         if len(self.taken) == 1:
             return self.taken[0]
         by_node = sorted(range(len(self.taken)), key=lambda i: (self.arrivals[i].node, self.arrivals[i].round))
-        joined: Tree = nodes.join_rows([self.taken[i] for i in by_node])
-        return StackedCollectives(len(by_node)).mean(joined)
+        return tree.map(lambda *each: torch.stack(each, 1).mean(1), *[self.taken[i] for i in by_node])
 
     def _send(self, operation: str, who: ServerLinks) -> None:
         sizes = self.simulation.comm.ledger.sizes
         self.transfers.append(
-            Transfer(operation, sum(sizes.values()), self.simulation.num_local, who, tensors=tuple(sizes))
+            Transfer(operation, sum(sizes.values()), self.simulation.num_nodes, who, tensors=tuple(sizes))
         )
 
     def updated(self) -> Updated:
         """Return what was measured."""
         simulation = self.simulation
         active = sorted(self.losses)
-        means = torch.stack([torch.stack(self.losses[node]).mean() for node in active])
-        losses = means.new_full((simulation.num_local,), torch.nan)
-        losses = losses.index_copy(0, placed(torch.tensor(active), losses.device), means)
+        means = torch.stack([torch.stack(self.losses[node]).mean(0) for node in active], 1)  # [C, n]
+        losses = means.new_full((simulation.num_configs, simulation.num_nodes), torch.nan)
+        losses = losses.index_copy(1, placed(torch.tensor(active), losses.device), means).flatten()
         lr = inner_rates(simulation.strategy, simulation.comm, self.arrivals, simulation.max_steps)
         outer_lr = simulation.server.lr(self.state.step - 1)
         metrics = Metrics(losses, lr, active, outer_lr, tuple(self.transfers))
         return Updated(metrics, tuple(self.arrivals), tuple(self.computed))
 
 
-def _of_each(values: Any, num_nodes: int) -> Any:
-    """Copy what is the same on every node, `[1, *]`, for each of them."""
+def of_each(values: Any, num_nodes: int) -> Any:
+    """Copy what is the same on every node, `[1 or C, *]`, for each of them.
+
+    >>> of_each(torch.tensor([1.0, 2.0]), 4)
+    tensor([1., 1., 2., 2.])
+    """
     return tree.map_leaves(lambda x: nodes.expanded(x, num_nodes).clone(), values)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vecgym.data.chosen import chosen_batches
 from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.events import Event
 from vecgym.engine.simulation import State
@@ -15,10 +16,11 @@ from vecgym.runs.asynchronous import of_server
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.curves import Curve, Observed
+from vecgym.sweeps.servers import AsyncMerged, AsyncStack
 
 
 class AsyncChunk(Chunk):
-    """One asynchronous configuration; see `Chunk`. Its steps are updates of the server."""
+    """C asynchronous configurations with the same events; see `Chunk`. Its steps are updates of their servers."""
 
     simulation: AsyncSimulation
 
@@ -26,6 +28,8 @@ class AsyncChunk(Chunk):
         return Observed(self.num_steps, len(self.configs), num_nodes, updates=True)
 
     def _begin(self, num_elements: int) -> AsyncSimulation:
+        if len(self.configs) > 1:
+            return self._stack(AsyncMerged([self._member(config) for config in self.configs], num_elements))
         (config,) = self.configs
         assert isinstance(config.strategy, AsyncStrategy)
         assert config.plan is not None
@@ -35,8 +39,13 @@ class AsyncChunk(Chunk):
             num_examples=tuple(config.train.shard_sizes),
         )  # fmt: skip
 
+    def _stack(self, merged: AsyncMerged) -> AsyncStack:
+        return AsyncStack(self.configs, merged, self._read, self.engine)
+
     def _read(self, here: Sequence[int], steps: Sequence[int]) -> tuple[Any, list[int]]:
-        return self.configs[0].train.at(steps, here)
+        read = [source.at(steps, here) for source in self._sources]
+        batch = chosen_batches([batch for batch, _ in read], self._which)
+        return batch, [limit for which in self._which for limit in read[which][1]]
 
     def batches(self) -> Iterator[Sequence[Event]]:
         """Start the clock, and return the events of each remaining update; see `step`."""
@@ -74,7 +83,14 @@ class AsyncChunk(Chunk):
     def keep(self, chosen: Sequence[int]) -> None:
         """Continue with some of the configurations only."""
         self.configs = [self.configs[c] for c in chosen]
+        self._which = [self._which[c] for c in chosen]
         self.observed.keep(chosen)
+        if chosen and isinstance(self.simulation, AsyncStack):
+            ledger = self.simulation.comm.ledger
+            merged, self.state = self.simulation.merged.select(self.state, chosen)
+            assert isinstance(merged, AsyncMerged)
+            self.simulation = self._stack(merged)
+            self.simulation.comm.ledger = ledger
 
     @property
     def can_be_saved(self) -> bool:

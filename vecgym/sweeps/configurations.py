@@ -16,6 +16,7 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import check
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import hooks
+from vecgym.engine.events import Stop
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
 from vecgym.runs.checks import check_compute, check_left_out
@@ -51,6 +52,20 @@ class Data:
         given = {name: settings[name] for name in ("num_nodes", "seed")}
         given |= {"batch_size": settings["minibatch_size"] or settings["batch_size"], "val_size": self.options.val_size}
         return self._once(EvalBatches, self.options.val_dataset, given)
+
+    def plan(self, config: Configuration, strategy: AsyncStrategy) -> AsyncPlan:
+        """Return the events of a configuration; those whose times and rules agree share them."""
+        assert config.compute is not None
+        num_bytes = sum(payload_bytes(p.detach()[None]) for p in config.model.parameters() if p.requires_grad)
+        nominal = config.compute.seconds.expand(config.num_nodes).tolist()
+        key = (
+            strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace, num_bytes,
+            id(config.compute), id(config.network), config.stop,
+        )  # fmt: skip
+        if key not in self._made:
+            given = (strategy, config.num_nodes, config.compute, config.network, num_bytes, config.stop)
+            self._made[key] = AsyncPlan.of(*given)
+        return self._made[key]
 
     def _once(self, kind: Any, dataset: Any, given: dict[str, Any]) -> Any:
         key = (kind, *given.values())
@@ -105,13 +120,13 @@ class Configuration:
         """The events of an asynchronous run; None: it is not one."""
         if not isinstance(self.strategy, AsyncStrategy):
             return None
-        assert self.compute is not None
+        return self.data.plan(self, self.strategy)
+
+    @property
+    def stop(self) -> Stop:
+        """When an asynchronous run ends."""
         of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
-        num_bytes = sum(payload_bytes(p.detach()[None]) for p in self.model.parameters() if p.requires_grad)
-        return AsyncPlan.of(
-            self.strategy, self.num_nodes, self.compute, self.network, num_bytes,
-            stop_of(self._steps_of_epochs, self.num_nodes, **of_run),
-        )  # fmt: skip
+        return stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
 
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""

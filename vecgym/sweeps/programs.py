@@ -18,6 +18,7 @@ from vecgym.runs.footprint import passing
 from vecgym.runs.memory import available_bytes
 from vecgym.runs.options import resolve_device
 from vecgym.strategy import Context
+from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.sweeps.configurations import Configuration, alike
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.parts import exchange_key, optimizer_key
@@ -82,7 +83,9 @@ def explain(programs: Sequence[Program]) -> str:
             config = program.configs[0]
             differences = [name for name, value in _key(first).items() if value != _key(config)[name]]
             differences += [] if alike(first.model, config.model) else ["model"]
-            lines.append(f"  not with program 0: another {' and another '.join(differences)}")
+            events = config.plan is not None and first.plan is not None and config.plan is not first.plan
+            how = ": trained after it" if events else ""
+            lines.append(f"  not with program 0: another {' and another '.join(differences)}{how}")
     return "\n".join(lines)
 
 
@@ -90,6 +93,8 @@ def _key(config: Configuration) -> dict[str, Any]:
     """Return what configurations of one program have in common, besides their model's structure."""
     return {
         "kind of strategy (asynchronous, or with steps of all nodes)": config.strategy.asynchronous,
+        "order of events (which node meets its server when)": config.plan,
+        "choice of together": getattr(config.strategy, "together", True),
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
         "place of the parameters (one copy for all nodes, or one for each)": config.strategy.mean_gradient,
@@ -102,16 +107,17 @@ def _place(config: Configuration) -> tuple[str, str, str, int]:
     Each run of equal rows is one call of torch's kernel.
     """
     optimizer, hyperparameters = optimizer_key(config.strategy), sorted(config.strategy.inner_optim.kwargs.items())
-    return repr(optimizer), repr(hyperparameters), repr(exchange_key(config.strategy)), config.index
+    exchange: Any = exchange_key(config.strategy)
+    if isinstance(config.strategy, AsyncStrategy):
+        exchange = config.strategy.server.of(config.num_nodes).stack_key()
+    return repr(optimizer), repr(hyperparameters), repr(exchange), config.index
 
 
 def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     """Cut configurations into as few chunks as memory allows, and into no larger ones than are faster."""
     bytes_per_config, flop = _costs(configs[0])
     size, reason = len(configs), "all in one stack"
-    if configs[0].strategy.asynchronous and size > 1:
-        size, reason = 1, "asynchronous: one after the other, since each has events of its own"
-    elif options.chunk_configs is not None and options.chunk_configs < size:
+    if options.chunk_configs is not None and options.chunk_configs < size:
         size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
     elif (
         options.chunk_configs is None
@@ -150,8 +156,8 @@ def _costs(config: Configuration) -> tuple[int, int]:
     optimizer, modules = config.strategy.init(params, ctx)
     of_node = tree.num_bytes(params) + tree.num_bytes(optimizer) + passing_bytes + tree.num_bytes(batch)
     recorded = config.num_steps * (9 * config.num_nodes + 32)
-    if config.strategy.asynchronous:  # where each node's round begins and what it has moved; what the server keeps
+    if isinstance(config.strategy, AsyncStrategy):  # where rounds begin, what they have moved, what the server keeps
         of_node += 2 * tree.num_bytes(params)
-        modules = {"server": config.strategy.server.of(config.num_nodes).init(params)}  # type: ignore[attr-defined]
+        modules = {"server": config.strategy.server.of(config.num_nodes).init(params)}
     total = config.num_nodes * of_node + tree.num_bytes(modules) + recorded
     return total, config.num_nodes * engine.facts.flop

@@ -24,7 +24,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     Each configuration's curve is that of `Trainer.fit` for it alone, up to rounding (and dropout masks). All those
     with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies;
     those whose parameters are one copy for all nodes, as in AllReduce, are stacked apart from the others. Asynchronous
-    configurations are trained one after the other.
+    configurations are stacked where their events are the same, and are else trained one after the other.
 
     Args:
         {arguments}
