@@ -83,7 +83,7 @@ trained on each of them, where synchronous strategies are only priced. Rows have
 ...     compute={"equal": Compute(1.0), "one slow": Compute([1.0, 1.0, 4.0])},
 ... )
 >>> [(row["H"], row["compute"], row["sim_seconds"], row["staleness"]) for row in result.rows[:2]]
-[(2, 'equal', 8.0, 2.0), (2, 'one slow', 12.0, 1.0)]
+[(2, 'equal', 8.0, 2.0), (2, 'one slow', 12.0, 0.0)]
 >>> result.explain().splitlines()[0]
 '8 configurations in 4 programs:'
 
