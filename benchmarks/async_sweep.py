@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +23,16 @@ from vecgym.clock import Compute
 from vecgym.models import Classifier
 from vecgym.strategy import AsyncStrategy, DelayedNesterov, HeLoCo, OuterOptimizer, Server
 
-GRID = {"lr": [0.01, 0.02, 0.05, 0.1], "outer_lr": [0.1, 0.3], "seed": [0, 1]}  # 16 configurations
-SERVERS = {"SGD": lambda lr: OuterOptimizer(lr=lr), "Nesterov": DelayedNesterov, "HeLoCo": HeLoCo}
+GRID: dict[str, list[Any]] = {
+    "lr": [0.01, 0.02, 0.05, 0.1],
+    "outer_lr": [0.1, 0.3],
+    "seed": [0, 1],
+}  # 16 configurations
+SERVERS: dict[str, Callable[[float], Server]] = {
+    "SGD": lambda lr: OuterOptimizer(lr=lr),
+    "Nesterov": DelayedNesterov,
+    "HeLoCo": HeLoCo,
+}
 
 
 def run(server: str, num_nodes: int, updates: int, chunk: int | None) -> SweepResult:
@@ -34,8 +44,7 @@ def run(server: str, num_nodes: int, updates: int, chunk: int | None) -> SweepRe
     made = SERVERS[server]
 
     def strategy(lr: float, outer_lr: float) -> AsyncStrategy:
-        of_run: Server = made(outer_lr)
-        return AsyncStrategy("sgd", of_run, H=10, lr=lr)
+        return AsyncStrategy("sgd", made(outer_lr), H=10, lr=lr)
 
     return sweep(
         model, data, data, strategy=strategy, grid=GRID, num_nodes=num_nodes, max_updates=updates, batch_size=16,
