@@ -35,6 +35,7 @@ MODULES = (
     "vecgym.runs.multiprocess",
     "vecgym.collectives.ledger",
     "vecgym.engine",
+    "vecgym.engine.availability",
     "vecgym.records.loggers",
     "vecgym.runs.memory",
     "vecgym.records.history",

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from tests.models import make_data, make_model
 from vecgym import DivergenceError, SweepResult, Trainer, VecgymWarning, sweep
 from vecgym.clock import Compute, Network
+from vecgym.engine.availability import Sampled
 from vecgym.models import Classifier
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import (
@@ -409,6 +410,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_updates": 0}, ValueError, "max_updates=0 must be an integer >= 1"),
     ({"max_seconds": 0.1}, ValueError, "max_seconds=0.1 ends the run before the first update"),
     ({"max_seconds": -1.0}, ValueError, "max_seconds=-1.0 must be"),
+    ({"availability": Sampled(0.5, 2)}, ValueError, "is not there for AsyncStrategy: leave it out"),
     ({"compile": True}, ValueError, "compile=True is not there for AsyncStrategy"),
     ({"strategy": DiLoCoStrategy(), "grid": {"seed": [0]}, "compute": None}, ValueError,
      "max_updates is of asynchronous runs, and DiLoCoStrategy takes steps of all nodes"),

@@ -204,6 +204,67 @@ def test_together_is_one_by_one(engine: str, inner: str, settings: dict[str, Any
     assert {n for n in apart.history["nodes_per_call"] if n} == {1.0}
 
 
+ODD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "no kernel": (OptimSpec(torch.optim.ASGD, lr=0.01), {}, {}),
+    "matrices": (
+        OptimSpec("muon", lr=0.01, param_groups=lambda name, p: {} if p.dim() == 2 else {"optim": "adamw", "lr": 1e-3}),
+        {}, {},
+    ),
+    "rates of nodes": (OptimSpec("adamw", lr=torch.tensor([0.1, 0.02, 0.03, 0.04])), {}, {}),
+    "rates of steps": (OptimSpec("adam", lr=torch.linspace(0.1, 0.01, 12)[:, None]), {}, {}),
+    "norms of nodes": (SGD, {"max_norm": torch.tensor([0.1, 0.2, 0.3, 0.4])}, {}),
+    "micro-batches": (SGD, {}, {"minibatch_size": 2}),
+    "chunks": (SGD, {}, {"chunk_size": 2}),
+    "node threads": (SGD, {}, {"node_threads": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_together_is_one_by_one_whatever_the_settings(odd: str) -> None:
+    inner, settings, options = ODD[odd]
+    together, apart = (
+        fit(
+            AsyncStrategy(inner, OuterOptimizer(lr=0.1), local_steps=[3, 1, 4, 2], together=flag, **settings),
+            max_updates=14, **options,
+        )
+        for flag in (True, False)
+    )  # fmt: skip
+    assert largest_gap(server_of(together), server_of(apart)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["CNN", "GPT", "LSTM", "WithFrozen", "Checkpointed", "DataDependent"])
+@pytest.mark.filterwarnings("ignore:vmap cannot run this model")
+def test_together_is_one_by_one_whatever_the_model(kind: str) -> None:
+    settings: dict[str, Any] = {"local_steps": [3, 1, 4, 2], "lr": 0.01}
+    together, apart = (
+        fit(AsyncStrategy("adamw", OuterOptimizer(lr=0.1), together=flag, **settings), kind, max_updates=8)
+        for flag in (True, False)
+    )
+    assert largest_gap(server_of(together), server_of(apart)) < 1e-12
+
+
+def test_nodes_of_unequal_data() -> None:
+    """A batch is what a node has: of 3, 20, 7 and 11 examples."""
+
+    def of_node(rank: int, num_nodes: int, train: bool) -> Any:
+        return data(num_examples=[3, 20, 7, 11][rank], seed=rank)
+
+    trainer = Trainer(make_model("MLP", dtype=F64), of_node)
+    losses = []
+    for flag in (True, False):
+        strategy = AsyncStrategy(SGD, OuterOptimizer(lr=0.1), local_steps=[3, 1, 4, 2], together=flag)
+        trainer.fit(
+            strategy, K, compute=Compute([1.0, 2.0, 1.5, 4.0]), max_updates=14, batch_size=4, device="cpu",
+            progress=False,
+        )  # fmt: skip
+        losses.append(trainer.history["train_loss"][1:])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    timeline = trainer.timeline()
+    counts = [sum(e.num_steps for e in timeline.events if isinstance(e, Arrival) and e.node == node) for node in (0, 1)]
+    rounds = [trainer.history["examples"][-1], 3 * counts[0] + 4 * counts[1]]
+    assert rounds[0] > rounds[1] > 0
+
+
 def test_delayed_nesterov_of_one_version_is_one_synchronous_step() -> None:
     """c = 0, and N = K arrivals of one version: Nesterov's step on the mean."""
     settings: dict[str, Any] = {"H": 2, "max_wait": math.inf}

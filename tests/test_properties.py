@@ -956,6 +956,7 @@ ARGUMENTS: dict[type, Changes] = {
             "offsets": [1],
             "delay": 1,
             "alpha": 0.5,
+            "lost": 0.5,
         },
     ),
     DiLoCoCommunicator: Changes(

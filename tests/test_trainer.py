@@ -661,7 +661,7 @@ def test_every_strategy_learns(strategy: str) -> None:
 
 
 def test_columns_of_the_history() -> None:
-    on: dict[str, Any] = {"network": Network(1e9), "compute": Compute(0.4)}
+    on: dict[str, Any] = {"network": Network(1e9), "compute": Compute(0.4), "availability": lambda step: range(3)}
     trainer, _ = fit("MLP", "DiLoCo", max_steps=4, val=dataset("MLP", 8), val_interval=2, correlation_interval=2, **on)
     history = trainer.history
     assert set(history.columns) == set(SCALARS) | set(PER_NODE)

@@ -22,6 +22,7 @@ same on every node". What needs torch is imported when it is first used.
 - Training: `Trainer` (`LocalTrainer`), `Nodes`, `History`, `Ledger`
 - Strategies: `vecgym.strategy`, with `AllReduceStrategy`, `FedAvgStrategy`, `DiLoCoStrategy`,
   `CommunicateOptimizeStrategy` and others
+- Availability: `availability`, with `Dropout`, `Sampled`, `Trace` and others: which nodes are there in which step
 - Optimizers: `OptimSpec`, an optimizer with its settings; `vecgym.optim`
 - Data: `vecgym.data`, with `partition_iid`, `partition_dirichlet`, `partition_shards` and others
 - Models: `vecgym.models`, with `GPT` and `Classifier`; `vecgym.data.text`, text without a download
@@ -72,6 +73,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.collectives.ledger import Ledger
     from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
     from vecgym.core.nodes import Nodes
+    from vecgym.engine import availability as availability
     from vecgym.optim import OptimSpec
     from vecgym.records.history import History
     from vecgym.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -111,6 +113,7 @@ __all__ = [
     "Uniform",
     "VecgymWarning",
     "WandbLogger",
+    "availability",
     "dry_run",
     "estimate_memory",
     "guide",
@@ -128,6 +131,7 @@ _HOMES = {
     "collectives.ledger": ("Ledger",),
     "core.errors": ("DivergenceError", "ProcessError", "VecgymWarning"),
     "core.nodes": ("Nodes",),
+    "engine": ("availability",),
     "optim": ("OptimSpec",),
     "records.history": ("History",),
     "records.loggers": ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"),

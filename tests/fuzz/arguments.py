@@ -99,8 +99,9 @@ MADE = {
 PROTOCOL = {
     "init", "active_nodes", "local_gradients", "exchange_gradients", "exchange_parameters", "outer_learning_rate",
     "stack_key", "stacked", "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
-    "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "start", "resume", "log", "finish",
-    "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at", "after_step", "own", "count", "draw",
+    "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
+    "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
+    "after_step", "own", "count", "draw", "of", "correct", "steps_of_rounds",
     "build", "batch", "iterate", "due", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.
@@ -233,7 +234,8 @@ def _use(result: Any) -> None:
     if chosen is None or type(chosen).__module__.startswith("vecgym.compat"):
         return
     with contextlib.suppress(vecgym.DivergenceError):
-        vecgym.Trainer(model, calls.examples()).fit(chosen, calls.K, **calls.SETTINGS)
+        timed: dict[str, Any] = {"compute": vecgym.clock.Compute([1.0, 2.0])} if chosen.asynchronous else {}
+        vecgym.Trainer(model, calls.examples()).fit(chosen, calls.K, **calls.SETTINGS, **timed)
 
 
 # ----------------------------------------------------------------------------------------------------- the judgment

@@ -34,7 +34,8 @@ from vecgym.compat.exogym.behaviour import Choice
 from vecgym.compat.exogym.config import TrainConfig
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
-from vecgym.engine import Engine, ModelFacts, Plan
+from vecgym.engine import Engine, ModelFacts, Plan, availability
+from vecgym.engine.availability import Dropout, Facts
 from vecgym.engine.simulation import Simulation
 from vecgym.records import loggers
 from vecgym.records.history import History
@@ -42,12 +43,17 @@ from vecgym.runs import memory
 from vecgym.runs.recorder import Loggers
 from vecgym.runs.verification import Check, Difference
 from vecgym.strategy import (
+    AsyncStrategy,
     AveragingCommunicator,
     Context,
+    DelayedNesterov,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    FedBuff,
+    HeLoCo,
     Mean,
     MostMoved,
+    OuterOptimizer,
     RandomSelector,
     RankStrategy,
     Rounds,
@@ -89,6 +95,9 @@ UNCALLED = {
     **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
        ("", ".train")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
+    "vecgym.clock.AsyncTimeline": "made by a run",
+    "vecgym.clock.AsyncTimeline.of": "made by a run",
+    "vecgym.strategy.AsyncStrategy.active_nodes": "says to all that it does not work",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
 
@@ -172,6 +181,22 @@ def _trained() -> vecgym.Trainer:
     trainer = vecgym.Trainer(Line(), examples(), examples(4))
     trainer.fit(strategy(), K, **SETTINGS)
     return trainer
+
+
+@functools.cache
+def _asynchronous() -> vecgym.Trainer:
+    trainer = vecgym.Trainer(Line(), examples(), examples(4))
+    trainer.fit(AsyncStrategy("sgd", H=1, lr=0.1), K, compute=Compute([1.0, 2.0]), **SETTINGS)
+    return trainer
+
+
+def _theta() -> dict[str, Tensor]:
+    return {"w": torch.arange(1.0, DIM + 1)[None]}
+
+
+def _state_of_server(server: Any) -> dict[str, Any]:
+    state: dict[str, Any] = server().init(_theta())
+    return state
 
 
 @functools.cache
@@ -551,6 +576,30 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 
+_FACTS: dict[str, Callable[[], Any]] = {"run": lambda: Facts(K, STEPS, 0, Compute(0.4), (8, 8), 2)}
+_AVAILABLE: dict[str, dict[str, Callable[[], Any]]] = {
+    "Sampled": {"fraction": lambda: 0.5},
+    "Dropout": {"rate": lambda: 0.2},
+    "Trace": {"table": lambda: [[True] * K] * STEPS},
+    "Deadline": {"seconds": lambda: 1.0},
+    "LocalSteps": {"steps": lambda: [1] * K},
+    "Function": {"function": lambda: lambda step: [0]},
+    "Availability": {},
+}
+for _name, _given in _AVAILABLE.items():
+    VALUES_OF[f"vecgym.engine.availability.{_name}"] = _given
+    for _method in ("check", "present", "training"):
+        if _method in vars(getattr(availability, _name)):
+            VALUES_OF[f"vecgym.engine.availability.{_name}.{_method}"] = _FACTS
+VALUES_OF |= {
+    "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 0.1},
+    "vecgym.engine.availability.as_availability": {"value": lambda: Dropout(0.1)},
+    "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
+    "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
+    **{f"vecgym.strategy.{name}.check_present": {"counts": lambda: [1]} for name in
+       ("Average", "CommunicationModule", "Mix", "Robust", "Strategy")},
+}  # fmt: skip
+
 _SIZES = {"sizes": lambda: {"w": 4 * DIM}}
 _NETWORK: dict[str, Callable[[], Any]] = {"network": lambda: Network(1e9), "compute": lambda: Compute(0.4)}
 VALUES_OF |= {
@@ -593,11 +642,32 @@ VALUES_OF |= {
 }
 
 # Objects whose methods are called, where the call of the class does not make a fit one.
+_SERVED: dict[str, Callable[[], Any]] = {
+    "num_updates": lambda: 4, "params": _theta, "movement": _theta, "update": lambda: 0,
+}  # fmt: skip
+for _server in (DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer):
+    VALUES_OF[f"vecgym.strategy.{_server.__name__}"] = {
+        **_SERVED,
+        "state": functools.partial(_state_of_server, _server),
+    }
+VALUES_OF |= {
+    "vecgym.strategy.Server": {**_SERVED, "state": functools.partial(_state_of_server, OuterOptimizer)},
+    "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
+    "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
+    "vecgym.data.Batches.at": {"steps": lambda: [0] * K},
+    "vecgym.strategy.AsyncStrategy.steps_of_rounds": {"step_seconds": lambda: [1.0, 2.0]},
+    "vecgym.strategy.Context.by_count": {"of_step": lambda: lambda step: 2.0 * step},
+}
+
 OBJECTS: dict[str, Callable[[], Any]] = {
+    "vecgym.clock.AsyncTimeline": lambda: copy.deepcopy(_asynchronous().timeline()),
+    "vecgym.strategy.Server": OuterOptimizer,
+    "vecgym.strategy.DelayedNesterov": lambda: DelayedNesterov(buffer=2),
     "vecgym.Trainer": trained,
     "vecgym.History": history,
     "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),
     "vecgym.Saved": saved,
+    "vecgym.engine.availability.Availability": lambda: Dropout(0.1),
     "vecgym.SweepResult": lambda: copy.copy(_swept()),
     "vecgym.CSVLogger": started,
     "vecgym.collectives.Collectives": lambda: StackedCollectives(K),
@@ -747,6 +817,7 @@ def good_arguments(target: Target) -> dict[str, Any]:
 # Arguments with a default that a call needs too, or that make it short.
 ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.Trainer.fit": tuple(SETTINGS),
+    "vecgym.engine.availability.LocalSteps": ("steps",),
     "vecgym.sweep": (*SETTINGS, "strategy", "num_nodes"),
     "vecgym.compat.exogym.Trainer.fit": ("max_steps", "batch_size", "strategy", "num_nodes"),
     "vecgym.optimize_schedule": ("H", "iterations"),
@@ -758,6 +829,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.compress.TopK": ("fraction",),
     "vecgym.clock.Network": ("bandwidth",),
     "vecgym.core.tree.map": ("trees",),
+    "vecgym.Trainer.timeline": ("network", "compute"),
 }
 
 

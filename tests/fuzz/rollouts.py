@@ -33,6 +33,8 @@ from vecgym.engine import Engine
 NAME = "rollouts"
 
 STEP = 2e-5
+SMALL_STEP = 1e-7
+ROUNDING = 1e-12
 GRADIENT = 1e-6
 NUMBERS = {
     "inner": ("lr", "momentum", "weight_decay", "betas", "alpha", "rho", "dampening", "eps"),
@@ -167,12 +169,17 @@ class Rolled:
         return together
 
     def check_direction(self, slope: Tensor, direction: Tensor, value: float) -> Outcome:
+        """Compare one derivative. A kink within a step (of a maximum, of clipping) is not within a small one."""
+        found = self.check_step(slope, direction, value, STEP)
+        return self.check_step(slope, direction, value, SMALL_STEP) if isinstance(found, Failure) else found
+
+    def check_step(self, slope: Tensor, direction: Tensor, value: float, h: float) -> Outcome:
         derivative, kind = float(slope @ direction), self.settings["strategy"]["kind"]
-        fine, coarse, middle = self.differences(direction, STEP)
+        fine, coarse, middle = self.differences(direction, h)
         size = max(1.0, abs(value), abs(fine))
         if not abs(fine - coarse) <= 0.1 * GRADIENT * size:
             return Refusal("not compared: the differences do not settle")
-        if not abs(middle - value) <= STEP * GRADIENT * size:
+        if not abs(middle - value) <= h * GRADIENT * size + ROUNDING * size:
             return Failure(f"value without derivatives: {kind}", f"{middle:.10g}, with them {value:.10g}")
         if abs(derivative - fine) <= GRADIENT * size:
             return None

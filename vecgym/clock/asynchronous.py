@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Up
 from vecgym.strategy.asynchronous import AsyncStrategy
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -154,7 +155,8 @@ class AsyncTimeline:
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:
         """What every node did in the updates from `first` to before `last`, for figures and traces."""
-        last = self.num_steps if last is None else min(last, self.num_steps)
+        first = min(check.integer("first", first, 0, "the first update, counted from 0"), self.num_steps)
+        last = self.num_steps if last is None else min(check.integer("last", last, 0), self.num_steps)
         begin = float(self.update_seconds[first - 1]) if first > 0 else 0.0
         end = float(self.update_seconds[last - 1]) if last > 0 else 0.0
         found: list[Bar] = []
@@ -172,17 +174,25 @@ class AsyncTimeline:
                 idle[event.node] = event.end
         return found
 
-    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        axes: Axes | None = None,
+        title: str | None = None,
+    ) -> Figure:
         """Draw what every node did when; see `vecgym.clock.gantt.plot_timeline`."""
         from vecgym.clock.gantt import plot_timeline  # matplotlib takes a while to import
 
-        return plot_timeline(self, path, **options)
+        return plot_timeline(self, path, first=first, last=last, axes=axes, title=title)
 
     def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
         """Write a trace for https://ui.perfetto.dev and chrome://tracing."""
         from vecgym.clock.trace import save_trace
 
-        save_trace(self, path, check.integer("first", first, 0), last)
+        save_trace(self, path, first, last)
 
     def __repr__(self) -> str:
         return (

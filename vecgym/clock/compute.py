@@ -162,6 +162,7 @@ class Compute:
         >>> Compute.lognormal(0.4, sigma=0.3).drawn(node=0, block=0).shape
         torch.Size([1024])
         """
+        node, block = check.integer("node", node, 0), check.integer("block", block, 0)
         generator = rng.generator(self.seed, "compute", node, block)
         return torch.randn(BLOCK, dtype=torch.float64, generator=generator)
 

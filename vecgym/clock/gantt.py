@@ -53,7 +53,12 @@ def plot_timeline(
     ['node 0', 'node 1']
     """
     check_shared(path=path, title=title)
+    first = check.integer("first", first, 0, "the first step, counted from 0")
     last = min(timeline.num_steps, first + MAX_STEPS) if last is None else check.integer("last", last)
+    if not first < min(last, timeline.num_steps):
+        raise ValueError(f"first={first} to before last={last} shows nothing of a run of {timeline.num_steps} steps.")
+    if axes is not None:
+        check.instance("axes", axes, Axes, "the axes of a figure, or None")
     shown = min(timeline.num_nodes, MAX_NODES)
     figure = None
     if axes is None:

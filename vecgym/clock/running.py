@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ class RunningClock:
     Args:
         network, compute: see `price`.
         ledger: of the run; steps that are in it already are made first, so a resumed run needs nothing else.
+        computing: step -> which nodes compute in it, bool `[K]`; None: all, always.
 
     >>> ledger, step = Ledger(), [Transfer("mean", payload_bytes=10**9, num_nodes=2)]
     >>> ledger.announce(2, {"w": 10**9})
@@ -27,11 +28,14 @@ class RunningClock:
     ((2.0, 0.5), (3.0, 0.6666666666666666), (5.0, 0.6))
     """
 
-    def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
+    def __init__(
+        self, network: Network, compute: Compute, ledger: Ledger, computing: Callable[[int], Tensor] | None = None
+    ) -> None:
         assert ledger.num_nodes is not None
         self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
         self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
         self._drawn: Tensor | None = None
+        self._computing = computing
         kinds, steps = ledger.by_step()
         for step in steps:
             self.step([kinds[kind] for kind in step])
@@ -50,4 +54,5 @@ class RunningClock:
         """What the nodes compute in a step, `[K]`, drawn for many steps at a time."""
         if self._drawn is None or step >= len(self._drawn):
             self._drawn = self.compute.of_steps((step // BLOCK + 1) * BLOCK, self._clock.num_nodes)
-        return self._drawn[step]
+        seconds = self._drawn[step]
+        return seconds if self._computing is None else seconds.where(self._computing(step), 0.0)

@@ -28,8 +28,9 @@ class Collectives(ABC):
 
     Attributes:
         num_nodes: K, the nodes that take part.
-        node_ids: the global ids of the nodes in this process, `[L]`.
+        node_ids: the nodes in this process, `[L]`, counted among those that take part.
         ledger: the record of what was sent.
+        members: the ids in the run of those that take part, ascending; None: all of the run's nodes.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> comm, x = StackedCollectives(4), torch.tensor([1.0, 2.0, 3.0, 6.0])
@@ -41,6 +42,8 @@ class Collectives(ABC):
     (tensor([[1., 2., 3., 6.]]), tensor([6., 1., 2., 3.]), tensor([3., 3., 3., 3.]))
     >>> comm.mean({"w": x})["w"], comm.everyone({"w": x})["w"], len(comm.ledger)
     (tensor([3.]), tensor([1., 2., 3., 6.]), 10)
+    >>> comm.ids, comm.among([0, 3]).ids, comm.among([0, 3]).num_nodes, comm.among([0, 3]).run_nodes
+    (tensor([0, 1, 2, 3]), tensor([0, 3]), 2, 4)
     >>> votes = comm.server_gather(x, participants=[0, 1, 3])  # the median of what reaches a server, sent to all
     >>> comm.server_send(votes.median(1).values), comm.server_sum(x, participants=[0, 3])
     (tensor([2.]), tensor([7.]))
@@ -55,6 +58,36 @@ class Collectives(ABC):
     # Whether values have shapes and nothing in them: only what is sent counts.
     shapes_only: bool = False
     step = 0  # of the run, for errors
+    members: tuple[int, ...] | None = None
+
+    @property
+    def ids(self) -> Tensor:
+        """The ids in the run of the nodes in this process, `[L]`, by which random numbers and their like are keyed."""
+        return self.node_ids if self.members is None else torch.tensor(self.members, dtype=torch.long)[self.node_ids]
+
+    @property
+    def run_nodes(self) -> int:
+        """The number of nodes of the run, of which `num_nodes` take part."""
+        return self.num_nodes
+
+    def among(self, members: Sequence[int]) -> Collectives:
+        """Return the collectives of some of the nodes, which are numbered from 0 in them.
+
+        Args:
+            members: their ids here, ascending. What they send is recorded with their ids in the run.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> comm = StackedCollectives(4)
+        >>> three = comm.among([0, 2, 3])
+        >>> three.mean(torch.tensor([1.0, 2.0, 3.0])), three.node_ids, three.ids
+        (tensor([2.]), tensor([0, 1, 2]), tensor([0, 2, 3]))
+        >>> next(iter(comm.ledger)).transfer.who, three.num_nodes, three.run_nodes
+        (((0, 2, 3),), 3, 4)
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no collectives of some of its nodes: where nodes may be absent, or messages "
+            "lost, all nodes must be in one process."
+        )
 
     def everyone(self, x: Tree) -> Tree:
         """Return the values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. It leaves no entry."""
@@ -189,7 +222,8 @@ class Collectives(ABC):
     def _announce(self, operation: str, x: Tensor | Tree, who: Islands | Links | Server | None = None) -> None:
         """Record what an operation sends."""
         names = None if isinstance(x, Tensor) else tuple(x)
-        self.ledger.record(Transfer(operation, payload_bytes(x), self.num_nodes, who, tensors=names))
+        who = who if self.members is None else renamed(who, self.members)
+        self.ledger.record(Transfer(operation, payload_bytes(x), self.run_nodes, who, tensors=names))
 
     def _reduced(self, x: T, groups: Groups | None, average: bool, inplace: bool = False) -> T:
         return self._own_storage(self._apply(x, lambda comm, y: comm._sum(y, groups, average)), x, inplace)
@@ -226,6 +260,22 @@ class Collectives(ABC):
         """Multiply each node's value by its factor `[K]`."""
         mine = factors[self.node_ids]
         return map_tensors(x, lambda y: y * tree.per_node(placed(mine, y.device), y))
+
+
+def renamed(who: Islands | Links | Server | None, members: Sequence[int]) -> Islands | Links | Server:
+    """Return who takes part by the ids `members` in place of 0, 1, ...; None: all of these.
+
+    >>> renamed(((0, 2),), [1, 5, 7]), renamed(None, [1, 5, 7])
+    (((1, 7),), ((1, 5, 7),))
+    """
+    if who is None:
+        return (tuple(members),)
+    if isinstance(who, Links):
+        ids = torch.tensor(members, dtype=torch.long)
+        return Links.of(*(ids[torch.tensor(x, dtype=torch.long)] for x in (who.senders, who.receivers)))
+    if isinstance(who, Server):
+        return Server(*(tuple(members[i] for i in nodes) for nodes in who))
+    return tuple(tuple(members[i] for i in group) for group in who)
 
 
 def payload_bytes(x: Tensor | Tree) -> int:

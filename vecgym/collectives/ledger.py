@@ -81,11 +81,11 @@ def _cost(transfer: Transfer) -> tuple[int, int, int]:
     if isinstance(who, Links):
         count = len(who.senders)
         return count, count, K if transfer.operation == "mix" else count
+    sizes = [K] if who is None else [len(group) for group in who]
     if transfer.operation == "all_gather":
-        return (K if K > 1 else 0), K * (K - 1), K
+        return sum(n for n in sizes if n > 1), sum(n * (n - 1) for n in sizes), sum(sizes)
     if transfer.operation == "broadcast":
-        return K - 1, K - 1, K
-    sizes = [K] if who is None else [len(group) for group in who]  # of a mean or a sum
+        return sum(sizes) - len(sizes), sum(sizes) - len(sizes), sum(sizes)
     sent = sum(2 * (n - 1) for n in sizes)
     return sent, sent, sum(n for n in sizes if n > 1)
 

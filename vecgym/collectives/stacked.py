@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,11 @@ class StackedCollectives(Collectives):
         self.num_configs = num_configs
         self.node_ids = torch.arange(num_nodes).repeat(num_configs)
         self.ledger = Ledger() if ledger is None else ledger
+
+    def among(self, members: Sequence[int]) -> StackedCollectives:
+        if self.num_configs > 1:
+            raise ValueError("some of the nodes of several configurations: take them of each configuration by itself.")
+        return Members(self, members)
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
         if x.shape[0] == 1:  # the same on every node: K equal terms, or those of one group
@@ -118,3 +123,22 @@ class StackedCollectives(Collectives):
 
     def _by_config(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.num_configs, self.num_nodes))
+
+
+class Members(StackedCollectives):
+    """Some of the nodes of `comm`; see `Collectives.among`.
+
+    >>> pair = Members(StackedCollectives(4), [1, 3])
+    >>> pair.broadcast(torch.tensor([5.0, 7.0]), src=1), pair.among([1]).members
+    (tensor([7.]), (3,))
+    """
+
+    def __init__(self, comm: StackedCollectives, members: Sequence[int]) -> None:
+        super().__init__(len(members), ledger=comm.ledger)
+        within = range(comm.num_nodes) if comm.members is None else comm.members
+        self.members = tuple(within[i] for i in members)
+        self._run_nodes = comm.run_nodes
+
+    @property
+    def run_nodes(self) -> int:
+        return self._run_nodes

@@ -218,6 +218,22 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     return tree.map_leaves(put, new, values)
 
 
+def put_together(values: Any, rows: Tensor, new: Any, num_nodes: int, inplace: bool) -> Any:
+    """Do the same for what the nodes have together: a tensor that these agree on, `[1, *]`, is everyone's.
+
+    >>> put_together({"w": torch.tensor([5.0])}, torch.tensor([0, 1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
+    {'w': tensor([9.])}
+    """
+
+    def put(x: Tensor, old: Tensor | None) -> Tensor:
+        if len(x) == 1 and (len(rows) > 1 or old is None or len(old) == 1):
+            return x
+        found: Tensor = put_rows({} if old is None else {"": old}, rows, {"": x}, num_nodes, inplace)[""]
+        return found
+
+    return tree.map_leaves(put, new, values)
+
+
 def _unchanged(old: Tensor, x: Tensor) -> bool:
     return old is x or (on_host(x) and torch.equal(old, x))
 

@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import payload_bytes
-from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
+from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
+from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments
+from vecgym.engine.returning import rejoined
+from vecgym.engine.rows import once_among, put, taken
+from vecgym.engine.state import Metrics, State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
-from vecgym.strategy.base import moments_in, with_moments
 from vecgym.strategy.per_rank import as_strategy
 
+__all__ = ["MAX_PARTS", "MOST", "Metrics", "Simulation", "State", "exchange_moments"]
 
-@dataclass(frozen=True)
-class State:
-    """All that evolves in a run. A node dimension of size 1 means "the same on every node".
-
-    Where the L nodes are those of C configurations, parameters may be `[C, *]`: one row for L / C nodes each.
-
-    Attributes:
-        step: optimizer steps done.
-        params: trainable parameters, `[1 or L, *]`.
-        buffers: `[1 or L, *]`.
-        optimizer: the inner optimizer's state.
-        strategy: the communication modules' states.
-        node_steps: optimizer steps that each node has done, `[L]`.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy import DiLoCoStrategy
-    >>> state = Simulation(nn.Linear(2, 1), DiLoCoStrategy("sgd", lr=0.1), StackedCollectives(4)).init()
-    >>> state.step, state.params["weight"].shape, state.strategy["0"]["params"]["bias"].shape
-    (0, torch.Size([1, 1, 2]), torch.Size([1, 1]))
-    """
-
-    step: int
-    params: Tree
-    buffers: Tree
-    optimizer: dict[str, Any]
-    strategy: dict[str, Any]
-    node_steps: Tensor
-
-
-class Metrics(NamedTuple):
-    """The measurements of a step.
-
-    >>> Metrics(losses=torch.tensor([1.0, 3.0]), lr=0.1).losses.mean()
-    tensor(2.)
-    """
-
-    losses: Tensor  # [L], before the update; nan where a node did not train
-    lr: float | Tensor
-    active: list[int] | None = None  # the nodes that trained; None: all
-    outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
-    transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
+MOST = 0.75  # of the nodes present: the others may train too, which is undone
+MAX_PARTS = 64  # sets of nodes whose simulation is kept
 
 
 class Simulation:
@@ -107,6 +73,7 @@ class Simulation:
         exact: bool = False,
         keys: Sequence[tuple[int, int]] | None = None,
         own_time: bool = False,
+        presence: Presence | None = None,
     ) -> None:
         """With `exact`, the bits of a node's own work do not depend on which other nodes are in this process.
 
@@ -117,7 +84,7 @@ class Simulation:
         and the ids of `comm`.
 
         With `own_time`, learning rates and the model's random numbers go by the number of steps that each node has done
-        itself.
+        itself. With a `presence` they do, and only those present take part in a step.
         """
         if not self.asynchronous:
             check_synchronous(strategy)
@@ -126,12 +93,21 @@ class Simulation:
         self.comm = comm
         self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
-        self.own_time = own_time
+        self.own_time = own_time or presence is not None
+        self.presence = presence
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
         # Seeds and nodes, apart: a tuple of a thousand nodes is not made anew in every step.
-        self._keys = tuple(zip(*[(seed, node) for node in self._node_ids] if keys is None else keys))
+        self._keys: tuple[tuple[int, ...], ...] = tuple(
+            zip(*[(seed, node) for node in self._node_ids] if keys is None else keys)
+        )
+        self._rows = None if self.num_local >= comm.num_nodes else comm.node_ids
+        self._parts: dict[tuple[int, ...], Simulation] = {}  # of those present, by their ids
+        self._one_rate = False  # what the strategy stores once is trained at one rate
+        if presence is not None:
+            check_presence(presence, self.strategy)
+            self._one_rate = presence.rejoin != "own" and exchanges_gradients(self.strategy)
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -158,26 +134,155 @@ class Simulation:
         self.strategy.close()
 
     def step(
-        self, state: State, batch: Any, *, differentiable: bool = False, observe: Callable[[Tree], None] | None = None
-    ) -> tuple[State, Metrics]:
+        self, state: State, batch: Any, *, differentiable: bool = False,
+        observe: Callable[[Tree], None] | None = None, limits: Sequence[int] | None = None,
+    ) -> tuple[State, Metrics]:  # fmt: skip
         """Take one optimizer step on every node.
 
         The ledger of `comm` does not change: what was sent is in `Metrics.transfers`.
 
         Args:
             state: is given up, unless `differentiable`.
-            batch: leaves `[L, B, ...]`.
+            batch: leaves `[L, B, ...]`; with a presence perhaps `[n, B, ...]`, those of the n nodes present.
             observe: called with the parameters, `[1 or L, *]`, after the optimizer's step and before their exchange. It
                 must not change them.
+            limits: of each row of the batch, how many of its examples are the node's own; None: those of the run.
         """
-        ctx = self._context(state.step, state.node_steps, inplace=not differentiable)
+        observe, inplace = observe or (lambda params: None), not differentiable
         self.comm.step = state.step
         with self.comm.ledger.recording() as transfers:
-            state, metrics = self._step(state, batch, ctx, observe or (lambda params: None))
+            if self.presence is None:
+                ctx = self._context(state.step, state.node_steps, inplace)
+                state, metrics = self._step(state, batch, ctx, observe)
+            else:
+                state, metrics = self._step_of_present(self.presence, state, batch, limits, inplace, observe)
         return state, metrics._replace(transfers=tuple(transfers))
 
-    def _step(self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None]) -> tuple[State, Metrics]:
+    def _step_of_present(
+        self, presence: Presence, state: State, batch: Any, limits: Sequence[int] | None, inplace: bool,
+        observe: Callable[[Tree], None],
+    ) -> tuple[State, Metrics]:  # fmt: skip
+        """Take the step with those present, as if there were no others."""
+        state = rejoined(state, presence, self.comm, inplace)
+        ids, training = presence.present(state.step), presence.training(state.step)
+        part = copy.copy(self if ids is None else self._part(ids))
+        part.strategy = self.strategy  # of a copy of this simulation it may be another one
+        part.comm.step = state.step
+        part.limits = self.limits if limits is None else tuple(limits)
+        if ids is None:
+            ctx = part._context(state.step, state.node_steps, inplace)
+            state, metrics = part._step(state, batch, ctx, observe, training)
+            return state, metrics._replace(num_present=part.num_local)
+        rows = torch.tensor(ids)
+        if next(tree.leaves(batch)).shape[0] == self.num_local:
+            if inplace and training is None and part._fast_beside(state, rows, self.num_local):
+                return self._step_beside(part, ids, state, batch, observe)
+            batch = nodes.take_rows(batch, rows)
+            part.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
+        once = presence.rejoin != "own" and (len(ids) > 1 or self._one_rate)
+        of_part = taken(self.strategy, state, rows, alike=inplace)
+        training = None if training is None else tuple(ids.index(node) for node in training)
+        ctx = part._context(state.step, of_part.node_steps, inplace)
+
+        def seen(params: Tree) -> None:
+            observe(put(self.strategy, state, rows, replace(of_part, params=params), once, inplace=False).params)
+
+        after, metrics = part._step(of_part, batch, ctx, seen, training)
+        active = ids if metrics.active is None else [ids[i] for i in metrics.active]
+        index = placed(rows, metrics.losses.device)
+        losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
+        state = put(self.strategy, state, rows, after, once, inplace)
+        lr = ctx.own(metrics.lr)
+        return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
+
+    def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
+        """Whether to let the absent train too, which is undone, is faster than to take these rows out."""
+        if len(rows) < MOST * num_nodes or self.exact or exchanges_gradients(self.strategy):
+            return False
+        return self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
+
+    def _step_beside(
+        self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, observe: Callable[[Tree], None]
+    ) -> tuple[State, Metrics]:
+        """Take the step with all nodes, give the absent back what they had, and let the others exchange."""
+        rows, strategy, K = torch.tensor(ids), self.strategy, self.num_local
+        absent = torch.ones(K, dtype=torch.bool).index_fill(0, rows, False).nonzero().flatten()
+        before, ctx = taken(strategy, state, absent, alike=False), self._context(state.step, state.node_steps, True)
+        whole = copy.copy(self)
+        whole.limits = part.limits
+        # What those present share is stored once, as it would be without the others: the same bits.
+        shared = tree.map(lambda p: once_among(p, rows), state.params)
+        numbers = tree.map_leaves(lambda x: once_among(x, rows) if x.dim() == 1 else x, state.optimizer)
+        local = self._gradients_beside(part, ids, replace(state, params=shared), batch, ctx)
+        params, optimizer = self._optimize(shared, local.grads, numbers, ctx)
+        params, buffers = (
+            nodes.put_rows(new, absent, old, K, inplace=True)
+            for new, old in ((params, before.params), (local.buffers, before.buffers))
+        )
+        optimizer = strategy.put_rows(optimizer, absent, before.optimizer, K, inplace=True)
+        observe(params)
+        node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
+        state = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
+        ctx = part._context(state.step, state.node_steps[rows], True)
+        if strategy.idle(ctx):
+            state = replace(state, step=state.step + 1)
+        else:
+            of_part = taken(strategy, state, rows, alike=False, optimizer=exchanges_moments(strategy))
+            after = part._exchanged(of_part, of_part.strategy, ctx)
+            state = put(strategy, state, rows, after, once=False, inplace=True)
+        losses = local.losses.index_fill(0, placed(absent, local.losses.device), torch.nan)
+        metrics = part._metrics(losses, ctx)
+        return state, metrics._replace(active=list(ids), lr=ctx.own(metrics.lr), num_present=len(ids))
+
+    def _gradients_beside(
+        self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, ctx: Context
+    ) -> Local:  # fmt: skip
+        """Compute the gradients of all nodes; where those present share parameters, theirs, and 0 for the others."""
+        rows, whole = torch.tensor(ids), copy.copy(self)
+        whole.limits = part.limits
+        if all(len(p) > 1 for p in state.params.values()):
+            return whole._gradients(state.params, state.buffers, batch, range(self.num_local), state.strategy, ctx)
+        few, here = copy.copy(part), taken(self.strategy, state, rows, alike=False, optimizer=False)
+        few.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
+        own = few._context(state.step, here.node_steps, inplace=True)
+        batch = nodes.take_rows(batch, rows)
+        local = few._gradients(here.params, here.buffers, batch, range(len(ids)), here.strategy, own)
+        return Local(
+            nodes.put_rows({}, rows, local.grads, self.num_local, inplace=True),
+            nodes.put_rows({}, rows, {"": local.losses}, self.num_local, inplace=True)[""],
+            nodes.put_rows(state.buffers, rows, local.buffers, self.num_local, inplace=True),
+        )
+
+    def _part(self, ids: tuple[int, ...]) -> Simulation:
+        """Return the simulation of some of the nodes; the last ones are kept."""
+        if ids not in self._parts:
+            while len(self._parts) >= MAX_PARTS:
+                self._parts.pop(next(iter(self._parts)))
+            part = self._parts[ids] = copy.copy(self)
+            part.comm, part.num_local, part._node_ids = self.comm.among(ids), len(ids), list(range(len(ids)))
+            part._keys = tuple(tuple(values[i] for i in ids) for values in self._keys)
+            part._rows = torch.tensor(ids)
+            part.num_examples, part.limits = (
+                None if values is None else tuple(values[i] for i in ids) for values in (self.num_examples, self.limits)
+            )
+        return self._parts[ids]
+
+    def _missed(self, step: int) -> Tensor | None:
+        """Return which of the nodes here were absent in a step; None: none was."""
+        if self.presence is None:
+            return None
+        absent = ~self.presence.row(step)
+        absent = absent if self._rows is None else absent[self._rows]
+        return absent if bool(absent.any()) else None
+
+    def _step(
+        self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None],
+        training: Sequence[int] | None = None,
+    ) -> tuple[State, Metrics]:  # fmt: skip
+        """Take the step of all nodes, of which only those in `training` train; None: all."""
         active = self.strategy.active_nodes(ctx)
+        if training is not None:
+            active = sorted(set(training).intersection(training if active is None else active))
         if active is not None:
             return self._partial_step(state, batch, active, replace(ctx, active=tuple(active)), observe)
 
@@ -200,7 +305,7 @@ class Simulation:
         params, modules = self.strategy.exchange_parameters(state.params, modules, ctx)
         if ctx.inplace:
             modules = nodes.unshared(modules, before, (state.params,))
-            params = _own_storage(params, state.params)
+            params = own_storage(params, state.params)
         return State(state.step + 1, params, state.buffers, optimizer, modules, state.node_steps)
 
     def _metrics(self, losses: Tensor, ctx: Context) -> Metrics:
@@ -227,7 +332,7 @@ class Simulation:
         self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
     ) -> tuple[State, Tensor]:  # fmt: skip
         """Return the state and the losses after the nodes in `rows` have taken a step."""
-        everyone = (_per_node_or_once(state.params, self.num_local), state.buffers)
+        everyone = (per_node_or_once(state.params, self.num_local), state.buffers)
         params, buffers = nodes.take_rows(everyone[0], rows), nodes.take_rows(everyone[1], rows, copy=False)
         optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = nodes.take_rows(batch, rows) if self.num_local > 1 else batch
@@ -272,9 +377,9 @@ class Simulation:
         mean = mean and not self.exact
         everyone = len(rows) == self.num_local
         seeds, node_ids = self._keys if everyone else ([values[row] for row in rows] for values in self._keys)
-        step = ctx.node_steps.tolist() if ctx.own_time else ctx.step
+        step = ctx.node_steps.tolist() if self.own_time else ctx.step
         local = self.engine.gradients(
-            _per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
+            per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
@@ -283,56 +388,10 @@ class Simulation:
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
-        rows = None if self.num_local >= self.comm.num_nodes else self.comm.node_ids
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=rows, exact=self.exact,
-            own_time=self.own_time,
+            differentiable=not inplace, num_examples=self.num_examples, rows=self._rows, exact=self.exact,
+            own_time=self.own_time and not self._one_rate, missed=None if self.presence is None else self._missed,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return replace(ctx, lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
-
-
-def exchange_moments(
-    strategy: Strategy, optimizer: dict[str, Any], params: Tree, modules: dict[str, Any], ctx: Context
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the optimizer's and the modules' states after `strategy.exchange_moments`, moments in the same storage.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
-    >>> strategy = CommunicateOptimizeStrategy([Moments()], "adamw")
-    >>> optimizer = {"step": torch.ones(1), "exp_avg": {"w": torch.tensor([1.0, 3.0])}}
-    >>> params, ctx = {"w": torch.zeros(2)}, Context(StackedCollectives(2))
-    >>> exchange_moments(strategy, optimizer, params, {"0": {}}, ctx)[0]["exp_avg"]
-    {'w': tensor([2.])}
-    """
-    exchanged, changed = strategy.exchange_moments(optimizer, params, modules, ctx)
-    if exchanged is optimizer or not ctx.inplace:
-        return exchanged, changed
-    given, new = moments_in(optimizer, params), moments_in(exchanged, params)
-    changed = nodes.unshared(changed, modules, tuple(given.values()))
-    return with_moments(exchanged, {slot: _own_storage(new[slot], own) for slot, own in given.items()}), changed
-
-
-def _per_node_or_once(params: Tree, num_nodes: int) -> Tree:
-    """Expand `[C, *]` to `[L, *]`: the engine takes parameters `[1 or L, *]`."""
-    shared = any(1 < p.shape[0] < num_nodes for p in params.values())
-    return nodes.expand(params, num_nodes) if shared else params
-
-
-def _own_storage(shared: Tree, params: Tree) -> Tree:
-    """Move what an exchange has returned to the storage of the parameters that it was given.
-
-    An exchange may return a tensor that it also keeps in its state, such as outer parameters; the next step overwrites
-    the parameters, so they must not be that tensor. And memory in use costs less than new memory.
-    """
-
-    def settle(new: Tensor, own: Tensor) -> Tensor:
-        if new is own:
-            return own
-        if new.shape[0] > own.shape[0]:
-            return new.clone()
-        return own.copy_(new.clone() if new._is_view() and new._base is own else new)
-
-    with torch.no_grad():
-        return tree.map(settle, shared, params)

@@ -77,6 +77,37 @@ DiLoCo in islands of four, with half of the nodes in each round and 5 % of the c
 >>> module = OuterStep(Compressed(Mean(island_size=4, participation=0.5), TopK(0.05)), H=5)
 >>> averaged = trainer.fit(CommunicateOptimizeStrategy([module], "adamw", lr=3e-3), num_nodes=8, max_steps=10)
 
+## Who is there
+
+`fit(..., availability=...)` says which nodes are present in which steps, for any strategy. Those present train and
+exchange among themselves: means, graphs, weights and bytes are theirs. The others keep what they have, and their losses
+are nan. A node's learning rate, data and random numbers go by the steps that it has done itself. The history has a
+column `num_present`. At least one node must be there in every step; that is looked at before the first.
+
+| `vecgym.availability` | who is there |
+|---|---|
+| `Sampled(0.1, H=10)` | in each round of H steps a sample of the nodes |
+| `Dropout(0.3, mean_steps=20)` | nodes fail and come back: in the long run, each is absent for 30 % of the time |
+| `Trace(table)` | a row of truth values for each step, as was measured |
+| `Deadline(2.0, H=10)` | who computes a round of H steps in 2 seconds, as `compute=` says; stragglers are not waited for |
+| a function of the step | the ids that it returns |
+| `LocalSteps([5, 10], H=10)`, `LocalSteps(epochs=1, H=10)` | all; node i trains in the first n_i steps of a round, and waits for the exchange |
+
+`a & b` is both. With `rejoin=` a node that returns begins with its own parameters (`"own"`), with those that the others
+share (`"shared"`: the model where it is stored once, or else the mean of those who were there before), or with those of one of
+them (`"neighbour"`). What a strategy keeps once for all, DiLoCo's outer parameters say, goes on with those who are there
+in any case. AllReduce only exchanges gradients: a node that returns with its own parameters stays apart for good, so give
+`rejoin="shared"`. Federated learning's participation is `Sampled(fraction, H)`, which begins a round from the shared model.
+
+>>> from vecgym.engine.availability import Dropout
+>>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10,
+...                        availability=Dropout(0.3, mean_steps=5, rejoin="shared"))
+
+A run in which some nodes are never there equals one without them, to the bit with their ids as the keys of random numbers:
+on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all then train at once, and the
+absent get back what they had, which is faster.) All nodes must be in one process. `rollout` takes `availability` too.
+`OuterStep(..., lost=0.1)` loses messages, as DiLoCo's paper does: see there.
+
 ## Optimizers and learning rates
 
 An optimizer is a name, an `OptimSpec`, or any subclass of `torch.optim.Optimizer`, including your own. SGD, Adam,

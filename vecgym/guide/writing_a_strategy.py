@@ -37,6 +37,8 @@ it is the same on every node.
 |---|---|---|
 | `check(num_nodes, max_steps)` | before the run | raise a `ValueError` for what cannot work, and warn of what has no effect |
 | `init(params, ctx)` | once | return the first state, nested dicts of tensors; it may keep `params`, which are a copy |
+| `check_present(counts, num_nodes)` | before the first step, with `availability` | raise a ValueError if it cannot work while so many are there |
+| `idle(ctx)` | with `availability` | whether nothing is exchanged in this step but gradients; it saves time |
 | `active_nodes(ctx)` | each step | list the ids of the nodes that train in this step, perhaps none; None: all |
 | `local_gradients(grads, params, state, ctx)` | after the gradients | add to each node's own gradient; no communication |
 | `exchange_gradients(grads, state, ctx)` | before clipping and optimizer; refused next to a module with `active_nodes` | anything with `ctx.comm`; return gradients and state |
@@ -61,7 +63,7 @@ These rules hold for all methods:
 | Overwrite what was given only if `ctx.inplace` (what a module keeps needs no clone: the step sees to it) | a differentiable step is pure; any other owns its state | "the pure step equals the donating one" |
 | Only tensor operations on what may be differentiated: no `.item()`, no `float()`, no branch on a value | learning rates, momenta and weights may be tensors with gradients | `tests/test_rollout.py` |
 | A hyperparameter of each node, `[K]`, through `ctx.own(value)`; `ctx.lr` too | where only some nodes train or are here, their rows | `tests/test_rollout.py` |
-| Random numbers from `ctx.generator(purpose, *ids)`, with the step among the ids; those of a node with its id from `ctx.comm.node_ids` | the same in every process, when resumed, and next to other strategies | "running twice", `tests/test_distributed.py` |
+| Random numbers from `ctx.generator(purpose, *ids)`, with the step among the ids; those of a node with its id from `ctx.comm.ids` | the same in every process, when resumed, and next to other strategies | "running twice", `tests/test_distributed.py` |
 | Hand to a collective what a node would send, in the dtype that it would have; what a shared seed gives is not sent | the ledger counts what is handed over, and the number of bytes must not depend on the values | "bytes equal the closed form" |
 | With `ctx.exact`, work node by node where that changes bits: in matrix products over all nodes | the same bits for any number of processes | `vecgym.verify`, "exact" |
 | A user's mistake is a `ValueError` or `TypeError` at construction, or in `check`: what was given, what is allowed, the fix | not after an hour | `REFUSED`, `tests/test_bad_input.py` |

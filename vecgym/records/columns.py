@@ -61,6 +61,7 @@ COLUMNS = {
         label="consensus distance", swept=True,
     ),
     "consensus_distance_before": Column("the same before the step's exchange of parameters"),
+    "num_present": Column("nodes that were there in the step, where `availability` lets some be absent"),
     "correlation": Column("mean correlation between the parameters of two nodes"),
     "seconds": Column("since the start of the first step", label="seconds of simulation", start=0.0, measured=True),
     "steps_per_s": Column("steps per second since the row before", measured=True),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vecgym import strategy as strategies
@@ -78,3 +81,47 @@ def check_left_out(strategy: Strategy, option: str, given: Any, default: Any) ->
     """Raise a ValueError for an option that this strategy does not have."""
     if given != default:
         raise ValueError(f"{option}={given!r} is not there for {type(strategy).__name__}: leave it out.")
+
+
+def check_availability(backend: str, dataloader_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise a ValueError for what a run in which nodes may be absent cannot have.
+
+    >>> check_availability("stacked", None)
+    """
+    if backend != "stacked":
+        raise ValueError(
+            f"availability with backend={backend!r}: nodes may be absent only where all are in one process. Leave "
+            'availability out, or give backend="stacked".'
+        )
+    if (dataloader_kwargs or {}).get("num_workers"):
+        raise ValueError(
+            "availability with num_workers in dataloader_kwargs: each node reads the batch of its own count of steps, "
+            "which workers cannot read ahead. Leave num_workers out."
+        )
+
+
+def checked_folder(name: str, value: Any) -> Path | None:
+    """Return the folder as an absolute path, or None.
+
+    >>> checked_folder("save_dir", None) is None
+    True
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} must be the path of a folder, or None.")
+    folder = Path(value).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name}={str(value)!r} is a file; give a folder.")
+    return folder
+
+
+def checked_resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
+    """Return what to resume from, if it can be that.
+
+    >>> checked_resume("resume", True)
+    True
+    """
+    if not isinstance(value, (bool, str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} must be True, False, or the path of a checkpoint or a folder of them.")
+    return value

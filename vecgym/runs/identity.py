@@ -114,7 +114,16 @@ def _required(options: FitOptions, simulation: Simulation, train: Batches) -> di
         "steps per epoch": train.steps_per_epoch,
         **_order_of_events(options),
         **fingerprint_of(model, "model", weights=False),  # a checkpoint has their values
+        **({} if options.availability is None else _availability(options)),
         **fingerprint_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+    }
+
+
+def _availability(options: FitOptions) -> dict[str, Any]:
+    """Describe who is present, and what that may depend on."""
+    return {
+        **fingerprint_of(options.availability, "availability"),
+        **fingerprint_of(options.compute, "compute"),
     }
 
 

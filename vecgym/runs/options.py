@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -21,9 +20,19 @@ from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, checks_of
 from vecgym.engine import EngineName
+from vecgym.engine.availability import Availability, as_availability
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.checks import accumulated, check_compute, check_left_out, check_parts, check_strategy
+from vecgym.runs.checks import (
+    accumulated,
+    check_availability,
+    check_compute,
+    check_left_out,
+    check_parts,
+    check_strategy,
+    checked_folder,
+    checked_resume,
+)
 from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
 
@@ -54,24 +63,6 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _folder(name: str, value: Any) -> Path | None:
-    """Return the folder as an absolute path, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{name}={value!r} must be the path of a folder, or None.")
-    folder = Path(value).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{name}={str(value)!r} is a file; give a folder.")
-    return folder
-
-
-def _resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
-    if not isinstance(value, (bool, str, os.PathLike)):
-        raise TypeError(f"{name}={value!r} must be True, False, or the path of a checkpoint or a folder of them.")
-    return value
-
-
 def optional_number(name: str, value: Any, within: str, what: str) -> float | None:
     """Return a number in an interval, or None."""
     return None if value is None else check.number(name, value, within, what)
@@ -91,6 +82,7 @@ NumExamples = Annotated[
     int | None, partial(check.optional_integer, least=0, what="0 never evaluates, None takes all examples")
 ]
 Device = Annotated[str | torch.device | None, lambda name, value: resolve_device(value)]
+Present = Annotated[Availability | Callable[[int], Any] | None, as_availability]
 OneOrMoreLoggers = Annotated[Logger | Sequence[Logger] | None, lambda name, value: as_loggers(value)]
 
 
@@ -239,9 +231,9 @@ class Checkpoints(Options):
     2
     """
 
-    save_dir: Annotated[str | os.PathLike[str] | None, _folder] = None
+    save_dir: Annotated[str | os.PathLike[str] | None, checked_folder] = None
     checkpoint_interval: OptionalCount = None
-    resume: Annotated[bool | str | os.PathLike[str], _resume] = False
+    resume: Annotated[bool | str | os.PathLike[str], checked_resume] = False
     keep_checkpoints: Count = 2
 
     def __post_init__(self) -> None:
@@ -271,6 +263,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             trained does not depend on it; `Trainer.timeline` says the same afterwards. An asynchronous run's order of
             events does depend on both; without a network its messages take no time.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
+        availability: who is present in which steps: `vecgym.availability.Dropout(0.1)` and others, or a function of the
+            step that returns the ids of those present. The others neither train nor exchange. None: all, always.
         max_updates: of an asynchronous run: updates of the server, in place of `max_steps`, which are local steps then,
             the mean over the nodes. Whichever is reached first ends the run; `val_interval`, `log_interval` and
             `checkpoint_interval` count updates.
@@ -292,6 +286,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     log_interval: Count = 1
     network: Network | None = None
     compute: clock.Compute | None = None
+    availability: Present = None
     max_updates: OptionalCount = None
     max_seconds: SimulatedSeconds = None
     val_seconds: SimulatedSeconds = None
@@ -311,6 +306,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
+        if self.availability is not None:
+            check_availability(self.backend, self.dataloader_kwargs)
         if self.exact and self.compile:
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
 
@@ -321,7 +318,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         if self.compute is not None:
             check.instance("compute", self.compute, clock.Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
             self.compute.check(self.num_nodes)
-        if (self.network is None) != (self.compute is None) and not asynchronous(self.strategy):
+        alone = asynchronous(self.strategy) or (self.network is None and self.availability is not None)
+        if (self.network is None) != (self.compute is None) and not alone:
             given, other = ("network", "compute") if self.compute is None else ("compute", "network")
             what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
             raise ValueError(f"{given} without {other} gives no seconds: give {other}=vecgym.clock.{what} too.")
@@ -337,8 +335,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
                 )
             return
         check_compute(self.strategy, self.compute)
-        refused = {"backend": "stacked", "exact": False, "compile": False, "correlation_interval": None,
-                   "max_memory_usage": None}  # fmt: skip
+        refused = {"availability": None, "backend": "stacked", "exact": False, "compile": False,
+                   "correlation_interval": None, "max_memory_usage": None}  # fmt: skip
         for option, value in refused.items():
             check_left_out(self.strategy, option, vars(self)[option], value)
 
@@ -363,6 +361,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         """The options that are recorded in a run's settings."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
         on = {} if self.network is None else {"network": repr(self.network), "compute": repr(self.compute)}
+        on |= {} if self.availability is None else {"availability": repr(self.availability)}
         return {**{name: vars(self)[name] for name in names}, **on}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,8 @@ class StepRows:
                 "bytes_per_s": num_bytes[0] / elapsed,
             }
         )
+        if metrics.num_present is not None:
+            row["num_present"] = metrics.num_present
         if metrics.outer_lr is not None:
             row["outer_lr"] = _mean(metrics.outer_lr)
         return row
@@ -125,6 +127,7 @@ class Recorder:
         self._options = options
         self.interval = options.log_interval
         self.clock: RunningClock | None = None
+        self.computing: Callable[[int], Tensor] | None = None  # step -> which nodes compute; None: all
         self.history = history
         self.ledger = ledger
         self.data = data
@@ -143,7 +146,7 @@ class Recorder:
         self._start = time.perf_counter() - self._seconds
         network, compute = self._options.network, self._options.compute
         if network is not None and isinstance(compute, Compute) and not asynchronous(self._options.strategy):
-            self.clock = RunningClock(network, compute, self.ledger)
+            self.clock = RunningClock(network, compute, self.ledger, self.computing)
 
     def state(self) -> dict[str, Any]:
         """Return the counts that are not in the history."""

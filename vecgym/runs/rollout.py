@@ -26,6 +26,7 @@ from vecgym.engine.contract import check_differentiable
 from vecgym.engine.simulation import Simulation, State
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.async_rollout import run_async
+from vecgym.runs.present import at_own_counts, check_rollout, presence_of
 from vecgym.runs.rollout_options import JvpOptions, RolloutOptions
 from vecgym.runs.segments import Record, differentiable_tensors, run, run_in_segments
 from vecgym.strategy import Strategy
@@ -103,14 +104,17 @@ def rollout(options: RolloutOptions) -> Outcome:
     initial = None if params is None else _initial(params, engine, num_nodes)
     inputs = differentiable_tensors(tuple(given.values()))
     _check_differentiable(strategy, inputs, segments)
+    check_rollout(options.availability, strategy)
+    presence = presence_of(options, len(steps), options.num_examples)
     if strategy.asynchronous:
         return _evaluated(*run_async(options, engine, initial, steps), engine, options.eval_batch, inputs)
     with readable():
         simulation = Simulation(
             options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
-            seed=options.seed, num_examples=options.num_examples,
+            seed=options.seed, num_examples=options.num_examples, presence=presence,
         )  # fmt: skip
         state = simulation.init(initial)
+    steps = steps if presence is None else at_own_counts(steps, presence)
     if segments is None:
         state, record = run(simulation, state, steps)
     else:

@@ -15,7 +15,7 @@ from vecgym.core.options import Options
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.runs.checks import check_strategy
-from vecgym.runs.options import Count, OptionalCount, Seed, optional_number
+from vecgym.runs.options import Count, OptionalCount, Present, Seed, optional_number
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 
@@ -65,6 +65,7 @@ class DifferentiableRun(Options):
         num_examples: of each node, for `weighting="examples"`.
         engine: "auto", "vmap" or "loop"; or an `Engine` that was prepared before, so that the model is not inspected
             again in every call.
+        availability: who is present in which steps; see `Trainer.fit`. Node i takes row i of batch t as its own step t.
     """
 
     model: nn.Module
@@ -77,6 +78,7 @@ class DifferentiableRun(Options):
     seed: Seed = 42
     num_examples: tuple[int, ...] | None = None
     engine: EngineName | Engine = "auto"
+    availability: Present = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,7 @@ from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_
 from vecgym.runs.fitting import fitting_sizes
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.options import FitOptions
+from vecgym.runs.present import own_batch, presence_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.runs.session import Session
 from vecgym.strategy.described import described
@@ -84,6 +85,8 @@ class Run(Generic[M]):
         self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
+        if (presence := self.simulation.presence) is not None:
+            self.recorder.computing = presence.computing
         if after_step is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
@@ -105,13 +108,13 @@ class Run(Generic[M]):
                     self.evaluate()
                     self._tell()
                     checkpoints.save_if_due(self.state, last=False)
-                for batch in self.train.iterate(self.state.step, self.num_steps):
+                for batch, own in self._batches():
                     step = self.state.step + 1
                     last = step == self.num_steps
                     evaluated = last or is_due(step, options.val_interval)
 
                     observe = self._observe if evaluated else None
-                    self.state, metrics = self.simulation.step(self.state, batch, observe=observe)
+                    self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
                     recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
 
                     if is_due(step, options.correlation_interval):
@@ -134,11 +137,21 @@ class Run(Generic[M]):
             self.simulation.close()
             recorder.finish()
 
+    def _batches(self) -> Iterator[tuple[Any, list[int] | None]]:
+        """Yield the batch of each step, and how many of its examples are each node's own, where that changes."""
+        presence = self.simulation.presence
+        if presence is None:
+            yield from ((batch, None) for batch in self.train.iterate(self.state.step, self.num_steps))
+            return
+        while self.state.step < self.num_steps:
+            yield own_batch(self.train, presence, self.state)
+
     def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
         options = self.options
         return Simulation(
             self.model, options.strategy, self.comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
+            presence=presence_of(options, self.num_steps, num_examples),
         )  # fmt: skip
 
     def evaluate(self) -> None:

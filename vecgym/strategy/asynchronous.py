@@ -91,8 +91,9 @@ class AsyncStrategy(Strategy):
     ) -> None:
         super().__init__(inner_optim, **inner)
         self.server = OuterOptimizer() if server is None else check.instance("server", server, Server, SERVERS)
-        self.H = check_interval("H", H)
-        self.buffer = _agreed("buffer", check.integer("buffer", buffer, what=ARRIVALS), 1, self.server.buffer)
+        self.H = _countable("H", check_interval("H", H))
+        buffer = check.integer("buffer", buffer, what=ARRIVALS)
+        self.buffer = _countable("buffer", _agreed("buffer", buffer, 1, self.server.buffer))
         self.max_wait = check.number("max_wait", max_wait, "[0, inf]", "simulated seconds")
         check.choice("grace", grace, get_args(Grace))
         self.grace: Grace = grace
@@ -158,6 +159,7 @@ run it.
         )
 
 
+MOST = 10**6
 SERVERS = "a server such as OuterOptimizer(lr=0.1), DelayedNesterov(lr=0.1) or FedBuff(buffer=10)"
 ARRIVALS = "arrivals of which the server makes an update"
 
@@ -172,10 +174,20 @@ def _agreed(name: str, given: Any, default: Any, of_server: Any) -> Any:
 
 
 def _counts(values: Any) -> tuple[int, ...]:
+    if isinstance(values, Tensor) and values.device.type == "meta":
+        raise ValueError("local_steps is on the device meta, where tensors have no values: create it on the CPU.")
     plain = values.tolist() if isinstance(values, Tensor) else values
     if not isinstance(plain, (list, tuple)) or not plain:
         raise TypeError(f"local_steps={values!r} must be a list of each node's steps in a round, such as [10, 5].")
-    return tuple(check.integer("local_steps", x, what="optimizer steps of a round") for x in plain)
+    counts = (check.integer("local_steps", x, what="optimizer steps of a round") for x in plain)
+    return tuple(_countable("local_steps", count) for count in counts)
+
+
+def _countable(name: str, value: int) -> int:
+    """Return a number of steps or arrivals that can be gone through one by one."""
+    if value > MOST:
+        raise ValueError(f"{name}={value} must be at most {MOST}: the run would never come to its first update.")
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -45,6 +45,7 @@ class Average(ABC):
     ...         return ctx.comm.broadcast(values, src=ctx.exchange % ctx.comm.num_nodes), state
     >>> relay, ctx, values = Relay(), Context(StackedCollectives(2), exchange=3), {"w": torch.tensor([1.0, 3.0])}
     >>> relay.check(num_nodes=2, max_steps=10)
+    >>> relay.check_present([1], num_nodes=2)
     >>> relay(values, relay.init(values, ctx), ctx)[0]
     {'w': tensor([3.])}
     >>> relay.active_nodes(ctx), relay.everyone, relay.keeping(ctx)  # all take part
@@ -62,6 +63,10 @@ class Average(ABC):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the average cannot work for this run."""
+        return
+
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        """Raise a ValueError if the average cannot work while only so many of the nodes are present."""
         return
 
     def init(self, values: Tree, ctx: Context) -> State:
@@ -164,8 +169,11 @@ class Sampled(Reduction):
     """
 
     def __init__(self, weighting: Weighting, participation: float) -> None:
-        self.weighting = check_weighting(weighting)
-        self.participation = check_participation(participation)
+        check.choice("weighting", weighting, get_args(Weighting))
+        self.weighting = weighting
+        self.participation = check.number(
+            "participation", participation, "(0, 1]", "the fraction of nodes that trains in a round"
+        )
 
     @property
     def everyone(self) -> bool:
@@ -303,6 +311,9 @@ class Around(Average):
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.inner.check(num_nodes, max_steps)
 
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        self.inner.check_present(counts, num_nodes)
+
     def init(self, values: Tree, ctx: Context) -> State:
         return self.inner.init(values, ctx)
 
@@ -361,15 +372,6 @@ def node_weights(weighting: str, ctx: Context) -> tuple[float, ...] | None:
             'weighting="examples" needs the number of examples of each node: Simulation(num_examples=...).'
         )
     return tuple(float(n) for n in ctx.num_examples)
-
-
-def check_participation(participation: float) -> float:
-    return check.number("participation", participation, "(0, 1]", "the fraction of nodes that trains in a round")
-
-
-def check_weighting(weighting: Weighting) -> Weighting:
-    check.choice("weighting", weighting, get_args(Weighting))
-    return weighting
 
 
 def outside(groups: Groups | None, comm: Collectives) -> Tensor | None:

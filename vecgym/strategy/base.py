@@ -117,6 +117,26 @@ class Strategy:
         for module in self.communication_modules:
             module.check(num_nodes, max_steps)
 
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        """Raise a ValueError if it cannot work while only so many of the nodes are present.
+
+        >>> from vecgym.strategy import GossipStrategy
+        >>> GossipStrategy("ring").check_present([2, 3], num_nodes=4)
+        """
+        for module in self.communication_modules:
+            module.check_present(counts, num_nodes)
+
+    def idle(self, ctx: Context) -> bool:
+        """Return whether neither parameters nor moments are exchanged in this step, and no module's state changes.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Strategy("sgd").idle(Context(StackedCollectives(2)))
+        True
+        """
+        own = ("exchange_parameters", "exchange_moments")
+        usual = all(getattr(type(self), name) is getattr(Strategy, name) for name in own)
+        return usual and all(module.idle(ctx) for module in self.communication_modules)
+
     def init(self, params: Tree, ctx: Context) -> tuple[State, State]:
         """Return the first states of optimizer and modules; `params` are `[1 or L, *]`."""
         ctx = self._told(ctx)

@@ -192,7 +192,7 @@ def straight_through(read: Tree, values: Tree, ctx: Context, smooth: Callable[[C
 
 def _draws(purpose: str, ctx: Context) -> Callable[[str], Draw]:
     """Return the random numbers of each tensor in this step, by its name."""
-    return lambda name: Draw(lambda *ids: ctx.generator(f"{purpose} {name}", ctx.step, *ids), ctx.comm.node_ids)
+    return lambda name: Draw(lambda *ids: ctx.generator(f"{purpose} {name}", ctx.step, *ids), ctx.comm.ids)
 
 
 def _same_on_all(params: Tree, ctx: Context) -> Tree:

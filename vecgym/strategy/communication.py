@@ -43,6 +43,7 @@ class Context:
         own_time: learning rates, other values given for each step, and the model's random numbers go by `node_steps`:
             where nodes train at different times, each has done its own number of steps.
         exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
+        missed: where nodes may be absent: step -> which of the nodes here were absent in it; see `missing`.
 
     >>> from dataclasses import replace
     >>> from vecgym.collectives import StackedCollectives
@@ -52,8 +53,8 @@ class Context:
     True
     >>> replace(ctx, rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
     tensor([0.2000, 0.4000])
-    >>> ctx.node_steps
-    tensor([3, 3, 3, 3])
+    >>> ctx.node_steps, ctx.missing(2)
+    (tensor([3, 3, 3, 3]), None)
     """
 
     comm: Collectives
@@ -71,6 +72,7 @@ class Context:
     lr: float | Tensor | None = None
     own_time: bool = False
     exchange: int = 0
+    missed: Callable[[int], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         if self.node_steps is None:
@@ -104,12 +106,16 @@ class Context:
         first = found[counts[0]]
         if len(found) == 1 or all(x is first or (isinstance(x, (int, float)) and x == first) for x in found.values()):
             return first
-        ids = self.comm.node_ids if self.rows is None else self.rows
+        ids = self.comm.ids if self.rows is None else self.rows
         tensors = {count: torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
                    for count, x in found.items()}  # fmt: skip
         own = [x if x.dim() == 0 else x[node] for x, node in zip(map(tensors.__getitem__, counts), ids.tolist())]
         values = torch.stack(own)
-        return values.new_zeros(self.comm.num_nodes).index_copy(0, placed(ids, values.device), values)
+        return values.new_zeros(self.comm.run_nodes).index_copy(0, placed(ids, values.device), values)
+
+    def missing(self, step: int) -> Tensor | None:
+        """Return which of the nodes here were absent in an earlier step, bool `[L]`; None: none was."""
+        return None if self.missed is None or step < 0 else self.missed(step)
 
     def own(self, value: Any) -> Any:
         """Return a hyperparameter for the nodes that train here: of `[K]` their rows; what all nodes share as it is."""
@@ -153,6 +159,18 @@ class CommunicationModule:
         island_size=8 is larger than the 4 nodes that take part in a round
         """
 
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        """Raise a ValueError if the module cannot work while only so many of the nodes are present.
+
+        >>> from vecgym.strategy import Gradients, Robust
+        >>> try:
+        ...     Gradients(Robust("trimmed_mean", trim=1)).check_present([2, 4], num_nodes=4)
+        ... except ValueError as error:
+        ...     print(str(error).split(":")[0])
+        trim=1 at either end leaves nothing of 2 nodes
+        """
+        return
+
     def init(self, params: Tree, ctx: Context) -> State:
         """Return the first state. `params` are a copy that the module may keep.
 
@@ -175,6 +193,16 @@ class CommunicationModule:
         4
         """
         return None
+
+    def idle(self, ctx: Context) -> bool:
+        """Return whether the module exchanges neither parameters nor moments in this step, and keeps its state.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator
+        >>> [AveragingCommunicator(H=3).idle(Context(StackedCollectives(2), step=step)) for step in range(4)]
+        [True, True, False, True]
+        """
+        return not (overrides(self, "exchange_parameters") or overrides(self, "exchange_moments"))
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         """Add to each node's own gradient, before anything is exchanged; all are `[1 or L, *]` trees.
@@ -271,11 +299,17 @@ class Wrapper(CommunicationModule):
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.module.check(num_nodes, max_steps)
 
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        self.module.check_present(counts, num_nodes)
+
     def init(self, params: Tree, ctx: Context) -> State:
         return self.module.init(params, self.told(ctx))
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return self.module.active_nodes(self.told(ctx))
+
+    def idle(self, ctx: Context) -> bool:
+        return self.module.idle(self.told(ctx))
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         return self.module.local_gradients(grads, params, state, self.told(ctx))

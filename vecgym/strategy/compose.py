@@ -8,9 +8,10 @@ from typing import Any
 
 from vecgym.core.tree import Tree
 from vecgym.strategy import contract
+from vecgym.strategy.average import kept
 from vecgym.strategy.base import CommunicationModule, Context, Slots, State, check_interval
 from vecgym.strategy.communication import Wrapper
-from vecgym.strategy.when import Late, Rounds, check_delay, check_in_time, nothing
+from vecgym.strategy.when import QUEUE, Late, Rounds, check_delay, check_in_time, nothing
 
 
 def every(n: int, module: CommunicationModule) -> CommunicationModule:
@@ -100,11 +101,16 @@ class _Every(Wrapper):
         self._when = Rounds(n, name="n")
 
     def told(self, ctx: Context) -> Context:
-        return replace(ctx, step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n))
+        missed = ctx.missed
+        of_exchange = None if missed is None else lambda exchange: missed((exchange + 1) * self.n - 1)
+        return replace(ctx, step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n), missed=of_exchange)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self._when.check(max_steps, self)
         self.module.check(num_nodes, max(1, max_steps // self.n))
+
+    def idle(self, ctx: Context) -> bool:
+        return not self._when.due(ctx.step) or super().idle(ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return self._when_due(self.module.exchange_gradients, grads, state, ctx)
@@ -140,7 +146,10 @@ class _Delayed(Wrapper):
         super().check(num_nodes, max_steps)
 
     def init(self, params: Tree, ctx: Context) -> State:
-        return {"module": super().init(params, ctx), "queue": self._late.init(nothing(params))}
+        return {"module": super().init(params, ctx), QUEUE: self._late.init(nothing(params))}
+
+    def idle(self, ctx: Context) -> bool:
+        return False
 
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         return super().local_gradients(grads, params, state["module"], ctx)
@@ -156,9 +165,9 @@ class _Delayed(Wrapper):
             new, changed = contract.exchange_parameters(self.module, params, state["module"], pure)
         moved = {name: x for name, x in new.items() if x is not params[name]}
         change = nothing(params) | {name: x - params[name] for name, x in moved.items()}
-        due, queue = self._late.turn(change, state["queue"], ctx.step)
-        params = {name: p + due[name] if due[name].numel() else p for name, p in params.items()}
-        return params, {"module": changed, "queue": queue}
+        due, queue = self._late.turn(change, state[QUEUE], ctx.step)
+        late = {name: p + due[name] if due[name].numel() else p for name, p in params.items()}
+        return kept(ctx.missing(ctx.step - self.d), params, late), {"module": changed, QUEUE: queue}
 
     def __repr__(self) -> str:
         return f"delayed({self.module!r}, {self.d})"

@@ -103,7 +103,12 @@ class Refusing(Collectives):
 
     def __init__(self, comm: Collectives, refusal: Callable[[str], str]) -> None:
         self.num_nodes, self.node_ids, self.ledger = comm.num_nodes, comm.node_ids, comm.ledger
+        self.members, self._run_nodes = comm.members, comm.run_nodes
         self._refusal = refusal
+
+    @property
+    def run_nodes(self) -> int:
+        return self._run_nodes
 
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:
         raise ValueError(self._refusal(operation))

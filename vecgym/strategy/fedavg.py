@@ -148,6 +148,9 @@ class ProximalTerm(CommunicationModule):
         mu = ctx.own(self.mu)
         return tree.map(lambda g, p, start: g + tree.per_node(mu, p) * (p - start), grads, params, state["start"])
 
+    def idle(self, ctx: Context) -> bool:
+        return not self._when.due(ctx.step)
+
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if not self._when.due(ctx.step):
             return params, state

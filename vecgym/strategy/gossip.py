@@ -77,6 +77,12 @@ class Mix(Reduction):
                 f'[{num_nodes}, {num_nodes}], or a name such as "ring".'
             )
 
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        given = [] if isinstance(self.topology, str) or callable(self.topology) else list(_cycle(self.topology))
+        if any(count < num_nodes for count in counts):
+            for weights in given:
+                _check_symmetric(weights, "topology")
+
     def mixing(self, ctx: Context) -> Mixing:
         """Return the matrix of this exchange.
 
@@ -85,7 +91,12 @@ class Mix(Reduction):
         tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
         """
         drawn = lambda exchange: ctx.generator("matching", exchange)  # noqa: E731
-        return self._mixing(ctx.comm.num_nodes, ctx.step, ctx.exchange, drawn)
+        if ctx.comm.members is None:
+            return self._mixing(ctx.comm.num_nodes, ctx.step, ctx.exchange, drawn)
+        if isinstance(self.topology, str):
+            return self._mixing_of_some(self.topology, ctx.comm.num_nodes, ctx.exchange, drawn)
+        found = self._mixing(ctx.comm.run_nodes, ctx.step, ctx.exchange, drawn).weights
+        return Mixing.of(among(found, ctx.comm.members))
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         return ctx.comm.mix(values, self.mixing(ctx), inplace=ctx.inplace), state
@@ -94,6 +105,21 @@ class Mix(Reduction):
         received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
         shares = self.mixing(ctx).weights[ctx.comm.node_ids]
         return {name: codec.average(received[name], x, shares) for name, x in like.items()}
+
+    def _mixing_of_some(
+        self, topology: str, num_nodes: int, exchange: int, generator: Callable[[int], torch.Generator]
+    ) -> Mixing:
+        """Return the matrix of a topology by name among those present, however many these are."""
+        if topology == "random_matching" and num_nodes % 2:  # one is left, and keeps what it has
+            order = torch.randperm(num_nodes, generator=generator(exchange)).sort().indices
+            weights = torch.eye(num_nodes, dtype=torch.float64)
+            weights[1:, 1:] = graphs.random_matching(num_nodes - 1, generator(exchange)) if num_nodes > 1 else 1.0
+            return Mixing.of(weights[order][:, order])
+        try:
+            return self._mixing(num_nodes, 0, exchange, generator)
+        except ValueError:  # a torus of a prime number of nodes: a grid of one row, in which each is its own neighbour
+            eye = torch.eye(num_nodes, dtype=torch.float64)
+            return Mixing.of((3 * eye + eye.roll(1, 0) + eye.roll(-1, 0)) / 5)
 
     def _mixing(self, num_nodes: int, step: int, exchange: int, generator: Callable[[int], torch.Generator]) -> Mixing:
         if self._constant is not None:
@@ -202,6 +228,28 @@ class GossipStrategy(Strategy):
         **inner: Unpack[InnerOptions],
     ) -> None:
         super().__init__(inner_optim, communication_modules=[GossipCommunicator(topology, every)], **inner)
+
+
+def among(weights: Tensor, members: Sequence[int]) -> Tensor:
+    """Return the mixing matrix of some of the nodes: the weight of those left out is each node's own.
+
+    >>> among(graphs.ring(4), [0, 1, 2])
+    tensor([[0.6667, 0.3333, 0.0000],
+            [0.3333, 0.3333, 0.3333],
+            [0.0000, 0.3333, 0.6667]], dtype=torch.float64)
+    """
+    _check_symmetric(weights, "topology")
+    ids = torch.tensor(members, device=weights.device)
+    inside = weights[ids][:, ids]
+    return inside + torch.diag(weights[ids].sum(1) - inside.sum(1))
+
+
+def _check_symmetric(weights: Tensor, name: str) -> None:
+    if not torch.allclose(weights.detach(), weights.detach().mT, atol=1e-6):
+        raise ValueError(
+            f"{name} is a matrix that is not symmetric, and some of its nodes may be absent: what is left of it would "
+            'not keep the mean. Give a symmetric one, or the name of a topology, such as "exponential".'
+        )
 
 
 @functools.lru_cache(maxsize=4)

@@ -82,7 +82,7 @@ def optimizer_step(
     everyone = ctx.rows is None and not ctx.exact
     if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
         return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
-    rows = ctx.comm.node_ids if ctx.rows is None else ctx.rows
+    rows = ctx.comm.ids if ctx.rows is None else ctx.rows
     # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
     parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
     found = []

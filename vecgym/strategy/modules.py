@@ -25,7 +25,8 @@ from vecgym.optim import OptimSpec, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
-from vecgym.strategy.when import Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
+from vecgym.strategy.lost import arrived, average_among, is_shared
+from vecgym.strategy.when import QUEUE, Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
 DEFAULT_H = 100
@@ -42,6 +43,9 @@ class Exchange(CommunicationModule):
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.when.check(max_steps, self)
         self.average.check(num_nodes, max_steps)
+
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        self.average.check_present(counts, num_nodes)
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return self.average.active_nodes(self._counted(ctx))
@@ -149,7 +153,7 @@ class Parameters(Exchange):
 
     def init(self, params: Tree, ctx: Context) -> State:
         state = self.average.init(params, ctx)
-        return {"average": state, "queue": self._late.init(self.average.empty(params))} if self.delay else state
+        return {"average": state, QUEUE: self._late.init(self.average.empty(params))} if self.delay else state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if self.delay == 0:
@@ -158,11 +162,16 @@ class Parameters(Exchange):
         if self.when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
                 new, average = self.average.agree(params, average, replace(self._counted(ctx), inplace=False))
-        due, queue = self._late.turn(new, state["queue"], ctx.step)
+        due, queue = self._late.turn(new, state[QUEUE], ctx.step)
         before = ctx.step - self.delay  # when what is due was agreed on
         keeping = self.average.keeping(replace(ctx, exchange=self.when.count(before))) if before >= 0 else None
+        missing = ctx.missing(before)
+        keeping = missing if keeping is None else keeping if missing is None else keeping | missing
         written = self.average.write(due, params, ctx if keeping is None else replace(ctx, inplace=False))
-        return kept(keeping, params, written), {"average": average, "queue": queue}
+        return kept(keeping, params, written), {"average": average, QUEUE: queue}
+
+    def idle(self, ctx: Context) -> bool:
+        return self.delay == 0 and not self.when.due(ctx.step)
 
     def stack_key(self) -> Hashable:
         """Return the interval; None for late ones, `SyncWeight`s, and any average but the mean of all nodes.
@@ -201,11 +210,13 @@ class OuterStep(Exchange):
         offsets: for each fragment the steps before its first exchange; H + p H / P when not given.
         delay: optimizer steps from the exchange to its effect.
         alpha: what a node keeps of its own parameters, in [0, 1).
+        lost: the probability, for each node and exchange, that its message is lost, in [0, 1): its movement then does
+            not count, and it goes on from its own parameters, as in DiLoCo's paper. All nodes must be in one process.
 
     Raises:
         ValueError, TypeError: for H, fragments or offsets < 1, other numbers of offsets than fragments, delay < 0,
-            alpha outside [0, 1), and for a `SyncWeight` with fragments or a delay; at `check` unless the delay is
-            smaller than the run's steps.
+            alpha or lost outside [0, 1), for a `SyncWeight` with fragments or a delay, and for lost messages with a
+            delay or an average that differs by node; at `check` unless the delay is smaller than the run's steps.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.strategy import Mean
@@ -233,6 +244,7 @@ class OuterStep(Exchange):
         offsets: Sequence[int] | None = None,
         delay: int = 0,
         alpha: float = 0.0,
+        lost: float = 0.0,
     ) -> None:
         self.average = check_average("average", average)
         self.outer_optim = outer_spec(outer_optim)
@@ -242,6 +254,12 @@ class OuterStep(Exchange):
         self._late = Late(delay)
         self.delay = self._late.delay
         self.alpha = check.number("alpha", alpha, "[0, 1)", "what a node keeps of its own parameters")
+        self.lost = check.number("lost", lost, "[0, 1)", "the probability that a node's message is lost")
+        if self.lost and (self.delay or not is_shared(average)):
+            raise ValueError(
+                f"lost={lost} with delay={delay} and {average!r}: messages are lost on their way to one average of all "
+                "nodes, which is used at once. Leave out the delay, islands and participation."
+            )
         if offsets is not None and (not isinstance(offsets, (list, tuple)) or len(offsets) != fragments):
             given = f"offsets={offsets!r} and fragments={fragments}"
             raise ValueError(f"{given}: give a list of one number for each fragment.")
@@ -276,6 +294,9 @@ class OuterStep(Exchange):
             params, state = {**params, **new}, {**state, str(p): changed}
         return params, state
 
+    def idle(self, ctx: Context) -> bool:
+        return self.delay == 0 and not any(self._time_of(p).due(ctx.step) for p in range(self.fragments))
+
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         exchange = self.when.count(ctx.step)
         if exchange >= self.when.count(ctx.max_steps):  # no outer step comes any more
@@ -290,7 +311,8 @@ class OuterStep(Exchange):
         (False, None)
         """
         key = merge_key(self.outer_optim)
-        usual = self.average.plain and self.fragments == 1 and self.offsets is None and self.delay == self.alpha == 0
+        usual = self.average.plain and self.fragments == 1 and self.offsets is None
+        usual = usual and self.delay == self.alpha == self.lost == 0
         return (self.when.H, key) if key is not None and usual and isinstance(self.when, Rounds) else None
 
     def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
@@ -308,7 +330,7 @@ class OuterStep(Exchange):
         if average := self.average.init(tree.map(torch.zeros_like, params), ctx):
             state["average"] = average
         if self.delay:
-            state["queue"] = self._late.init(nothing(params))
+            state[QUEUE] = self._late.init(nothing(params))
         return state
 
     def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
@@ -319,21 +341,28 @@ class OuterStep(Exchange):
         if when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
                 delta, state = self._movement(params, state, self._counted(ctx))
-        due, queue = self._late.turn(delta, state["queue"], ctx.step)
-        state = {**state, "queue": queue}
+        due, queue = self._late.turn(delta, state[QUEUE], ctx.step)
+        state = {**state, QUEUE: queue}
         before = ctx.step - self.delay  # when what is due was sent
         if before < 0 or not when.due(before):
             return params, state
-        return self._moved(params, due, state, replace(ctx, exchange=self.when.count(before)))
+        new, state = self._moved(params, due, state, replace(ctx, exchange=self.when.count(before)))
+        return kept(ctx.missing(before), params, new), state
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        delta, state = self._movement(params, state, ctx)
-        return self._moved(params, delta, state, ctx)
+        heard = arrived(self.lost, params, ctx) if self.lost else None
+        if heard is not None and not bool(heard.any()):
+            return params, state
+        delta, state = self._movement(params, state, ctx, heard)
+        new, state = self._moved(params, delta, state, ctx)
+        return kept(None if heard is None else ~heard, params, new), state
 
-    def _movement(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        """Average the nodes' movements, `[1 or L, *]`."""
-        moved = tree.map(torch.sub, state["params"], params)
-        delta, average = self.average(moved, state.get("average", {}), ctx)
+    def _movement(
+        self, params: Tree, state: State, ctx: Context, heard: Tensor | None = None
+    ) -> tuple[Tree, State]:  # fmt: skip
+        """Average the nodes' movements, `[1 or L, *]`, or those that are `heard`."""
+        moved, held = tree.map(torch.sub, state["params"], params), state.get("average", {})
+        delta, average = average_among(self.average, moved, held, heard, ctx)
         return delta, {**state, "average": average} if average else state
 
     def _moved(self, params: Tree, delta: Tree, state: State, ctx: Context) -> tuple[Tree, State]:

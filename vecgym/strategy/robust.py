@@ -77,7 +77,13 @@ class Robust(Mean):
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         super().check(num_nodes, max_steps)
-        count = num_participants(self.participation, num_nodes)
+        self.check_present([num_nodes], num_nodes)
+
+    def check_present(self, counts: Sequence[int], num_nodes: int) -> None:
+        for present in counts:
+            self._check_count(num_participants(self.participation, present))
+
+    def _check_count(self, count: int) -> None:
         smallest = count if self.island_size is None else (count % self.island_size or self.island_size)
         if self.trim is not None and 2 * self.trim >= smallest:
             raise ValueError(f"trim={self.trim} at either end leaves nothing of {smallest} nodes: give a smaller one.")
@@ -146,7 +152,7 @@ class Corrupted(Around):
             check.index("node", node, num_nodes)
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        liars = torch.isin(ctx.comm.node_ids, torch.tensor(self.nodes, dtype=torch.long))
+        liars = torch.isin(ctx.comm.ids, torch.tensor(self.nodes, dtype=torch.long))
         told = tree.map(lambda x: torch.where(per_row(liars, x), self.attack(x), x), values)
         return self._told(told, values, state, ctx)
 
@@ -190,6 +196,6 @@ class Private(Around):
         purpose = f"private {name}"
         drawn = [
             torch.randn(x.shape[1:], generator=ctx.generator(purpose, ctx.step, node), dtype=x.dtype)
-            for node in ctx.comm.node_ids.tolist()
+            for node in ctx.comm.ids.tolist()
         ]
         return x + self.noise * self.clip * placed(torch.stack(drawn), x.device)

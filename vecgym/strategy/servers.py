@@ -251,7 +251,8 @@ class DelayedNesterov(Server):
     def update(
         self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
     ) -> tuple[Tree, State]:
-        assert self.num_arrivals is not None
+        if self.num_arrivals is None:
+            raise ValueError("buffer=None is the number of nodes, which server.of(num_nodes) says.")
         N, beta, c = self.num_arrivals, self.momentum, self.c
         buffer, momentum = tree.map(torch.add, state["buffer"], movement), state["momentum"]
         share = c

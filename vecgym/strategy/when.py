@@ -16,6 +16,7 @@ from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated
 from vecgym.strategy.base import Context, State, check_interval
 
+QUEUE = "queue"  # what a module calls the state of its `Late`: values that wait for a step
 Exchange = Callable[[Tree, State, Context], tuple[Tree, State]]
 
 

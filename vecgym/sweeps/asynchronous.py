@@ -23,6 +23,7 @@ class AsyncChunk(Chunk):
     """C asynchronous configurations with the same events; see `Chunk`. Its steps are updates of their servers."""
 
     simulation: AsyncSimulation
+    presence = None
 
     def _observed(self, num_nodes: int) -> Observed:
         return Observed(self.num_steps, len(self.configs), num_nodes, updates=True)

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import Transfer
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.data.chosen import chosen_batches, places
 from vecgym.engine import Engine
-from vecgym.engine.simulation import Simulation, State
+from vecgym.engine.presence import Presence
+from vecgym.engine.simulation import Metrics, Simulation, State
 from vecgym.runs.evaluation import consensus_distances, evaluated_columns
+from vecgym.runs.present import own_batch
 from vecgym.strategy.per_rank import as_strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import Curve, Observed
@@ -59,6 +62,9 @@ class Chunk:
     def _simulation(self, merged: Merged) -> Simulation:
         """Build the simulation of the present configurations."""
         self.merged = merged
+        self.presence = self.configs[0].presence()
+        if self.presence is not None:
+            return self._alone(self.configs[0], merged.members[0], self.presence)
         limits = [c.train.limits or [c.train.batch_size] * c.num_nodes for c in self.configs]
         return Simulation(
             self.engine.model, merged, StackedCollectives(merged.num_rows), engine=self.engine,
@@ -67,9 +73,21 @@ class Chunk:
             keys=[(config.settings["seed"], node) for config in self.configs for node in range(config.num_nodes)],
         )  # fmt: skip
 
+    def _alone(self, config: Configuration, member: Member, presence: Presence) -> Simulation:
+        """Build the simulation of one configuration in which nodes may be absent."""
+        return Simulation(
+            self.engine.model, member.strategy, member.comm, engine=self.engine, max_steps=self.num_steps,
+            seed=config.settings["seed"], minibatch_size=config.settings["minibatch_size"],
+            num_examples=member.num_examples, limits=config.train.limits_of(config.train.shard_sizes),
+            presence=presence,
+        )  # fmt: skip
+
     def batches(self) -> Iterator[Sequence[Any]]:
         """Start the clock, and return the distinct batches of each remaining step; see `step`."""
         self._start = time.perf_counter() - self._before
+        if self.presence is not None:
+            train, left = self.configs[0].train, range(self.state.step, self.num_steps)
+            return (own_batch(train, self.presence, self.state) for _ in left)
         return zip(*[source.iterate(self.state.step, self.num_steps) for source in self._sources])
 
     def step(self, batches: Sequence[Any], measured: bool) -> list[int]:
@@ -85,21 +103,35 @@ class Chunk:
             distances.extend(consensus_distances(params, len(self.configs), self.simulation.comm))
 
         with self.merged.recording() as transfers:
-            batch = chosen_batches(batches, self._which)
-            self.state, metrics = self.simulation.step(self.state, batch, observe=measure if measured else None)
+            batch, limits = (chosen_batches(batches, self._which), None) if self.presence is None else batches
+            observe = measure if measured else None
+            self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=limits)
         losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
         active: np.ndarray = np.full(losses.shape, metrics.active is None)
         if metrics.active is not None:
             active.flat[metrics.active] = True
         self.observed.put(
-            self.state.step - 1, train_losses=losses, active=active, lr=self.merged.rates(),
-            bytes=self.merged.num_bytes(transfers), seconds=time.perf_counter() - self._start,
+            self.state.step - 1, train_losses=losses, active=active, lr=self._rates(metrics),
+            bytes=self._num_bytes(transfers, metrics), seconds=time.perf_counter() - self._start,
         )  # fmt: skip
         finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # where no node trains, nothing diverges
         for c, distance in enumerate(distances):
             if finite[c]:
                 self.observed.evaluated(c, self.state.step, consensus_distance_before=distance)
         return np.flatnonzero(~finite).tolist()
+
+    def _rates(self, metrics: Metrics) -> list[float]:
+        if self.presence is None:
+            return self.merged.rates()
+        return [float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean())]
+
+    def _num_bytes(self, transfers: Sequence[list[Transfer]], metrics: Metrics) -> list[tuple[float, float]]:
+        if self.presence is None:
+            return self.merged.num_bytes(transfers)
+        sent, received = (
+            float(sum(getattr(x, name) for x in metrics.transfers)) for name in ("sent_bytes", "received_bytes")
+        )
+        return [(sent, received)]
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""

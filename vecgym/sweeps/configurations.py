@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,12 @@ from vecgym.core import check
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import hooks
 from vecgym.engine.events import Stop
+from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
 from vecgym.runs.checks import check_compute, check_left_out
 from vecgym.runs.options import checked
+from vecgym.runs.present import presence_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.sweeps.axes import Point
@@ -30,6 +33,7 @@ from vecgym.sweeps.options import SweepOptions
 OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs alone
 SETTINGS = (
     "num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", *OF_UPDATES, "seed", "shuffle",
+    "availability",
 )  # fmt: skip
 
 
@@ -98,6 +102,18 @@ class Configuration:
     def num_nodes(self) -> int:
         return self.settings["num_nodes"]
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The settings for people and files."""
+        availability = self.settings["availability"]
+        plain = {name: value for name, value in self.settings.items() if name != "availability"}
+        return plain if availability is None else {**plain, "availability": repr(availability)}
+
+    def presence(self) -> Presence | None:
+        """Return who is present when; None: all, always."""
+        given = {name: self.settings[name] for name in ("availability", "num_nodes", "seed", "batch_size")}
+        return presence_of(SimpleNamespace(**given, compute=None), self.num_steps, tuple(self.train.shard_sizes))
+
     @cached_property
     def train(self) -> Batches:
         return self.data.train(self.settings)
@@ -134,6 +150,7 @@ class Configuration:
         if isinstance(strategy, AsyncStrategy):
             check_compute(strategy, self.compute)
             check_left_out(strategy, "compile", options.compile, False)
+            check_left_out(strategy, "availability", self.settings["availability"], None)
             for clock in (self.network, self.compute):
                 if clock is not None:
                     clock.check(K)

@@ -76,13 +76,15 @@ class Curve:
 
     def _steps(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
         """Yield the rows of steps of all nodes, without their evaluations."""
+        presence = config.presence()
         comm, examples = StackedCollectives(config.num_nodes), tuple(config.train.shard_sizes)
         sent, total = self.columns["bytes"].tolist(), self.totals.tolist()
         lrs, seconds = self.columns["lr"].tolist(), self.columns["seconds"].tolist()
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             ctx = Context(comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples)
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
-            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx))
+            there = None if presence is None else int(presence.row(t).sum())
+            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx), num_present=there)
             yield rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])
 
     def _updates(self, config: Configuration, rows: StepRows) -> Iterator[Row]:

@@ -12,7 +12,8 @@ from torch import nn
 
 from vecgym.core import check
 from vecgym.core.options import Options
-from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, SimulatedSeconds, Training
+from vecgym.runs.checks import check_availability
+from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Present, SimulatedSeconds, Training
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Uniform
 
@@ -62,6 +63,8 @@ class SweepOptions(EngineOptions, Training, Swept):
             there already, the sweep resumes from it.
         executor: a `concurrent.futures.Executor`: its workers train the stacks, each by itself, to the same bits; None:
             this process does. It is not shut down. See `vecgym.guide.sweeps` for what workers must have.
+        availability: who is present in which steps; see `Trainer.fit`. It may be an axis too, of such objects. Where
+            nodes may be absent, each configuration is trained by itself.
         dry_run: train nothing: look at `result.explain()`.
         network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
             each configuration takes; see `SweepResult.price`, which does so afterwards. Asynchronous strategies need
@@ -80,6 +83,7 @@ class SweepOptions(EngineOptions, Training, Swept):
     keep_models: Flag = False
     resume: str | os.PathLike[str] | None = None
     executor: Annotated[Executor | None, _executor] = None
+    availability: Present = None
     dry_run: Flag = False
     network: Any = None
     compute: Any = None
@@ -87,6 +91,8 @@ class SweepOptions(EngineOptions, Training, Swept):
     max_seconds: SimulatedSeconds = None
 
     def __post_init__(self) -> None:
+        if self.availability is not None:
+            check_availability("stacked", self.dataloader_kwargs)
         super().__post_init__()
         for name in ("train_dataset", "val_dataset"):
             data = vars(self)[name]

@@ -37,6 +37,11 @@ class Prices:
         return self._found[config.index, place]
 
     def _priced(self, config: Configuration, place: int) -> dict[str, Any]:
+        if config.settings["availability"] is not None:
+            raise ValueError(
+                "where nodes may be absent, a configuration's seconds are not known without training: leave network "
+                "and compute out, or run it with Trainer.fit(availability=..., network=..., compute=...)."
+            )
         if config.index not in self._ledgers:
             self._ledgers[config.index] = dry_run(
                 config.model, config.strategy, config.num_nodes, config.num_steps, seed=config.settings["seed"]

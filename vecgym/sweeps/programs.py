@@ -97,6 +97,7 @@ def _key(config: Configuration) -> dict[str, Any]:
         "choice of together": getattr(config.strategy, "together", True),
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
+        "availability": config.settings["availability"] is not None,
         "place of the parameters (one copy for all nodes, or one for each)": config.strategy.mean_gradient,
     }
 
@@ -117,7 +118,9 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     """Cut configurations into as few chunks as memory allows, and into no larger ones than are faster."""
     bytes_per_config, flop = _costs(configs[0])
     size, reason = len(configs), "all in one stack"
-    if options.chunk_configs is not None and options.chunk_configs < size:
+    if configs[0].settings["availability"] is not None:
+        size, reason = 1, "availability: each by itself"
+    elif options.chunk_configs is not None and options.chunk_configs < size:
         size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
     elif (
         options.chunk_configs is None

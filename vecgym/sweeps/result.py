@@ -143,7 +143,7 @@ class SweepResult:
         runner, config = self._runner, self._config(index)
         settings = {
             **{name: label(value) for name, value in config.point.items()},
-            "strategy": repr(config.strategy), **config.settings, "max_steps": config.num_steps,
+            "strategy": repr(config.strategy), **config.shown, "max_steps": config.num_steps,
         }  # fmt: skip
         curve = runner.curves.get(config.index)
         return History(settings) if curve is None else curve.history(settings, config)

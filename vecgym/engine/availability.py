@@ -1,0 +1,329 @@
+"""Who is there: which nodes take part in which steps of a run.
+
+An `Availability` is given to `Trainer.fit(availability=...)`, for any strategy. It is a pure function of the run's seed
+and the step: nothing in it evolves, so a run can be resumed anywhere.
+
+Those present train and exchange, among themselves. The others keep all they have: parameters, buffers and the inner
+optimizer's state. What a strategy stores once for all nodes, outer parameters say, goes on with those present. A node
+that returns begins with what `rejoin` says:
+
+- "own": its own parameters;
+- "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or else the mean
+  over the nodes that were present in the step before;
+- "neighbour": those of one node that is there, drawn at random.
+
+Its inner optimizer's state is its own, except where it is stored once for all: with "shared" and "neighbour" it then
+takes that too. Learning rates, data and random numbers go by the number of steps that a node has done itself.
+
+>>> import vecgym
+>>> from vecgym.models import Line
+>>> from vecgym.strategy import AllReduceStrategy
+>>> trainer, strategy = vecgym.Trainer(Line(), torch.arange(8.0)), AllReduceStrategy("sgd", lr=0.1)
+>>> averaged = trainer.fit(
+...     strategy, num_nodes=4, max_steps=3, batch_size=2, device="cpu", progress=False,
+...     availability=vecgym.availability.Trace([[True] * 4, [True, True, False, True], [True] * 4], rejoin="shared")
+... )
+>>> trainer.history["num_present"], trainer.state.node_steps
+([4, 3, 4], tensor([3, 3, 2, 3]))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives.topology import sample_nodes
+from vecgym.core import check, rng
+from vecgym.engine.attendance import Availability, Facts, Rejoin, Table, by_rounds, checked_rejoin
+
+__all__ = [
+    "Availability", "Deadline", "Dropout", "Facts", "Function", "LocalSteps", "Sampled", "Trace", "as_availability",
+]  # fmt: skip
+
+SOJOURNS = 64  # of a node, drawn together
+
+
+class Sampled(Availability):
+    """In each round of H steps a sample of the nodes, at least one: federated learning's participation.
+
+    Args:
+        fraction: of the nodes, in (0, 1].
+        H: steps of a round; that of the strategy.
+        rejoin: what a node begins a round with; "shared": the model that was trained in the round before.
+
+    Raises:
+        ValueError: for a fraction outside (0, 1], H < 1, an unknown `rejoin`.
+
+    >>> sampled = Sampled(0.5, H=2)
+    >>> sampled, sampled.present(Facts(num_nodes=4, num_steps=4, seed=42))(0, 4).int()
+    (Sampled(fraction=0.5, H=2, rejoin='shared'), tensor([[0, 1, 1, 0],
+            [0, 1, 1, 0],
+            [1, 0, 1, 0],
+            [1, 0, 1, 0]], dtype=torch.int32))
+    """
+
+    def __init__(self, fraction: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
+        self.fraction = check.number("fraction", fraction, "(0, 1]", "the part of the nodes that is there in a round")
+        self.H = check.integer("H", H, what="the steps of a round")
+        self.rejoin = checked_rejoin(rejoin)
+
+    def present(self, run: Facts) -> Table:
+        count = max(1, round(self.fraction * run.num_nodes))
+
+        def of_round(number: int) -> Tensor:
+            there = torch.zeros(run.num_nodes, dtype=torch.bool)
+            there[sample_nodes(run.num_nodes, count, rng.generator(run.seed, "participants", number))] = True
+            return there
+
+        return by_rounds(of_round, self.H)
+
+
+class Dropout(Availability):
+    """Nodes fail and come back, each by itself: a chain of two states. In the first step all are there.
+
+    A node that is there is absent in the next step with probability rate / ((1 - rate) mean_steps), and one that is
+    absent is back with probability 1 / mean_steps.
+
+    Args:
+        rate: the part of the time that a node is absent, in the long run, in [0, 1).
+        mean_steps: of an absence, on average, >= 1.
+        rejoin: what a node that returns begins with.
+
+    Raises:
+        ValueError: for what is outside of these, and for a rate that so short absences cannot give.
+
+    >>> there = Dropout(0.3, mean_steps=5).present(Facts(num_nodes=3, num_steps=10, seed=1))(0, 10)
+    >>> there.T.int()
+    tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+            [1, 1, 0, 0, 0, 0, 0, 0, 1, 1],
+            [1, 1, 1, 1, 1, 1, 1, 1, 1, 0]], dtype=torch.int32)
+    """
+
+    def __init__(self, rate: float, mean_steps: float = 20, rejoin: Rejoin = "own") -> None:
+        self.rate = check.number("rate", rate, "[0, 1)", "the part of the time that a node is absent")
+        self.mean_steps = check.number("mean_steps", mean_steps, "[1, inf)", "of an absence")
+        self.rejoin = checked_rejoin(rejoin)
+        self._leaves = self.rate / ((1 - self.rate) * self.mean_steps)
+        if self._leaves > 1 + 1e-9:  # what the message advises is allowed
+            least = self.rate / (1 - self.rate)
+            raise ValueError(
+                f"rate={rate} with mean_steps={mean_steps}: absences so short cannot be so much of the time. Give "
+                f"mean_steps >= {least:.4g}, or a rate <= {mean_steps / (1 + mean_steps):.4g}."
+            )
+
+    def present(self, run: Facts) -> Table:
+        changes = [self._changes(node, run) for node in range(run.num_nodes)]
+
+        def table(first: int, last: int) -> Tensor:
+            steps = torch.arange(first, last)
+            # After an even number of changes a node is there.
+            return torch.stack([torch.searchsorted(x, steps, right=True) % 2 == 0 for x in changes], 1)
+
+        return table
+
+    def _changes(self, node: int, run: Facts) -> Tensor:
+        """Return the steps at which a node leaves, comes back, leaves ..., up to the end of the run."""
+        ends = torch.zeros(1)
+        parts, block = [torch.zeros(0, dtype=torch.long)], 0
+        while self.rate > 0 and ends[-1] < run.num_steps:
+            generator = rng.generator(run.seed, "dropout", node, block)
+            drawn = 1 - torch.rand(SOJOURNS, dtype=torch.float64, generator=generator)  # in (0, 1]
+            chances = torch.tensor([min(1.0, self._leaves), 1 / self.mean_steps], dtype=torch.float64).repeat(
+                SOJOURNS // 2
+            )
+            # Geometric; a probability of 1 gives log 0 = -inf, and one step.
+            lasts = 1 + (drawn.log() / (-chances).log1p()).floor().nan_to_num(0.0).clamp(0, run.num_steps)
+            ends = ends[-1] + lasts.cumsum(0).long()
+            parts.append(ends)
+            block += 1
+        return torch.cat(parts)
+
+
+class Trace(Availability):
+    """Who is there in each step, as was measured, say.
+
+    Args:
+        table: bool `[T, K]`, a row for each step of the run; further rows are not used.
+        rejoin: what a node that returns begins with.
+
+    Raises:
+        ValueError, TypeError: for what is no table of truth values; at `fit` for one of too few steps, or other nodes.
+
+    >>> Trace([[True, True], [False, True]])
+    Trace(2 steps of 2 nodes, rejoin='own')
+    """
+
+    def __init__(self, table: Any, rejoin: Rejoin = "own") -> None:
+        self.table = _checked_table(table)
+        self.rejoin = checked_rejoin(rejoin)
+
+    def check(self, run: Facts) -> None:
+        num_steps, num_nodes = self.table.shape
+        if num_nodes != run.num_nodes or num_steps < run.num_steps:
+            raise ValueError(
+                f"the trace has {num_steps} steps of {num_nodes} nodes, and the run {run.num_steps} steps of "
+                f"{run.num_nodes}: give a row for each step, [{run.num_steps}, {run.num_nodes}]."
+            )
+
+    def present(self, run: Facts) -> Table:
+        return lambda first, last: self.table[first:last]
+
+    def __repr__(self) -> str:
+        num_steps, num_nodes = self.table.shape
+        return f"Trace({num_steps} steps of {num_nodes} nodes, rejoin={self.rejoin!r})"
+
+
+class Deadline(Availability):
+    """Stragglers are not waited for: who needs longer than the deadline for a round's H steps is absent from it.
+
+    Args:
+        seconds: for the computation of a round, as `fit(compute=...)` has it.
+        H: steps of a round; that of the strategy.
+        rejoin: what a node begins with that was absent from the round before.
+
+    Raises:
+        ValueError: for seconds <= 0, H < 1; at `fit` without `compute`.
+
+    >>> from vecgym.clock import Compute
+    >>> run = Facts(num_nodes=3, num_steps=2, seed=0, compute=Compute([0.4, 0.4, 1.2]))
+    >>> Deadline(1.0).present(run)(0, 1)
+    tensor([[ True,  True, False]])
+    """
+
+    def __init__(self, seconds: float, H: int = 1, rejoin: Rejoin = "shared") -> None:
+        self.seconds = check.number("seconds", seconds, "(0, inf)", "that a round's computation may take")
+        self.H = check.integer("H", H, what="the steps of a round")
+        self.rejoin = checked_rejoin(rejoin)
+
+    def check(self, run: Facts) -> None:
+        if run.compute is None:
+            raise ValueError(
+                f"{self!r} needs to know how long the nodes compute: give compute=vecgym.clock.Compute(...)."
+            )
+
+    def present(self, run: Facts) -> Table:
+        rounds = -(-run.num_steps // self.H)
+        took = run.compute.of_steps(rounds * self.H, run.num_nodes).view(rounds, self.H, -1).sum(1)
+        return by_rounds(lambda number: took[number] <= self.seconds, self.H)
+
+
+class LocalSteps(Availability):
+    """Unequal local work: in each round of H steps node i trains in the first n_i, and then waits for the exchange.
+
+    All nodes are there for the exchange at the round's end. For strategies that exchange parameters every H steps.
+
+    Args:
+        steps: n_i of each node, `[K]`, 1 to H; or None, with `epochs`.
+        H: steps of a round; that of the strategy.
+        epochs: in place of `steps`: passes of each node over its own examples in a round.
+
+    Raises:
+        ValueError: for neither or both of steps and epochs; at `fit` for other numbers of nodes and for n_i > H.
+
+    >>> LocalSteps([1, 3], H=3).training(Facts(num_nodes=2, num_steps=4, seed=0))(0, 4)
+    tensor([[ True,  True],
+            [False,  True],
+            [False,  True],
+            [ True,  True]])
+    """
+
+    def __init__(self, steps: Sequence[int] | None = None, H: int = 1, epochs: int | None = None) -> None:
+        if (steps is None) == (epochs is None):
+            raise ValueError(f"steps={steps!r} and epochs={epochs!r}: give one of them, such as steps=[5, 10].")
+        self.H = check.integer("H", H, what="the steps of a round")
+        plain = steps.tolist() if isinstance(steps, Tensor) else steps
+        if plain is not None and not (isinstance(plain, (list, tuple)) and plain):
+            raise TypeError(f"steps is {check.kind_of(steps)}; give a list of the local steps of each node, [K].")
+        self.steps = None if plain is None else [check.integer(f"steps[{i}]", n) for i, n in enumerate(plain)]
+        self.epochs = check.optional_integer("epochs", epochs, what="a node's passes over its examples in a round")
+
+    def check(self, run: Facts) -> None:
+        counts = self._counts(run)
+        if len(counts) != run.num_nodes:
+            raise ValueError(f"steps has {len(counts)} numbers and the run {run.num_nodes} nodes: give one for each.")
+        if max(counts) > self.H:
+            raise ValueError(
+                f"node {counts.index(max(counts))} takes {max(counts)} steps in a round, and the rounds have "
+                f"H={self.H}: give H >= {max(counts)}, here and to the strategy."
+            )
+
+    def present(self, run: Facts) -> Table:
+        return lambda first, last: torch.ones(last - first, run.num_nodes, dtype=torch.bool)
+
+    def training(self, run: Facts) -> Table:
+        counts = torch.tensor(self._counts(run))
+        return lambda first, last: torch.arange(first, last)[:, None] % self.H < counts
+
+    def _counts(self, run: Facts) -> list[int]:
+        if self.steps is not None:
+            return self.steps
+        if run.num_examples is None or run.batch_size is None:
+            raise ValueError(f"{self!r}: the number of examples of each node is not known here; give steps=[...].")
+        return [(self.epochs or 1) * max(1, math.ceil(count / run.batch_size)) for count in run.num_examples]
+
+
+class Function(Availability):
+    """A function of the step, counted from 0, that returns the ids of those present, or bool `[K]`.
+
+    >>> run = Facts(num_nodes=3, num_steps=2, seed=0)
+    >>> Function(lambda step: [0, 1] if step else [True, True, True]).present(run)(0, 2)
+    tensor([[ True,  True,  True],
+            [ True,  True, False]])
+    """
+
+    def __init__(self, function: Callable[[int], Any], rejoin: Rejoin = "own") -> None:
+        if not callable(function):
+            raise TypeError(f"function is {check.kind_of(function)}; give a function of the step.")
+        self.function = function
+        self.rejoin = checked_rejoin(rejoin)
+
+    def present(self, run: Facts) -> Table:
+        return lambda first, last: torch.stack([self._of_step(step, run.num_nodes) for step in range(first, last)])
+
+    def _of_step(self, step: int, num_nodes: int) -> Tensor:
+        given = check.called("availability", self.function, step)
+        plain = given.tolist() if hasattr(given, "tolist") else given
+        found = list(plain) if isinstance(plain, (list, tuple, set, frozenset, range)) else None
+        if found is not None and len(found) == num_nodes and all(isinstance(x, bool) for x in found):
+            return torch.tensor(found, dtype=torch.bool)
+        known = found is not None and all(check.is_integer(x) and 0 <= x < num_nodes for x in found)
+        if not known or len(set(found or ())) != len(found or ()):
+            raise ValueError(
+                f"availability({step}) returned {given!r}; expected different node ids, 0 to {num_nodes - 1}, or "
+                f"{num_nodes} truth values."
+            )
+        there = torch.zeros(num_nodes, dtype=torch.bool)
+        there[found] = True
+        return there
+
+
+def as_availability(name: str, value: Any) -> Availability | None:
+    """Return an `Availability`, made of a function of the step where that is given, or None.
+
+    >>> as_availability("availability", None) is None
+    True
+    """
+    if value is None or isinstance(value, Availability):
+        return value
+    if isinstance(value, type) or not callable(value):
+        raise TypeError(
+            f"{name} is {check.kind_of(value)}; give Dropout(0.1), Trace(table) or another of vecgym.availability, or "
+            "a function of the step that returns the ids of those present."
+        )
+    return Function(value)
+
+
+def _checked_table(table: Any) -> Tensor:
+    try:
+        given = table.clone() if isinstance(table, Tensor) else torch.as_tensor(table)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"table is {check.kind_of(table)}; give truth values [T, K].") from None
+    if given.dim() != 2 or given.numel() == 0 or given.dtype != torch.bool:
+        raise ValueError(
+            f"table has shape {list(given.shape)} and type {given.dtype}; give truth values [T, K], one row a step."
+        )
+    return given.cpu()

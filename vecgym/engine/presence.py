@@ -1,0 +1,145 @@
+"""Who is present, step by step: an `Availability` in a run, looked at before the run begins."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vecgym.engine.attendance import Availability, Facts
+from vecgym.strategy import Strategy
+from vecgym.strategy.communication import overrides
+
+BLOCK = 1024  # steps looked at together
+
+
+class Presence:
+    """Who is present, and who trains, in each step of a run.
+
+    Attributes:
+        availability: it.
+        rejoin: see `vecgym.engine.availability`.
+        counts: how many nodes are present in the steps of the run.
+        waits: whether some of those present may not train.
+
+    Raises:
+        ValueError: for a step in which nobody is present.
+
+    >>> from vecgym.engine.availability import Trace
+    >>> presence = Presence(Trace([[True, False, True], [True, True, True]]), Facts(3, 2, seed=0))
+    >>> presence.present(0), presence.present(1), presence.returning(1), presence.training(0)
+    ((0, 2), None, (1,), None)
+    """
+
+    def __init__(self, availability: Availability, run: Facts) -> None:
+        availability.check(run)
+        self.availability, self.rejoin, self.run = availability, availability.rejoin, run
+        self._present, self._training = availability.present(run), availability.training(run)
+        self.waits = self._training is not None
+        self._blocks: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.counts: set[int] = set()
+        for number in range(-(-run.num_steps // BLOCK)):
+            counts = self._block(number)[0].sum(1)
+            if bool((counts == 0).any()):
+                step = number * BLOCK + int((counts == 0).nonzero()[0])
+                raise ValueError(
+                    f"availability={availability!r}: no node is present in step {step} (counted from 0). At least one "
+                    "must be: give more nodes, another seed, or let fewer of them be absent."
+                )
+            self.counts.update(counts.unique().tolist())
+
+    def present(self, step: int) -> tuple[int, ...] | None:
+        """Return the ids of those present; None: all."""
+        row = self.row(step)
+        return None if bool(row.all()) else tuple(row.nonzero().flatten().tolist())
+
+    def training(self, step: int) -> tuple[int, ...] | None:
+        """Return the ids of those present who train; None: all of these."""
+        there, training = self._block(step // BLOCK)
+        if training is None:
+            return None
+        present, row = there[step % BLOCK], (there & training)[step % BLOCK]
+        return None if torch.equal(present, row) else tuple(row.nonzero().flatten().tolist())
+
+    def returning(self, step: int) -> tuple[int, ...]:
+        """Return the ids of those present who were not in the step before."""
+        if step == 0:
+            return ()
+        return tuple((self.row(step) & ~self.row(step - 1)).nonzero().flatten().tolist())
+
+    def row(self, step: int) -> Tensor:
+        """Return who is present, bool `[K]`.
+
+        >>> from vecgym.engine.availability import Trace
+        >>> Presence(Trace([[True, False]]), Facts(2, 1, seed=0)).row(0)
+        tensor([ True, False])
+        """
+        return self._block(step // BLOCK)[0][step % BLOCK]
+
+    def computing(self, step: int) -> Tensor:
+        """Return who trains, bool `[K]`: all that are present, or fewer.
+
+        >>> from vecgym.engine.availability import LocalSteps
+        >>> Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)).computing(1)
+        tensor([False,  True])
+        """
+        there, training = self._block(step // BLOCK)
+        return there[step % BLOCK] if training is None else (there & training)[step % BLOCK]
+
+    def _block(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """Return the tables of `BLOCK` steps; the last two are kept."""
+        if number not in self._blocks:
+            while len(self._blocks) > 1:
+                self._blocks.pop(next(iter(self._blocks)))
+            first, last = number * BLOCK, min((number + 1) * BLOCK, self.run.num_steps)
+            training = None if self._training is None else self._checked(self._training(first, last), last - first)
+            self._blocks[number] = self._checked(self._present(first, last), last - first), training
+        return self._blocks[number]
+
+    def _checked(self, table: Tensor, num_steps: int) -> Tensor:
+        wanted = [num_steps, self.run.num_nodes]
+        if not isinstance(table, Tensor) or list(table.shape) != wanted or table.dtype != torch.bool:
+            raise ValueError(f"{self.availability!r} gave {table!r}; expected truth values, a bool tensor {wanted}.")
+        return table
+
+
+def check_presence(presence: Presence, strategy: Strategy) -> None:
+    """Raise a ValueError for a strategy whose nodes cannot be absent, or cannot wait for others.
+
+    >>> from vecgym.engine.availability import Facts, LocalSteps
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> check_presence(Presence(LocalSteps([1, 2], H=2), Facts(2, 2, seed=0)), FedAvgStrategy("sgd", H=2, lr=0.1))
+    """
+    what = f"availability={presence.availability!r}"
+    if not strategy.pure:
+        raise ValueError(
+            f"{what}: this strategy is written for one rank, and all of its ranks must take part in every step. Leave "
+            "availability out, or write the strategy as a CommunicationModule."
+        )
+    if presence.waits and exchanges_gradients(strategy):
+        raise ValueError(
+            f"{what} lets nodes wait for the others, and {strategy!r} exchanges gradients in every step: take a "
+            "strategy that exchanges parameters every H steps."
+        )
+    strategy.check_present(sorted(presence.counts), presence.run.num_nodes)
+
+
+def exchanges_gradients(strategy: Strategy) -> bool:
+    """Whether the nodes exchange gradients.
+
+    >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+    >>> exchanges_gradients(AllReduceStrategy("sgd", lr=0.1)), exchanges_gradients(DiLoCoStrategy("sgd", lr=0.1))
+    (True, False)
+    """
+    own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
+    return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)
+
+
+def exchanges_moments(strategy: Strategy) -> bool:
+    """Whether the nodes exchange what their optimizers keep.
+
+    >>> from vecgym.strategy import CommunicateOptimizeStrategy, Moments
+    >>> exchanges_moments(CommunicateOptimizeStrategy([Moments()], "adamw")), exchanges_moments(Strategy("adamw"))
+    (True, False)
+    """
+    own = type(strategy).exchange_moments is not Strategy.exchange_moments
+    return own or any(overrides(module, "exchange_moments") for module in strategy.communication_modules)

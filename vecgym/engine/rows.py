@@ -1,0 +1,81 @@
+"""The rows of some nodes of a run's state: taken out for a step, and put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vecgym.core import nodes, tree
+from vecgym.core.devices import on_host
+from vecgym.engine.state import State
+from vecgym.strategy import Strategy
+from vecgym.strategy.when import QUEUE
+
+
+def taken(strategy: Strategy, state: State, rows: Tensor, alike: bool, optimizer: bool = True) -> State:
+    """Return a copy of the state of some nodes.
+
+    Args:
+        alike: store once what is found to be the same on all of them, parameters and the inner optimizer's state.
+        optimizer: take the inner optimizer's state too; else none.
+    """
+    params, buffers = nodes.take_rows(state.params, rows), nodes.take_rows(state.buffers, rows)
+    inner, modules = (strategy.take_rows(x, rows) for x in (state.optimizer if optimizer else {}, state.strategy))
+    if alike:
+        params, inner = (tree.map_leaves(_once, x) for x in (params, inner))
+    return State(state.step, params, buffers, inner, modules, state.node_steps[rows])
+
+
+def put(strategy: Strategy, state: State, rows: Tensor, part: State, once: bool, inplace: bool) -> State:
+    """Return the state with that of some nodes replaced by `part`; the others keep theirs.
+
+    What the strategy stores once for all nodes is the nodes' together: that of `part` is it.
+
+    Args:
+        once: parameters and the inner optimizer's state that are stored once, before and after, are so too.
+    """
+    num_nodes = len(state.node_steps)
+
+    def rows_put(x: Tensor, old: Tensor | None) -> Tensor:
+        before = {} if old is None else {"": old}
+        found: Tensor = nodes.put_rows(before, rows, {"": x}, num_nodes, inplace)[""]
+        return found
+
+    def own(x: Tensor, old: Tensor | None) -> Tensor:
+        return x if once and old is not None and len(old) == len(x) == 1 else rows_put(x, old)
+
+    def together(new: Any, old: Any, waits: bool = False) -> Any:
+        if isinstance(new, dict):
+            held = old if isinstance(old, dict) else {}
+            return {key: together(x, held.get(key), waits or key == QUEUE) for key, x in new.items()}
+        # In a queue, what was in this place before is no longer due: those absent have nothing in it.
+        before = {} if waits or old is None else {"": old}
+        return nodes.put_together(before, rows, {"": new}, num_nodes, inplace)[""]
+
+    params = tree.map_leaves(own, part.params, state.params)
+    optimizer = tree.map_leaves(own, part.optimizer, state.optimizer) if part.optimizer else state.optimizer
+    buffers = nodes.put_rows(state.buffers, rows, part.buffers, num_nodes, inplace)
+    modules = together(part.strategy, state.strategy)
+    node_steps = state.node_steps.index_copy(0, rows, part.node_steps)
+    return State(part.step, params, buffers, optimizer, modules, node_steps)
+
+
+def once_among(x: Tensor, rows: Tensor) -> Tensor:
+    """Return one row, `[1, *]`, where these rows have the same values, and else all; a device is not read.
+
+    >>> once_among(torch.tensor([1.0, 7.0, 1.0]), torch.tensor([0, 2]))
+    tensor([1.])
+    """
+    first = int(rows[0])
+    if len(x) == 1 or not on_host(x) or not torch.equal(x[first], x[int(rows[-1])]):
+        return x
+    equal = (x == x[first]).view(len(x), -1).all(1)
+    return x[first : first + 1].clone() if bool(equal[rows].all()) else x
+
+
+def _once(x: Tensor) -> Any:
+    """Return one row where all have the same values; what is on a device is not read."""
+    equal = len(x) > 1 and on_host(x) and torch.equal(x[0], x[1]) and torch.equal(x, x[:1].expand_as(x))
+    return x[:1].clone() if equal else x

@@ -1,0 +1,58 @@
+"""Messages that are lost: an average of those that arrive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vecgym.core import nodes
+from vecgym.core.tree import Tree
+from vecgym.strategy.average import Around, Average
+from vecgym.strategy.base import Context, State
+
+
+def arrived(lost: float, values: Tree, ctx: Context) -> Tensor | None:
+    """Draw which of the nodes' messages arrive in this exchange, bool `[L]`; None: all.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> arrived(0.5, {"w": torch.zeros(4)}, Context(StackedCollectives(4), step=1, seed=2))
+    tensor([ True, False,  True,  True])
+    """
+    generator = ctx.generator(f"lost {next(iter(values), '')}", ctx.step)
+    heard = torch.rand(ctx.comm.run_nodes, generator=generator)[ctx.comm.ids] >= lost
+    return None if bool(heard.all()) else heard
+
+
+def average_among(
+    average: Average, values: Tree, state: State, heard: Tensor | None, ctx: Context
+) -> tuple[Tree, State]:  # fmt: skip
+    """Average the values of the nodes that are heard, bool `[L]`, as if there were no others; None: all.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import Mean
+    >>> ctx, heard = Context(StackedCollectives(3)), torch.tensor([True, True, False])
+    >>> average_among(Mean(), {"w": torch.tensor([1.0, 2.0, 9.0])}, {}, heard, ctx)[0]
+    {'w': tensor([1.5000])}
+    """
+    if heard is None:
+        return average(values, state, ctx)
+    rows = heard.nonzero().flatten()
+    members, given = rows.tolist(), ctx.num_examples
+    examples = None if given is None else tuple(given[i] for i in members)
+    told = replace(ctx.of_rows(rows), comm=ctx.comm.among(members), num_examples=examples, inplace=False)
+    agreed, changed = average(nodes.take_rows(values, rows), nodes.take_rows(state, rows), told)
+    return agreed, nodes.put_together(state, rows, changed, len(heard), inplace=False)
+
+
+def is_shared(average: Average) -> bool:
+    """Whether an average is one of all nodes, the same on each.
+
+    >>> from vecgym.strategy import Mean
+    >>> is_shared(Mean()), is_shared(Mean(island_size=2)), is_shared(Mean(participation=0.5))
+    (True, False, False)
+    """
+    while isinstance(average, Around) or hasattr(average, "inner"):
+        average = average.inner
+    return average.everyone and getattr(average, "shared", False)
