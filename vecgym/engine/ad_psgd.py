@@ -66,7 +66,7 @@ class _Handling(Handling):
         params, own = simulation._optimize(params, grads, own, ctx)
         optimizer = simulation.strategy.put_rows(state.optimizer, row, own, simulation.num_local, self.inplace)
         self.state = replace(state, params=self._with(row, params), optimizer=optimizer)
-        self.losses.setdefault(event.node, []).append(state.strategy["losses"][event.node])
+        self.losses.setdefault(event.node, []).append(state.strategy["losses"][event.node : event.node + 1])
         self.arrivals.append(event)
 
     def averaged(self, event: Averaged) -> None:

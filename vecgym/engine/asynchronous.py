@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vecgym.collectives import StackedCollectives
+from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.topology import Links
 from vecgym.collectives.topology import Server as ServerLinks
@@ -24,6 +24,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine.engine import Engine, Local
 from vecgym.engine.events import Arrival, Event, Restart, Update
 from vecgym.engine.simulation import Metrics, Simulation, State
+from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.strategy.communication import Context
 
@@ -35,7 +36,8 @@ class Updated(NamedTuple):
     """The measurements of a server's update.
 
     Attributes:
-        metrics: of the arrivals in it: a node's loss is the mean over its round, nan for nodes that are not in it.
+        metrics: of the arrivals in it: a node's loss, `[L]`, is the mean over its round, nan for nodes that are not in
+            it. `active` are nodes, of each configuration.
         arrivals: in the order of time.
         computed: how many rounds were computed in each stacked call.
     """
@@ -60,13 +62,35 @@ def updates_of(events: Sequence[Event]) -> list[list[Event]]:
     return parts[:-1]
 
 
-class AsyncSimulation(Simulation):
-    """The asynchronous training of one model.
+def total_steps(events: Sequence[Event], num_nodes: int) -> list[int]:
+    """Return how many steps of each node arrive in a run.
 
-    Its `State` is that of a `Simulation`, with the server's parameters `[1, *]` as `params`, and `step` the number of
+    >>> from vecgym.engine.events import Rules, Stop, schedule
+    >>> total_steps(schedule(Rules((2, 2)), lambda node, step: 1.0 + node, Stop(updates=3)), num_nodes=2)
+    [4, 2]
+    """
+    totals = [0] * num_nodes
+    for event in events:
+        if isinstance(event, Arrival):
+            totals[event.node] = event.first_step + event.num_steps
+    return totals
+
+
+def inner_rates(strategy: Strategy, comm: Collectives, arrivals: Sequence[Arrival], max_steps: int) -> Any:
+    """Return the inner learning rates of the last steps of some arrivals: a number, or one for each."""
+    last = torch.tensor([arrival.first_step + arrival.num_steps - 1 for arrival in arrivals])
+    ids = torch.tensor([arrival.node for arrival in arrivals])
+    ctx = Context(comm, node_steps=last, max_steps=max_steps, rows=ids, own_time=True)
+    return ctx.own(strategy.lr(ctx))
+
+
+class AsyncSimulation(Simulation):
+    """The asynchronous training of one model, or with the same events of C configurations (`num_configs`).
+
+    Its `State` is that of a `Simulation`, with the server's parameters `[C, *]` as `params`, and `step` the number of
     its updates. Of the strategy there are: `server`, the server's state; `starts`, the parameters from which each
-    node's present round begins, `[K, *]`; `moved`, what its computed round has moved, `[K, *]`, and `losses`; `done`,
-    whether it is computed, `[K]`.
+    node's present round begins, `[L, *]`; `moved`, what its computed round has moved, `[L, *]`, and `losses`; `done`,
+    whether it is computed, `[L]`. Node i of configuration c is row c K + i of the L = C K.
 
     Args:
         model, strategy, engine, seed, minibatch_size: as for a `Simulation`.
@@ -93,6 +117,7 @@ class AsyncSimulation(Simulation):
     """
 
     asynchronous = True
+    num_configs = 1  # C
     strategy: Any
 
     def __init__(
@@ -108,15 +133,14 @@ class AsyncSimulation(Simulation):
         minibatch_size: int | None = None,
         num_examples: tuple[int, ...] | None = None,
     ) -> None:
-        arrivals = {event.node: event for event in events if isinstance(event, Arrival)}  # the last of each node
-        self.num_steps = {node: last.num_steps for node, last in arrivals.items()}
-        self.total_steps = [
-            arrivals[node].first_step + arrivals[node].num_steps if node in arrivals else 0 for node in range(num_nodes)
-        ]
+        self.num_steps = {event.node: event.num_steps for event in events if isinstance(event, Arrival)}
+        self.total_steps = total_steps(events, num_nodes)
         super().__init__(
-            model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=max(1, *self.total_steps),
-            seed=seed, minibatch_size=minibatch_size, num_examples=num_examples, own_time=True,
+            model, strategy, StackedCollectives(self.num_configs * num_nodes), engine=engine,
+            max_steps=max(1, *self.total_steps), seed=seed, minibatch_size=minibatch_size, num_examples=num_examples,
+            own_time=True,
         )  # fmt: skip
+        self.num_nodes = num_nodes  # K
         self.read = read
         self.server = strategy.server_of(num_nodes)
         self.num_updates = sum(isinstance(event, Update) for event in events)
@@ -131,17 +155,25 @@ class AsyncSimulation(Simulation):
         """Return the state before the first event: all nodes begin from the model's own parameters."""
         state = super().init(params)
         self.comm.ledger.asynchronous = True
-        K = self.num_local
+        L = self.num_local
         like = next(iter(state.params.values()))
         strategy: dict[str, Any] = {
             "server": {} if self.server is None else self.server.init(state.params),
-            "starts": of_each(state.params, K),
-            "moved": tree.map(torch.zeros_like, nodes.expand(state.params, K)),
-            "losses": like.new_zeros(K),
-            "done": torch.zeros(K, dtype=torch.bool),
+            "starts": of_each(state.params, L),
+            "moved": tree.map(torch.zeros_like, nodes.expand(state.params, L)),
+            "losses": like.new_zeros(L),
+            "done": torch.zeros(L, dtype=torch.bool),
         }
-        optimizer, buffers = of_each(state.optimizer, K), of_each(state.buffers, K)
+        optimizer, buffers = self._optimizer_of_each(state.optimizer), of_each(state.buffers, L)
         return replace(state, optimizer=optimizer, buffers=buffers, strategy=strategy)
+
+    def _optimizer_of_each(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = of_each(optimizer, self.num_local)
+        return found
+
+    def rows_of(self, node_ids: Sequence[int]) -> list[int]:
+        """Return the rows of some nodes, of each configuration."""
+        return [c * self.num_nodes + node for c in range(self.num_configs) for node in node_ids]
 
     def update(self, state: State, events: Sequence[Event], *, differentiable: bool = False) -> tuple[State, Updated]:
         """Handle the events up to the next update.
@@ -167,24 +199,24 @@ class AsyncSimulation(Simulation):
         """
         counts = state.node_steps.tolist()
         order = sorted(rows, key=lambda node: (-self.num_steps[node], counts[node], node))
-        chosen = torch.tensor(order)
+        chosen = torch.tensor(self.rows_of(order))
         start = nodes.take_rows(state.strategy["starts"], chosen, copy=True)
         local = LocalState(
             params=tree.map(torch.clone, start) if inplace else start,
             buffers=nodes.take_rows(state.buffers, chosen),
             optimizer=self.strategy.take_rows(state.optimizer, chosen),
-            losses=state.strategy["losses"].new_zeros(len(order)),
+            losses=state.strategy["losses"].new_zeros(len(chosen)),
         )
         ended: list[LocalState] = []
-        done = 0
+        C, done = self.num_configs, 0
         for until in sorted({self.num_steps[node] for node in order}):
             here = [node for node in order if self.num_steps[node] >= until]
-            ended.append(local.rows(len(here), len(local.losses)))
-            local = local.rows(0, len(here))
+            ended.append(local.nodes(len(here), len(local.losses) // C, C))
+            local = local.nodes(0, len(here), C)
             for step in range(done, until):
                 local = self.local_step(local, here, [counts[node] + step for node in here], inplace)
             done = until
-        local = LocalState.joined([local, *reversed(ended)])
+        local = LocalState.joined([local, *reversed(ended)], C)
         return self._with_rounds(state, chosen, start, local, inplace)
 
     def local_step(self, local: LocalState, here: Sequence[int], counts: Sequence[int], inplace: bool) -> LocalState:
@@ -196,9 +228,10 @@ class AsyncSimulation(Simulation):
 
     def context(self, here: Sequence[int], counts: Sequence[int], inplace: bool) -> Context:
         """Return where the nodes `here` are, which have done so many steps."""
+        rows, steps = self.rows_of(here), list(counts) * self.num_configs
         ctx = Context(
-            self.comm, node_steps=torch.tensor(counts), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=torch.tensor(here), own_time=True,
+            self.comm, node_steps=torch.tensor(steps), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
+            differentiable=not inplace, num_examples=self.num_examples, rows=torch.tensor(rows), own_time=True,
             exact=self.exact,
         )  # fmt: skip
         return replace(ctx, lr=self.strategy.lr(ctx))
@@ -208,52 +241,66 @@ class AsyncSimulation(Simulation):
     ) -> Local:
         """Compute the gradients of the nodes `here`, each on its next batch."""
         batch, limits = self.read(here, counts)
+        rows, steps = self.rows_of(here), list(counts) * self.num_configs
+        seeds, node_ids = ([values[row] for row in rows] for values in self._keys)
         return self.engine.gradients(
-            params, buffers, batch, seed=self.seed, step=list(counts), node_ids=here,
+            params, buffers, batch, seed=seeds, step=steps, node_ids=node_ids,
             minibatch_size=self.minibatch_size, differentiable=not inplace, limits=limits,
         )  # fmt: skip
 
     def _with_rounds(self, state: State, chosen: Tensor, start: Tree, local: LocalState, inplace: bool) -> State:
         """Return the state with what rounds have come to."""
-        K, was = self.num_local, state.strategy
-        steps = torch.tensor([self.num_steps[node] for node in chosen.tolist()])
+        L, was = self.num_local, state.strategy
+        steps = torch.tensor([self.num_steps[row % self.num_nodes] for row in chosen.tolist()])
         losses = local.losses / placed(steps, local.losses.device)
         moved = tree.map(torch.sub, start, local.params)
         strategy = {
             **was,
-            "moved": nodes.put_rows(was["moved"], chosen, moved, K, inplace),
+            "moved": nodes.put_rows(was["moved"], chosen, moved, L, inplace),
             "losses": was["losses"].to(losses.dtype).index_copy(0, placed(chosen, losses.device), losses),
             "done": was["done"].index_fill(0, chosen, True),
         }
         return replace(
             state,
-            buffers=nodes.put_rows(state.buffers, chosen, local.buffers, K, inplace),
-            optimizer=self.strategy.put_rows(state.optimizer, chosen, local.optimizer, K, inplace),
+            buffers=nodes.put_rows(state.buffers, chosen, local.buffers, L, inplace),
+            optimizer=self.strategy.put_rows(state.optimizer, chosen, local.optimizer, L, inplace),
             strategy=strategy,
             node_steps=state.node_steps.index_add(0, chosen, steps),
         )
 
+    def weighted(self, movement: Tree, staleness: int) -> Tree:
+        """Return movements `[C, *]` of this staleness as they count."""
+        return weighted(movement, self.strategy.weight(staleness))
+
 
 class LocalState(NamedTuple):
-    """What evolves in the rounds of some nodes, `[n, *]`."""
+    """What evolves in the rounds of n nodes, `[C n, *]`."""
 
     params: Tree
     buffers: Tree
     optimizer: dict[str, Any]
     losses: Tensor  # summed over the steps
 
-    def rows(self, a: int, b: int) -> LocalState:
-        """View nodes a to b."""
-        if (a, b) == (0, len(self.losses)):
+    def nodes(self, a: int, b: int, num_configs: int) -> LocalState:
+        """View nodes a to b of each configuration."""
+        n = len(self.losses) // num_configs
+        if (a, b) == (0, n):
             return self
-        found: LocalState = tree.map_leaves(lambda x: x[a:b], self)
+        found: LocalState = tree.map_leaves(lambda x: x.unflatten(0, (-1, n))[:, a:b].flatten(0, 1), self)
         return found
 
     @classmethod
-    def joined(cls, parts: Sequence[LocalState]) -> LocalState:
+    def joined(cls, parts: Sequence[LocalState], num_configs: int) -> LocalState:
         """Put the nodes of several together again."""
         parts = [part for part in parts if len(part.losses)]
-        found: LocalState = parts[0] if len(parts) == 1 else nodes.join_rows(parts)
+        if len(parts) == 1:
+            return parts[0]
+        sizes = [len(part.losses) // num_configs for part in parts]
+
+        def join(*each: Tensor) -> Tensor:
+            return torch.cat([x.unflatten(0, (-1, n)) for x, n in zip(each, sizes)], 1).flatten(0, 1)
+
+        found: LocalState = tree.map_leaves(join, *parts)
         return found
 
 
@@ -277,7 +324,8 @@ class Handling:
     def arrival(self, event: Arrival) -> None:
         """Have the movement computed, and take it."""
         self.compute(event.node)
-        self.losses.setdefault(event.node, []).append(self.state.strategy["losses"][event.node])
+        losses = self.state.strategy["losses"][event.node :: self.simulation.num_nodes]
+        self.losses.setdefault(event.node, []).append(losses)
         self.taken.append(self._taken(event))
         self.arrivals.append(event)
         self.send("server_gather", ServerLinks(up=(event.node,), down=()))
@@ -302,10 +350,10 @@ class Handling:
         self.send_to(event.nodes)
 
     def begin(self, begun: Sequence[int], params: Tree) -> None:
-        """Let nodes begin from parameters `[1 or n, *]`."""
+        """Let n nodes begin from parameters `[1 or C or C n, *]`."""
         strategy = self.state.strategy
-        rows = torch.tensor(begun)
-        starts = nodes.put_rows(strategy["starts"], rows, params, self.simulation.num_local, self.inplace)
+        rows, L = torch.tensor(self.simulation.rows_of(begun)), self.simulation.num_local
+        starts = nodes.put_rows(strategy["starts"], rows, nodes.expand(params, len(rows)), L, self.inplace)
         done = strategy["done"].index_fill(0, rows, False)
         self.state = replace(self.state, strategy={**strategy, "starts": starts, "done": done})
 
@@ -323,37 +371,30 @@ class Handling:
         self.state = replace(self.state, step=event.version, params=params, strategy=strategy)
 
     def _taken(self, arrival: Arrival) -> Tree:
-        """Return the movement that has arrived, `[1, *]`, as the server takes it, and weighted."""
+        """Return the movement that has arrived, `[C, *]`, as the server takes it, and weighted."""
         simulation, node = self.simulation, arrival.node
-        row = {name: x[node : node + 1] for name, x in self.state.strategy["moved"].items()}
+        row = {name: x[node :: simulation.num_nodes] for name, x in self.state.strategy["moved"].items()}
         if simulation.strategy.buffer > 1 and self.inplace:  # the node's next round may be computed before the update
             row = tree.map(torch.clone, row)
-        row = simulation.server.correct(row, self.state.strategy["server"])
-        return weighted(row, simulation.strategy.weight(arrival.staleness))
+        return simulation.weighted(simulation.server.correct(row, self.state.strategy["server"]), arrival.staleness)
 
     def _movement(self) -> Tree:
         """Average the movements that were taken, in the order of nodes."""
         if len(self.taken) == 1:
             return self.taken[0]
         by_node = sorted(range(len(self.taken)), key=lambda i: (self.arrivals[i].node, self.arrivals[i].round))
-        joined: Tree = nodes.join_rows([self.taken[i] for i in by_node])
-        return StackedCollectives(len(by_node)).mean(joined)
+        return tree.map(lambda *each: torch.stack(each, 1).mean(1), *[self.taken[i] for i in by_node])
 
     def send(self, operation: str, who: ServerLinks | Links) -> None:
         sizes = self.simulation.comm.ledger.sizes
         self.transfers.append(
-            Transfer(operation, sum(sizes.values()), self.simulation.num_local, who, tensors=tuple(sizes))
+            Transfer(operation, sum(sizes.values()), self.simulation.num_nodes, who, tensors=tuple(sizes))
         )
 
     def updated(self) -> Updated:
         """Return what was measured."""
         simulation = self.simulation
-        last = [arrival.first_step + arrival.num_steps - 1 for arrival in self.arrivals]
-        ids = torch.tensor([arrival.node for arrival in self.arrivals])
-        ctx = Context(
-            simulation.comm, node_steps=torch.tensor(last), max_steps=simulation.max_steps, rows=ids, own_time=True
-        )  # fmt: skip
-        lr = ctx.own(simulation.strategy.lr(ctx))
+        lr = inner_rates(simulation.strategy, simulation.comm, self.arrivals, simulation.max_steps)
         count = self.state.step - 1 if self.count is None else self.count
         outer_lr = None if simulation.server is None else simulation.server.lr(count)
         active = sorted({arrival.node for arrival in self.arrivals})
@@ -361,11 +402,11 @@ class Handling:
         return Updated(metrics, tuple(self.arrivals), tuple(self.computed))
 
     def mean_losses(self) -> Tensor:
-        """Return each node's mean over its arrivals, `[K]`, nan for those without any."""
-        active = sorted(self.losses)
-        means = torch.stack([torch.stack(self.losses[node]).mean() for node in active])
-        losses = means.new_full((self.simulation.num_local,), torch.nan)
-        return losses.index_copy(0, placed(torch.tensor(active), losses.device), means)
+        """Return each node's mean over its arrivals, `[L]`, nan for those without any."""
+        active, simulation = sorted(self.losses), self.simulation
+        means = torch.stack([torch.stack(self.losses[node]).mean(0) for node in active], 1)  # [C, n]
+        losses = means.new_full((simulation.num_configs, simulation.num_nodes), torch.nan)
+        return losses.index_copy(1, placed(torch.tensor(active), losses.device), means).flatten()
 
 
 def weighted(movement: Tree, weight: Any) -> Tree:
@@ -376,5 +417,9 @@ def weighted(movement: Tree, weight: Any) -> Tree:
 
 
 def of_each(values: Any, num_nodes: int) -> Any:
-    """Copy what is the same on every node, `[1, *]`, for each of them."""
+    """Copy what is the same on every node, `[1 or C, *]`, for each of them.
+
+    >>> of_each(torch.tensor([1.0, 2.0]), 4)
+    tensor([1., 1., 2., 2.])
+    """
     return tree.map_leaves(lambda x: nodes.expanded(x, num_nodes).clone(), values)

@@ -90,7 +90,7 @@ class _Handling(Handling):
         strategy["versions"] = {**strategy["versions"], f"{p}.{event.version + 1}": kept}
         self.state = replace(self.state, params={**self.state.params, **params}, strategy=strategy)
         self.arrivals, self.count = list(event.arrivals), event.version
-        self.losses = {x.node: [message["loss"][0]] for x, message in zip(event.arrivals, messages)}
+        self.losses = {x.node: [message["loss"][:1]] for x, message in zip(event.arrivals, messages)}
         for node in range(simulation.num_local):
             self._send("server_send", event.fragment, ServerLinks(up=(), down=(node,)))
 

@@ -69,6 +69,28 @@ whether they keep one copy of the parameters for all nodes, as AllReduce does. `
 program that is too large for memory, or larger than pays off, is cut into several (`chunk_configs`,
 `max_memory_bytes`).
 
+## Asynchronous strategies
+
+`AsyncStrategy` is swept like all others. It needs `compute=`, and takes `network=`, `max_updates=` and `max_seconds=`, as
+`Trainer.fit` does; the last two may be axes. The order of its events depends on network and compute, so with {name: one} it is
+trained on each of them, where synchronous strategies are only priced. Rows have the measures of the last update too.
+
+>>> from vecgym.clock import Compute
+>>> from vecgym.strategy import AsyncStrategy, OuterOptimizer
+>>> result = vecgym.sweep(
+...     model, dataset, dataset, strategy=lambda lr, H: AsyncStrategy("adamw", OuterOptimizer(lr=0.2), H=H, lr=lr),
+...     grid={"H": [2, 4], "lr": [1e-3, 3e-3]}, num_nodes=3, max_updates=12, progress=False,
+...     compute={"equal": Compute(1.0), "one slow": Compute([1.0, 1.0, 4.0])},
+... )
+>>> [(row["H"], row["compute"], row["sim_seconds"], row["staleness"]) for row in result.rows[:2]]
+[(2, 'equal', 8.0, 2.0), (2, 'one slow', 12.0, 0.0)]
+>>> result.explain().splitlines()[0]
+'8 configurations in 4 programs:'
+
+Configurations with the same events are stacked: the same compute, network, length of the run, and rounds (`H`,
+`local_steps`, `dylu`, `buffer`, `max_wait`, `grace`). Learning rates, servers, staleness functions, seeds and initial
+parameters may differ. All others are trained one after the other, and `explain()` says so.
+
 ## Several processes, several machines
 
 The stacks of a sweep are independent jobs. `executor=` takes any `concurrent.futures.Executor` and has its workers train

@@ -83,6 +83,20 @@ COLUMNS = {
     "val_losses": Column("each node's validation loss", per_node=True),
 }  # fmt: skip
 
+# Of asynchronous runs, whose steps are updates of a server, in addition.
+OF_UPDATES = {
+    "version": Column("updates that the server has made", label="updates of the server", swept=True),
+    "num_arrived": Column("movements in the update", swept=True),
+    "staleness": Column(
+        "how many versions the server was ahead of those from which they began, their mean", swept=True
+    ),
+    "staleness_max": Column("the most of them", swept=True),
+    "local_steps_total": Column(
+        "local steps in the updates so far, of all nodes together", label="local steps of all nodes", swept=True
+    ),
+    "nodes_per_call": Column("rounds computed in one stacked call, the mean over the calls of the update"),
+}
+
 SCALARS = {name: column.meaning for name, column in COLUMNS.items() if not column.per_node}
 PER_NODE = {name: column.meaning for name, column in COLUMNS.items() if column.per_node}
 MEASURED = tuple(name for name, column in COLUMNS.items() if column.measured)
@@ -102,4 +116,5 @@ def column_label(name: str) -> str:
     >>> column_label("val_loss"), column_label("H")
     ('validation loss', 'H')
     """
-    return (COLUMNS[name].label if name in COLUMNS else "") or name
+    known = {**COLUMNS, **OF_UPDATES}
+    return (known[name].label if name in known else "") or name

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.records.columns import COLUMNS, RENAMED_IN_SWEEPS
+from vecgym.records.columns import COLUMNS, OF_UPDATES, RENAMED_IN_SWEEPS
 
 Rows = Sequence[Mapping[str, Any]]
 
 # The measures of a run of a sweep; all other names in a row are axes, but for these states.
-MEASURES = tuple(name for name, column in COLUMNS.items() if column.swept)
+MEASURES = tuple(name for name, column in {**COLUMNS, **OF_UPDATES}.items() if column.swept)
 STATES = ("status", "steps", "runs")
 MAX_LABEL = 40  # characters
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from vecgym.clock.asynchronous import AsyncTimeline, rules_of
 from vecgym.clock.compute import Compute
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
-from vecgym.engine.asynchronous import AsyncSimulation, Updated, updates_of
-from vecgym.engine.events import Arrival, Closed, Delivered, Event, Stop, schedule, trained_in
+from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.kinds import simulation_of
 from vecgym.engine.simulation import Simulation
+from vecgym.runs.async_plan import AsyncPlan, stop_of
 from vecgym.runs.evaluation import average, evaluated_columns
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.run import Run, is_due
@@ -29,9 +27,10 @@ M = TypeVar("M", bound=nn.Module)
 class AsyncRun(Run[M]):
     """The asynchronous training of one model; see `Run`.
 
-    The order of all events is known before the first step: `timeline`.
+    The order of all events is known before the first step: `plan`.
 
     Attributes:
+        plan: all events, and what follows from them.
         timeline: what every node did when.
     """
 
@@ -40,29 +39,17 @@ class AsyncRun(Run[M]):
         assert isinstance(strategy, EventDriven)
         assert isinstance(options.compute, Compute)
         sizes = {name: payload_bytes(p[None]) for name, p in self.engine.params.items()}
-        self.rules, seconds = rules_of(strategy, K, options.compute, options.network, sizes, options.seed)
-        events = schedule(self.rules, seconds, self._stop())
-        self.updates = updates_of(events)
-        self.num_steps = len(self.updates)
-        if not self.updates:
-            raise ValueError(
-                f"max_seconds={options.max_seconds} ends the run before the first update of the server: give more."
-            )
-        self.timeline = AsyncTimeline.of(events, self.rules, seconds, options.network, options.compute)
+        stop = stop_of(self.num_steps, K, options.max_updates, options.max_seconds, options.max_steps)
+        self.plan = AsyncPlan.of(strategy, K, options.compute, options.network, sizes, options.seed, stop)
+        self.timeline = self.plan.timeline
+        self.num_steps = len(self.plan.updates)
         simulation = simulation_of(strategy)(
-            self.model, strategy, self._read, events, K, engine=self.engine, seed=options.seed,
+            self.model, strategy, self._read, self.plan.events, K, engine=self.engine, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=num_examples,
         )  # fmt: skip
         strategy.inner_optim.check_steps(K, simulation.max_steps, "inner optimizer")
         strategy.check_updates(K, self.num_steps)
         return simulation
-
-    def _stop(self) -> Stop:
-        """Return when the run ends; without anything said, after `num_epochs`."""
-        options = self.options
-        given = options.max_updates is not None or options.max_seconds is not None
-        steps = None if given and options.max_steps is None else self.num_steps * options.num_nodes
-        return Stop(options.max_updates, options.max_seconds, steps)
 
     def _read(self, here: Any, steps: Any) -> tuple[Any, list[int]]:
         return self.train.at(steps, here)
@@ -82,7 +69,7 @@ class AsyncRun(Run[M]):
                     self.evaluate()
                     self._tell()
                     checkpoints.save_if_due(self.state, last=False)
-                for events in self.updates[self.state.step :]:
+                for events in self.plan.updates[self.state.step :]:
                     self.state, updated = simulation.update(self.state, events)
                     last = self.state.step == self.num_steps
                     evaluated = last or self._evaluates(self.state.step)
@@ -113,34 +100,12 @@ class AsyncRun(Run[M]):
         return now // interval > before // interval
 
     def _record(self, updated: Updated, evaluated: bool) -> None:
-        step, arrivals = self.state.step, updated.arrivals
-        totals = self._totals
-        stale = [arrival.staleness for arrival in arrivals]
+        step, plan, computed = self.state.step, self.plan, updated.computed
         self.recorder.update(
-            step, updated.metrics, epoch=totals[step] / self.options.num_nodes / self.train.steps_per_epoch,
-            seen=sum(map(self._examples, trained_in(self.updates[step - 1]))), fetch=evaluated,
-            sim_seconds=float(self.timeline.update_seconds[step - 1]), version=step, num_arrived=len(arrivals),
-            staleness=sum(stale) / len(stale), staleness_max=max(stale), local_steps_total=totals[step],
-            nodes_per_call=sum(updated.computed) / len(updated.computed) if updated.computed else None,
-            **columns_of(self.updates[step - 1]),
+            step, updated.metrics, epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
+            fetch=evaluated, **plan.columns(step),
+            nodes_per_call=sum(computed) / len(computed) if computed else None,
         )  # fmt: skip
-
-    @property
-    def _totals(self) -> list[int]:
-        """The local steps in the first updates, from none to all of them."""
-        if "_summed" not in vars(self):
-            self._summed = [0]
-            for events in self.updates:
-                steps = sum(arrival.num_steps for arrival in trained_in(events))
-                self._summed.append(self._summed[-1] + steps)
-        return self._summed
-
-    def _examples(self, arrival: Arrival) -> int:
-        """How many examples a round has seen."""
-        own = self.train.limits
-        most = self.train.batch_size if own is None else own[arrival.node]
-        steps = range(arrival.first_step, arrival.first_step + arrival.num_steps)
-        return sum(min(most, self.train.width(step)) for step in steps)
 
     def evaluate(self) -> None:
         """Record the validation loss of the server's model; without one, of the mean of the nodes and of each."""
@@ -149,10 +114,7 @@ class AsyncRun(Run[M]):
         if self.simulation.server is None:
             columns.pop("consensus_distance_before", None)
             self.recorder.add(**columns)
-            return
-        # All nodes are measured with the server's parameters: what is said of each is the same.
-        shown = {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}
-        if shown:
+        elif shown := of_server(columns):
             self.recorder.add(**shown)
 
     def average(self) -> M:
@@ -174,11 +136,10 @@ class AsyncRun(Run[M]):
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")
 
 
-def columns_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the columns of an update that only some strategies have."""
-    for event in events:
-        if isinstance(event, Delivered):
-            return {"region": event.region, "region_staleness": event.staleness}
-        if isinstance(event, Closed):
-            return {"fragment": event.fragment}
-    return {}
+def of_server(columns: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what an evaluation says of each node: all are measured with the server's parameters.
+
+    >>> of_server({"val_loss": 1.0, "val_loss_local": 1.0, "val_losses": [1.0, 1.0]})
+    {'val_loss': 1.0}
+    """
+    return {name: x for name, x in columns.items() if not name.endswith("_local") and name not in OF_NODES}

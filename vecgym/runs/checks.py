@@ -63,6 +63,26 @@ def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulati
     return batch_size // gradient_accumulation
 
 
+def check_compute(strategy: Strategy, compute: Any) -> None:
+    """Raise a ValueError for an asynchronous strategy without `compute`.
+
+    >>> from vecgym.clock import Compute
+    >>> from vecgym.strategy import AsyncStrategy
+    >>> check_compute(AsyncStrategy(), Compute(0.4))
+    """
+    if compute is None:
+        raise ValueError(
+            f"{type(strategy).__name__} needs compute=: which node meets which version of the server depends on how "
+            "long each computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), seconds of a step of each node."
+        )
+
+
+def check_left_out(strategy: Strategy, option: str, given: Any, default: Any) -> None:
+    """Raise a ValueError for an option that this strategy does not have."""
+    if given != default:
+        raise ValueError(f"{option}={given!r} is not there for {type(strategy).__name__}: leave it out.")
+
+
 def check_availability(backend: str, dataloader_kwargs: Mapping[str, Any] | None) -> None:
     """Raise a ValueError for what a run in which nodes may be absent cannot have.
 

@@ -26,6 +26,8 @@ from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs.checks import (
     accumulated,
     check_availability,
+    check_compute,
+    check_left_out,
     check_parts,
     check_strategy,
     checked_folder,
@@ -332,17 +334,11 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
                     "give max_steps and val_interval, or AsyncStrategy(...)."
                 )
             return
-        name = type(self.strategy).__name__
-        if self.compute is None:
-            raise ValueError(
-                f"{name} needs compute=: which node meets which version of the server depends on how long each "
-                "computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), seconds of a step of each node."
-            )
+        check_compute(self.strategy, self.compute)
         refused = {"availability": None, "backend": "stacked", "exact": False, "compile": False,
                    "correlation_interval": None, "max_memory_usage": None}  # fmt: skip
         for option, value in refused.items():
-            if vars(self)[option] != value:
-                raise ValueError(f"{option}={vars(self)[option]!r} is not there for {name}: leave it out.")
+            check_left_out(self.strategy, option, vars(self)[option], value)
 
     def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
         """Return the values of a group; no option may be given twice."""

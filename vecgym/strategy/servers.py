@@ -7,8 +7,9 @@ come, each weighted by w(s) for a staleness of s versions. See `vecgym.strategy.
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from vecgym.core import check, tree
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.optim.merge import merge_key, merged_spec, per_row
 from vecgym.strategy.average import shown
 from vecgym.strategy.communication import State
 from vecgym.strategy.modules import OUTER_DEFAULTS, outer_spec
@@ -25,7 +27,16 @@ from vecgym.strategy.modules import OUTER_DEFAULTS, outer_spec
 StalenessName = Literal["none", "inverse_sqrt"]
 Staleness = Callable[[int], Any]  # versions -> the weight of a movement, a number or a tensor
 
-STALENESS: dict[str, Staleness] = {"none": lambda s: 1.0, "inverse_sqrt": lambda s: (1 + s) ** -0.5}
+
+def _none(staleness: int) -> float:
+    return 1.0
+
+
+def _inverse_sqrt(staleness: int) -> float:
+    return float((1 + staleness) ** -0.5)
+
+
+STALENESS: dict[str, Staleness] = {"none": _none, "inverse_sqrt": _inverse_sqrt}
 
 
 class Server(ABC):
@@ -84,6 +95,26 @@ class Server(ABC):
         """Return the learning rate of an update, if the server has one."""
         return None
 
+    # As of a `CommunicationModule`: many small servers of a sweep are slow for what Python does for each.
+
+    def stack_key(self) -> Hashable:
+        """Return a key: servers of equal key, of configurations of one stack, can be one. None: this one cannot.
+
+        >>> OuterOptimizer(lr=0.1).stack_key() == OuterOptimizer(lr=0.5).stack_key(), HeLoCo().stack_key()
+        (True, None)
+        """
+        return None
+
+    def stacked(self, servers: Sequence[Any]) -> Server:
+        """Return one server for the parameters of all of them, `[C, *]`: it treats each row as its own would.
+
+        >>> server = OuterOptimizer().stacked([FedBuff(lr=0.5), FedBuff(lr=1.0)])
+        >>> params = {"w": torch.zeros(2)}
+        >>> server.update(params, {"w": torch.ones(2)}, server.init(params), update=0)[0]
+        {'w': tensor([-0.5000, -1.0000])}
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
+
     def __repr__(self) -> str:
         return shown(self)
 
@@ -123,6 +154,13 @@ class OuterOptimizer(Server):
 
     def lr(self, update: int) -> float | Tensor | None:
         return self.outer_optim.at(update).hyper.get("lr")
+
+    def stack_key(self) -> Hashable:
+        own = any(getattr(type(self), name) is not getattr(OuterOptimizer, name) for name in ("init", "update"))
+        return None if own or type(self).correct is not Server.correct else merge_key(self.outer_optim)
+
+    def stacked(self, servers: Sequence[OuterOptimizer]) -> Server:
+        return OuterOptimizer(merged_spec([server.outer_optim for server in servers], [1] * len(servers)))
 
 
 class FedBuff(OuterOptimizer):
@@ -219,13 +257,25 @@ class DelayedNesterov(Server):
         buffer, momentum = tree.map(torch.add, state["buffer"], movement), state["momentum"]
         share = c
         if (update + 1) % N == 0:
-            momentum = tree.map(lambda m, d: beta * m + d / N, momentum, buffer)
+            momentum = tree.map(lambda m, d: tree.per_node(beta, m) * m + d / N, momentum, buffer)
             buffer, share = tree.map(torch.zeros_like, buffer), 1 - c * N + c
-        step = tree.map(lambda m, g: share * beta * m + g / N, momentum, movement)
-        return tree.map(lambda p, x: p - self._lr * x, params, step), {"momentum": momentum, "buffer": buffer}
+        step = tree.map(lambda m, g: tree.per_node(share * beta, m) * m + g / N, momentum, movement)
+        stepped = tree.map(lambda p, x: p - tree.per_node(self._lr, x) * x, params, step)
+        return stepped, {"momentum": momentum, "buffer": buffer}
 
     def lr(self, update: int) -> float | Tensor | None:
         return self._lr
+
+    def stack_key(self) -> Hashable:
+        numbers = [x for x in (self._lr, self.momentum, self.c) if isinstance(x, Tensor)]
+        return None if type(self) is not DelayedNesterov or numbers else ("DelayedNesterov", self.num_arrivals)
+
+    def stacked(self, servers: Sequence[DelayedNesterov]) -> Server:
+        merged, ones = copy.copy(servers[0]), [1] * len(servers)
+        merged._lr = per_row([server._lr for server in servers], ones)
+        merged.momentum = per_row([server.momentum for server in servers], ones)
+        merged.c = per_row([server.c for server in servers], ones)
+        return merged
 
     def __repr__(self) -> str:
         return f"DelayedNesterov(lr={self._lr}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"
@@ -326,13 +376,13 @@ def staleness_weight(name: str, value: Any) -> Staleness:
     if not callable(value):
         check.choice(name, value, tuple(STALENESS), "a function of the staleness")
         return STALENESS[value]
+    return functools.partial(_checked_weight, name, value)
 
-    def weight(staleness: int) -> Any:
-        found = check.called(name, value, staleness)
-        if isinstance(found, bool) or not isinstance(found, (int, float, Tensor)):
-            raise TypeError(
-                f"{name}({staleness}) returned {found!r}; give a function of the staleness that returns a number."
-            )
-        return found
 
-    return weight
+def _checked_weight(name: str, function: Staleness, staleness: int) -> Any:
+    found = check.called(name, function, staleness)
+    if isinstance(found, bool) or not isinstance(found, (int, float, Tensor)):
+        raise TypeError(
+            f"{name}({staleness}) returned {found!r}; give a function of the staleness that returns a number."
+        )
+    return found

@@ -39,14 +39,20 @@ class Chunk:
         self.configs, self.engine = list(configs), engine
         self.begun = [config.index for config in configs]
         self.num_steps = configs[0].num_steps
-        self.observed = Observed(self.num_steps, len(configs), configs[0].num_nodes)
+        self.observed = self._observed(configs[0].num_nodes)
         self._sources, self._which = places([config.train for config in configs])
         self._start, self._before = 0.0, 0.0  # the clock at the start, and the seconds before that
         models = [dict(config.model.named_parameters()) for config in configs]
         params = {name: torch.stack([m[name].detach().to(engine.device) for m in models]) for name in engine.params}
-        num_elements = configs[0].num_nodes * sum(p[0].numel() for p in params.values())
-        self.simulation = self._simulation(Merged([self._member(config) for config in configs], num_elements))
+        self.simulation = self._begin(configs[0].num_nodes * sum(p[0].numel() for p in params.values()))
         self.state = self.simulation.init(params)
+
+    def _observed(self, num_nodes: int) -> Observed:
+        return Observed(self.num_steps, len(self.configs), num_nodes)
+
+    def _begin(self, num_elements: int) -> Simulation:
+        """Return the simulation of all configurations, whose nodes have so many parameters together."""
+        return self._simulation(Merged([self._member(config) for config in self.configs], num_elements))
 
     def _member(self, config: Configuration) -> Member:
         strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
@@ -131,8 +137,11 @@ class Chunk:
         """Add columns to the rows of the present step."""
         validation = [config.val for config in self.configs]
         for c, columns in enumerate(evaluated_columns(self.engine, self.state, validation, self.simulation.comm)):
-            if columns:
-                self.observed.evaluated(c, self.state.step, **columns)
+            if shown := self._shown(columns):
+                self.observed.evaluated(c, self.state.step, **shown)
+
+    def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
+        return columns
 
     def keep(self, chosen: Sequence[int]) -> None:
         """Continue with some of the configurations only."""

@@ -12,19 +12,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vecgym.clock import Compute, Network
+from vecgym.collectives.base import payload_bytes
 from vecgym.core import check
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import hooks
+from vecgym.engine.events import Stop
 from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
+from vecgym.runs.async_plan import AsyncPlan, stop_of
+from vecgym.runs.checks import check_compute, check_left_out
 from vecgym.runs.options import checked
 from vecgym.runs.present import presence_of
 from vecgym.strategy import Strategy
-from vecgym.strategy.asynchronous import check_synchronous
+from vecgym.strategy.asynchronous import AsyncStrategy, check_synchronous
 from vecgym.sweeps.axes import Point
+from vecgym.sweeps.clocks import check_clock, clocks
 from vecgym.sweeps.options import SweepOptions
 
-SETTINGS = ("num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed", "shuffle", "availability")
+OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs alone
+SETTINGS = (
+    "num_nodes", "batch_size", "minibatch_size", "max_steps", "num_epochs", *OF_UPDATES, "seed", "shuffle",
+    "availability",
+)  # fmt: skip
 
 
 class Data:
@@ -47,6 +57,21 @@ class Data:
         given |= {"batch_size": settings["minibatch_size"] or settings["batch_size"], "val_size": self.options.val_size}
         return self._once(EvalBatches, self.options.val_dataset, given)
 
+    def plan(self, config: Configuration, strategy: AsyncStrategy) -> AsyncPlan:
+        """Return the events of a configuration; those whose times and rules agree share them."""
+        assert config.compute is not None
+        sizes = {n: payload_bytes(p.detach()[None]) for n, p in config.model.named_parameters() if p.requires_grad}
+        nominal = config.compute.seconds.expand(config.num_nodes).tolist()
+        key = (
+            strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()),
+            id(config.compute), id(config.network), config.stop,
+        )  # fmt: skip
+        if key not in self._made:
+            seed = config.settings["seed"]
+            given = (strategy, config.num_nodes, config.compute, config.network, sizes, seed, config.stop)
+            self._made[key] = AsyncPlan.of(*given)
+        return self._made[key]
+
     def _once(self, kind: Any, dataset: Any, given: dict[str, Any]) -> Any:
         key = (kind, *given.values())
         if key not in self._made:
@@ -59,7 +84,11 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """One point of the sweep, and what follows from it."""
+    """One point of the sweep, and what follows from it.
+
+    Attributes:
+        network, compute: on which the events of an asynchronous run depend.
+    """
 
     index: int
     point: Point
@@ -67,6 +96,8 @@ class Configuration:
     strategy: Strategy
     settings: dict[str, Any]
     data: Data
+    network: Network | None = None
+    compute: Compute | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -94,7 +125,41 @@ class Configuration:
 
     @cached_property
     def num_steps(self) -> int:
+        """How many steps of all nodes, or updates of a server that does not wait for them."""
+        return self._steps_of_epochs if self.plan is None else len(self.plan.updates)
+
+    @property
+    def _steps_of_epochs(self) -> int:
         return num_steps(self.train, self.settings["num_epochs"], self.settings["max_steps"])
+
+    @cached_property
+    def plan(self) -> AsyncPlan | None:
+        """The events of an asynchronous run; None: it is not one."""
+        if not isinstance(self.strategy, AsyncStrategy):
+            return None
+        return self.data.plan(self, self.strategy)
+
+    @property
+    def stop(self) -> Stop:
+        """When an asynchronous run ends."""
+        of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
+        return stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
+
+    def check(self, options: SweepOptions) -> None:
+        """Raise a ValueError if the strategy cannot work for this run."""
+        K, strategy = self.num_nodes, self.strategy
+        if isinstance(strategy, AsyncStrategy):
+            check_compute(strategy, self.compute)
+            check_left_out(strategy, "compile", options.compile, False)
+            check_left_out(strategy, "availability", self.settings["availability"], None)
+            for clock in (self.network, self.compute):
+                if clock is not None:
+                    clock.check(K)
+        else:
+            check_synchronous(strategy)
+        strategy.check(K, self.num_steps)
+        if self.plan is not None:
+            strategy.inner_optim.check_steps(K, self.plan.max_steps, "inner optimizer")
 
 
 # --------------------------------------------------------------------------------- the user's functions of axes
@@ -180,19 +245,43 @@ def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
 
 
 def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[Configuration]:
-    """Make and check the configuration of each point."""
-    configs = []
+    """Make and check the configuration of each point; asynchronous ones on each network and compute."""
+    configs: list[Configuration] = []
     models: dict[Any, nn.Module] = {}
     data = Data(options)
-    for index, point in enumerate(points):
+    each_clock = clocks(options.network, options.compute)
+    for point in points:
         settings = checked({name: point.get(name, vars(options)[name]) for name in SETTINGS})
         given = point["strategy"] if options.strategy is None else options.strategy
         strategy = given if isinstance(given, Strategy) else _called("strategy", given, point, Strategy)
-        configs.append(Configuration(index, point, _model(options.model, point, models), strategy, settings, data))
+        model = _model(options.model, point, models)
+        if strategy.asynchronous:
+            configs += [
+                Configuration(len(configs) + i, {**point, **clock.point}, model, strategy, settings, data, *clock[1:])
+                for i, clock in enumerate(each_clock)
+            ]
+        else:
+            own = {name: value for name, value in settings.items() if name not in OF_UPDATES}
+            configs.append(Configuration(len(configs), point, model, strategy, own, data))
+    _check_settings(configs, options)
     for config in configs:
-        check_synchronous(config.strategy)
-        config.strategy.check(config.num_nodes, config.num_steps)
+        config.check(options)
     return configs
+
+
+def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> None:
+    """Raise a ValueError for settings that no configuration has."""
+    synchronous = [config for config in configs if not config.strategy.asynchronous]
+    everyone = len(synchronous) == len(list(configs))
+    if everyone and (options.network is not None or options.compute is not None):
+        check_clock(options.network, options.compute)
+    for config in synchronous:
+        for name in OF_UPDATES:
+            if name in config.point or (everyone and vars(options)[name] is not None):
+                raise ValueError(
+                    f"{name} is of asynchronous runs, and {type(config.strategy).__name__} takes steps of all nodes: "
+                    "give max_steps, or AsyncStrategy(...)."
+                )
 
 
 def _model(model: Any, point: Point, made: dict[Any, nn.Module]) -> nn.Module:

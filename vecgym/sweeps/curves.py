@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core.tree import Tree
+from vecgym.engine.asynchronous import inner_rates
 from vecgym.engine.simulation import Metrics
 from vecgym.records import runfile
 from vecgym.records.columns import START
-from vecgym.records.history import History
-from vecgym.runs.recorder import StepRows
+from vecgym.records.history import History, Row
+from vecgym.runs.recorder import StepRows, add_losses
 from vecgym.strategy import Context
+from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.sweeps.configurations import Configuration
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
@@ -35,6 +37,7 @@ class Curve:
     Attributes:
         status: how it ended.
         columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 2]`, sent and received.
+            Of asynchronous runs, in place of `lr`: `totals` `[T, 2]`, all bytes up to there, and `nodes_per_call`.
         evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
         average: the parameters and buffers of the averaged model, where they are kept.
         last: what a result shows of it.
@@ -47,32 +50,59 @@ class Curve:
     last: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        losses, active, sent = (self.columns[name].numpy() for name in ("train_losses", "active", "bytes"))
+        losses, active = (self.columns[name].numpy() for name in ("train_losses", "active"))
         self.last = {**NOTHING, "steps": len(losses)}
         if len(losses):
             self.last["train_loss"] = float(losses[-1][active[-1]].mean()) if active[-1].any() else np.nan
-            self.last["bytes_total"] = float(np.cumsum(sent[:, 0])[-1])
+            self.last["bytes_total"] = float(self.totals[-1, 0])
         for row in runfile.unpacked_rows(self.evaluations):
             self.last |= {name: row[name] for name in NOTHING if name in row}
+
+    @property
+    def totals(self) -> np.ndarray:
+        """All bytes up to each step, sent and received, `[T, 2]`."""
+        return self.columns["totals"].numpy() if "totals" in self.columns else self.columns["bytes"].numpy().cumsum(0)
 
     def history(self, settings: dict[str, Any], config: Configuration) -> History:
         """Return the rows that `Trainer.fit` alone would have recorded."""
         history, rows = History(settings), StepRows(config.train, config.train.limits)
         evaluations = {row.pop("step"): row for row in runfile.unpacked_rows(self.evaluations)}
-        if 0 in evaluations:
-            history.append({**START, **evaluations[0]})
+        updates = config.plan is not None
+        if 0 in evaluations or updates:
+            history.append({**START, **({"sim_seconds": 0.0} if updates else {}), **evaluations.get(0, {})})
+        for row in self._updates(config, rows) if updates else self._steps(config, rows):
+            history.append({**row, **evaluations.get(row["step"], {})})
+        return history
+
+    def _steps(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
+        """Yield the rows of steps of all nodes, without their evaluations."""
         presence = config.presence()
         comm, examples = StackedCollectives(config.num_nodes), tuple(config.train.shard_sizes)
-        sent, total = self.columns["bytes"].tolist(), self.columns["bytes"].numpy().cumsum(0).tolist()
+        sent, total = self.columns["bytes"].tolist(), self.totals.tolist()
         lrs, seconds = self.columns["lr"].tolist(), self.columns["seconds"].tolist()
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             ctx = Context(comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples)
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
             there = None if presence is None else int(presence.row(t).sum())
             metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx), num_present=there)
-            row = rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])
-            history.append({**row, **evaluations.get(t + 1, {})})
-        return history
+            yield rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])
+
+    def _updates(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
+        """Yield the rows of updates of a server."""
+        plan, strategy, train = config.plan, config.strategy, config.train
+        assert plan is not None
+        assert isinstance(strategy, AsyncStrategy)
+        comm, server = StackedCollectives(config.num_nodes), strategy.server.of(config.num_nodes)
+        sent, total, seconds = self.columns["bytes"].tolist(), self.totals.tolist(), self.columns["seconds"].tolist()
+        per_call = [None if np.isnan(x) else x for x in self.columns["nodes_per_call"].tolist()]
+        for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
+            lr, trained = inner_rates(strategy, comm, plan.arrivals(t + 1), plan.max_steps), active.nonzero().flatten()
+            metrics = Metrics(losses, lr, trained.tolist(), server.lr(t))
+            epoch, seen = plan.epoch(t + 1, train), plan.seen(t + 1, train)
+            row = rows.begun(t + 1, metrics, (sent[t][0], *total[t]), seconds[t], epoch, seen)
+            row.update(plan.columns(t + 1), nodes_per_call=per_call[t])
+            add_losses(row, losses, trained.tolist())
+            yield row
 
     def state(self) -> dict[str, Any]:
         """Return the same as plain values, for a file."""
@@ -90,15 +120,18 @@ SAVED = ("status", "columns", "evaluations", "average")
 class Observed:
     """The records of C configurations in T steps, in arrays `[T, C, *]`; see `Curve`."""
 
-    def __init__(self, num_steps: int, num_configs: int, num_nodes: int) -> None:
+    def __init__(self, num_steps: int, num_configs: int, num_nodes: int, updates: bool = False) -> None:
         shape = (num_steps, num_configs)
         self.arrays = {
             "train_losses": np.full((*shape, num_nodes), np.nan),
             "active": np.ones((*shape, num_nodes), dtype=bool),
-            "lr": np.full(shape, np.nan),
             "bytes": np.zeros((*shape, 2)),
             "seconds": np.full(shape, np.nan),
         }
+        if updates:
+            self.arrays |= {"totals": np.zeros((*shape, 2)), "nodes_per_call": np.full(shape, np.nan)}
+        else:
+            self.arrays["lr"] = np.full(shape, np.nan)
         self.evaluations: list[dict[int, dict[str, Any]]] = [{} for _ in range(num_configs)]  # step -> columns
 
     def put(self, t: int, **values: Any) -> None:

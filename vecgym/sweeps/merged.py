@@ -14,7 +14,7 @@ Nothing here keeps state: it is all in the simulation's `State`, and so it can b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -242,15 +242,19 @@ class Merged(Strategy):
             staying = [part for part in before if inside[part.name]]
             return {new.name: old.state_of(inside[old.name], state[old.name]) for old, new in zip(staying, now)}
 
-        left = Merged([self.members[c] for c in chosen], sizes=(sizes(self.optimizers), sizes(self.exchanges)))
+        left = type(self)([self.members[c] for c in chosen], sizes=(sizes(self.optimizers), sizes(self.exchanges)))
         optimizer = kept(state.optimizer, self.optimizers, left.optimizers)
-        modules = kept(state.strategy, self.exchanges, left.exchanges)
+        modules = self._selected(state.strategy, lambda state: kept(state, self.exchanges, left.exchanges), chosen)
         C, index = len(self.members), list(chosen)
         params = {n: rows_of(p, C, index) for n, p in state.params.items()}
         buffers = {n: b if len(b) == 1 else rows_of(b, C, index) for n, b in state.buffers.items()}
         return left, SimulationState(
             state.step, params, buffers, optimizer, modules, rows_of(state.node_steps, C, index)
         )
+
+    def _selected(self, state: State, kept: Callable[[State], State], chosen: Sequence[int]) -> State:
+        """Return the states of some configurations' modules; `kept` gives it."""
+        return kept(state)
 
     # ------------------------------------------------------------------------------------------- helpers
 

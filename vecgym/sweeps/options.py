@@ -13,7 +13,7 @@ from torch import nn
 from vecgym.core import check
 from vecgym.core.options import Options
 from vecgym.runs.checks import check_availability
-from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Present, Training
+from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Present, SimulatedSeconds, Training
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Uniform
 
@@ -49,7 +49,8 @@ class SweepOptions(EngineOptions, Training, Swept):
         strategy: a function of axes that returns a `Strategy`; or a `Strategy`; None: the grid has an axis
             "strategy" of strategies.
         grid: axis -> its values. Axes are arguments of `strategy` and `model`, and the settings "num_nodes",
-            "batch_size", "minibatch_size", "max_steps", "num_epochs", "seed" and "shuffle".
+            "batch_size", "minibatch_size", "max_steps", "num_epochs", "max_updates", "max_seconds", "seed" and
+            "shuffle".
         num_nodes: K, unless it is an axis.
         samples: draw so many random points, each axis by itself, from its values or from a `Uniform` or
             `LogUniform` range; None: all points of the grid.
@@ -66,7 +67,9 @@ class SweepOptions(EngineOptions, Training, Swept):
             nodes may be absent, each configuration is trained by itself.
         dry_run: train nothing: look at `result.explain()`.
         network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
-            each configuration takes; see `SweepResult.price`, which does so afterwards.
+            each configuration takes; see `SweepResult.price`, which does so afterwards. Asynchronous strategies need
+            `compute`, and are trained on each of them: the order of their events depends on it.
+        max_updates, max_seconds: of asynchronous strategies, in place of `max_steps`; see `Trainer.fit`.
     """
 
     strategy: Strategy | Callable[..., Strategy] | None = None
@@ -84,10 +87,10 @@ class SweepOptions(EngineOptions, Training, Swept):
     dry_run: Flag = False
     network: Any = None
     compute: Any = None
+    max_updates: OptionalCount = None
+    max_seconds: SimulatedSeconds = None
 
     def __post_init__(self) -> None:
-        if (self.network is None) != (self.compute is None):
-            raise ValueError("network and compute together say how long a configuration takes: give both.")
         if self.availability is not None:
             check_availability("stacked", self.dataloader_kwargs)
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from vecgym.strategy.communication import overrides
 # An exchange of several configurations holds what would be one row for each, such as outer parameters, once for each
 # node. Of small models, whose exchange is Python above all, that is the lesser cost.
 MAX_MERGED_ELEMENTS = 1 << 16
+MAX_RULES = 64  # of an optimizer, for different numbers of rows, that are kept
 
 
 @dataclass
@@ -136,9 +137,9 @@ class Optimizer(Part):
         if not self.is_shared:
             return self.strategies[0].optimize(params, grads, state, contexts[self.start])
         counts = [b - a for a, b in pairwise(ends[self.start : self.stop + 1])]
-        rates = [float(ctx.lr) for ctx in contexts[self.start : self.stop]]  # type: ignore[arg-type]
+        rates = [_rate(ctx) for ctx in contexts[self.start : self.stop]]
         if self._lr[0] != (rates, counts):  # most often they stay
-            self._lr = (rates, counts), per_row(rates, counts)
+            self._lr = (rates, counts), _of_rows(rates, counts)
         if self.strategies[0].max_norm is not None:
             grads, _ = clip_grad_norm(grads, per_row([strategy.max_norm for strategy in self.strategies], counts))
         return self.rule(counts).update(params, grads, state, lr=self._lr[1])
@@ -147,8 +148,25 @@ class Optimizer(Part):
         """Return the optimizer of members with so many rows each."""
         key = tuple(counts)
         if key not in self._rules:
-            self._rules = {key: merged_spec([strategy.inner_optim for strategy in self.strategies], counts).rule()}
+            if len(self._rules) == MAX_RULES:
+                self._rules.clear()
+            self._rules[key] = merged_spec([strategy.inner_optim for strategy in self.strategies], counts).rule()
         return self._rules[key]
+
+
+def _rate(ctx: Context) -> float | tuple[float, ...]:
+    """Return the learning rate of a configuration's rows: one number, or one for each where their times differ."""
+    lr = ctx.own(ctx.lr)
+    return tuple(lr.tolist()) if isinstance(lr, Tensor) and lr.numel() > 1 else float(lr)
+
+
+def _of_rows(rates: list[float | tuple[float, ...]], counts: Sequence[int]) -> float | Tensor:
+    """Return a learning rate for each row, or one for all."""
+    if all(isinstance(rate, float) for rate in rates):
+        found: float | Tensor = per_row(rates, counts)
+        return found
+    each = [rate if isinstance(rate, tuple) else (rate,) * n for rate, n in zip(rates, counts)]
+    return torch.tensor(list(chain.from_iterable(each)), dtype=torch.float64)
 
 
 def optimizer_key(strategy: Strategy) -> Key | None:

@@ -18,6 +18,7 @@ from vecgym.runs.footprint import passing
 from vecgym.runs.memory import available_bytes
 from vecgym.runs.options import resolve_device
 from vecgym.strategy import Context
+from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.sweeps.configurations import Configuration, alike
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.parts import exchange_key, optimizer_key
@@ -48,10 +49,11 @@ class Program:
         """Describe the program in a line."""
         config = self.configs[0]
         stacks = f"{len(self.chunks)} stacks of up to {len(self.chunks[0])}" if len(self.chunks) > 1 else "1 stack"
+        what = "update" if config.strategy.asynchronous else "step"
         strategies = sorted({type(config.strategy).__name__ for config in self.configs})
         return (
             f"{counted(len(self.configs), 'configuration')}, num_nodes={config.num_nodes}, "
-            f"batch_size={config.settings['batch_size']}, {counted(config.num_steps, 'step')}, "
+            f"batch_size={config.settings['batch_size']}, {counted(config.num_steps, what)}, "
             f"{type(config.model).__name__}, {', '.join(strategies)}; {stacks} ({self.reason}), "
             f"about {readable_bytes(len(self.chunks[0]) * self.bytes_per_config)}"
         )
@@ -81,13 +83,18 @@ def explain(programs: Sequence[Program]) -> str:
             config = program.configs[0]
             differences = [name for name, value in _key(first).items() if value != _key(config)[name]]
             differences += [] if alike(first.model, config.model) else ["model"]
-            lines.append(f"  not with program 0: another {' and another '.join(differences)}")
+            events = config.plan is not None and first.plan is not None and config.plan is not first.plan
+            how = ": trained after it" if events else ""
+            lines.append(f"  not with program 0: another {' and another '.join(differences)}{how}")
     return "\n".join(lines)
 
 
 def _key(config: Configuration) -> dict[str, Any]:
     """Return what configurations of one program have in common, besides their model's structure."""
     return {
+        "kind of strategy (asynchronous, or with steps of all nodes)": config.strategy.asynchronous,
+        "order of events (which node meets its server when)": config.plan,
+        "choice of together": getattr(config.strategy, "together", True),
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
         "availability": config.settings["availability"] is not None,
@@ -101,7 +108,10 @@ def _place(config: Configuration) -> tuple[str, str, str, int]:
     Each run of equal rows is one call of torch's kernel.
     """
     optimizer, hyperparameters = optimizer_key(config.strategy), sorted(config.strategy.inner_optim.kwargs.items())
-    return repr(optimizer), repr(hyperparameters), repr(exchange_key(config.strategy)), config.index
+    exchange: Any = exchange_key(config.strategy)
+    if isinstance(config.strategy, AsyncStrategy):
+        exchange = config.strategy.server.of(config.num_nodes).stack_key()
+    return repr(optimizer), repr(hyperparameters), repr(exchange), config.index
 
 
 def _program(configs: list[Configuration], options: SweepOptions) -> Program:
@@ -149,5 +159,8 @@ def _costs(config: Configuration) -> tuple[int, int]:
     optimizer, modules = config.strategy.init(params, ctx)
     of_node = tree.num_bytes(params) + tree.num_bytes(optimizer) + passing_bytes + tree.num_bytes(batch)
     recorded = config.num_steps * (9 * config.num_nodes + 32)
+    if isinstance(config.strategy, AsyncStrategy):  # where rounds begin, what they have moved, what the server keeps
+        of_node += 2 * tree.num_bytes(params)
+        modules = {"server": config.strategy.server.of(config.num_nodes).init(params)}
     total = config.num_nodes * of_node + tree.num_bytes(modules) + recorded
     return total, config.num_nodes * engine.facts.flop

@@ -33,7 +33,8 @@ class SweepResult:
     Attributes:
         rows: one dict per configuration, in the order of the grid: its axes, `status` ("finished", "diverged",
             "interrupted", "pending"), `steps`, and the last of `train_loss`, `val_loss`, `val_loss_local`,
-            `consensus_distance`, and `bytes_total`, sent per node.
+            `consensus_distance`, and `bytes_total`, sent per node; of asynchronous runs, whose steps are updates, also
+            `sim_seconds`, `version`, `staleness`, `staleness_max`, `num_arrived` and `local_steps_total`.
         axes: the names of the axes.
 
     >>> import tempfile, pathlib
@@ -70,19 +71,25 @@ class SweepResult:
     def __init__(self, runner: Runner, prices: Prices | None = None) -> None:
         self._runner = runner
         self._prices = prices
-        self.axes = [*runner.axes, *([] if prices is None else prices.axes)]
+        self._asynchronous = any(config.strategy.asynchronous for config in runner.configs)
+        places = [None] if prices is None else list(range(len(prices.points)))
+        # The configuration of each row, and the network and compute that it is priced for.
+        self._places = [
+            (config, place)
+            for config in runner.configs
+            for place in ([None] if config.strategy.asynchronous else places)
+        ]
+        clocks = [] if prices is None else prices.axes
+        self.axes = list(dict.fromkeys([*runner.axes, *clocks, *(name for c in runner.configs for name in c.point)]))
 
     @property
     def rows(self) -> list[Point]:
         """One dict per configuration, in the order of the grid; see the class for what is in it."""
-        if self._prices is None:
-            return [self._row(config) for config in self._runner.configs]
-        places = range(len(self._prices.points))
-        return [
-            Row({**config.point, **self._prices.points[i], **self._row(config), **self._prices.row(config, i)})
-            for config in self._runner.configs
-            for i in places
-        ]
+        rows = [self._row(config, place) for config, place in self._places]
+        if not self._asynchronous:
+            return rows
+        names = dict.fromkeys([*self.axes, *(name for row in rows for name in row)])  # all rows have all columns
+        return [Row({name: row.get(name) for name in names}) for row in rows]
 
     def price(self, network: Any, compute: Any) -> SweepResult:
         """The same on a network: with the columns `sim_seconds` and `sim_utilization`, and nothing trained again.
@@ -92,7 +99,7 @@ class SweepResult:
                 then it is an axis, "network" or "compute", and each configuration has a row for each of them.
 
         Raises:
-            ValueError, TypeError: for other kinds, and for strategies that are written for one rank.
+            ValueError, TypeError: for other kinds, and for strategies that are written for one rank, or asynchronous.
 
         >>> import torch
         >>> from vecgym.clock import Compute, Network
@@ -107,16 +114,24 @@ class SweepResult:
         >>> [(row["H"], row["network"], round(row["sim_seconds"], 2)) for row in priced.rows]
         [(1, 'near', 2.0), (1, 'far', 2.4), (4, 'near', 2.0), (4, 'far', 2.1)]
         """
+        if self._asynchronous:
+            raise ValueError(
+                "asynchronous runs go in the order of their own network's and nodes' times: sweep again, with network= "
+                "and compute=, of which either may be a dict, {name: one}."
+            )
         return SweepResult(self._runner, Prices(network, compute))
 
     def _config(self, index: int) -> Configuration:
-        rows_each = 1 if self._prices is None else len(self._prices.points)
-        return self._runner.configs[check.index("index", index, len(self)) // rows_each]
+        return self._places[check.index("index", index, len(self))][0]
 
-    def _row(self, config: Configuration) -> Point:
+    def _row(self, config: Configuration, place: int | None) -> Point:
         curve = self._runner.curves.get(config.index)
         measured = {"status": PENDING, **NOTHING} if curve is None else {"status": curve.status, **curve.last}
-        return Row({**config.point, **measured})
+        if config.plan is not None and measured["steps"] > 0:
+            measured |= config.plan.columns(measured["steps"])
+        if self._prices is None or place is None:
+            return Row({**config.point, **measured})
+        return Row({**config.point, **self._prices.points[place], **measured, **self._prices.row(config, place)})
 
     @property
     def num_pending(self) -> int:
@@ -223,7 +238,7 @@ class SweepResult:
         return labelled(chosen(self.rows, where))
 
     def __len__(self) -> int:
-        return len(self._runner.configs) * (1 if self._prices is None else len(self._prices.points))
+        return len(self._places)
 
     def __repr__(self) -> str:
         counts: dict[str, int] = {}

@@ -23,7 +23,8 @@ def sweep(options: SweepOptions) -> SweepResult:
 
     Each configuration's curve is that of `Trainer.fit` for it alone, up to rounding (and dropout masks). All those
     with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies;
-    those whose parameters are one copy for all nodes, as in AllReduce, are stacked apart from the others.
+    those whose parameters are one copy for all nodes, as in AllReduce, are stacked apart from the others. Asynchronous
+    configurations are stacked where their events are the same, and are else trained one after the other.
 
     Args:
         {arguments}
@@ -61,7 +62,9 @@ def sweep(options: SweepOptions) -> SweepResult:
             f"samples=100 for a random choice, shorter axes, or max_configs={count}."
         )
     runner = Runner(options, axes, make_configurations(chosen, options))
-    prices = None if options.network is None else Prices(options.network, options.compute)
+    priced = any(not config.strategy.asynchronous for config in runner.configs)
+    both = options.network is not None and options.compute is not None
+    prices = Prices(options.network, options.compute) if priced and both else None
     result, file = SweepResult(runner, prices), ResultsFile(runner) if options.resume is not None else None
     if file is not None:
         file.load()

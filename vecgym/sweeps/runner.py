@@ -19,7 +19,7 @@ from vecgym.sweeps.curves import PARTIAL, PENDING, Curve
 from vecgym.sweeps.dispatch import Dispatch
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.programs import make_programs, max_memory_bytes
-from vecgym.sweeps.stack import Stack, Work, prepared_engine
+from vecgym.sweeps.stack import Stack, Work, chunk_of, prepared_engine
 
 SAVE_INTERVAL_S = 60.0
 
@@ -122,7 +122,7 @@ class Runner:
 
     def _chunk(self, indices: list[int]) -> Chunk:
         configs = [self.configs[i] for i in indices]
-        return Chunk(configs, self._engine(configs))
+        return chunk_of(configs, self._engine(configs))
 
     def _engine(self, chunk: list[Configuration]) -> Engine:
         """Return the engine of a chunk; chunks of equal size of a program share one."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from vecgym.core import nodes
 from vecgym.engine import Engine, hooks
+from vecgym.sweeps.asynchronous import AsyncChunk
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import DIVERGED, FINISHED, PARTIAL, Curve
@@ -53,7 +54,7 @@ class Stack:
 
     def __init__(self, work: Work, options: SweepOptions, engine: Engine, curves: dict[int, Curve]) -> None:
         self.options, self.curves = options, curves
-        self.chunk = chunk = Chunk(work.configs, engine)
+        self.chunk = chunk = chunk_of(work.configs, engine)
         self.partial = work.partial
         if work.partial is not None:
             chunk.keep([chunk.begun.index(i) for i in work.partial["left"]])
@@ -109,6 +110,11 @@ class Stack:
         left = [config.index for config in chunk.configs]
         partial = {"begun": chunk.begun, "left": left, "state": vars(chunk.state)}
         self.partial = partial if chunk.can_be_saved else None
+
+
+def chunk_of(configs: list[Configuration], engine: Engine) -> Chunk:
+    """Return what trains these configurations."""
+    return (AsyncChunk if configs[0].strategy.asynchronous else Chunk)(configs, engine)
 
 
 def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engine:

@@ -1,0 +1,432 @@
+"""Sweeps of asynchronous strategies: rows, curves, files and errors are those of single runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pathlib
+import re
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.models import make_data, make_model
+from vecgym import DivergenceError, SweepResult, Trainer, VecgymWarning, sweep
+from vecgym.clock import Compute, Network
+from vecgym.engine.availability import Sampled
+from vecgym.models import Classifier
+from vecgym.records.columns import MEASURED
+from vecgym.strategy import (
+    AsyncStrategy,
+    DelayedNesterov,
+    DiLoCoStrategy,
+    FedBuff,
+    HeLoCo,
+    OptimSpec,
+    OuterOptimizer,
+    Server,
+)
+
+F64 = torch.float64
+K = 3
+COMPUTE = Compute.lognormal([1.0, 2.0, 1.5], sigma=0.3)
+NETWORK = Network(1e6, 0.1)
+
+
+def data(kind: str = "MLP", num_examples: int = 60, seed: int = 0) -> Any:
+    made = make_data(kind, num_examples, seed, F64)
+    return TensorDataset(*made) if isinstance(made, tuple) else made
+
+
+def run(strategy: Any = None, grid: Any = None, kind: str = "MLP", **settings: Any) -> SweepResult:
+    default: dict[str, Any] = {
+        "num_nodes": K, "max_updates": 7, "batch_size": 4, "val_interval": 3, "compute": COMPUTE, "device": "cpu",
+        "progress": False, "keep_models": True,
+    }  # fmt: skip
+    return sweep(
+        make_model(kind, dtype=F64), data(kind), data(kind, 10, seed=1),
+        strategy=given if strategy is None and "strategy" not in (grid or {}) else strategy,
+        grid={"lr": [0.01, 0.02]} if grid is None else grid, **{**default, **settings},
+    )  # fmt: skip
+
+
+def given(lr: float = 0.02, outer_lr: float = 0.3, **settings: Any) -> AsyncStrategy:
+    return AsyncStrategy("adamw", OuterOptimizer(lr=outer_lr), H=2, lr=lr, **settings)
+
+
+def run_alone(result: SweepResult, index: int, kind: str = "MLP", **settings: Any) -> tuple[Trainer[Any], nn.Module]:
+    """`Trainer.fit` of one row."""
+    config = result._config(index)
+    trainer = Trainer(config.model, data(kind), data(kind, 10, seed=1))
+    own = {**{"val_interval": 3, "device": "cpu", "progress": False, "network": config.network}, **config.settings}
+    averaged = trainer.fit(config.strategy, **{**own, "compute": config.compute, **settings})
+    return trainer, averaged
+
+
+def plain(row: dict[str, Any], skipped: tuple[str, ...] = MEASURED) -> dict[str, Any]:
+    """All of a row but the time that it took here, with every digit; nan equal to nan."""
+    return {n: repr(x.tolist() if hasattr(x, "tolist") else x) for n, x in row.items() if n not in skipped}
+
+
+def check_row(result: SweepResult, index: int, kind: str = "MLP", **settings: Any) -> None:
+    """A row alone in its stack: the very bits of the run of it alone."""
+    trainer, averaged = run_alone(result, index, kind, **settings)
+    found, expected = result.history(index).rows, trainer.history.rows
+    assert [plain(row) for row in found] == [plain(row) for row in expected]
+    assert [set(row) for row in found] == [set(row) for row in expected]
+    for name, x in averaged.state_dict().items():
+        assert torch.equal(result.model(index).state_dict()[name], x), name
+    last, row = trainer.history.rows[-1], result.rows[index]
+    for name in ("sim_seconds", "version", "staleness", "staleness_max", "num_arrived", "local_steps_total",
+                 "train_loss", "val_loss", "bytes_total"):  # fmt: skip
+        assert row[name] == last.get(name), name
+    assert (row["status"], row["steps"]) == ("finished", last["step"])
+
+
+def check_close(result: SweepResult, index: int, kind: str = "MLP", **settings: Any) -> None:
+    """A row in a stack: the run of it alone, but for rounding; its events are the same."""
+    trainer, averaged = run_alone(result, index, kind, **settings)
+    skipped = (*MEASURED, "nodes_per_call")
+    found, expected = result.history(index).rows, trainer.history.rows
+    assert [set(row) for row in found] == [set(row) for row in expected]
+    for one, other in zip(found, expected):
+        for name, x in other.items():
+            if name not in skipped and x is not None:
+                np.testing.assert_allclose(one[name], x, rtol=1e-12, atol=1e-12, err_msg=name)
+    for name, x in averaged.state_dict().items():
+        torch.testing.assert_close(result.model(index).state_dict()[name], x, rtol=1e-12, atol=1e-12)
+
+
+class Follow(Server):
+    """A server of one's own."""
+
+    def update(self, params: Any, movement: Any, state: Any, update: int, inplace: bool = False) -> Any:
+        return {name: p - 0.5 * movement[name] for name, p in params.items()}, state
+
+
+# ----------------------------------------------------------------------------------------------------- single runs
+
+SERVERS: dict[str, Callable[[float], Any]] = {
+    "outer": lambda lr: AsyncStrategy("adamw", OuterOptimizer(lr=0.3), H=2, lr=lr),
+    "fedbuff": lambda lr: AsyncStrategy("sgd", FedBuff(2, lr=0.5), H=2, lr=lr, max_wait=1.0),
+    "nesterov": lambda lr: AsyncStrategy("sgd", DelayedNesterov(0.2), dylu=True, H=4, lr=lr, staleness="inverse_sqrt"),
+    "heloco": lambda lr: AsyncStrategy("adamw", HeLoCo(0.1), local_steps=[3, 1, 2], lr=lr, lr_scheduler="cosine"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_row_is_the_run_of_it_alone(name: str) -> None:
+    result = run(SERVERS[name], network=NETWORK, chunk_configs=1)
+    for index in range(2):
+        check_row(result, index)
+
+
+@pytest.mark.parametrize("kind", ["CNN", "Dropout", "WithFrozen"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_models_of_all_kinds(kind: str, engine: str) -> None:
+    result = run(grid={"lr": [0.01]}, kind=kind, engine=engine)
+    check_row(result, 0, kind, engine=engine)
+
+
+@pytest.mark.parametrize("settings", [
+    {"max_updates": None, "max_steps": 6}, {"max_updates": None, "num_epochs": 2}, {"max_seconds": 9.0},
+    {"max_updates": None, "max_seconds": 9.0}, {"max_updates": 5, "max_steps": 4}, {"minibatch_size": 2},
+    {"val_size": 0}, {"shuffle": False, "seed": 5},
+])  # fmt: skip
+def test_settings_of_fit(settings: dict[str, Any]) -> None:
+    result = run(grid={"lr": [0.01]}, **settings)
+    alone = {name: x for name, x in settings.items() if name in ("val_size",)}
+    check_row(result, 0, **alone)
+
+
+def test_updates_and_seconds_may_be_axes() -> None:
+    result = run(given(), {"max_updates": [3, 5], "max_seconds": [4.5, 100.0]})
+    assert [row["version"] for row in result.rows] == [3, 3, 3, 5]
+    for index in range(4):
+        check_row(result, index)
+    assert all(row["sim_seconds"] <= row["max_seconds"] for row in result.rows)
+
+
+def test_networks_and_computes_are_axes_on_which_each_is_trained() -> None:
+    computes = {"equal": Compute(1.0), "unequal": COMPUTE}
+    networks = {"near": Network(1e9), "far": NETWORK}
+    result = run(grid={"lr": [0.01, 0.02]}, compute=computes, network=networks, chunk_configs=1)
+    assert result.axes == ["lr", "network", "compute"]
+    assert [(row["network"], row["compute"]) for row in result.rows[:4]] == [
+        ("near", "equal"), ("near", "unequal"), ("far", "equal"), ("far", "unequal")
+    ]  # fmt: skip
+    for index in range(8):
+        check_row(result, index)
+    assert len({row["sim_seconds"] for row in result.rows[:4]}) == 4
+    assert result.best("sim_seconds", over=None)["network"] == "near"
+
+
+def test_a_mixed_sweep() -> None:
+    """Synchronous configurations are priced on each network, asynchronous ones trained on it."""
+    grid = {"strategy": [DiLoCoStrategy("adamw", H=2, lr=0.02), given(), DiLoCoStrategy("adamw", H=3, lr=0.02)]}
+    networks = {"near": Network(1e9), "far": NETWORK}
+    result = run(None, grid, network=networks, max_steps=8)
+    assert [row["network"] for row in result.rows] == ["near", "far"] * 3
+    assert len({tuple(row) for row in result.rows}) == 1, "all rows have the same columns"
+    assert [row["version"] for row in result.rows] == [None, None, 7, 7, None, None]
+    assert all(row["sim_seconds"] > 0 for row in result.rows)
+    for index in (2, 3):
+        check_row(result, index)
+    assert len(result.history(5)["train_loss"]) == 9
+    without = run(None, grid, max_steps=8)
+    assert [row["sim_seconds"] is None for row in without.rows] == [True, False, True]
+    assert [row["val_loss"] for row in without.rows][::2] == [row["val_loss"] for row in result.rows][::4]
+
+
+def test_explained_and_not_trained() -> None:
+    grid = {"strategy": [given(), given(0.01), DiLoCoStrategy("adamw", H=2)]}
+    result = run(None, grid, max_steps=8, dry_run=True)
+    first, asynchronous, synchronous, why = result.explain().splitlines()
+    assert first == "3 configurations in 2 programs:"
+    assert re.match(r"program 0: 2 configurations, num_nodes=3, batch_size=4, 7 updates, MLP, AsyncStrategy;",
+                    asynchronous)  # fmt: skip
+    assert "1 stack (all in one stack)" in asynchronous
+    assert "8 steps" in synchronous
+    assert "another kind of strategy" in why
+    assert {row["status"] for row in result.rows} == {"pending"}
+
+
+# ------------------------------------------------------------------------------------------------------------ stacks
+
+Make = Callable[..., AsyncStrategy]
+STACKED: dict[str, tuple[Make, dict[str, Any], int]] = {  # a strategy, a grid, and its number of programs
+    "rates": (given, {"lr": [0.01, 0.02], "outer_lr": [0.1, 0.3], "seed": [0, 1]}, 1),
+    "servers": (
+        lambda server, lr: AsyncStrategy("sgd", server, H=2, lr=lr, max_norm=1.0),
+        {"server": [OuterOptimizer(lr=0.3), HeLoCo(0.1), DelayedNesterov(0.2), OuterOptimizer("adam", lr=0.01),
+                    DelayedNesterov(0.1, 0.5, c=0.2), HeLoCo(0.2, 0.5), Follow(), DelayedNesterov(0.1, buffer=2)],
+         "lr": [0.01, 0.05]}, 1,
+    ),
+    "staleness": (
+        lambda staleness, server_lr: AsyncStrategy("adamw", FedBuff(2, server_lr), H=2, lr=0.02, staleness=staleness)
+        if staleness == "inverse_sqrt"
+        else AsyncStrategy("adamw", OuterOptimizer(lr=server_lr), H=2, lr=0.02, staleness=staleness, buffer=2),
+        {"staleness": ["none", "inverse_sqrt", lambda s: 0.5**s, lambda s: torch.tensor(0.7) ** s],
+         "server_lr": [0.1, 0.3]}, 1,
+    ),
+    "rounds of unequal length, schedules": (
+        lambda lr, warmup, optim: AsyncStrategy(optim, OuterOptimizer(lr=0.3), local_steps=[3, 1, 2], lr=lr,
+                                                lr_scheduler="cosine", warmup_steps=warmup),
+        {"lr": [0.01, 0.02], "warmup": [0, 4], "optim": ["adamw", "sgd"]}, 1,
+    ),
+    "optimizers that cannot be one": (
+        lambda optim: AsyncStrategy(optim, OuterOptimizer(lr=0.3), H=2, dylu=True, max_wait=2.0),
+        {"optim": ["adamw", OptimSpec(torch.optim.ASGD, lr=0.01), OptimSpec("sgd", lr=torch.tensor([0.1, 0.02, 0.05])),
+                   "lion", OptimSpec("sgd", lr=0.01, momentum=0.9)]}, 1,
+    ),
+    "windows": (
+        lambda lr, max_wait, grace: given(lr, max_wait=max_wait, grace=grace),
+        {"lr": [0.01, 0.02], "max_wait": [0.5, np.inf], "grace": ["full", "until_last"]}, 4,
+    ),
+    "one by one": (
+        lambda lr, together: given(lr, together=together), {"lr": [0.01, 0.02], "together": [True, False]}, 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_a_row_of_a_stack_is_the_run_of_it_alone(name: str) -> None:
+    make, grid, programs = STACKED[name]
+    result = run(make, grid, network=NETWORK, max_updates=9)
+    assert [len(program.chunks) for program in result._runner.programs] == [1] * programs, result.explain()
+    for index in range(len(result)):
+        check_close(result, index)
+
+
+@pytest.mark.parametrize("kind", ["CNN", "GPT", "WithFrozen", "LSTM"])
+def test_stacks_of_models_of_all_kinds(kind: str) -> None:
+    engine = "loop" if kind == "LSTM" else "vmap"  # vmap cannot run it
+    result = run(grid={"lr": [0.01, 0.02]}, kind=kind, max_updates=5, engine=engine)
+    assert len(result._runner.programs) == 1
+    for index in range(2):
+        check_close(result, index, kind, engine=engine)
+
+
+def test_stacks_of_models_that_are_made() -> None:
+    def make(width: int, start: int) -> nn.Module:
+        torch.manual_seed(start)
+        return Classifier(
+            nn.Sequential(nn.Linear(16, width, bias=False), nn.BatchNorm1d(width), nn.Linear(width, 10))
+        ).to(F64)
+
+    result = sweep(
+        make, data(), data("MLP", 10, seed=1), strategy=given(), grid={"width": [4, 8], "start": [0, 1]}, num_nodes=K,
+        max_updates=6, batch_size=4, val_interval=3, compute=COMPUTE, device="cpu", progress=False, keep_models=True,
+    )  # fmt: skip
+    assert len(result._runner.programs) == 2
+    for index in range(4):
+        check_close(result, index)
+
+
+def test_explained_why_not_stacked() -> None:
+    result = run(lambda H: AsyncStrategy("sgd", H=H), {"H": [1, 2]}, dry_run=True)
+    assert result.explain().splitlines()[-1] == (
+        "  not with program 0: another order of events (which node meets its server when): trained after it"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{"minibatch_size": 2}, {"engine": "loop"}, {"chunk_configs": 3}, {"chunk_size": 2}]
+)
+def test_settings_of_stacks(settings: dict[str, Any]) -> None:
+    result = run(grid={"lr": [0.01, 0.02], "seed": [0, 1]}, **settings)
+    for index in range(4):
+        check_close(result, index)
+
+
+def test_each_of_a_stack_may_leave() -> None:
+    """Their servers are of different kinds, and some of them one."""
+    servers = [OuterOptimizer(lr=0.3), HeLoCo(1e200), OuterOptimizer(lr=1e200), DelayedNesterov(0.2), HeLoCo(0.1),
+               OuterOptimizer(lr=0.1)]  # fmt: skip
+    make = lambda server, lr: AsyncStrategy("sgd", server, H=2, lr=lr, buffer=2)  # noqa: E731
+    result = run(make, {"server": servers, "lr": [0.02, 0.01]}, max_updates=9)
+    assert len(result._runner.programs) == 1
+    status = [row["status"] for row in result.rows]
+    assert status == ["finished"] * 2 + ["diverged"] * 4 + ["finished"] * 6
+    for index, found in enumerate(status):
+        if found == "finished":
+            check_close(result, index)
+
+
+def test_figures_and_tables(tmp_path: pathlib.Path) -> None:
+    result = run(lambda lr, H: AsyncStrategy("adamw", OuterOptimizer(lr=0.3), H=H, lr=lr),
+                 {"lr": [0.01, 0.02], "H": [1, 2], "seed": [0, 1]})  # fmt: skip
+    assert "local_steps_total" in result.to_pandas().columns
+    result.to_csv(tmp_path / "rows.csv")
+    assert "staleness_max" in (tmp_path / "rows.csv").read_text()
+    best = result.best("val_loss")
+    assert best["runs"] == 2
+    assert best["sim_seconds"] == result.rows[0]["sim_seconds"] or best["H"] == 2
+    assert result.plot_pareto(hue="H", x="sim_seconds").axes[0].get_xlabel() == "seconds on the network"
+    assert result.plot("H", "staleness", hue="lr").axes[0].get_ylabel() == "staleness"
+    assert "| local_steps_total |" in result.table().splitlines()[0]
+
+
+# ------------------------------------------------------------------------------------------ when something goes wrong
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_a_configuration_that_diverges_ends(chunk: int | None) -> None:
+    result = run(grid={"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}, chunk_configs=chunk, max_updates=9)
+    assert [row["status"] for row in result.rows] == ["finished", "diverged"] * 2
+    for index in (1, 3):
+        with pytest.raises(DivergenceError) as caught:
+            run_alone(result, index)
+        assert result.rows[index]["steps"] == caught.value.step + 1 < 9
+        assert not np.isfinite(result.rows[index]["train_loss"])
+    for index in (0, 2):
+        check_close(result, index)
+
+
+class Interrupting(TensorDataset):
+    """Ctrl-C comes while some batch is read."""
+
+    left = -1
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return [tuple(x[i] for x in self.tensors) for i in indices]
+
+
+def buffered(lr: float, outer_lr: float) -> AsyncStrategy:
+    return given(lr, outer_lr, buffer=2)
+
+
+def kept(path: pathlib.Path | None, after: int = -1, **settings: Any) -> SweepResult:
+    dataset = Interrupting(*data().tensors)
+    dataset.left = after
+    return sweep(
+        make_model("MLP", dtype=F64), dataset, data("MLP", 10, seed=1), strategy=buffered, resume=path,
+        grid={"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}, num_nodes=K, batch_size=4, val_interval=2, device="cpu",
+        progress=False, keep_models=True, **{"max_updates": 9, "compute": COMPUTE, "network": NETWORK, **settings},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("after", [8, 20, 40])
+def test_interrupted_and_resumed(after: int, chunk: int | None, tmp_path: pathlib.Path) -> None:
+    """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
+    path = tmp_path / "sweep.pt"
+    with pytest.warns(VecgymWarning, match="interrupted: SweepResult"):
+        first = kept(path, after, chunk_configs=chunk)
+    assert {row["status"] for row in first.rows} & {"interrupted", "pending"}
+    second, whole = (kept(x, chunk_configs=chunk) for x in (path, None))
+    assert_same(second, whole)
+    assert [row["status"] for row in whole.rows] == ["finished", "diverged"] * 2
+
+
+def assert_same(found: SweepResult, expected: SweepResult) -> None:
+    """The same rows in the same order, and the same bits of every curve and model."""
+    assert str(found.rows) == str(expected.rows)
+    assert found.explain() == expected.explain()
+    for i, row in enumerate(expected.rows):
+        one, other = ([plain(row) for row in result.history(i).rows] for result in (found, expected))
+        assert one == other
+        if row["status"] == "finished":
+            states = [result.model(i).state_dict() for result in (found, expected)]
+            assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+@pytest.mark.parametrize(("settings", "what"), [
+    ({"compute": Compute([1.0, 2.0, 1.0])}, "compute"), ({"network": Network(1e6, 0.2)}, "network"),
+    ({"max_updates": 8}, "max_updates"),
+])  # fmt: skip
+def test_another_sweep_is_refused(settings: dict[str, Any], what: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "sweep.pt"
+    kept(path)
+    with pytest.raises(ValueError, match=rf"holds another sweep:\n  {what}"):
+        kept(path, **settings)
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_on_an_executor(chunk: int | None) -> None:
+    torch.set_num_threads(1)
+    grid = {"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}
+    here = run(grid=grid, network=NETWORK, chunk_configs=chunk)
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as executor:
+        there = run(grid=grid, network=NETWORK, chunk_configs=chunk, executor=executor)
+    assert_same(there, here)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"compute": None}, ValueError, "AsyncStrategy needs compute="),
+    ({"compute": Compute([1.0, 2.0])}, ValueError, "Compute has seconds for 2 nodes and the run has 3"),
+    ({"network": Network([1e6, 1e6])}, ValueError, "the network has 2 nodes and the run 3"),
+    ({"compute": 0.4}, TypeError, "compute is of type float; give a vecgym.clock.Compute"),
+    ({"compute": {}}, ValueError, "compute is an empty dict"),
+    ({"max_updates": 0}, ValueError, "max_updates=0 must be an integer >= 1"),
+    ({"max_seconds": 0.1}, ValueError, "max_seconds=0.1 ends the run before the first update"),
+    ({"max_seconds": -1.0}, ValueError, "max_seconds=-1.0 must be"),
+    ({"availability": Sampled(0.5, 2)}, ValueError, "is not there for AsyncStrategy: leave it out"),
+    ({"compile": True}, ValueError, "compile=True is not there for AsyncStrategy"),
+    ({"strategy": DiLoCoStrategy(), "grid": {"seed": [0]}, "compute": None}, ValueError,
+     "max_updates is of asynchronous runs, and DiLoCoStrategy takes steps of all nodes"),
+    ({"strategy": DiLoCoStrategy(), "grid": {"max_seconds": [1.0]}, "compute": None, "max_updates": None}, ValueError,
+     "max_seconds is of asynchronous runs"),
+    ({"strategy": DiLoCoStrategy(), "grid": {"seed": [0]}, "max_updates": None}, ValueError, "give both"),
+    ({"strategy": given(local_steps=[1, 2]), "grid": {"seed": [0]}}, ValueError, "local_steps is for 2 nodes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), BAD, ids=[message[:30] for _, _, message in BAD])
+def test_bad_input(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        run(**settings)
+
+
+def test_an_asynchronous_sweep_has_the_seconds_that_it_was_trained_for() -> None:
+    with pytest.raises(ValueError, match="sweep again, with network= and compute="):
+        run(dry_run=True).price(NETWORK, COMPUTE)

@@ -1,0 +1,107 @@
+"""Asynchronous configurations of a sweep: from update to update of their servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from vecgym.data.chosen import chosen_batches
+from vecgym.engine.asynchronous import AsyncSimulation, Updated
+from vecgym.engine.events import Event
+from vecgym.engine.simulation import State
+from vecgym.runs.asynchronous import of_server
+from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.sweeps.chunk import Chunk
+from vecgym.sweeps.curves import Curve, Observed
+from vecgym.sweeps.servers import AsyncMerged, AsyncStack
+
+
+class AsyncChunk(Chunk):
+    """C asynchronous configurations with the same events; see `Chunk`. Its steps are updates of their servers."""
+
+    simulation: AsyncSimulation
+    presence = None
+
+    def _observed(self, num_nodes: int) -> Observed:
+        return Observed(self.num_steps, len(self.configs), num_nodes, updates=True)
+
+    def _begin(self, num_elements: int) -> AsyncSimulation:
+        if len(self.configs) > 1:
+            return self._stack(AsyncMerged([self._member(config) for config in self.configs], num_elements))
+        (config,) = self.configs
+        assert isinstance(config.strategy, AsyncStrategy)
+        assert config.plan is not None
+        return AsyncSimulation(
+            self.engine.model, config.strategy, self._read, config.plan.events, config.num_nodes, engine=self.engine,
+            seed=config.settings["seed"], minibatch_size=config.settings["minibatch_size"],
+            num_examples=tuple(config.train.shard_sizes),
+        )  # fmt: skip
+
+    def _stack(self, merged: AsyncMerged) -> AsyncStack:
+        return AsyncStack(self.configs, merged, self._read, self.engine)
+
+    def _read(self, here: Sequence[int], steps: Sequence[int]) -> tuple[Any, list[int]]:
+        read = [source.at(steps, here) for source in self._sources]
+        batch = chosen_batches([batch for batch, _ in read], self._which)
+        return batch, [limit for which in self._which for limit in read[which][1]]
+
+    def batches(self) -> Iterator[Sequence[Event]]:
+        """Start the clock, and return the events of each remaining update; see `step`."""
+        self._start = time.perf_counter() - self._before
+        assert self.configs[0].plan is not None
+        return iter(self.configs[0].plan.updates[self.state.step :])
+
+    def step(self, batches: Sequence[Event], measured: bool) -> list[int]:
+        """Let the servers make an update, and return which configurations have diverged in it.
+
+        Args:
+            batches: the events up to it.
+            measured: has no meaning here: all nodes are measured with the server's parameters.
+        """
+        self.state, updated = self.simulation.update(self.state, batches)
+        self.simulation.comm.ledger.add(self.state.step - 1, updated.metrics.transfers)
+        return self._record(updated)
+
+    def _record(self, updated: Updated) -> list[int]:
+        ledger, metrics, computed = self.simulation.comm.ledger, updated.metrics, updated.computed
+        losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
+        active: np.ndarray = np.zeros(losses.shape, dtype=bool)
+        active[:, metrics.active] = True
+        received = sum(transfer.received_bytes for transfer in metrics.transfers)
+        self.observed.put(
+            self.state.step - 1, train_losses=losses, active=active, bytes=(ledger.step_bytes, received),
+            totals=(ledger.total_bytes, ledger.total_received_bytes), seconds=time.perf_counter() - self._start,
+            nodes_per_call=sum(computed) / len(computed) if computed else np.nan,
+        )  # fmt: skip
+        return np.flatnonzero(~np.isfinite(np.where(active, losses, 0.0).sum(1))).tolist()
+
+    def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
+        return of_server(columns)
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Continue with some of the configurations only."""
+        self.configs = [self.configs[c] for c in chosen]
+        self._which = [self._which[c] for c in chosen]
+        self.observed.keep(chosen)
+        if chosen and isinstance(self.simulation, AsyncStack):
+            ledger = self.simulation.comm.ledger
+            merged, self.state = self.simulation.merged.select(self.state, chosen)
+            assert isinstance(merged, AsyncMerged)
+            self.simulation = self._stack(merged)
+            self.simulation.comm.ledger = ledger
+
+    @property
+    def can_be_saved(self) -> bool:
+        return True
+
+    def load(self, state: dict[str, Any], curves: Sequence[Curve]) -> None:
+        """Continue from a saved state, and from what was recorded up to it."""
+        super().load(state, curves)
+        here = {**self.state.strategy, "done": state["strategy"]["done"]}  # asked at every event: on the host
+        self.state = State(**{**vars(self.state), "strategy": here})
+        ledger, totals = self.simulation.comm.ledger, curves[0].totals
+        if len(totals):
+            ledger.total_bytes, ledger.total_received_bytes = map(float, totals[-1])
