@@ -28,6 +28,7 @@ from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning
 from vecgym.core.errors import ProcessError
 from vecgym.records.columns import MEASURED
 from vecgym.runs import links, multiprocess
+from vecgym.strategy import DiLoCoStrategy
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -519,6 +520,37 @@ def test_an_interrupt_in_one_process_ends_all_at_once() -> None:
     """Not after the ten minutes that one may keep the others waiting."""
     with pytest.raises(KeyboardInterrupt):
         multiprocess.run(interrupted_alone, 3)
+
+
+class InterruptedTwice:
+    """Ctrl-C comes twice to the process that has node 0, while it reads for a step; the other hears of neither."""
+
+    reads = 0
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.reads += 1
+        if self.reads == 6 and os.environ.get("LOCAL_RANK") == "0":
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return [self[i] for i in indices]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1)
+
+    def __len__(self) -> int:
+        return 16
+
+
+def test_a_second_interrupt_in_one_process_ends_all_at_once() -> None:
+    """It raises in the middle of a step, so that the others would wait for that process in their next exchange."""
+    trainer = Trainer(vecgym.models.Line(), InterruptedTwice())
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(
+            DiLoCoStrategy("sgd", H=2, lr=0.1), 2, max_steps=9, batch_size=2, backend="processes", num_processes=2,
+            device="cpu", progress=False, timeout_s=100.0,
+        )  # fmt: skip
+    assert time.monotonic() - start < 60, "not after timeout_s"
 
 
 def exchanges_alone(link: multiprocess.Link, how: str) -> None:

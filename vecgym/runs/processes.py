@@ -105,6 +105,8 @@ def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
         except DivergenceError as error:
             ended["diverged"] = error.step, error.nodes, error.loss, error.told
         except KeyboardInterrupt as error:
+            if not error.args:  # a second Ctrl-C, of which the others know nothing: they wait for this process
+                raise
             ended["interrupted"] = str(error)
     assert run.nodes is not None
     ledger = run.ledger if link.rank == 0 else None
