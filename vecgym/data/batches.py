@@ -74,8 +74,7 @@ class Batches:
     A batch is never larger than a node's shard: with `B` beyond the shards that one dataset is dealt into, a batch is
     the whole shard of each node; a node of a factory that has fewer than `B` examples sees all of them in each step,
     and its loss is their mean. They fill the first of the `B` places, and repeat up to the last; `limits` says how many
-    count. (All nodes make the same number of steps: a node with little data sees it more often. Steps of its own, as
-    many as its data gives, there are none yet.)
+    count. (A node with little data sees it more often.)
 
     An epoch is `ceil(longest / B)` steps, `longest` being the longest shard. Shorter shards repeat cyclically
     (in their shuffled order) up to it, as DistributedSampler pads. If `B` does not divide `longest`, the last

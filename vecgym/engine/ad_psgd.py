@@ -12,8 +12,9 @@ from vecgym.collectives.topology import Links
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
-from vecgym.engine.asynchronous import AsyncSimulation, Handling, of_each
+from vecgym.engine.asynchronous import AsyncSimulation, Handling
 from vecgym.engine.events import Arrival, Averaged, Restart, Update
+from vecgym.engine.local import of_each
 from vecgym.engine.simulation import State
 
 

@@ -13,8 +13,9 @@ from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.topology import Server as ServerLinks
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
-from vecgym.engine.asynchronous import AsyncSimulation, Handling, LocalState, of_each
+from vecgym.engine.asynchronous import AsyncSimulation, Handling
 from vecgym.engine.events import Arrival, Closed, Forgotten, Merged, Restart, Update, Uploaded
+from vecgym.engine.local import LocalState, of_each
 from vecgym.engine.simulation import State
 from vecgym.strategy.decoupled import merged
 

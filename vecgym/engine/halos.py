@@ -13,8 +13,9 @@ from vecgym.collectives.topology import Server as ServerLinks
 from vecgym.core import tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
-from vecgym.engine.asynchronous import AsyncSimulation, Handling, weighted
+from vecgym.engine.asynchronous import AsyncSimulation, Handling
 from vecgym.engine.events import Arrival, Delivered, Replied, Restart, Sent, Update
+from vecgym.engine.local import weighted
 from vecgym.engine.simulation import State
 
 

@@ -25,7 +25,7 @@ from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 
-__all__ = ["MAX_PARTS", "MOST", "Metrics", "Simulation", "State", "exchange_moments"]
+__all__ = ["MAX_PARTS", "Metrics", "Simulation", "State", "exchange_moments"]
 
 MOST = 0.75  # of the nodes present: the others may train too, which is undone
 MAX_PARTS = 64  # sets of nodes whose simulation is kept

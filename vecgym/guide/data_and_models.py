@@ -48,7 +48,8 @@ The other partitions are `partition_iid`, `partition_shards` (a few classes on e
 - The last batch of an epoch may be smaller, on all nodes alike; `drop_last` drops it.
 - A node with a shorter dataset repeats its examples until the longest dataset is through. A node with fewer than
   `batch_size` examples uses all of them as its batch.
-- All nodes make the same number of steps. There are no local epochs yet.
+- All nodes make the same number of steps, but with `fit(availability=LocalSteps(...))`: unequal steps, or local epochs,
+  in a round of a strategy that exchanges parameters.
 
 ## Engines
 

@@ -114,8 +114,7 @@ class Training(Options):
         num_epochs: passes over the data, unless `max_steps` is given.
         max_steps: optimizer steps; the data repeats as needed.
         batch_size: examples per node and step; a node that has fewer uses all of them. Each node's loss is the mean
-            over its own examples. All nodes take the same number of steps: there are no local epochs yet, whose
-            number of steps depends on the node's data.
+            over its own examples. All nodes take the same number of steps, but for `availability`.
         minibatch_size: examples computed at a time, whose gradients are accumulated; must divide `batch_size`.
         shuffle: a new order in each epoch.
         seed: of data order, dropout and everything else that is random.

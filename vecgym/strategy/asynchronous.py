@@ -149,9 +149,8 @@ class AsyncStrategy(EventDriven):
             raise ValueError("dylu=True and local_steps both say how many steps a node makes: give one of them.")
 
     def check(self, num_nodes: int, max_steps: int) -> None:
-        """Raise a ValueError if the strategy cannot work for this run; `max_steps` are updates of the server."""
+        """Raise a ValueError if the strategy cannot work for so many nodes; see `check_updates`."""
         self.check_rounds(self.local_steps, num_nodes)
-        self.check_updates(num_nodes, max_steps)
 
     def check_updates(self, num_nodes: int, num_updates: int) -> None:
         self.server.check(num_nodes, num_updates)

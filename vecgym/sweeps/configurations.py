@@ -158,7 +158,8 @@ class Configuration:
         else:
             check_synchronous(strategy)
         strategy.check(K, self.num_steps)
-        if self.plan is not None:
+        if self.plan is not None and isinstance(strategy, AsyncStrategy):
+            strategy.check_updates(K, self.num_steps)
             strategy.inner_optim.check_steps(K, self.plan.max_steps, "inner optimizer")
 
 

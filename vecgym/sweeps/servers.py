@@ -10,7 +10,8 @@ import torch
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
-from vecgym.engine.asynchronous import AsyncSimulation, of_each
+from vecgym.engine.asynchronous import AsyncSimulation
+from vecgym.engine.local import of_each
 from vecgym.strategy import Context
 from vecgym.strategy.base import State
 from vecgym.strategy.servers import Server
@@ -100,6 +101,10 @@ class AsyncMerged(Merged):
         each: list[Any] = [member.strategy for member in members]
         self.together, self.buffer = each[0].together, each[0].buffer
         self.server = Servers([strategy.server.of(self.num_nodes) for strategy in each])
+
+    def server_of(self, num_nodes: int) -> Servers:
+        """Return the servers of all configurations as one."""
+        return self.server
 
     def weights(self, staleness: int) -> list[Any]:
         """Return what a movement of each configuration counts."""
