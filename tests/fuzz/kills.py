@@ -135,6 +135,8 @@ class Disk:
     renamed: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def event(self, kind: str, path: str) -> None:
+        if path.startswith("/dev/shm/"):  # what Python shares with its processes is memory, and no disk
+            return
         self.counts[kind] += 1
         if self.begun == 0 and (kind, self.counts[kind]) != self.at:
             return
