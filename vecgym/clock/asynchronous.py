@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vecgym.clock.compute import BLOCK, FORWARD, Compute
+from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
 from vecgym.clock.timeline import PerNode
 from vecgym.clock.trace import Bar
@@ -180,7 +180,7 @@ class AsyncTimeline:
     >>> from vecgym.engine.events import Stop, schedule
     >>> rules, seconds = Rules((1, 1)), lambda node, step: [1.0, 3.0][node]
     >>> AsyncTimeline.of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, compute).bars()[0].kind
-    'forward'
+    'round'
     >>> trainer.timeline().plot().axes[0].get_xlabel()
     'seconds'
     >>> import tempfile
@@ -280,11 +280,9 @@ class AsyncTimeline:
 
 def _round_bars(event: Arrival, version: int) -> list[Bar]:
     """The computing of a round, its upload, and so on."""
-    forward = event.begin + FORWARD * (event.end - event.begin)
     steps = f"round {event.round}, {event.num_steps} steps from version {event.version}"
     bars = [
-        Bar(event.node, "forward", version, event.begin, forward, steps),
-        Bar(event.node, "backward", version, forward, event.end, steps),
+        Bar(event.node, "round", version, event.begin, event.end, steps),
     ]
     if event.time > event.end:
         bars.append(Bar(event.node, "send", version, event.end, event.time, f"movement of round {event.round}"))

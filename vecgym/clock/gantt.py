@@ -19,6 +19,7 @@ from vecgym.plot.style import COLOURS, NotebookFigure, check_shared, done, finis
 KINDS = {
     "forward": ("forward", COLOURS[5]),
     "backward": ("backward and optimizer", COLOURS[0]),
+    "round": ("a round of local steps", COLOURS[0]),
     "wait": ("waits", COLOURS[1]),
     "send": ("link is taken", COLOURS[2]),
 }

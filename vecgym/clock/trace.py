@@ -46,7 +46,7 @@ class Bar(NamedTuple):
 
     Attributes:
         node: its id.
-        kind: "forward", "backward", "wait" or "send".
+        kind: "forward", "backward", "wait" or "send"; of asynchronous runs "round", some steps.
         step: counted from 0.
         begin, end: seconds.
         name: what it did, for a person: of a wait for whom it waited, of a message what it carries.
