@@ -181,3 +181,29 @@ def test_any_number_of_nodes_on_a_few_examples(num_nodes: int) -> None:
     trainer = Trainer(make_model("Quadratic"), TensorDataset(*make_data("Quadratic", 7, 0)))
     trainer.fit(STRATEGIES["allreduce"](), num_nodes, max_steps=2, batch_size=16, device="cpu", progress=False)
     assert trainer.history["examples"] == [num_nodes * -(-7 // num_nodes) * step for step in (1, 2)]
+
+
+def test_one_of_several_nodes_trains_on_less_than_a_batch_and_changes_buffers() -> None:
+    """A node by itself in a step: what it changes is in the storage that it was given."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(()))
+            self.register_buffer("seen", torch.tensor(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.seen += len(x)  # type: ignore[operator]
+            return (self.w - x).square().mean()
+
+    def of_node(rank: int, num_nodes: int, train: bool) -> torch.Tensor:
+        return torch.arange(1.0, 2.0 + rank)
+
+    trainer = Trainer(Counting(), of_node)
+    strategy = FedAvgStrategy("sgd", H=1, participation=0.34, lr=0.01)
+    trainer.fit(strategy, 3, max_steps=12, batch_size=4, device="cpu", progress=False)
+    losses = [row["train_losses"] for row in trainer.history.rows if row.get("train_losses") is not None]
+    steps = [sum(each[node] >= 0 for each in losses) for node in range(3)]
+    assert sum(steps) == 12
+    assert trainer.nodes.buffers["seen"].tolist() == [steps[node] * (node + 1) for node in range(3)]

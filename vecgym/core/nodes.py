@@ -204,6 +204,8 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     rows_on = on_each_device(rows)
 
     def put(x: Tensor, old: Tensor | None) -> Tensor:
+        if num_nodes == 1:  # all of it; `old` may be the same storage
+            return x
         if old is None:
             old = torch.zeros_like(x[:1])
         elif old.shape[0] == x.shape[0] == 1 and num_nodes > 1 and _unchanged(old, x):
