@@ -246,6 +246,14 @@ def test_optimizers(tmp_path: Path) -> None:
     assert all(seconds > 0 for row in result["optimizers"].values() for seconds in row.values())
 
 
+def test_asynchronous(tmp_path: Path) -> None:
+    table, result = run_quick("asynchronous.py", tmp_path)
+    assert "| workload | nodes per call | together s | one by one s | plain s | one by one / together |" in table
+    assert result["events_per_s"] > 0
+    assert set(result["workloads"]["quick"]) == {"together", "one by one", "plain"}
+    assert result["workloads"]["quick"]["one by one"][0]["nodes_per_call"] == 1
+
+
 def test_rollout(tmp_path: Path) -> None:
     table, result = run_quick("rollout.py", tmp_path)
     assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table
