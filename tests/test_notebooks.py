@@ -20,6 +20,7 @@ NAMES = [
     "5_new_algorithm",
     "6_federated_digits",
     "7_how_long_on_my_network",
+    "8_stragglers",
 ]
 PERSONAL = ("/root", "/home/", "/Users/", "/tmp/", "C:\\", "site-packages", 'File "/')
 

@@ -482,6 +482,9 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.nodes.means": {"x": lambda: torch.ones(K, DIM), "number": lambda: 1},
     "vecgym.core.nodes.take_rows": {"rows": lambda: torch.tensor([0])},
     "vecgym.core.nodes.join_rows": {"parts": lambda: [tree_of_nodes(), tree_of_nodes()]},
+    "vecgym.clock.Network.within": {"members": lambda: [0]},
+    "vecgym.core.nodes.put_together": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
+                                       "values": tree_of_nodes, "inplace": lambda: False},
     "vecgym.core.nodes.put_rows": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
                               "inplace": lambda: False},
     "vecgym.core.nodes.expand": {"values": lambda: {"w": torch.ones(1, DIM)}},
@@ -649,9 +652,21 @@ for _server in (DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer):
     VALUES_OF[f"vecgym.strategy.{_server.__name__}"] = {
         **_SERVED,
         "state": functools.partial(_state_of_server, _server),
+        "servers": lambda: [OuterOptimizer()] * 2,
     }
+VALUES_OF["vecgym.strategy.DelayedNesterov"]["servers"] = lambda: [DelayedNesterov(buffer=2)] * 2
 VALUES_OF |= {
-    "vecgym.strategy.Server": {**_SERVED, "state": functools.partial(_state_of_server, OuterOptimizer)},
+    **{
+        f"vecgym.strategy.{name}Strategy.check_updates": {"num_updates": lambda: 4}
+        for name in ("Async", "DecoupledDiLoCo", "HALoS")
+    },
+    "vecgym.strategy.DecoupledDiLoCoStrategy.fragments_of": {"sizes": lambda: {"w": 4 * DIM}},
+    "vecgym.strategy.HALoSStrategy.steps_of_rounds": {"step_seconds": lambda: [1.0, 2.0]},
+    "vecgym.strategy.Server": {
+        "servers": lambda: [OuterOptimizer()] * 2,
+        **_SERVED,
+        "state": functools.partial(_state_of_server, OuterOptimizer),
+    },
     "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
     "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
     "vecgym.data.Batches.at": {"steps": lambda: [0] * K},

@@ -120,7 +120,9 @@ class Network:
         >>> Network([1e9, 1e8, 1e7], 0.05).within([0, 2])
         Network([2] of 10 Mbit/s to 1 Gbit/s, latency=50 ms)
         """
-        at = torch.tensor(members)
+        check.instance("members", members, (list, tuple, range), "the ids of nodes, such as [0, 2]")
+        known = 2**31 if self.num_nodes is None else self.num_nodes
+        at = torch.tensor([check.index("members", node, known) for node in members], dtype=torch.long)
         found = copy.copy(self)
         for name, x in (("bandwidth", self.bandwidth), ("up", self.up), ("down", self.down), ("latency", self.latency)):
             if x is not None and x.dim() > 0:

@@ -18,7 +18,7 @@ def arrived(lost: float, values: Tree, ctx: Context) -> Tensor | None:
 
     >>> from vecgym.collectives import StackedCollectives
     >>> arrived(0.5, {"w": torch.zeros(4)}, Context(StackedCollectives(4), step=1, seed=2))
-    tensor([ True, False,  True,  True])
+    tensor([False,  True, False, False])
     """
     generator = ctx.generator(f"lost {next(iter(values), '')}", ctx.step)
     heard = torch.rand(ctx.comm.run_nodes, generator=generator)[ctx.comm.ids] >= lost
