@@ -101,7 +101,8 @@ PROTOCOL = {
     "stack_key", "stacked", "optimize", "lr", "select", "encode", "decode", "average", "reduce", "compresses", "update",
     "mixing", "residual", "step_bytes", "exchange", "check", "check_steps", "check_present", "idle",
     "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
-    "after_step", "own", "count", "draw", "of", "correct", "steps_of_rounds",
+    "after_step", "own", "count", "draw", "of", "correct", "steps_of_rounds", "check_updates",
+    "server_of", "fragments_of", "regions_of",
     "build", "batch", "iterate", "due", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.

@@ -97,7 +97,6 @@ UNCALLED = {
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
     "vecgym.clock.AsyncTimeline": "made by a run",
     "vecgym.clock.AsyncTimeline.of": "made by a run",
-    "vecgym.strategy.AsyncStrategy.active_nodes": "says to all that it does not work",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
 
