@@ -194,7 +194,7 @@ def test_one_of_several_nodes_trains_on_less_than_a_batch_and_changes_buffers() 
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training:
-                self.seen += len(x)  # type: ignore[operator]
+                self.seen += len(x)  # type: ignore[assignment, operator]
             return (self.w - x).square().mean()
 
     def of_node(rank: int, num_nodes: int, train: bool) -> torch.Tensor:

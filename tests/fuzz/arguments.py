@@ -92,6 +92,7 @@ ENTRANCES = {
 # ... the constructors of what vecgym makes and users read, ...
 MADE = {
     f"vecgym.{name}" for name in (
+        "clock.AsyncTimeline",
         "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
         "Saved", "SweepResult")
 }  # fmt: skip

@@ -95,8 +95,6 @@ UNCALLED = {
     **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
        ("", ".train")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
-    "vecgym.clock.AsyncTimeline": "made by a run",
-    "vecgym.clock.AsyncTimeline.of": "made by a run",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
 
@@ -481,6 +479,12 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.nodes.means": {"x": lambda: torch.ones(K, DIM), "number": lambda: 1},
     "vecgym.core.nodes.take_rows": {"rows": lambda: torch.tensor([0])},
     "vecgym.core.nodes.join_rows": {"parts": lambda: [tree_of_nodes(), tree_of_nodes()]},
+    "vecgym.clock.AsyncTimeline": {
+        "seconds": lambda: 1.0, "utilization": lambda: 1.0, "update_seconds": lambda: torch.ones(1),
+        "per_node": lambda: _asynchronous().timeline().per_node, "events": list, "network": lambda: None,
+        "compute": lambda: Compute(0.4), "path": lambda: "run.json",
+    },
+    "vecgym.clock.AsyncTimeline.plot": {"path": lambda: "run.png"},
     "vecgym.clock.Network.within": {"members": lambda: [0]},
     "vecgym.core.nodes.put_together": {"rows": lambda: torch.tensor([0]), "new": lambda: {"w": torch.ones(1, DIM)},
                                        "values": tree_of_nodes, "inplace": lambda: False},
@@ -653,8 +657,11 @@ for _server in (DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer):
         "state": functools.partial(_state_of_server, _server),
         "servers": lambda: [OuterOptimizer()] * 2,
     }
-VALUES_OF["vecgym.strategy.DelayedNesterov"]["servers"] = lambda: [DelayedNesterov(buffer=2)] * 2
 VALUES_OF |= {
+    "vecgym.strategy.DelayedNesterov": {
+        **VALUES_OF["vecgym.strategy.DelayedNesterov"],
+        "servers": lambda: [DelayedNesterov(buffer=2)] * 2,
+    },
     **{
         f"vecgym.strategy.{name}Strategy.check_updates": {"num_updates": lambda: 4}
         for name in ("Async", "DecoupledDiLoCo", "HALoS")

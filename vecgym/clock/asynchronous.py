@@ -177,9 +177,7 @@ class AsyncTimeline:
     >>> model = trainer.fit(AsyncStrategy(H=2), 2, max_updates=4, compute=compute, device="cpu", progress=False)
     >>> trainer.timeline()
     AsyncTimeline(4 updates by 2 nodes: 6 s, 100.0 % computing)
-    >>> from vecgym.engine.events import Stop, schedule
-    >>> rules, seconds = Rules((1, 1)), lambda node, step: [1.0, 3.0][node]
-    >>> AsyncTimeline.of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, compute).bars()[0].kind
+    >>> trainer.timeline().bars()[0].kind
     'round'
     >>> trainer.timeline().plot().axes[0].get_xlabel()
     'seconds'
@@ -198,27 +196,6 @@ class AsyncTimeline:
     events: Sequence[Event]
     network: Network | None
     compute: Compute
-
-    @classmethod
-    def of(
-        cls, events: Sequence[Event], rules: Rules, seconds: StepSeconds, network: Network | None, compute: Compute
-    ) -> AsyncTimeline:
-        """Return the timeline of a run with these events."""
-        times = [event.time for event in events if isinstance(event, Update)]
-        end = times[-1] if times else 0.0
-        K = len(rules.num_steps)
-        computed = torch.tensor(_computed(events, rules, seconds, end), dtype=torch.float64)
-        sent, received = torch.zeros(2, K, dtype=torch.float64)
-        if rules.wires is not None:
-            for event in events:
-                senders, receivers, share = rules.messages_of(event)
-                for node in senders:
-                    sent[node] += share * rules.wires.num_bytes * max(rules.wires.up[node], rules.wires.server)
-                for node in receivers:
-                    received[node] += share * rules.wires.num_bytes * max(rules.wires.down[node], rules.wires.server)
-        used = float((computed / end).mean()) if end > 0 else 1.0
-        per_node = PerNode(computed, end - computed, sent, received)
-        return cls(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)
 
     @property
     def num_nodes(self) -> int:
@@ -276,6 +253,33 @@ class AsyncTimeline:
             f"AsyncTimeline({self.num_steps} updates by {self.num_nodes} nodes: {readable_time(self.seconds)}, "
             f"{100 * self.utilization:.1f} % computing)"
         )
+
+
+def timeline_of(
+    events: Sequence[Event], rules: Rules, seconds: StepSeconds, network: Network | None, compute: Compute
+) -> AsyncTimeline:
+    """Return the timeline of a run with these events.
+
+    >>> from vecgym.engine.events import Stop, schedule
+    >>> rules, seconds = Rules((1, 1)), lambda node, step: [1.0, 3.0][node]
+    >>> timeline_of(schedule(rules, seconds, Stop(updates=2)), rules, seconds, None, Compute([1.0, 3.0])).bars()[0].kind
+    'round'
+    """
+    times = [event.time for event in events if isinstance(event, Update)]
+    end = times[-1] if times else 0.0
+    K = len(rules.num_steps)
+    computed = torch.tensor(_computed(events, rules, seconds, end), dtype=torch.float64)
+    sent, received = torch.zeros(2, K, dtype=torch.float64)
+    if rules.wires is not None:
+        for event in events:
+            senders, receivers, share = rules.messages_of(event)
+            for node in senders:
+                sent[node] += share * rules.wires.num_bytes * max(rules.wires.up[node], rules.wires.server)
+            for node in receivers:
+                received[node] += share * rules.wires.num_bytes * max(rules.wires.down[node], rules.wires.server)
+    used = float((computed / end).mean()) if end > 0 else 1.0
+    per_node = PerNode(computed, end - computed, sent, received)
+    return AsyncTimeline(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)
 
 
 def _round_bars(event: Arrival, version: int) -> list[Bar]:

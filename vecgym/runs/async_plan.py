@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vecgym.clock.asynchronous import AsyncTimeline, rules_of
+from vecgym.clock.asynchronous import AsyncTimeline, rules_of, timeline_of
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
 from vecgym.data import Batches
@@ -55,7 +55,7 @@ class AsyncPlan:
             raise ValueError(
                 f"max_seconds={stop.seconds} ends the run before the first update of the server: give more."
             )
-        return cls(rules, updates_of(events), AsyncTimeline.of(events, rules, seconds, network, compute))
+        return cls(rules, updates_of(events), timeline_of(events, rules, seconds, network, compute))
 
     @property
     def events(self) -> list[Event]:
