@@ -425,7 +425,8 @@ class Marked(TensorDataset):
         """Which worker this is; two that begin at once have different places, for a file can be made only once."""
         for place in itertools.count(1):
             with contextlib.suppress(FileExistsError):
-                (self.folder / str(place)).touch(exist_ok=False)
+                with (self.folder / str(place)).open("x") as file:
+                    file.write(str(os.getpid()))
                 return place
         raise AssertionError
 
@@ -722,10 +723,9 @@ class TestDask:
         cluster.scheduler.allowed_failures = allowed_failures
         dataset = Marked(tmp_path, die, on=2)
         assert_same(run(executor_of_dask, dataset), run())
-        begun = sorted(path.name.split("-") for path in tmp_path.iterdir())
-        assert [number for number, *_ in begun] == ["1", "2", "3", "4", "5"], "4 stacks, one of which began twice"
-        died = begun[1][1]
-        assert died not in {process for number, process, _ in begun if int(number) > 2}
+        begun = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+        assert sorted(begun) == [1, 2, 3, 4, 5], "4 stacks, one of which began twice"
+        assert begun[2] not in {process for place, process in begun.items() if place > 2}
 
     def test_a_worker_that_dies_every_time(
         self, cluster: Any, executor_of_dask: Executor, tmp_path: pathlib.Path
