@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from vecgym.clock.compute import Compute
 from vecgym.collectives.base import payload_bytes
 from vecgym.core import nodes
 from vecgym.core.nodes import Nodes
-from vecgym.engine.asynchronous import AsyncSimulation, Updated
+from vecgym.engine.asynchronous import AsyncSimulation
+from vecgym.engine.events import Event
 from vecgym.engine.kinds import simulation_of
 from vecgym.engine.simulation import Simulation
 from vecgym.runs.async_plan import AsyncPlan, stop_of
-from vecgym.runs.evaluation import average, evaluated_columns
-from vecgym.runs.interrupts import interrupts
-from vecgym.runs.run import Run, is_due
+from vecgym.runs.evaluation import evaluated_columns
+from vecgym.runs.run import Run
 from vecgym.strategy.asynchronous import EventDriven
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,6 +32,8 @@ class AsyncRun(Run[M]):
         plan: all events, and what follows from them.
         timeline: what every node did when.
     """
+
+    unit = "update"
 
     def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
         options, strategy, K = self.options, self.options.strategy, self.options.num_nodes
@@ -54,58 +55,32 @@ class AsyncRun(Run[M]):
     def _read(self, here: Any, steps: Any) -> tuple[Any, list[int]]:
         return self.train.at(steps, here)
 
-    def loop(self) -> None:
-        """Train: let the server make update after update; record, evaluate, log, save, and stop if interrupted."""
-        recorder, checkpoints = self.recorder, self.checkpoints
-        simulation = self.simulation
-        assert isinstance(simulation, AsyncSimulation)
-        progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit="update")
-        try:
-            with torch.enable_grad(), interrupts() as interrupted, progress as bar:
-                recorder.start(self.history.settings, bar)
-                checkpoints.begin()
-                if checkpoints.resumed is None:
-                    recorder.add(sim_seconds=0.0)
-                    self.evaluate()
-                    self._tell()
-                    checkpoints.save_if_due(self.state, last=False)
-                for events in self.plan.updates[self.state.step :]:
-                    self.state, updated = simulation.update(self.state, events)
-                    last = self.state.step == self.num_steps
-                    evaluated = last or self._evaluates(self.state.step)
-                    self._record(updated, evaluated)
-                    if evaluated:
-                        self.evaluate()
-                    self._tell()
-                    stop = self.session.stop(interrupted)
-                    checkpoints.save_if_due(self.state, last=last or stop)
-                    if stop:
-                        break
-                recorder.flush()
-                if self.session.stop(interrupted):
-                    how = checkpoints.how_to_resume()
-                    raise KeyboardInterrupt(f"interrupted after update {self.state.step} of {self.num_steps}{how}")
-        finally:
-            self.nodes = self._final_nodes()
-            simulation.close()
-            recorder.finish()
+    def _begin(self) -> None:
+        self.recorder.add(sim_seconds=0.0)
+        self.evaluate()
 
-    def _evaluates(self, update: int) -> bool:
-        """Whether the server's model is evaluated after this update."""
-        interval = self.options.val_seconds
-        if interval is None:
-            return is_due(update, self.options.val_interval)
-        now = float(self.timeline.update_seconds[update - 1])
-        before = float(self.timeline.update_seconds[update - 2]) if update > 1 else 0.0
-        return now // interval > before // interval
+    def _parts(self) -> Iterator[list[Event]]:
+        """Yield the events of each update."""
+        return iter(self.plan.updates[self.state.step :])
 
-    def _record(self, updated: Updated, evaluated: bool) -> None:
+    def _advance(self, part: list[Event], evaluated: bool, interrupted: list[int]) -> None:
+        """Let the server make an update, and record it."""
+        assert isinstance(self.simulation, AsyncSimulation)
+        self.state, updated = self.simulation.update(self.state, part)
         step, plan, computed = self.state.step, self.plan, updated.computed
         self.recorder.update(
             step, updated.metrics, epoch=plan.epoch(step, self.train), seen=plan.seen(step, self.train),
             fetch=evaluated, **plan.columns(step),
             nodes_per_call=sum(computed) / len(computed) if computed else None,
         )  # fmt: skip
+
+    def _evaluates(self, step: int) -> bool:
+        interval = self.options.val_seconds
+        if interval is None:
+            return super()._evaluates(step)
+        now = float(self.timeline.update_seconds[step - 1])
+        before = float(self.timeline.update_seconds[step - 2]) if step > 1 else 0.0
+        return now // interval > before // interval
 
     def evaluate(self) -> None:
         """Record the validation loss of the server's model; without one, of the mean of the nodes and of each."""
@@ -116,11 +91,6 @@ class AsyncRun(Run[M]):
             self.recorder.add(**columns)
         elif shown := of_server(columns):
             self.recorder.add(**shown)
-
-    def average(self) -> M:
-        """Return a copy of the model with the server's parameters."""
-        params, buffers = (average(values, self.comm) for values in (self._all_params(), self.state.buffers))
-        return nodes.fill(self.model, {**params, **buffers})
 
     def _final_nodes(self) -> Nodes[M]:
         """Return the parameters from which each node's present round began; without a server, the nodes' own."""

@@ -61,6 +61,8 @@ class Run(Generic[M]):
         nodes: the stacked final state; None until the loop has ended.
     """
 
+    unit = "step"  # in which the run advances
+
     def __init__(
         self, task: Task, options: FitOptions, comm: Collectives, device: torch.device,
         after_step: Callable[[dict[str, Any]], None] | None = None,
@@ -98,29 +100,23 @@ class Run(Generic[M]):
 
     def loop(self) -> None:
         """Train: for each batch take a step, record, evaluate, log, save a checkpoint, and stop if interrupted."""
-        options, recorder, checkpoints = self.options, self.recorder, self.checkpoints
-        progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit="step")
+        recorder, checkpoints = self.recorder, self.checkpoints
+        progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit=self.unit)
         try:
             with torch.enable_grad(), interrupts() as interrupted, progress as bar:
                 recorder.start(self.history.settings, bar)
                 checkpoints.begin()
                 if checkpoints.resumed is None:
-                    self.evaluate()
+                    self._begin()
                     self._tell()
                     checkpoints.save_if_due(self.state, last=False)
-                for batch, own in self._batches():
+                for part in self._parts():
                     step = self.state.step + 1
                     last = step == self.num_steps
-                    evaluated = last or is_due(step, options.val_interval)
+                    evaluated = last or self._evaluates(step)
 
-                    observe = self._observe if evaluated else None
-                    self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
-                    recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
-
-                    if is_due(step, options.correlation_interval):
-                        recorder.add(correlation=correlation(self.state.params, self.comm))
+                    self._advance(part, evaluated, interrupted)
                     if evaluated:
-                        recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
                         self.evaluate()
                     self._tell()
 
@@ -131,14 +127,33 @@ class Run(Generic[M]):
                 recorder.flush()
                 if self.session.stop(interrupted):
                     how = checkpoints.how_to_resume()
-                    raise KeyboardInterrupt(f"interrupted after step {self.state.step} of {self.num_steps}{how}")
+                    raise KeyboardInterrupt(f"interrupted after {self.unit} {self.state.step} of {self.num_steps}{how}")
         finally:
             self.nodes = self._final_nodes()
             self.simulation.close()
             recorder.finish()
 
-    def _batches(self) -> Iterator[tuple[Any, list[int] | None]]:
-        """Yield the batch of each step, and how many of its examples are each node's own, where that changes."""
+    def _begin(self) -> None:
+        """Record what there is before the first step."""
+        self.evaluate()
+
+    def _advance(self, part: Any, evaluated: bool, interrupted: list[int]) -> None:
+        """Take a step, and record it."""
+        batch, own = part
+        observe = self._observe if evaluated else None
+        self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
+        self.recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
+        if is_due(self.state.step, self.options.correlation_interval):
+            self.recorder.add(correlation=correlation(self.state.params, self.comm))
+        if evaluated:
+            self.recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
+
+    def _evaluates(self, step: int) -> bool:
+        """Whether the nodes are evaluated after this step, which is not the last."""
+        return is_due(step, self.options.val_interval)
+
+    def _parts(self) -> Iterator[Any]:
+        """Yield what each step takes: its batch, and how many examples are each node's own, where that changes."""
         presence = self.simulation.presence
         if presence is None:
             yield from ((batch, None) for batch in self.train.iterate(self.state.step, self.num_steps))
