@@ -403,6 +403,26 @@ def test_movements_are_sent_in_bits(bits: Any) -> None:
     assert {entry.operation for entry in ours.comm.ledger} == {"all_gather"}
 
 
+# ---------------------------------------------------------------------------------------------- sweeps
+
+
+def test_configurations_that_differ_in_the_outer_optimizer_are_one() -> None:
+    base: dict[str, Any] = {"average": Mean(), "H": 4, "fragments": [["a"], ["b"]], "delay": [0, 1], "alpha": 0.5}
+    key = StreamingCommunicator(**base, outer_optim=OptimSpec(SGD, lr=0.1, momentum=0.9)).stack_key()
+    assert key is not None
+    assert StreamingCommunicator(**base, outer_optim=OptimSpec(SGD, lr=0.5, momentum=0.1)).stack_key() == key
+    others: dict[str, Any] = {
+        "H": 5, "fragments": [["b"], ["a"]], "delay": [1, 0], "alpha": 0.25, "pattern": "sequential", "offsets": [1, 2],
+        "average": Mean(2), "outer_optim": "adam",
+    }  # fmt: skip
+    for name, value in others.items():
+        given = {"outer_optim": OptimSpec(SGD, lr=0.1, momentum=0.9), **base, name: value}
+        assert StreamingCommunicator(**given).stack_key() != key, name
+    assert StreamingCommunicator(Mean(), alpha=torch.tensor(0.5)).stack_key() is None
+    assert EagerCommunicator(outer_lr=0.1).stack_key() == EagerCommunicator(outer_lr=0.5).stack_key() is not None
+    assert EagerCommunicator(H=3).stack_key() != EagerCommunicator(H=4).stack_key()
+
+
 # --------------------------------------------------------------------------------------------- refusals
 
 

@@ -183,6 +183,12 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
         ),
         {"alpha": [0.0, 0.5, 1.0], "outer_lr": [0.4, 1.0], "pattern": ["strided", "sequential"]},
     ),
+    "StreamingDiLoCoStrategy, a delay for each node": (
+        lambda lr, outer_lr, momentum: StreamingDiLoCoStrategy(
+            "sgd", OptimSpec("sgd", lr=outer_lr, momentum=momentum), H=3, num_fragments=2, delay=[0, 2, 1, 1], lr=lr
+        ),
+        {"lr": [0.1, 0.02], "outer_lr": [0.4, 1.0], "momentum": [0.5, 0.9]},
+    ),
     "EagerDiLoCoStrategy": (
         lambda H, lr, outer_lr: EagerDiLoCoStrategy("adamw", H=H, lr=lr, outer_lr=outer_lr),
         {"H": [2, 3], "lr": [1e-2, 1e-3], "outer_lr": [0.4, 1.0], "seed": [0, 1]},

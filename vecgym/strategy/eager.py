@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Mean
-from vecgym.strategy.base import Context, State, Strategy, check_interval, optimizer_step
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import DEFAULT_H, Exchange, outer_spec
 from vecgym.strategy.when import Rounds
@@ -81,6 +83,13 @@ class EagerCommunicator(Exchange):
             return None
         return self.outer_optim.at(exchange).hyper.get("lr")
 
+    def stack_key(self) -> Hashable:
+        key = merge_key(self.outer_optim)
+        return (self.H, key) if key is not None and self.average.plain else None
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        return EagerCommunicator(merged_spec([m.outer_optim for m in modules], [num_nodes] * len(modules)), self.H)
+
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         moved, held, K = tree.map(torch.sub, state["params"], params), state.get("average", {}), ctx.comm.num_nodes
         with ctx.comm.ledger.lagging(self.when.H):
@@ -127,6 +136,12 @@ class EagerDiLoCoStrategy(Strategy):
     >>> EagerDiLoCoStrategy("adamw", H=50, lr=3e-4)
     EagerDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), \
 EagerCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50))
+    >>> from vecgym import Trainer
+    >>> from vecgym.models import Line
+    >>> trainer, strategy = Trainer(Line(), torch.ones(64)), EagerDiLoCoStrategy("sgd", H=4, lr=0.1)
+    >>> averaged = trainer.fit(strategy, num_nodes=2, max_steps=8, batch_size=4, device="cpu", progress=False)
+    >>> [(entry.step, entry.transfer.lag) for entry in trainer.ledger]  # what is sent may take as long as a round
+    [(3, 4), (7, 4)]
 
     Reference: Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", arXiv 2502.12996.
     No deviation.

@@ -119,7 +119,7 @@ def check_fragments(name: str, value: Any) -> Fragments | None:
     TypeError: fragments='layers' must be a number, lists of names of parameters or modules, or a function of a \
 parameter's name that gives 0, 1, ...
     """
-    if value is None or callable(value):
+    if value is None or (callable(value) and not isinstance(value, type)):
         return value
     if check.is_number(value) or isinstance(value, bool):
         return check.integer(name, value, what="the parts into which the parameters are cut")

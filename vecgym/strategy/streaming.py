@@ -17,6 +17,7 @@ from vecgym.core import check, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
+from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, Mean, kept, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.codes import Compressed
@@ -111,7 +112,19 @@ class StreamingCommunicator(OuterStep):
         return False  # how many fragments there are depends on the model
 
     def stack_key(self) -> Hashable:
-        return None
+        """Return what configurations must share to take their outer steps together, all but the outer optimizer."""
+        key, cut_as = merge_key(self.outer_optim), self.fragments
+        if key is None or not self.average.plain or isinstance(self.alpha, Tensor):
+            return None
+        lists = tuple(map(tuple, cut_as)) if isinstance(cut_as, (list, tuple)) else cut_as
+        offsets = None if self.offsets is None else tuple(self.offsets)
+        return self.when.H, key, lists, self.pattern, offsets, self._delays, self.alpha
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        twin = copy.copy(self)
+        twin.outer_optim = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
+        twin._rule = twin.outer_optim.rule()
+        return twin
 
     def _parts(self, params: Tree) -> list[Tree]:
         return [{name: params[name] for name in names} for names in cut(list(params), self.fragments, self.pattern)]  # type: ignore[arg-type]
@@ -204,6 +217,14 @@ class StreamingDiLoCoStrategy(Strategy):
     >>> StreamingDiLoCoStrategy("adamw", H=100, num_fragments=4, bits=4, lr=3e-4)
     StreamingDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), StreamingCommunicator(Compressed(Mean(), E3M0(), \
 error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov=True), fragments=4))
+    >>> from vecgym import Trainer
+    >>> from vecgym.models import Classifier
+    >>> model = Classifier(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+    >>> trainer = Trainer(model, torch.utils.data.TensorDataset(torch.randn(64, 4), torch.arange(64) % 2))
+    >>> strategy = StreamingDiLoCoStrategy("sgd", H=6, num_fragments=2, delay=2, lr=0.1)
+    >>> averaged = trainer.fit(strategy, num_nodes=2, max_steps=12, batch_size=4, device="cpu", progress=False)
+    >>> [(entry.step, entry.transfer.lag, entry.transfer.tensors) for entry in trainer.ledger][:2]
+    [(2, 2, ('net.0.weight', 'net.0.bias')), (5, 2, ('net.1.weight', 'net.1.bias'))]
 
     Reference: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
     arXiv 2501.18512. Deviations: `bits=8` are integers; the paper's fragments are found by its layers, here by names.
@@ -270,7 +291,7 @@ def codec_of(bits: Bits | None) -> Codec | None:
     """
     if bits is None:
         return None
-    if bits == "e3m0" or (check.is_integer(bits) and bits == 4):
+    if (isinstance(bits, str) and bits == "e3m0") or (check.is_integer(bits) and bits == 4):
         return E3M0()
     if check.is_integer(bits) and bits == 8:
         return WideQuantise(8)
@@ -279,6 +300,8 @@ def codec_of(bits: Bits | None) -> Codec | None:
 
 def _delays(given: Any, H: int) -> tuple[int, ...]:
     """Return the delay of all nodes, or that of each."""
+    if isinstance(given, Tensor) and given.device.type == "meta":
+        raise ValueError("delay is on the device meta, where tensors have no values: create it on the CPU.")
     values = given.tolist() if hasattr(given, "tolist") else given
     listed = values if isinstance(values, (list, tuple)) else [values]
     if not listed:
