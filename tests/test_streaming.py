@@ -22,6 +22,7 @@ from tests.models import make_batches, make_model
 from tests.reference.streaming import by_module, e3m0, streaming
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives import StackedCollectives
+from vecgym.collectives.ledger import Ledger
 from vecgym.compress import E3M0
 from vecgym.compress.floats import WideQuantise
 from vecgym.optim import OptimSpec
@@ -196,7 +197,7 @@ def test_a_transformer_is_cut_by_its_blocks_and_equals_its_twin() -> None:
 # ------------------------------------------------------------------------------- phases of other programs
 
 
-def sent(strategy: Strategy, steps: int = 24) -> list[tuple[int, int, str]]:
+def sent(strategy: Strategy, steps: int = 24) -> list[tuple[int, Any, str]]:
     """(step counted from 1, lag, the fragment's first tensor) of each transfer."""
     ledger = go(strategy, "GPT", 2, steps).comm.ledger
     return [(entry.step + 1, entry.transfer.lag, (entry.transfer.tensors or ("",))[0]) for entry in ledger]
@@ -314,6 +315,27 @@ def test_the_clock_overlaps_what_is_late() -> None:
     assert seconds(make(num_fragments=1, delay=5)) < 24 + 4.5
     eager = seconds(EagerDiLoCoStrategy("sgd", H=6, lr=0.1))
     assert eager < 24 + 4.5
+
+
+def test_the_clock_knows_each_nodes_delay() -> None:
+    """Of one exchange, that takes some three steps: a node's times are those that it has where all have its delay."""
+    size = sum(p.numel() * p.element_size() for p in setup("GPT")[0].parameters())
+
+    def ends(delay: Any) -> Tensor:
+        strategy = StreamingDiLoCoStrategy("sgd", H=7, num_fragments=1, delay=delay, lr=0.1)
+        ledger = go(strategy, "GPT", 3, 12).comm.ledger
+        again = Ledger()
+        again.load(ledger.state())
+        assert list(again) == list(ledger)
+        timeline = price(again, Network(8 * size / 2.5), Compute([1.0, 1.1, 1.2]))
+        return torch.stack([record.end for record in timeline.records()])
+
+    delays = [0, 3, 1]
+    found, alike = ends(delays), torch.stack([ends(delay)[:, i] for i, delay in enumerate(delays)], 1)
+    torch.testing.assert_close(found, alike)
+    assert not torch.equal(found, ends(0))
+    late = go(StreamingDiLoCoStrategy("sgd", H=7, num_fragments=1, delay=delays, lr=0.1), num_nodes=3).comm.ledger
+    assert {entry.transfer.lag for entry in late} == {(0, 3, 1)}
 
 
 def test_the_result_of_an_eager_exchange_is_used_a_round_later() -> None:

@@ -75,7 +75,7 @@ class StreamingCommunicator(OuterStep):
         delays = _delays(delay, check_interval("H", H))
         # The outer step is taken, once for all, when the first node needs it; the others need it before the next one.
         super().__init__(average, outer_spec(outer_optim, usual=OUTER_LR), H, delay=min(delays))
-        self._delays = delays
+        self._delays, self._apart = delays, len({*delays}) > 1
         self.fragments = check_fragments("fragments", fragments)  # type: ignore[assignment]
         self.pattern = check.choice("pattern", pattern, get_args(Pattern))
         self.offsets = _offsets(offsets, fragments)
@@ -135,7 +135,8 @@ class StreamingCommunicator(OuterStep):
 
     def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Take the step of one fragment; nodes with a longer delay than others follow in their own time."""
-        params, state = super()._exchange(when, params, state, ctx)
+        with ctx.comm.ledger.lagging(tuple(delay - self.delay for delay in self._delays) if self._apart else 0):
+            params, state = super()._exchange(when, params, state, ctx)
         for delay in sorted({*self._delays} - {self.delay}):
             before = ctx.step - delay  # when what is due was sent
             if before >= 0 and when.due(before):
@@ -162,7 +163,7 @@ class StreamingCommunicator(OuterStep):
 
     def _elsewhen(self, delay: int, ctx: Context) -> Tensor | None:
         """Return which of the nodes here have another delay, bool `[L]`; None: none."""
-        if len({*self._delays}) == 1:
+        if not self._apart:
             return None
         return torch.tensor(self._delays)[ctx.comm.ids] != delay
 
@@ -228,7 +229,6 @@ error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov
 
     Reference: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
     arXiv 2501.18512. Deviations: `bits=8` are integers; the paper's fragments are found by its layers, here by names.
-    With `delay` for each node, the clock takes all to wait for the exchange as long as the one that waits least.
     Two programs have other phases: torchft sends fragment p first after floor((p + 1) H / F) - tau steps; MaxText,
     with s = H / F, fragment 0 after F s and p after p s. Both are `offsets`.
     """
