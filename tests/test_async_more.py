@@ -169,10 +169,6 @@ def more(strategy: str, inner: Any = "adamw", **settings: Any) -> Strategy:
     return makes[strategy]()
 
 
-def network_of(strategy: str) -> Network | None:
-    return None if strategy == "ad_psgd" else Network(1e6, 0.1)
-
-
 STRATEGIES = ["halos", "ad_psgd", "decoupled"]
 
 
@@ -268,8 +264,9 @@ def test_a_matrix_of_links_is_looked_at_within_regions() -> None:
 # ---------------------------------------------------------------------------------------------------------- AD-PSGD
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("case", range(8))
-def test_ad_psgd_is_its_twin(case: int) -> None:
+def test_ad_psgd_is_its_twin(case: int, linked: bool) -> None:
     rng = random.Random(f"ad_psgd {case}")
     inner, other_inner = inner_of(rng)
     compute, _, seconds = compute_of(rng, case)
@@ -277,11 +274,13 @@ def test_ad_psgd_is_its_twin(case: int) -> None:
     mix: Any = rng.choice(["after", "before"])
     scheduled = (lambda step: 0.98**step) if rng.random() < 0.5 else None
     strategy = InPairs(inner, topology, mix=mix, lr_scheduler=scheduled, max_norm=1.0)
-    trainer = fit(strategy, compute=compute, max_updates=50, val_interval=10)
+    network = Network([8 / p for p in PACES], latency=LATENCY) if linked else None
+    swap = ad_psgd_twin.Swap([pace * num_bytes() for pace in PACES], LATENCY)
+    trainer = fit(strategy, compute=compute, network=network, max_updates=50, val_interval=10)
     expected, models = ad_psgd_twin.ad_psgd(
         make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), K, total_steps=50 * K,
         neighbour=Neighbours(strategy.weights(K), seed=3), step_seconds=seconds, mix=mix, inner=other_inner,
-        max_norm=1.0, schedule=scheduled,
+        max_norm=1.0, schedule=scheduled, swap=swap if linked else None,
     )  # fmt: skip
     timeline = trainer.timeline()
     assert isinstance(timeline, AsyncTimeline)
@@ -420,7 +419,7 @@ def test_derivatives_of_decoupled() -> None:
 @pytest.mark.parametrize("inner", ["sgd", "adamw", "lion"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_together_is_one_by_one(strategy: str, engine: str, inner: str) -> None:
-    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), network_of(strategy)
+    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), Network(1e6, 0.1)
     options: dict[str, Any] = {"engine": engine, "compute": compute, "network": network, "max_updates": 10}
     together, apart = (fit(more(strategy, inner, together=flag), **options) for flag in (True, False))
     gap = largest_gap(server_of(together), server_of(apart))
@@ -436,7 +435,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(strategy: str, kind: str, tmp_pat
 
     def run(updates: int, folder: str, **options: Any) -> Trainer[nn.Module]:
         return fit(
-            more(strategy), kind, max_updates=updates, network=network_of(strategy), save_dir=tmp_path / folder,
+            more(strategy), kind, max_updates=updates, network=Network(1e6, 0.1), save_dir=tmp_path / folder,
             val_interval=4, checkpoint_interval=1, keep_checkpoints=100, **options,
         )  # fmt: skip
 
@@ -533,7 +532,6 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
     (lambda: Decoupled(SGD, tokens=[1.0, 2.0]), {}, "tokens is for 2 nodes"),
     (lambda: Decoupled(SGD, fragments=[["w"]]), {}, "must hold each parameter once"),
     (lambda: InPairs(SGD, torch.ones(3, 3)), {}, "topology is for 3 nodes"),
-    (lambda: InPairs(SGD), {"network": Network(1e6)}, "leave out network"),
     (lambda: Halos(SGD), {"compute": None}, "HALoSStrategy needs compute="),
     (lambda: Halos(SGD), {"max_seconds": 0.1, "max_steps": None}, "before the first update"),
 ])  # fmt: skip
