@@ -391,7 +391,8 @@ def kept(path: pathlib.Path | None, after: int = -1, **settings: Any) -> SweepRe
 @pytest.mark.parametrize("after", [8, 30])
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_are_resumed(name: str, after: int, tmp_path: pathlib.Path) -> None:
-    path, given = tmp_path / "sweep.pt", {"strategy": OTHERS[name], "grid": {"lr": [0.01, 0.02]}}
+    path = tmp_path / "sweep.pt"
+    given: dict[str, Any] = {"strategy": OTHERS[name], "grid": {"lr": [0.01, 0.02]}}
     with pytest.warns(VecgymWarning, match="interrupted: SweepResult"):
         kept(path, after, **given)
     assert_same(kept(path, **given), kept(None, **given))
