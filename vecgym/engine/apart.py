@@ -86,6 +86,7 @@ class PartSimulation(Simulation):
     """The training of the nodes of one of several processes, where nodes may be absent; see the module."""
 
     comm: DistributedCollectives
+    beside = False
     looks_on = False  # all nodes here are absent
     here: tuple[int, ...] = ()  # the places of those present among the nodes here
 

@@ -93,12 +93,10 @@ class Simulation:
         self.comm = comm
         self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
-        self.own_time = own_time or presence is not None
-        self.presence = presence
+        self.presence, self.own_time = presence, own_time or presence is not None
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
-        # Seeds and nodes, apart: a tuple of a thousand nodes is not made anew in every step.
         self._keys: tuple[tuple[int, ...], ...] = tuple(
             zip(*[(seed, node) for node in self._node_ids] if keys is None else keys)
         )
@@ -127,6 +125,11 @@ class Simulation:
     def length(self) -> int:
         """How many times the state of a whole run advances."""
         return self.max_steps
+
+    @property
+    def beside(self) -> bool:
+        """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
+        return not self.exact and not exchanges_gradients(self.strategy)
 
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
@@ -198,9 +201,8 @@ class Simulation:
 
     def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
         """Whether to let the absent train too, which is undone, is faster than to take these rows out."""
-        if len(rows) < MOST * num_nodes or self.exact or exchanges_gradients(self.strategy):
-            return False
-        return self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
+        many = self.beside and len(rows) >= MOST * num_nodes
+        return many and self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
 
     def _step_beside(
         self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, observe: Callable[[Tree], None]
@@ -384,7 +386,7 @@ class Simulation:
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
-        # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
+        # The mean of the nodes here is not that of all: as each one's gradient it is averaged with the others'.
         grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
