@@ -58,7 +58,7 @@ def stored_once(
     frozenset({'w'})
     >>> found = stored_once(DiLoCoStrategy("sgd", H=2), params, 4, 10, seed=0, trained=False)
     >>> found.params, sorted(tree.path_name(path) for path in found.modules)
-    (frozenset(), ["['0']['optimizer']['momentum_buffer']['w']", "['0']['params']['w']"])
+    (frozenset(), ["['0']['optimizer']['momentum_buffer']['w']", "['0']['optimizer']['step']", "['0']['params']['w']"])
     """
     once = {name: torch.empty_like(p[:1], device="meta") for name, p in params.items()}
     wide = {name: p.expand(num_nodes, *p.shape[1:]) for name, p in once.items()}
