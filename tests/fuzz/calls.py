@@ -543,7 +543,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
     "vecgym.strategy.Sparse.write": {"agreed": lambda: Sparse(0.5, Mean()).empty(tree_of_nodes())},
     **{f"vecgym.strategy.{name}.stacked": {"modules": lambda: [DiLoCoCommunicator(H=1)] * 2}
-       for name in ("OuterStep", "Parameters")},
+       for name in ("EagerCommunicator", "OuterStep", "Parameters", "StreamingCommunicator")},
     "vecgym.strategy.Rounds.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state), "state": dict},
     "vecgym.strategy.ProximalTerm": {"mu": lambda: 0.1},
     "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS)},
