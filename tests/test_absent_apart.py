@@ -21,7 +21,7 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.runs import links, multiprocess
 from vecgym.runs.lockstep import Case, Check, compare
-from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DiLoCoStrategy, Strategy
+from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DeMoStrategy, DiLoCoStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
 
 F64, STEPS, H = torch.float64, 7, 2
@@ -89,7 +89,8 @@ def random_checks(link: Any, seeds: range, num_nodes: int) -> list[str]:
     failed = []
     for seed in seeds:
         case = random_case(seed, num_nodes)
-        for exact in (True, False):
+        # DeMo's steps are signs: one may flip with the rounding of another order of sums.
+        for exact in (True,) if isinstance(case.strategy, DeMoStrategy) else (True, False):
             [check] = compare(case, [links.wire()], exact=exact)
             if not check.passed:
                 failed.append(f"seed {seed}, {case.strategy!r}, {check.name}: {check.first_failure}")

@@ -47,8 +47,8 @@ class StoredOnce(NamedTuple):
 
 def stored_once(
     strategy: Strategy, params: Tree, num_nodes: int, max_steps: int, seed: int, trained: bool
-) -> StoredOnce:
-    """Find what all nodes store once after every step.
+) -> StoredOnce | None:
+    """Find what all nodes store once after every step; None: the strategy looks at the values of what it exchanges.
 
     Args:
         trained: whether parameters are ever stored once, by nodes that exchange gradients.
