@@ -167,7 +167,8 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     ),
     "DiLoCoStrategy compressed": (
         lambda code, lr: DiLoCoStrategy("sgd", H=2, lr=lr, compression=code),
-        {"code": ["topk", "randomk", "int8", "int4", "sign", "powersgd"], "lr": [0.1, 0.02]},
+        {"code": ["topk", "randomk", "int8", "int4", "sign", "powersgd", "stat2", "qsgd", "natural", "ternary",
+                  "chunktopk"], "lr": [0.1, 0.02]},
     ),
     "SPARTAStrategy": (
         lambda p, lr, delay: SPARTAStrategy(p, "adamw", lr=lr, delay=delay),
