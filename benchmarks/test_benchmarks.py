@@ -246,8 +246,8 @@ def test_optimizers(tmp_path: Path) -> None:
     assert all(seconds > 0 for row in result["optimizers"].values() for seconds in row.values())
 
 
-def test_codecs(tmp_path: Path) -> None:
-    table, result = run_quick("codecs.py", tmp_path)
+def test_compression(tmp_path: Path) -> None:
+    table, result = run_quick("compression.py", tmp_path)
     assert "| code | bits | distortion, normal | distortion, heavy tails | distortion, movement | bound |" in table
     codecs = result["codecs"]
     bits = {name: row["kinds"]["normal"]["bits"] for name, row in codecs.items()}

@@ -203,9 +203,9 @@ def test_what_is_drawn_is_keyed_by_seed_node_and_step(codec: Codec) -> None:
     assert_same_bits(code([4, 1]), {part: y[[4, 1]] for part, y in whole.items()})  # wherever a node is held
     twice = code([0, 1, 2, 0, 1, 2])  # two configurations of a sweep
     assert_same_bits({part: y[:3] for part, y in twice.items()}, {part: y[3:] for part, y in twice.items()})
-    assert len({bytes(row.tolist()) for row in whole["values"]}) == 6, "each node rounds by itself"
+    assert len({bytes(row.tolist()) for row in next(iter(whole.values()))}) == 6, "each node rounds by itself"
     for other in (code([0, 1, 2, 3, 4, 5], seed=1), code([0, 1, 2, 3, 4, 5], step=1)):
-        assert not torch.equal(other["values"], whole["values"])
+        assert any(not torch.equal(other[part], whole[part]) for part in whole)
 
 
 # ------------------------------------------------------------------------------------------------------ one by one
@@ -244,14 +244,14 @@ def test_qsgd_has_one_norm_per_bucket() -> None:
         assert difference({"x": codec.decode(code, x)}, {"x": x}) < float(x.norm(dim=1).max()) / levels
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 9), (DOUBLE, 12), (torch.bfloat16, 9), (torch.float16, 6)])
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 8), (DOUBLE, 11), (torch.bfloat16, 8), (torch.float16, 5)])
 def test_natural_keeps_powers_of_two_and_all_that_is_extreme(dtype: torch.dtype, bits: int) -> None:
     info = torch.finfo(dtype)
     powers = [1.0, -2.0, 0.0, 0.5, -info.tiny, math.ldexp(1.0, math.frexp(info.max)[1] - 1)]
     x = torch.tensor([powers], dtype=dtype)
     code = Natural().encode(x, draw(1))
     assert torch.equal(Natural().decode(code, x), x)
-    assert code["values"].nbytes == math.ceil(len(powers) * bits / 8)
+    assert (code["exponents"].nbytes, code["negative"].nbytes) == (math.ceil(len(powers) * bits / 8), 1)
     extreme = torch.tensor([[info.tiny / 2] * 400 + [math.inf]], dtype=dtype)
     read = Natural().decode(Natural().encode(extreme, draw(1)), extreme)[0]
     assert set(read[:400].tolist()) == {0.0, info.tiny}

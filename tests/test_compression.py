@@ -135,7 +135,7 @@ def sent_bytes(method: str, x: Tensor) -> int:
     if method == "qsgd":
         return math.ceil(n * 4 / 8) + 4 * math.ceil(n / BUCKET)  # 9 levels
     if method == "natural":
-        return math.ceil(n * (12 if x.dtype == DOUBLE else 9) / 8)
+        return math.ceil(n / 8) + math.ceil(n * (11 if x.dtype == DOUBLE else 8) / 8)
     if method == "ternary":
         return math.ceil(n / 5) + 4
     if method == "chunktopk":

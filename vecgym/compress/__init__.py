@@ -7,7 +7,7 @@ Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
 Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
 Strongest:  strongest, mean_of_senders, topk_bytes
 
-What is known of the codes of n values; `benchmarks/codecs.py` measures it:
+What is known of the codes of n values; `benchmarks/compression.py` measures it:
 
 | code                          | unbiased, E C(x) = x | squared error over squared norm, on average at most|
 |-------------------------------|----------------------|----------------------------------------------------|

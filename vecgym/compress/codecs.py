@@ -14,7 +14,7 @@ Bytes that a node sends for a tensor of n values of b bytes:
 | `int2`    | four values to a byte, one scale            | ceil(n / 4) + 4          |
 | `sign`    | eight values to a byte, one scale           | ceil(n / 8) + 4          |
 | `qsgd`    | integers from -s to s, a scale per bucket   | ceil(n bits / 8) + 4, bits = ceil(log2(2 s + 1)) |
-| `natural` | sign and exponent                           | ceil(n (1 + e) / 8), e = 8 (float32), 11 (float64) |
+| `natural` | sign and exponent                           | ceil(n / 8) + ceil(n e / 8), e = 8 (float32), 11 (float64) |
 | `ternary` | five values to a byte, one scale            | ceil(n / 5) + 4          |
 | `stat2`   | the number of a bin, the means of the bins  | ceil(n / 4) + 16; `stat4` and `stat8` likewise |
 | `chunktopk` | k values of each chunk, their places in it | k (b + bits / 8) per chunk, bits = 12 for 4096 |

@@ -35,7 +35,8 @@ class Levels(Codec):
 
     def _pack(self, q: Tensor) -> Tensor:
         """Pack integers from 0 to 2 s: `[L, n]` -> `[L, bytes]`."""
-        return pack(q.to(torch.uint8 if self.levels < 128 else torch.int32), bits_for(2 * self.levels + 1))
+        bits = bits_for(2 * self.levels + 1)
+        return pack(_small(q, bits), bits)
 
     def _unpack(self, packed: Tensor, n: int) -> Tensor:
         return unpack(packed, bits_for(2 * self.levels + 1), n)
@@ -167,13 +168,15 @@ class Natural(Codec):
     2^e <= |x| <= 2^(e+1) becomes 2^(e+1) with probability |x| / 2^e - 1, else 2^e. The variance is at most |x|^2 / 8.
     What is smaller than all normal numbers becomes the smallest of these, or 0.
 
-    Bytes: ceil(n bits / 8), bits = 9 for float32 and bfloat16 (sign and exponent), 12 for float64, 6 for float16. What
-    is not finite is read as nan.
+    Bytes: ceil(n / 8) + ceil(n e / 8), with an exponent of e = 8 bits for float32 and bfloat16, 11 for float64, 5 for
+    float16. What is not finite is read as nan.
 
     >>> x, draw = torch.tensor([[4.0, -0.5, 0.0]]), Draw(lambda *ids: torch.Generator(), torch.arange(1))
     >>> code = Natural().encode(x, draw)
-    >>> code["values"].nbytes, Natural().decode(code, like=x)
-    (4, tensor([[ 4.0000, -0.5000,  0.0000]]))
+    >>> code  # 4 = 2^(129 - 127); the second one is negative
+    {'exponents': tensor([[129, 126,   0]], dtype=torch.uint8), 'negative': tensor([[2]], dtype=torch.uint8)}
+    >>> Natural().decode(code, like=x)
+    tensor([[ 4.0000, -0.5000,  0.0000]])
 
     Reference: Horvath et al., "Natural Compression for Distributed Deep Learning", arXiv 1905.10988. No deviation.
     """
@@ -185,15 +188,20 @@ class Natural(Codec):
         bits = flat.abs().view(_integers(flat.dtype)).expand(len(drawn), -1)
         above = (bits & (2**mantissa - 1)).to(flat.dtype) / 2**mantissa  # |x| / 2^e - 1, from 0 to 1
         power = ((bits >> mantissa).to(torch.int32) + (drawn < above)).clamp_(max=2**exponent - 1)
-        return {"values": pack(power + ((flat < 0).to(torch.int32) << exponent), 1 + exponent)}
+        negative = (flat < 0).to(torch.uint8).expand(len(drawn), -1)
+        return {"exponents": pack(_small(power, exponent), exponent), "negative": pack(negative, 1)}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         mantissa, exponent = _fields(like.dtype)
-        both = unpack(code["values"], 1 + exponent, size_of(like)).to(torch.int32)
-        power = both & (2**exponent - 1)
+        power = unpack(code["exponents"], exponent, size_of(like))
         size = (power.to(_integers(like.dtype)) << mantissa).view(like.dtype)
         size = torch.where(power == 2**exponent - 1, math.nan, size)
-        return _shaped(torch.where(both >> exponent > 0, -size, size), like)
+        return _shaped(torch.where(unpack(code["negative"], 1, size_of(like)) > 0, -size, size), like)
+
+
+def _small(x: Tensor, bits: int) -> Tensor:
+    """Return integers of so many bits in bytes, if they fit."""
+    return x.to(torch.uint8) if bits <= 8 else x
 
 
 def _fields(dtype: torch.dtype) -> tuple[int, int]:
