@@ -93,12 +93,10 @@ class Simulation:
         self.comm = comm
         self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
-        self.own_time = own_time or presence is not None
-        self.presence = presence
+        self.presence, self.own_time = presence, own_time or presence is not None
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
-        # Seeds and nodes, apart: a tuple of a thousand nodes is not made anew in every step.
         self._keys: tuple[tuple[int, ...], ...] = tuple(
             zip(*[(seed, node) for node in self._node_ids] if keys is None else keys)
         )
@@ -127,6 +125,11 @@ class Simulation:
     def length(self) -> int:
         """How many times the state of a whole run advances."""
         return self.max_steps
+
+    @property
+    def beside(self) -> bool:
+        """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
+        return not self.exact and not exchanges_gradients(self.strategy)
 
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
@@ -179,27 +182,27 @@ class Simulation:
                 return self._step_beside(part, ids, state, batch, observe)
             batch = nodes.take_rows(batch, rows)
             part.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
-        once = presence.rejoin != "own" and (len(ids) > 1 or self._one_rate)
         of_part = taken(self.strategy, state, rows, alike=inplace)
         training = None if training is None else tuple(ids.index(node) for node in training)
         ctx = part._context(state.step, of_part.node_steps, inplace)
 
         def seen(params: Tree) -> None:
-            observe(put(self.strategy, state, rows, replace(of_part, params=params), once, inplace=False).params)
+            observe(
+                put(self.strategy, state, rows, replace(of_part, params=params), self._one_rate, inplace=False).params
+            )
 
         after, metrics = part._step(of_part, batch, ctx, seen, training)
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
         index = placed(rows, metrics.losses.device)
         losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        state = put(self.strategy, state, rows, after, once, inplace)
+        state = put(self.strategy, state, rows, after, self._one_rate, inplace)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
 
     def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
         """Whether to let the absent train too, which is undone, is faster than to take these rows out."""
-        if len(rows) < MOST * num_nodes or self.exact or exchanges_gradients(self.strategy):
-            return False
-        return self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
+        many = self.beside and len(rows) >= MOST * num_nodes
+        return many and self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
 
     def _step_beside(
         self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, observe: Callable[[Tree], None]
@@ -383,7 +386,7 @@ class Simulation:
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
-        # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
+        # The mean of the nodes here is not that of all: as each one's gradient it is averaged with the others'.
         grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
