@@ -268,6 +268,8 @@ def test_a_bin_is_read_as_its_mean(bits: int) -> None:
     errors = (read - x).square().mean(1).sqrt() / x.std(1)
     assert bool((errors < {2: 0.5, 4: 0.13, 8: 0.05}[bits]).all())
     assert all(len(row.unique()) <= 2**bits for row in read)
+    naive = torch.stack([reference.statistical(bits)(0, "", 0, row) for row in x])
+    assert_close({"x": read}, {"x": naive}, 1e-12)
     constant = torch.full((2, 7), 0.3, dtype=DOUBLE)
     assert_close({"x": codec.decode(codec.encode(constant), constant)}, {"x": constant}, 1e-7)
     two = torch.tensor([[-1.0, 1.0, 1.0, -1.0]])
