@@ -307,6 +307,19 @@ def sizes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+@pytest.mark.parametrize("name", ["demo", "diloco-topk"])
+def test_what_one_node_alone_keeps_is_its_own(name: str, model: nn.Module) -> None:
+    """In the first exchange only node 1 is there: its residual is not that of the others."""
+    table = torch.ones(4, 3, dtype=torch.bool)
+    table[:2] = torch.tensor([False, True, False])
+    strategy = CATALOGUE[name].make(H=1, p=0.3, inner_optim="sgd", lr=0.1)
+    taken = Taken(strategy, batches_of(3, 4), Trace(table), model=model).run(2)
+    found = [x for path, x in flat(taken.state.strategy).items() if "residual" in path]
+    residuals = [x.expand(3, *x.shape[1:]) for x in found]
+    assert all(bool((x[[0, 2]] == 0).all()) for x in residuals)
+    assert any(bool(x[1].any()) for x in residuals)
+
+
 @pytest.mark.parametrize("name", ["allreduce", "diloco"])
 def test_bytes_of_three_of_four(name: str, model: nn.Module) -> None:
     """A ring of 3 nodes: each sends 2 * 2 / 3 of the model, on average over the 4 nodes 1 time the model."""

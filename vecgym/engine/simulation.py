@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
+from vecgym.engine.once import StoredOnce, stored_once
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments
 from vecgym.engine.returning import rejoined
-from vecgym.engine.rows import once_among, put, taken
+from vecgym.engine.rows import once_among, put, row_by_row, taken
 from vecgym.engine.state import Metrics, State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -126,6 +128,13 @@ class Simulation:
         """How many times the state of a whole run advances."""
         return self.max_steps
 
+    @cached_property
+    def stored_once(self) -> StoredOnce | None:
+        """What the strategy stores once for all nodes; None: it is not known beforehand."""
+        params = {name: p.detach()[None] for name, p in self.engine.params.items()}
+        of_run = self.comm.num_nodes, self.max_steps, self.seed
+        return stored_once(self.strategy, params, *of_run, trained=self._one_rate)
+
     @property
     def beside(self) -> bool:
         """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
@@ -195,7 +204,8 @@ class Simulation:
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
         index = placed(rows, metrics.losses.device)
         losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        state = put(self.strategy, state, rows, after, self._one_rate, inplace)
+        known = self.stored_once if len(ids) == 1 else None
+        state = put(self.strategy, state, rows, after, self._one_rate, inplace, known)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
 
@@ -359,17 +369,7 @@ class Simulation:
         """Take the inner optimizer's step on all nodes, with `exact` on one after the other."""
         if not self.exact or not self.strategy.pure:
             return self.strategy.optimize(params, grads, state, ctx)
-        num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
-        if num_rows == 1:
-            return self.strategy.optimize(params, grads, state, ctx)
-        # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
-        # which values these are must not depend on the other nodes.
-        results = []
-        for i in range(num_rows):
-            row = torch.tensor([i])
-            p, g, s = (nodes.take_rows(x, row) for x in (params, grads, state))
-            results.append(self.strategy.optimize(p, g, s, ctx.of_rows(row)))
-        return nodes.join_rows([p for p, _ in results]), nodes.join_rows([s for _, s in results])
+        return row_by_row(self.strategy, params, grads, state, ctx)
 
     def _gradients(
         self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
