@@ -24,6 +24,7 @@ from workloads import header, machine, markdown
 
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import (
+    E3M0,
     QSGD,
     Chain,
     ChunkedTopK,
@@ -61,6 +62,7 @@ CODECS: dict[str, tuple[Codec, Bound | None]] = {
     "bins, 8 bits": (StatQuantise(8), lambda n: 1.0),
     "bins, 4 bits": (StatQuantise(4), lambda n: 1.0),
     "bins, 2 bits": (StatQuantise(2), lambda n: 1.0),
+    "floats of 4 bits": (E3M0(), lambda n: min(1, 1 / 9 + n / 128**2)),
     "qsgd 7": (QSGD(7), lambda n: 1 - 1 / (1 + levels(7, n))),
     "qsgd 7, buckets of 512": (QSGD(7, bucket=512), lambda n: 1 - 1 / (1 + levels(7, 512))),
     "qsgd 7, 512, unbiased": (QSGD(7, bucket=512, unbiased=True), lambda n: levels(7, 512)),

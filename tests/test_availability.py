@@ -48,6 +48,7 @@ from vecgym.strategy import (
     RankStrategy,
     Robust,
     Strategy,
+    StreamingCommunicator,
     delayed,
     every,
 )
@@ -625,6 +626,8 @@ def test_gossip_keeps_the_mean_of_those_present(topology: str) -> None:
 @pytest.mark.parametrize("make", [
     lambda: [Parameters(Mean(), every=2, delay=1)],
     lambda: [OuterStep(Mean(), H=2, delay=1)],
+    lambda: [StreamingCommunicator(Mean(), H=2, fragments=1, delay=1)],
+    lambda: [StreamingCommunicator(Mean(), H=2, fragments=1, delay=[0, 1, 1])],
     lambda: [delayed(every(2, AveragingCommunicator()), 1)],
 ])  # fmt: skip
 def test_what_is_late_reaches_only_who_was_there(make: Callable[[], Any], model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from tests.reference import common
 from tests.reference import compression as reference
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import (
+    E3M0,
     QSGD,
     Chain,
     ChunkedTopK,
@@ -107,6 +108,7 @@ LARGEST_SHARE = {  # of the values, if they are to be of this kind
     "stat2": (StatQuantise(2), 1.0),
     "stat4": (StatQuantise(4), 1.0),
     "stat8": (StatQuantise(8), 1.0),
+    "e3m0": (E3M0(), 1 / 9 + N / 128**2),
     "int8": (Quantise(8), N / (4 * 127**2)),
     "int4": (Quantise(4), N / (4 * 7**2)),
 }

@@ -35,6 +35,7 @@ from vecgym.strategy import (
     RankStrategy,
     Robust,
     Strategy,
+    StreamingDiLoCoStrategy,
 )
 from vecgym.strategy.catalogue import CATALOGUE
 
@@ -53,6 +54,9 @@ CASES: dict[str, Callable[[], Strategy]] = {
     **{name: partial(row.make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name, row in STRATEGIES.items()},
     "bricks": lambda: CommunicateOptimizeStrategy(
         [Parameters(Mean(island_size=2), every=2), OuterStep(Mean(), H=3)], "adamw", lr=1e-2
+    ),
+    "streaming, a delay and alpha for each node": lambda: StreamingDiLoCoStrategy(
+        "adamw", H=3, num_fragments=2, delay=[1, 0, 2, 1], alpha=torch.tensor([0.0, 0.5, 0.25, 1.0]), lr=1e-2
     ),
     "median of the gradients": lambda: CommunicateOptimizeStrategy([Gradients(Robust("median"))], "adamw", lr=1e-2),
     **{f"{name}, a value for each node": partial(make_per_node, name, K) for name in PER_NODE},

@@ -1,7 +1,7 @@
 """What is sent instead of a whole tensor, and its bytes.
 
-Codes:      Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, QSGD, Natural, Ternary, Sign; Chain,
-            one after the other; PowerSGD, two averages; a Compressor is one of these
+Codes:      Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, floats of four bits; QSGD,
+            Natural, Ternary, Sign; Chain, one after the other; PowerSGD, two averages; a Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
 Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
 Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
@@ -16,6 +16,7 @@ What is known of the codes of n values; `benchmarks/compression.py` measures it:
 | `RandomK`; `unbiased=True`    | no; yes              | 1 - m / n; n / m - 1                               |
 | `Quantise`; `stochastic=True` | no; yes              | n / (4 (2^(bits - 1) - 1)^2), both                 |
 | `StatQuantise`                | no                   | 1                                                  |
+| `E3M0`                        | no                   | min(1, 1 / 9 + n / 128^2)                          |
 | `QSGD`; `unbiased=True`       | no; yes              | 1 - 1 / (1 + w); w = min(n / s^2, sqrt(n) / s)     |
 | `Ternary`; `unbiased=True`    | no; yes              | 1 - 1 / (1 + w); w = (sqrt(n) - 1) / 2             |
 | `Natural`                     | yes                  | 1 / 8                                              |
@@ -51,12 +52,14 @@ from vecgym.compress.dct import (
     to_chunks,
     topk_bytes,
 )
+from vecgym.compress.floats import E3M0
 from vecgym.compress.methods import Compressor, make_codec
 from vecgym.compress.powersgd import PowerSGD
 from vecgym.compress.statistics import StatQuantise
 from vecgym.compress.stochastic import QSGD, Natural, Ternary
 
 __all__ = [
+    "E3M0",
     "QSGD",
     "Chain",
     "ChunkedTopK",

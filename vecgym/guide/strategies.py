@@ -31,6 +31,9 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | the code's / H |
+| `StreamingDiLoCoStrategy` | DiLoCo's outer step for a fragment of the model at a time, used `delay` steps later, while the nodes go on | AR / H |
+| ... with `bits=4` | the movements as floats of four bits | P / 2 H |
+| `EagerDiLoCoStrategy` | the mean movement, used a round later, and a node's own part of it at once | AR / H |
 | `SparseLoCoStrategy` | the k largest movements of each chunk, two bits each and 12 for the place, with error feedback | k (2 + 12) / 8 per chunk, / H |
 | `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late | p · AR |
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 p P |

@@ -1,7 +1,8 @@
 """Training algorithms, one file each, and the parts they are made of.
 
-Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
-             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, SparseLoCoStrategy
+Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
+             EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy,
+             SparseLoCoStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -12,7 +13,8 @@ Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, 
              StrongestCosines; around one: Sparse, Compressed, EF21, Corrupted, Private: how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
-             GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments
+             StreamingCommunicator, EagerCommunicator, GossipCommunicator, SparseCommunicator, TopKSparseCommunicator,
+             DeMoCommunicator, Moments
 Around one:  every(n, module), delayed(module, d), compressed(module, method)
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
@@ -40,6 +42,7 @@ from vecgym.strategy.compression import compressed
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
+from vecgym.strategy.eager import EagerCommunicator, EagerDiLoCoStrategy
 from vecgym.strategy.ef21 import EF21
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
@@ -61,6 +64,7 @@ from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptim
 from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.sparseloco import SparseLoCoStrategy
 from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.streaming import StreamingCommunicator, StreamingDiLoCoStrategy
 from vecgym.strategy.when import Rounds, SyncWeight, When
 
 __all__ = [
@@ -81,6 +85,8 @@ __all__ = [
     "DelayedNesterov",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
+    "EagerCommunicator",
+    "EagerDiLoCoStrategy",
     "FedAvgStrategy",
     "FedBuff",
     "GossipCommunicator",
@@ -118,6 +124,8 @@ __all__ = [
     "SparseCommunicator",
     "SparseLoCoStrategy",
     "Strategy",
+    "StreamingCommunicator",
+    "StreamingDiLoCoStrategy",
     "StrongestCosines",
     "SyncWeight",
     "TopKSparseCommunicator",
