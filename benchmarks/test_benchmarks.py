@@ -246,6 +246,22 @@ def test_optimizers(tmp_path: Path) -> None:
     assert all(seconds > 0 for row in result["optimizers"].values() for seconds in row.values())
 
 
+def test_compression(tmp_path: Path) -> None:
+    table, result = run_quick("compression.py", tmp_path)
+    assert "| code | bits | distortion, normal | distortion, heavy tails | distortion, movement | bound |" in table
+    codecs = result["codecs"]
+    bits = {name: row["kinds"]["normal"]["bits"] for name, row in codecs.items()}
+    assert bits["the same, 2 bits"] == 0.21875 + 8 * 16 / 64**2, "12 bits for a place, 2 for a value; the bins' means"
+    assert bits["ternary"] == 8 * (820 + 4) / 64**2, "five values to a byte"
+    for name, row in codecs.items():
+        for found in row["kinds"].values():
+            assert 0 < found["distortion"] < 1.5 * (row["bound"] or 1), name  # of few draws
+            assert min(found["encode_s"], found["decode_s"]) > 0
+    assert [name for name, row in codecs.items() if row["fed_back"] is None] == [
+        "random-k, 1.56 %, unbiased", "qsgd 7, 512, unbiased",
+    ]  # fmt: skip
+
+
 def test_asynchronous(tmp_path: Path) -> None:
     table, result = run_quick("asynchronous.py", tmp_path)
     assert "| workload | nodes per call | together s | one by one s | plain s | one by one / together |" in table

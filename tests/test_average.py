@@ -14,10 +14,11 @@ from tests.helpers import Recording, assert_close, run, stacked
 from tests.models import make_batches, make_model
 from vecgym import OptimSpec, verify
 from vecgym.collectives import StackedCollectives
-from vecgym.compress import Chain, PowerSGD, Quantise, RandomK, TopK
+from vecgym.compress import QSGD, Chain, ChunkedTopK, PowerSGD, Quantise, RandomK, StatQuantise, TopK
 from vecgym.compress.codecs import Draw
 from vecgym.core.errors import VecgymWarning
 from vecgym.strategy import (
+    EF21,
     AllReduceStrategy,
     Average,
     CommunicateOptimizeStrategy,
@@ -392,6 +393,14 @@ PROCESSES: dict[str, Callable[[], CommunicationModule]] = {
     "streaming, sparse": lambda: OuterStep(Sparse(0.5, Mean(2)), NESTEROV, H=4, fragments=2, delay=3),
     "top-k in two bits": lambda: OuterStep(
         Compressed(Mean(), Chain(TopK(0.4), Quantise(2)), decay=0.95), NESTEROV, H=3
+    ),
+    "chunks in bins, momentum": lambda: OuterStep(
+        Compressed(Mean(), Chain(ChunkedTopK(2, 2, "senders"), StatQuantise(2)), decay=0.9, momentum=0.5), NESTEROV, H=3
+    ),
+    "qsgd, estimates": lambda: Gradients(EF21(Mean(), QSGD(3, bucket=2))),
+    "powers of two, islands": lambda: OuterStep(Compressed(Mean(2), "natural"), NESTEROV, H=2),
+    "ternary to a server": lambda: Parameters(
+        Compressed(ServerMean(participation=0.5), "ternary", reference=True), every=2
     ),
     "a liar, mean": lambda: Gradients(Corrupted(Mean(), [1], lie)),
     "a liar, median": lambda: OuterStep(Corrupted(Robust("median"), [1], lie), NESTEROV, H=3),

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves
 from vecgym import Trainer, dry_run
 from vecgym.clock import Compute, Network, price
 from vecgym.collectives.ledger import Ledger
-from vecgym.compress import PowerSGD, RandomK
+from vecgym.compress import ChunkedTopK, PowerSGD, RandomK
 from vecgym.core.tree import Tree
 from vecgym.models import Classifier
 from vecgym.strategy import (
+    EF21,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     Compressed,
@@ -73,6 +74,11 @@ def test_it_equals_the_ledger_of_the_run(name: str) -> None:
         lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression="int8"),
         lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=PowerSGD(2)),
         lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=RandomK(0.3)),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression="stat2"),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression="natural"),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression="ternary"),
+        lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=ChunkedTopK(3, 6)),
+        lambda: CommunicateOptimizeStrategy([OuterStep(EF21(Mean(), "qsgd"), H=3)], "sgd", lr=0.1),
         lambda: DiLoCoStrategy("sgd", lr=0.1, sync_weight=[0, 0.5, 0, 1, 0, 0, 1]),
         lambda: FedAvgStrategy("sgd", lr=0.1, H=2, participation=0.5, island_size=2),
         lambda: FedAvgStrategy("sgd", lr=0.1, H=2, weighting="examples"),

@@ -19,13 +19,27 @@ from tests.test_bad_input import Diverging
 from tests.waits import Waits
 from vecgym import DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning
 from vecgym.collectives import StackedCollectives
-from vecgym.compress import PowerSGD, Quantise, RandomK, Sign, TopK, strongest
+from vecgym.compress import (
+    QSGD,
+    Chain,
+    ChunkedTopK,
+    Natural,
+    PowerSGD,
+    Quantise,
+    RandomK,
+    Sign,
+    StatQuantise,
+    Ternary,
+    TopK,
+    strongest,
+)
 from vecgym.core import devices, tree
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.runs.options import FitOptions
 from vecgym.runs.run import Run, Task
 from vecgym.strategy import (
+    EF21,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     Compressed,
@@ -69,6 +83,12 @@ MORE: dict[str, Callable[[], Strategy]] = {
     "int4 stochastic": lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=Quantise(4, stochastic=True)),
     "sign": lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=Sign()),
     "randomk": lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=RandomK(0.3)),
+    "qsgd": lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=QSGD(7, bucket=16)),
+    "natural": lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=Natural()),
+    "ternary": lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=Ternary(clip=2.5)),
+    "chunks in bins": outer(Compressed(Mean(), Chain(ChunkedTopK(3, 6), StatQuantise(4)), momentum=0.5)),
+    "estimates": outer(EF21(Mean(), TopK(0.1))),
+    "a cold start": lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, compression=PowerSGD(2, warm_start=False)),
     "schedules": lambda: DiLoCoStrategy("adamw", lr=0.1, H=2, warmup_steps=2, lr_scheduler="cosine"),
     "a rate for each node": lambda: DiLoCoStrategy("adamw", lr=torch.linspace(0.01, 0.1, K), H=2),
     "a decay on the CPU": lambda: DeMoStrategy(lr=0.1, compression_decay=torch.tensor(0.9)),

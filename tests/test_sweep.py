@@ -56,6 +56,7 @@ from vecgym.strategy import (
     ScheduledSelector,
     ShuffledSequentialSelector,
     SparseCommunicator,
+    SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
@@ -169,7 +170,14 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     ),
     "DiLoCoStrategy compressed": (
         lambda code, lr: DiLoCoStrategy("sgd", H=2, lr=lr, compression=code),
-        {"code": ["topk", "randomk", "int8", "int4", "sign", "powersgd"], "lr": [0.1, 0.02]},
+        {"code": ["topk", "randomk", "int8", "int4", "sign", "powersgd", "stat2", "qsgd", "natural", "ternary",
+                  "chunktopk"], "lr": [0.1, 0.02]},
+    ),
+    "SparseLoCoStrategy": (
+        lambda k, outer_lr, average: SparseLoCoStrategy(
+            "sgd", 2, k=k, chunk=6, outer_lr=outer_lr, average=average, lr=0.1
+        ),
+        {"k": [2, 5], "outer_lr": [0.5, 1.0], "average": ["all", "senders"]},
     ),
     "StreamingDiLoCoStrategy": (
         lambda H, fragments, delay, bits: StreamingDiLoCoStrategy(

@@ -83,7 +83,9 @@ UNDERNEATH = (
 )  # fmt: skip
 # ... but for these, which users call and give to a strategy, ...
 ENTRANCES = {
-    *(f"vecgym.compress.{name}" for name in ("Chain", "PowerSGD", "Quantise", "RandomK", "TopK", "make_codec")),
+    *(f"vecgym.compress.{name}" for name in (
+        "Chain", "ChunkedTopK", "PowerSGD", "QSGD", "Quantise", "RandomK", "StatQuantise", "Ternary", "TopK",
+        "make_codec")),
     *(f"vecgym.collectives.topology.{name}" for name in (
         "check_doubly_stochastic", "complete", "exponential", "metropolis_weights", "one_peer_exponential", "ring",
         "second_eigenvalue", "spectral_gap", "torus")),

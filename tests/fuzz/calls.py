@@ -424,7 +424,10 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compress.Codec": _coded(lambda: compress.TopK(0.5)),
     "vecgym.compress.E3M0": _coded(compress.E3M0),
     "vecgym.compress.Sign": _coded(compress.Sign),
-    "vecgym.compress.Quantise": _coded(compress.Quantise),
+    **{f"vecgym.compress.{codec.__name__}": _coded(codec) for codec in (
+        compress.Quantise, compress.StatQuantise, compress.QSGD, compress.Ternary, compress.Natural,
+        compress.ChunkedTopK)},
+    **{f"vecgym.compress.{name}.encode": {"draw": drawn} for name in ("Ternary", "Natural")},
     "vecgym.compress.RandomK": _coded(lambda: compress.RandomK(0.5)),
     "vecgym.compress.RandomK.encode": {"draw": drawn},
     "vecgym.compress.TopK": {**_coded(lambda: compress.TopK(0.5)), "fraction": lambda: 0.5},
@@ -521,7 +524,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.engine.simulation.Simulation.step": {"state": lambda: simulation().init()},
     "vecgym.strategy.compressed": {},
     "vecgym.strategy.GossipCommunicator.mixing": {},
-    "vecgym.strategy.Compressed": {"codec": lambda: "int8"},
+    **{f"vecgym.strategy.{name}": {"codec": lambda: "int8"} for name in ("Compressed", "EF21")},
     "vecgym.strategy.Context.of_rows": {"rows": lambda: torch.tensor([0])},
     "vecgym.strategy.CommunicationModule.exchange_moments": {"moments": _moments},
     "vecgym.strategy.Moments.exchange_moments": {"moments": _moments},
@@ -603,6 +606,7 @@ VALUES_OF |= {
     "vecgym.engine.availability.as_availability": {"value": lambda: Dropout(0.1)},
     "vecgym.collectives.Collectives.among": {"members": lambda: [0]},
     "vecgym.collectives.StackedCollectives.among": {"members": lambda: [0]},
+    "vecgym.strategy.EF21.check_present": {"counts": lambda: [K]},
     **{f"vecgym.strategy.{name}.check_present": {"counts": lambda: [1]} for name in
        ("Average", "CommunicationModule", "Mix", "Robust", "Strategy")},
 }  # fmt: skip
@@ -847,7 +851,7 @@ ALSO: dict[str, tuple[str, ...]] = {
     "vecgym.data.text.standard_library_text": ("num_chars",),
     "vecgym.compat.diloco_sim.DilocoSimulatorConfig": ("loss_fn", "model_kwargs", "train_dataset"),
     "vecgym.compat.diloco_sim.DilocoSimulator": ("config",),
-    "vecgym.compress.RandomK.encode": ("draw",),
+    **{f"vecgym.compress.{name}.encode": ("draw",) for name in ("RandomK", "Ternary", "Natural")},
     "vecgym.compress.TopK": ("fraction",),
     "vecgym.clock.Network": ("bandwidth",),
     "vecgym.core.tree.map": ("trees",),

@@ -92,6 +92,105 @@ def sign() -> Codec:
     return code
 
 
+Uniform = Callable[[int, str, int, int], Tensor]  # (step, name, node, n) -> [n] in [0, 1)
+
+
+def qsgd(levels: int, draw: Uniform, bucket: int | None = None, unbiased: bool = False) -> Codec:
+    """floor(s x / |x| + u) |x| / s in each bucket; not unbiased: shrunk by |x|^2 / E|that|^2."""
+    return rounded(lambda part: part.norm() / levels, levels, draw, bucket, unbiased)
+
+
+def ternary(draw: Uniform, unbiased: bool = False) -> Codec:
+    """floor(x / max|x| + u) max|x|."""
+    return rounded(lambda part: part.abs().max(), 1, draw, None, unbiased)
+
+
+def rounded(
+    distance: Callable[[Tensor], Tensor], levels: int, draw: Uniform, bucket: int | None, unbiased: bool
+) -> Codec:
+    def code(step: int, name: str, node: int, p: Tensor) -> Tensor:
+        flat, u = p.flatten(), draw(step, name, node, p.numel())
+        size = bucket or max(1, flat.numel())
+        parts = []
+        for part, drawn in zip(flat.split(size), u.split(size)):
+            scale = distance(part).to(torch.float32).to(p.dtype)
+            if scale == 0:
+                parts.append(torch.zeros_like(part))
+                continue
+            exact = part / scale
+            q = torch.stack([torch.floor(x + v) for x, v in zip(exact, drawn)]).clamp(-levels, levels)
+            up = exact - torch.floor(exact)  # the probability of the upper of two levels
+            expected = (up * torch.floor(exact + 1) ** 2 + (1 - up) * torch.floor(exact) ** 2).sum()
+            shrink = 1.0 if unbiased else float((exact**2).sum() / expected)
+            scale = (
+                scale if unbiased else (scale.to(torch.float32) * torch.tensor(shrink, dtype=torch.float32)).to(p.dtype)
+            )
+            parts.append(scale * q)
+        return torch.cat(parts).view(p.shape)
+
+    return code
+
+
+def natural(draw: Uniform) -> Codec:
+    """The power of two below or above, with the probability that makes the expectation exact."""
+
+    def code(step: int, name: str, node: int, p: Tensor) -> Tensor:
+        sent = []
+        for x, u in zip(p.flatten().tolist(), draw(step, name, node, p.numel()).tolist()):
+            if x == 0:
+                sent.append(0.0)
+                continue
+            below = 2.0 ** (math.frexp(abs(x))[1] - 1)  # frexp: |x| = m 2^e, 1/2 <= m < 1
+            sent.append(math.copysign(2 * below if u < abs(x) / below - 1 else below, x))
+        return torch.tensor(sent, dtype=p.dtype).view(p.shape)
+
+    return code
+
+
+def statistical(bits: int, sigmas: float = 6.0) -> Codec:
+    """The mean of the values in the bin, in float32; bins of width sigmas std / 2^bits around the mean."""
+
+    def code(step: int, name: str, node: int, p: Tensor) -> Tensor:
+        flat, count = p.flatten(), 2**bits
+        centre = flat.sum() / len(flat)
+        std = ((flat - centre).square().sum() / max(1, len(flat) - 1)).sqrt()
+        if std == 0:
+            return flat.mean().float().to(p.dtype).expand(p.shape)
+        numbers = torch.round((flat - centre) / (sigmas * std / count) + count // 2).clamp(0, count - 1)
+        sent = torch.zeros_like(flat)
+        for b in range(count):
+            inside = numbers == b
+            if inside.any():
+                sent[inside] = (flat[inside].sum() / inside.sum()).float().to(p.dtype)
+        return sent.view(p.shape)
+
+    return code
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
+def chunked_topk(k: int, chunk: int) -> Codec:
+    """The k largest of each chunk x chunk of a matrix, and of each chunk^2 of a vector; of equal ones the first."""
+
+    def code(step: int, name: str, node: int, p: Tensor) -> Tensor:
+        matrix = p.reshape(p.shape[0], -1) if p.dim() > 1 else p.reshape(1, -1)
+        height = largest_divisor(matrix.shape[0], chunk)
+        width = largest_divisor(matrix.shape[1], chunk if p.dim() > 1 else chunk**2)
+        sent = torch.zeros_like(matrix)
+        for top in range(0, matrix.shape[0], height):
+            for left in range(0, matrix.shape[1], width):
+                part = matrix[top : top + height, left : left + width]
+                order = torch.argsort(part.abs().flatten(), descending=True, stable=True)
+                for place in order[:k].tolist():
+                    row, column = top + place // width, left + place % width
+                    sent[row, column] = matrix[row, column]
+        return sent.view(p.shape)
+
+    return code
+
+
 class Averaging(Protocol):
     residuals: dict[str, list[Tensor]]  # of each node
 
@@ -99,22 +198,43 @@ class Averaging(Protocol):
 
 
 class Compressed:
-    """mean_i C(x_i + e_i)."""
+    """mean_i C(u_i + decay e_i), where u_i is x_i, or a momentum of it that ends where something was sent."""
 
-    def __init__(self, codec: Codec, error_feedback: bool) -> None:
+    def __init__(
+        self, codec: Codec, error_feedback: bool, decay: float = 1.0, momentum: float = 0.0, masking: bool = True
+    ) -> None:
         self.codec = codec
         self.error_feedback = error_feedback
+        self.decay, self.momentum, self.masking = decay, momentum, masking
         self.residuals: dict[str, list[Tensor]] = {}
+        self.momenta: dict[str, list[Tensor]] = {}
 
     def __call__(self, step: int, name: str, tensors: Sequence[Tensor]) -> Tensor:
         residuals = self.residuals.setdefault(name, [torch.zeros_like(x) for x in tensors])
+        momenta = self.momenta.setdefault(name, [torch.zeros_like(x) for x in tensors])
         sent = []
         for node, x in enumerate(tensors):
-            p = x + residuals[node]
+            u = self.momentum * momenta[node] + x
+            p = u + self.decay * residuals[node]
             sent.append(self.codec(step, name, node, p))
+            momenta[node] = u * (sent[node] == 0) if self.masking else u
             if self.error_feedback:
                 residuals[node] = p - sent[node]
         return common.mean(sent)
+
+
+class EF21:
+    """h_i <- h_i + C(x_i - h_i); the result is the mean of the h_i."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.residuals: dict[str, list[Tensor]] = {}  # the h_i
+
+    def __call__(self, step: int, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        estimates = self.residuals.setdefault(name, [torch.zeros_like(x) for x in tensors])
+        for node, x in enumerate(tensors):
+            estimates[node] = estimates[node] + self.codec(step, name, node, x - estimates[node])
+        return common.mean(estimates)
 
 
 class PowerSGD:

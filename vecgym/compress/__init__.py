@@ -1,14 +1,34 @@
 """What is sent instead of a whole tensor, and its bytes.
 
-Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; E3M0, floats of four bits; Chain, one after the other;
-            PowerSGD, two averages; a Compressor is one of these
+Codes:      Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, floats of four bits; QSGD,
+            Natural, Ternary, Sign; Chain, one after the other; PowerSGD, two averages; a Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
 Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
 Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
 Strongest:  strongest, mean_of_senders, topk_bytes
+
+What is known of the codes of n values; `benchmarks/compression.py` measures it:
+
+| code                          | unbiased, E C(x) = x | squared error over squared norm, on average at most|
+|-------------------------------|----------------------|----------------------------------------------------|
+| `TopK`                        | no                   | 1 - k / n                                          |
+| `ChunkedTopK`                 | no                   | 1 - k / values of a chunk                          |
+| `RandomK`; `unbiased=True`    | no; yes              | 1 - m / n; n / m - 1                               |
+| `Quantise`; `stochastic=True` | no; yes              | n / (4 (2^(bits - 1) - 1)^2), both                 |
+| `StatQuantise`                | no                   | 1                                                  |
+| `E3M0`                        | no                   | min(1, 1 / 9 + n / 128^2)                          |
+| `QSGD`; `unbiased=True`       | no; yes              | 1 - 1 / (1 + w); w = min(n / s^2, sqrt(n) / s)     |
+| `Ternary`; `unbiased=True`    | no; yes              | 1 - 1 / (1 + w); w = (sqrt(n) - 1) / 2             |
+| `Natural`                     | yes                  | 1 / 8                                              |
+| `Sign`                        | no                   | 1 - (sum of the magnitudes)^2 / (n squared norm)   |
+
+Error feedback needs less than 1 (or, as `Quantise` and `Ternary` have it, errors below the largest value): otherwise
+residuals grow without end. Codes with an argument `unbiased` are by default that multiple of the unbiased one which is
+nearest to x in the mean square, and so *contractive*: always less than 1.
 """
 
 from vecgym.compress.chain import Chain
+from vecgym.compress.chunked import ChunkedTopK
 from vecgym.compress.codecs import (
     Codec,
     Quantise,
@@ -35,17 +55,24 @@ from vecgym.compress.dct import (
 from vecgym.compress.floats import E3M0
 from vecgym.compress.methods import Compressor, make_codec
 from vecgym.compress.powersgd import PowerSGD
+from vecgym.compress.statistics import StatQuantise
+from vecgym.compress.stochastic import QSGD, Natural, Ternary
 
 __all__ = [
     "E3M0",
+    "QSGD",
     "Chain",
+    "ChunkedTopK",
     "Codec",
     "Compressor",
     "Grid",
+    "Natural",
     "PowerSGD",
     "Quantise",
     "RandomK",
     "Sign",
+    "StatQuantise",
+    "Ternary",
     "TopK",
     "accumulate_dct_",
     "basis",

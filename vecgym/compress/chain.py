@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vecgym.compress.codecs import Code, Codec, Draw, size_of
+from vecgym.compress.codecs import Code, Codec, Draw
 from vecgym.core import check
 
 
@@ -43,6 +43,10 @@ class Chain(Codec):
     def shared(self) -> tuple[str, ...]:  # type: ignore[override]
         return (*self.first.shared, *(f"values {part}" for part in self.second.shared))
 
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        return self.first.contractive and self.second.contractive
+
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         code = self.first.encode(x, draw)
         values = self.second.encode(code.pop("values"), draw)
@@ -62,4 +66,4 @@ class Chain(Codec):
         """Return the code of the first codec, parts `[R, ...]`."""
         parts = {name.removeprefix("values "): y for name, y in code.items() if name.startswith("values ")}
         rest = {name: y for name, y in code.items() if not name.startswith("values ")}
-        return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values(size_of(like))))}
+        return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values_of(like)))}

@@ -13,10 +13,16 @@ Bytes that a node sends for a tensor of n values of b bytes:
 | `int4`    | two values to a byte, one scale             | ceil(n / 2) + 4          |
 | `int2`    | four values to a byte, one scale            | ceil(n / 4) + 4          |
 | `sign`    | eight values to a byte, one scale           | ceil(n / 8) + 4          |
+| `qsgd`    | integers from -s to s, a scale per bucket   | ceil(n bits / 8) + 4, bits = ceil(log2(2 s + 1)) |
+| `natural` | sign and exponent                           | ceil(n / 8) + ceil(n e / 8), e = 8 (float32), 11 (float64) |
+| `ternary` | five values to a byte, one scale            | ceil(n / 5) + 4          |
+| `stat2`   | the number of a bin, the means of the bins  | ceil(n / 4) + 16; `stat4` and `stat8` likewise |
+| `chunktopk` | k values of each chunk, their places in it | k (b + bits / 8) per chunk, bits = 12 for 4096 |
 | `powersgd`| two matrices of r columns                   | r (rows + columns) b     |
 
-Indices take 8 bytes in tensors of more than 2^31 values. The payload of `powersgd` goes through averages (ring
-all-reduces), that of the others through an all-gather.
+The first seven are here, the others in `stochastic`, `statistics`, `chunked` and `powersgd`. Indices of `topk` take 8
+bytes in tensors of more than 2^31 values. The payload of `powersgd` goes through averages (ring all-reduces), that of
+the others through an all-gather.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import torch
 from torch import Tensor
 
 from vecgym.compress.dct import strongest
+from vecgym.compress.packing import pack, unpack
 from vecgym.core import check
 from vecgym.core.devices import placed
 
@@ -70,6 +77,7 @@ class Codec(ABC):
 
     Attributes:
         shared: parts of the code that every node has without being sent them; they are `[1, ...]`.
+        contractive: whether error feedback works with it: False where C(x) may be further from x than 0 is.
 
     >>> class Half(Codec):
     ...     def encode(self, x, draw=None):
@@ -86,6 +94,7 @@ class Codec(ABC):
     """
 
     shared: tuple[str, ...] = ()
+    contractive: bool = True
 
     @abstractmethod
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
@@ -102,6 +111,14 @@ class Codec(ABC):
         (5, 10)
         """
         raise TypeError(f"{self!r} sends no values that another codec could make shorter: TopK and RandomK do.")
+
+    def num_values_of(self, like: Tensor) -> int:
+        """Return the same for a tensor `[L, *]`, of which a code may cut each dimension by itself.
+
+        >>> TopK(0.1).num_values_of(torch.zeros(2, 5, 10))
+        5
+        """
+        return self.num_values(size_of(like))
 
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         """Average over the K senders, or return sum_k w_k decode(code_k): parts `[R, K, ...]` -> `[R, *shape]`.
@@ -200,6 +217,10 @@ class RandomK(Codec):
         self.fraction = check_fraction("fraction", fraction)
         self.unbiased = check.flag("unbiased", unbiased)
 
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        return not self.unbiased
+
     def num_values(self, n: int) -> int:
         return part_of(n, self.fraction)
 
@@ -296,31 +317,6 @@ class Sign(Codec):
     def decode(self, code: Code, like: Tensor) -> Tensor:
         sign = unpack(code["values"], 1, size_of(like)).to(like.dtype).mul_(2).sub_(1)
         return _shaped(sign.mul_(code["scale"][:, None].to(like.dtype)), like)
-
-
-# ------------------------------------------------------------------------------------------------ bits in bytes
-
-
-def pack(values: Tensor, bits: int) -> Tensor:
-    """Pack values of 1, 2 or 4 bits into bytes, the first in the lowest bits: uint8 `[L, n]` -> `[L, bytes]`.
-
-    >>> pack(torch.tensor([[1, 2, 15]], dtype=torch.uint8), 4)  # 1 + 2 * 16, 15
-    tensor([[33, 15]], dtype=torch.uint8)
-    """
-    to_byte = 8 // bits
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % to_byte))
-    shifted = padded.view(len(values), padded.shape[1] // to_byte, to_byte) << _shifts(bits, values.device)
-    return shifted.sum(-1, dtype=torch.uint8)
-
-
-def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
-    """Invert `pack` for n values: uint8 `[L, bytes]` -> `[L, n]`."""
-    values = (packed[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)
-    return values.flatten(1)[:, :n]
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------- small parts

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from vecgym.compress.codecs import Code, Codec, Draw, Quantise, pack, size_of, unpack
+from vecgym.compress.codecs import Code, Codec, Draw, Quantise, size_of
+from vecgym.compress.packing import pack, unpack
 
 LARGEST = 64  # 2^6: of the eight exponents one stands for zero
 SIGN = 8  # the fourth bit

@@ -7,8 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from vecgym.compress.chunked import ChunkedTopK
 from vecgym.compress.codecs import Codec, Quantise, RandomK, Sign, TopK
 from vecgym.compress.powersgd import PowerSGD
+from vecgym.compress.statistics import StatQuantise
+from vecgym.compress.stochastic import QSGD, Natural, Ternary
 from vecgym.core import check
 
 Compressor: TypeAlias = Codec | PowerSGD
@@ -19,7 +22,14 @@ METHODS: dict[str, Callable[..., Compressor]] = {
     "int8": functools.partial(Quantise, 8),
     "int4": functools.partial(Quantise, 4),
     "int2": functools.partial(Quantise, 2),
+    "stat8": functools.partial(StatQuantise, 8),
+    "stat4": functools.partial(StatQuantise, 4),
+    "stat2": functools.partial(StatQuantise, 2),
+    "qsgd": QSGD,
+    "natural": Natural,
+    "ternary": Ternary,
     "sign": Sign,
+    "chunktopk": ChunkedTopK,
     "powersgd": PowerSGD,
 }
 
@@ -37,6 +47,6 @@ def make_codec(method: str | Compressor, **options: Any) -> Compressor:
     if not isinstance(method, str):
         raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
     check.choice("method", method, METHODS)
-    allowed = list(inspect.signature(METHODS[method]).parameters) if method != "sign" else []
+    allowed = list(inspect.signature(METHODS[method]).parameters) if METHODS[method] not in (Sign, Natural) else []
     check.keywords(repr(method), options, allowed)
     return METHODS[method](**options)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vecgym.compress.codecs import Draw, shown
+from vecgym.compress.codecs import Draw
 from vecgym.core import check
 from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree
@@ -29,6 +29,7 @@ class PowerSGD:
 
     Args:
         rank: r.
+        warm_start: begin the power iteration with the last exchange's Q; else Q is drawn anew each time.
 
     >>> M = torch.outer(torch.tensor([1.0, 2.0, 2.0, 0.0]), torch.tensor([3.0, 0.0, 4.0]))[None]
     >>> codec, draw = PowerSGD(rank=1), Draw(lambda: torch.Generator().manual_seed(0), torch.arange(1))
@@ -43,8 +44,11 @@ class PowerSGD:
     span; columns that died out are drawn anew.
     """
 
-    def __init__(self, rank: int = 4) -> None:
+    contractive = True  # as of `Codec`
+
+    def __init__(self, rank: int = 4, warm_start: bool = True) -> None:
         self.rank = check.integer("rank", rank, what="the number of columns of the two matrices sent in place of one")
+        self.warm_start = check.flag("warm_start", warm_start)
 
     def init(self, values: Tree) -> Tree:
         """Return Q of every matrix, `[1, columns, r]`: zeros, which means that it is to be drawn."""
@@ -80,7 +84,9 @@ class PowerSGD:
         return {name: average[name] for name in values}, {name: own[name] for name in values}, state
 
     def _alive(self, Q: Tensor, draw: Draw) -> Tensor:
-        """Draw those columns of Q anew that are nothing but rounding errors."""
+        """Draw those columns of Q anew that are nothing but rounding errors; all without a warm start."""
+        if not self.warm_start:
+            return placed(draw.normal(Q.shape[1:], Q.dtype), Q.device)[None]
         size = torch.linalg.vector_norm(Q, dim=-2, keepdim=True)  # [1, 1, r]
         dead = size <= torch.finfo(Q.dtype).eps ** 0.75 * size.amax(-1, keepdim=True)
         if on_host(Q) and not dead.any():  # on a device, to look would take longer than to draw
@@ -88,7 +94,7 @@ class PowerSGD:
         return torch.where(dead, placed(draw.normal(Q.shape[1:], Q.dtype), Q.device), Q)
 
     def __repr__(self) -> str:
-        return shown(self)
+        return f"PowerSGD(rank={self.rank}{'' if self.warm_start else ', warm_start=False'})"
 
 
 def _matrix_shape(x: Tensor) -> tuple[int, int]:

@@ -18,7 +18,7 @@ README.md has a picture of the floors on which the packages stand, and names the
 | what | where | its tests |
 |---|---|---|
 | a strategy | see `vecgym.guide.writing_a_strategy` | |
-| a codec | a `Codec` in `vecgym/compress/codecs.py`, its name in `METHODS` | `CODECS` in `tests/test_compression.py` |
+| a codec | a `Codec` in `vecgym/compress`, its name in `METHODS` | `CODECS` in `tests/test_compression.py`, its bound in `tests/test_codecs.py`, its distortion in `benchmarks/compression.py` |
 | a topology | a function K → matrix in `vecgym/collectives/topology.py`, its name in `FIXED` of `vecgym/strategy/gossip.py` | `tests/test_topology.py`, `CASES` in `tests/test_gossip.py` |
 | a selector of coordinates | a `Selector` in `vecgym/strategy/selectors.py` | `SELECTORS` in `tests/test_sparta.py` |
 | an optimizer | nothing is needed: any class runs node by node. Elementwise ones run stacked with a formula in `ELEMENTWISE` of `vecgym/optim/formulas.py`; a name in `OPTIMIZERS` of `vecgym/optim/spec.py` | `CASES` in `tests/test_optim.py` |

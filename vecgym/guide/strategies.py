@@ -34,6 +34,7 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | `StreamingDiLoCoStrategy` | DiLoCo's outer step for a fragment of the model at a time, used `delay` steps later, while the nodes go on | AR / H |
 | ... with `bits=4` | the movements as floats of four bits | P / 2 H |
 | `EagerDiLoCoStrategy` | the mean movement, used a round later, and a node's own part of it at once | AR / H |
+| `SparseLoCoStrategy` | the k largest movements of each chunk, two bits each and 12 for the place, with error feedback | k (2 + 12) / 8 per chunk, / H |
 | `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late | p · AR |
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 p P |
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
@@ -60,7 +61,9 @@ The modules behind these strategies can be combined freely. They act in the orde
 - `every(n, module)` lets a module act at every n-th step only.
 - `delayed(module, d)` applies the module's change d steps later.
 - `compressed(module, method)` compresses the average that the module takes, with error feedback. The methods are
-  `"topk"`, `"randomk"`, `"int8"`, `"int4"`, `"sign"`, `"powersgd"`, or a codec from `vecgym.compress`.
+  `"topk"`, `"chunktopk"`, `"randomk"`, `"int8"`, `"int4"`, `"int2"`, `"stat8"`, `"stat4"`, `"stat2"`, `"qsgd"`,
+  `"natural"`, `"ternary"`, `"sign"`, `"powersgd"`, or a codec from `vecgym.compress`, whose page says what each sends, and
+  how far what is read may be from what was meant.
 
 ### From independent parts
 
@@ -69,7 +72,7 @@ How nodes agree, when, and on what are three choices. Underneath, every strategy
 | choice | parts |
 |---|---|
 | how nodes agree on a value | `Mean` (with islands, participation, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean), `MostMoved` (each node's own choice of coordinates), `StrongestCosines` (DeMo's) |
-| ... and around one of these | `Sparse` (some coordinates), `Compressed` (codes, with error feedback), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
+| ... and around one of these | `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
 | on what | `Gradients`, `Parameters`, `OuterStep` (the movement since the last round, for an outer optimizer), `Moments` (of the inner optimizer) |
 | when | every H steps, with an offset (`Rounds`), or weights that can be differentiated (`SyncWeight`) |
 

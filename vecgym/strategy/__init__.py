@@ -1,7 +1,8 @@
 """Training algorithms, one file each, and the parts they are made of.
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
-             EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
+             EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy,
+             SparseLoCoStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -9,7 +10,7 @@ Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
 Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
              when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust, MostMoved,
-             StrongestCosines; around one: Sparse, Compressed, Corrupted, Private: how the nodes agree
+             StrongestCosines; around one: Sparse, Compressed, EF21, Corrupted, Private: how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
              StreamingCommunicator, EagerCommunicator, GossipCommunicator, SparseCommunicator, TopKSparseCommunicator,
@@ -42,6 +43,7 @@ from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.eager import EagerCommunicator, EagerDiLoCoStrategy
+from vecgym.strategy.ef21 import EF21
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
@@ -60,11 +62,13 @@ from vecgym.strategy.selectors import (
 )
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
 from vecgym.strategy.sparse import Sparse
+from vecgym.strategy.sparseloco import SparseLoCoStrategy
 from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.streaming import StreamingCommunicator, StreamingDiLoCoStrategy
 from vecgym.strategy.when import Rounds, SyncWeight, When
 
 __all__ = [
+    "EF21",
     "ADPSGDStrategy",
     "AllReduceStrategy",
     "AsyncStrategy",
@@ -118,6 +122,7 @@ __all__ = [
     "SimpleReduceStrategy",
     "Sparse",
     "SparseCommunicator",
+    "SparseLoCoStrategy",
     "Strategy",
     "StreamingCommunicator",
     "StreamingDiLoCoStrategy",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.compress import TopK, grid
+from vecgym.compress.packing import bits_for
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy
 from vecgym.strategy.base import CommunicateOptimizeStrategy, Context, Strategy
@@ -25,6 +26,7 @@ from vecgym.strategy.fragments import cut
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.moments import Moments
 from vecgym.strategy.selectors import RandomSelector
+from vecgym.strategy.sparseloco import SparseLoCoStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from vecgym.strategy.streaming import StreamingDiLoCoStrategy, first_offsets
 
@@ -180,6 +182,21 @@ def _pairs(sent: Sent) -> float:
     return sent.steps * sum(cut.chunks * min(32, cut.area) * (8 + size) for cut, size in cuts)
 
 
+def _sparseloco(knobs: Knobs) -> Strategy:
+    """Make SparseLoCo with a fraction p of each chunk of 8 x 8, which small models have too."""
+    return SparseLoCoStrategy(H=knobs.H, k=max(1, round(64 * knobs.p)), chunk=8, **knobs.inner)
+
+
+def _packed(sent: Sent) -> float:
+    """Return the bytes of values of two bits, of their places, in as few bits as a chunk needs, and of four bins."""
+    total = 0
+    for x in sent.params.values():
+        cut = grid(tuple(x.shape), 8 if x.dim() > 1 else 64)
+        count = cut.chunks * min(max(1, round(64 * sent.knobs.p)), cut.area)
+        total += -(-count * 2 // 8) + 16 + -(-count * bits_for(cut.area) // 8)
+    return float(sent.rounds * total)
+
+
 CATALOGUE: dict[str, Row] = {
     "independent": Row(
         lambda knobs: Strategy(**knobs.inner),
@@ -271,6 +288,14 @@ CATALOGUE: dict[str, Row] = {
         twin="compression",
         about="a step of an outer optimizer on the largest movements, with error feedback, every H steps",
         sends=_strongest,
+        alone=None,
+        per_node=("residual",),
+    ),
+    "sparseloco": Row(
+        _sparseloco,
+        twin="sparseloco",
+        about="the largest movements of each chunk in two bits, with error feedback, every H steps",
+        sends=_packed,
         alone=None,
         per_node=("residual",),
     ),

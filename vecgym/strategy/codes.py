@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vecgym.collectives.ledger import Ledger
-from vecgym.compress import Compressor, PowerSGD, RandomK, make_codec
+from vecgym.compress import Compressor, PowerSGD, make_codec
 from vecgym.compress.codecs import Draw
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
@@ -35,6 +35,10 @@ class Compressed(Around):
     The residual is *error feedback*: what is not sent now is sent later. With `decay` < 1 it is forgotten in time.
     Without `error_feedback` e = 0: what is not sent is lost.
 
+    With `momentum` = m each node has a momentum of its own before the residual, in place of the optimizer's, so that
+    what is sent late has the momentum that it would have had: u_i <- m u_i + x_i - r;  p_i = u_i + decay e_i. Where
+    C(p_i) is not 0, u_i <- 0 afterwards (`masking`): what was sent late should not go on in an old direction.
+
     The reference, if asked for, is the last average, and the initial values before the first. For parameters: their
     code would mean little (top-k would set most of them to 0); that of their movement since the nodes were last the
     same is what is wanted. Only what is the same on every node can be a reference.
@@ -42,7 +46,8 @@ class Compressed(Around):
     Under differentiation (`not ctx.inplace`) the code passes derivatives straight through: the derivative of C(p) with
     respect to p is taken as 1. The residual and the reference are constants.
 
-    State: `residual`, `[L, *]` (`[1, *]` before the first exchange); `reference`, `[1, *]`; `codec`, its own, `[1, *]`.
+    State: `residual` and `momentum`, `[L, *]` (`[1, *]` before the first exchange); `reference`, `[1, *]`; `codec`, its
+    own, `[1, *]`.
 
     Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`. They go through one all-gather, in
     which every node takes part (with islands and neighbours too: each then reads the codes of its own), or up to the
@@ -53,12 +58,15 @@ class Compressed(Around):
         codec: a codec or its name, as in `compressed`.
         error_feedback: whether each node keeps a residual.
         decay: of the residual, in (0, 1].
+        momentum: m, in [0, 1); 0 keeps none.
+        masking: whether a node's momentum ends where it has sent something.
         reference: whether the difference to the last average is sent.
         purpose: names the random numbers: two averages of the same purpose draw the same.
 
     Raises:
-        ValueError, TypeError: for another `inner`, an unknown codec, a decay without error feedback,
-            RandomK(unbiased=True) with it, a reference or PowerSGD with an average that is not the same on all nodes.
+        ValueError, TypeError: for another `inner`, an unknown codec, a decay or momentum without error feedback,
+            RandomK(unbiased=True) and the like with it, a reference or PowerSGD with an average that is not the same
+            on all nodes.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.compress import TopK
@@ -70,7 +78,9 @@ class Compressed(Around):
             [0., 2.]])}})
 
     References: see `compressed`; a residual that decays: Sarfi et al., "Communication Efficient LLM Pre-training with
-    SparseLoCo", arXiv 2508.15706.
+    SparseLoCo", arXiv 2508.15706; momentum and masking: Lin et al., "Deep Gradient Compression", arXiv 1712.01887.
+    Deviation from the latter: the residual is not set to 0 where something was sent, but keeps what the code left out
+    there, which for top-k is 0.
     """
 
     def __init__(
@@ -80,6 +90,8 @@ class Compressed(Around):
         *,
         error_feedback: bool = True,
         decay: float = 1.0,
+        momentum: float = 0.0,
+        masking: bool = True,
         reference: bool = False,
         purpose: str = "compress",
     ) -> None:
@@ -90,8 +102,15 @@ class Compressed(Around):
         self.reference = check.flag("reference", reference)
         self.purpose = check.instance("purpose", purpose, str, 'a name, such as "compress"')
         check_feedback(self.codec, error_feedback)
-        if decay != 1 and not error_feedback:
-            raise ValueError(f"decay={decay} without error_feedback has no effect: leave one of them out.")
+        self.momentum = check.number(
+            "momentum", momentum, "[0, 1)", "what a node keeps of its own, such as 0.9; 0: none"
+        )
+        self.masking = check.flag("masking", masking)
+        if (decay != 1 or momentum) and not error_feedback:
+            given = f"decay={decay}" if decay != 1 else f"momentum={momentum}"
+            raise ValueError(f"{given} without error_feedback has no effect: leave one of them out.")
+        if not (momentum or masking):
+            raise ValueError("masking=False without a momentum has no effect: give momentum=0.9, say, or leave it out.")
         if reference and not self.inner.shared:
             raise ValueError(f"{self!r}: {NO_ISLANDS}")
         if isinstance(self.codec, PowerSGD) and not (self.inner.shared and self.inner.linear):
@@ -104,6 +123,8 @@ class Compressed(Around):
         state: State = {}
         if self.error_feedback:
             state["residual"] = tree.map(lambda x: torch.zeros_like(x[:1]), values)
+        if self.momentum:
+            state["momentum"] = tree.map(lambda x: torch.zeros_like(x[:1]), values)
         if self.reference:
             state["reference"] = _same_on_all(values, ctx)
         if isinstance(self.codec, PowerSGD):
@@ -111,27 +132,34 @@ class Compressed(Around):
         return state
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        r, e = (constant(state[name]) if name in state else None for name in ("reference", "residual"))
+        r, e, m = (constant(state[name]) if name in state else None for name in ("reference", "residual", "momentum"))
         with torch.no_grad():
             x = constant(values)
             d = x if r is None else {name: y - r[name] for name, y in x.items()}
             silent = self.inner.silent(ctx)  # these keep their residual
             inplace = ctx.inplace and silent is None
-            p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in d.items()}
+            u = d if m is None else {name: plus(m[name] * self.momentum, y, inplace) for name, y in d.items()}
+            p = d if e is None else {name: self._remembered(e[name], y, inplace) for name, y in u.items()}
             average, sent, codec_state = self._average(p, state.get("codec", {}), ctx)
             new = {**state, "codec": codec_state} if "codec" in state else dict(state)
             if e is not None:  # p is then a tensor of its own, or the residual's
-                new["residual"] = {**e, **{name: _plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
+                new["residual"] = {**e, **{name: plus(y, sent[name], True, alpha=-1) for name, y in p.items()}}
                 new["residual"] = kept(silent, e, new["residual"])
+            if m is not None:
+                new["momentum"] = {**m, **kept(silent, m, self._masked(u, sent))}
             average = kept(self.inner.keeping(ctx), d, average)
             if r is not None:
-                average = {name: _plus(r[name], y, ctx.inplace) for name, y in average.items()}
+                average = {name: plus(r[name], y, ctx.inplace) for name, y in average.items()}
                 new["reference"] = {**r, **tree.map(torch.clone, average)}  # the parameters will be overwritten
         return straight_through(average, values, ctx, lambda told: self.inner(values, {}, told)[0]), new
 
     def _remembered(self, residual: Tensor, x: Tensor, inplace: bool) -> Tensor:
         """Return x + decay * residual, in the storage of the residual where that is allowed."""
-        return _plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
+        return plus(residual if self.decay == 1 else residual * self.decay, x, inplace)
+
+    def _masked(self, u: Tree, sent: Tree) -> Tree:
+        """Return the momenta, 0 where something was sent."""
+        return {name: torch.where(sent[name] == 0, y, 0.0) for name, y in u.items()} if self.masking else u
 
     def _average(self, p: Tree, state: State, ctx: Context) -> tuple[Tree, Tree, State]:
         """Return the average of what the nodes send of p, what each sends (for its residual), and the codec's state."""
@@ -163,12 +191,12 @@ def coded(average: Average, codec: Compressor, **options: Any) -> Average | None
 def check_feedback(codec: Compressor, error_feedback: bool) -> None:
     """Raise a ValueError for a codec that error feedback would make diverge.
 
-    >>> check_feedback(RandomK(0.5, unbiased=True), error_feedback=False)
+    >>> check_feedback(make_codec("randomk", unbiased=True), error_feedback=False)
     """
-    if error_feedback and isinstance(codec, RandomK) and codec.unbiased:
+    if error_feedback and not codec.contractive:
         raise ValueError(
-            "unbiased=True multiplies what is sent, and error feedback then sends the excess back, ever larger: give "
-            "error_feedback=False, or unbiased=False."
+            f"{codec!r} sends more than there is, so that its expectation is right, and error feedback then sends the "
+            "excess back, ever larger: give error_feedback=False, or unbiased=False."
         )
 
 
@@ -202,7 +230,7 @@ def _same_on_all(params: Tree, ctx: Context) -> Tree:
     return tree.map(lambda p: p.detach().clone(), params)
 
 
-def _plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:
+def plus(a: Tensor, b: Tensor, inplace: bool, alpha: float = 1) -> Tensor:
     """Return a + alpha b, in the storage of a where that is allowed and possible."""
     fits = inplace and a.shape == torch.broadcast_shapes(a.shape, b.shape)
     return a.add_(b, alpha=alpha) if fits else torch.add(a, b, alpha=alpha)

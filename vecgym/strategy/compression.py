@@ -62,11 +62,13 @@ def compressed(
 
     Args:
         module: one that holds an `Average` of what the nodes send, such as `GradientAveraging()`, or your own.
-        method: "topk", "randomk", "int8", "int4", "int2", "sign" or "powersgd", or a codec of `vecgym.compress.codecs`.
+        method: "topk", "chunktopk", "randomk", "int8", "int4", "int2", "stat8", "stat4", "stat2", "qsgd", "natural",
+            "ternary", "sign" or "powersgd", or a codec of `vecgym.compress`.
         error_feedback: whether each node keeps a residual.
         reference: whether the difference to the last average is sent; None: see above.
-        options: of the method: topk: fraction or k; randomk: fraction, unbiased; int8, int4, int2: stochastic;
-            powersgd: rank.
+        options: of the method: topk: fraction or k; chunktopk: k, chunk, over; randomk: fraction, unbiased; int8, int4,
+            int2: stochastic; stat8, stat4, stat2: sigmas; qsgd: levels, bucket, unbiased; ternary: unbiased, clip;
+            powersgd: rank, warm_start.
 
     Raises:
         ValueError, TypeError: for an unknown method or option; for `unbiased` with error feedback; for a reference with

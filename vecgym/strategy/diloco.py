@@ -76,8 +76,8 @@ class DiLoCoStrategy(Strategy):
         sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
-        compression: how each node sends its movement theta_outer - theta_i: "topk", "randomk", "int8", "int4", "sign",
-            "powersgd", or a codec of `vecgym.compress` such as `TopK(0.05)`; with error feedback, see `compressed`.
+        compression: how each node sends its movement theta_outer - theta_i: "topk", "int8", "qsgd" and the
+            others of `compressed`, or a codec of `vecgym.compress` such as `TopK(0.05)`; with error feedback.
             None: as it is.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
