@@ -10,10 +10,10 @@ from torch import Tensor
 
 from vecgym.core import nodes, tree
 from vecgym.core.devices import on_host
-from vecgym.core.tree import Path, Tree
+from vecgym.core.tree import Path
 from vecgym.engine.once import StoredOnce
 from vecgym.engine.state import State
-from vecgym.strategy import Context, Strategy
+from vecgym.strategy import Strategy
 from vecgym.strategy.when import QUEUE
 
 
@@ -87,25 +87,6 @@ def replaced(
         }
     before = None if waits else old
     return new if not isinstance(new, Tensor) or once(path, new, before) else put(new, before)
-
-
-def row_by_row(
-    strategy: Strategy, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context
-) -> tuple[Tree, dict[str, Any]]:
-    """Take the inner optimizer's step on one node after the other.
-
-    A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others: which
-    values these are must not depend on the other nodes.
-    """
-    num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
-    if num_rows == 1:
-        return strategy.optimize(params, grads, state, ctx)
-    results = []
-    for i in range(num_rows):
-        row = torch.tensor([i])
-        p, g, s = (nodes.take_rows(x, row) for x in (params, grads, state))
-        results.append(strategy.optimize(p, g, s, ctx.of_rows(row)))
-    return nodes.join_rows([p for p, _ in results]), nodes.join_rows([s for _, s in results])
 
 
 def once_among(x: Tensor, rows: Tensor) -> Tensor:

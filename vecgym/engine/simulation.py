@@ -21,10 +21,11 @@ from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_o
 from vecgym.engine.once import StoredOnce, stored_once
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments
 from vecgym.engine.returning import rejoined
-from vecgym.engine.rows import once_among, put, row_by_row, taken
+from vecgym.engine.rows import once_among, put, taken
 from vecgym.engine.state import Metrics, State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
+from vecgym.strategy.inner import row_by_row
 from vecgym.strategy.per_rank import as_strategy
 
 __all__ = ["MAX_PARTS", "Metrics", "Simulation", "State", "exchange_moments"]
@@ -131,9 +132,8 @@ class Simulation:
     @cached_property
     def stored_once(self) -> StoredOnce | None:
         """What the strategy stores once for all nodes; None: it is not known beforehand."""
-        params = {name: p.detach()[None] for name, p in self.engine.params.items()}
-        of_run = self.comm.num_nodes, self.max_steps, self.seed
-        return stored_once(self.strategy, params, *of_run, trained=self._one_rate)
+        K, T, params = self.comm.num_nodes, self.max_steps, {n: p.detach()[None] for n, p in self.engine.params.items()}
+        return stored_once(self.strategy, params, K, T, self.seed, trained=self._one_rate)
 
     @property
     def beside(self) -> bool:
@@ -196,9 +196,8 @@ class Simulation:
         ctx = part._context(state.step, of_part.node_steps, inplace)
 
         def seen(params: Tree) -> None:
-            observe(
-                put(self.strategy, state, rows, replace(of_part, params=params), self._one_rate, inplace=False).params
-            )
+            now = replace(of_part, params=params)
+            observe(put(self.strategy, state, rows, now, self._one_rate, inplace=False).params)
 
         after, metrics = part._step(of_part, batch, ctx, seen, training)
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
@@ -367,9 +366,10 @@ class Simulation:
 
     def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
         """Take the inner optimizer's step on all nodes, with `exact` on one after the other."""
+        optimize = self.strategy.optimize
         if not self.exact or not self.strategy.pure:
-            return self.strategy.optimize(params, grads, state, ctx)
-        return row_by_row(self.strategy, params, grads, state, ctx)
+            return optimize(params, grads, state, ctx)
+        return row_by_row(lambda i, *own: optimize(*own, ctx.of_rows(torch.tensor([i]))), params, grads, state)
 
     def _gradients(
         self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context

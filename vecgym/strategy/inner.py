@@ -81,7 +81,11 @@ def optimizer_step(
     now = spec.at_each(ctx.by_count) if ctx.own_time else spec.at(step)
     everyone = ctx.rows is None and not ctx.exact
     if everyone or all(x.numel() == 1 for x in leaves([[group.kwargs for group, _, _ in now.groups(params)], lr])):
-        return (rule if now is spec else now.rule()).update(params, grads, state, lr=lr, inplace=ctx.inplace)
+        same = rule if now is spec else now.rule()
+        if not ctx.exact:
+            return same.update(params, grads, state, lr=lr, inplace=ctx.inplace)
+        new, kept = row_by_row(lambda i, *own: same.update(*own, lr=lr, inplace=ctx.inplace), params, grads, state)
+        return new, {**kept, "step": kept["step"][:1]} if len(state["step"]) == 1 else kept
     rows = ctx.comm.ids if ctx.rows is None else ctx.rows
     # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
     parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
@@ -93,6 +97,28 @@ def optimizer_step(
             return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)
         p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
         found.append(own.update(p, g, s, lr=here.own(lr), inplace=ctx.inplace))
+    return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
+
+
+def row_by_row(
+    step: Callable[[int, Tree, Tree, State], tuple[Tree, State]], params: Tree, grads: Tree, state: State
+) -> tuple[Tree, State]:
+    """Take an optimizer's step on one row after the other: `step` gets its place, parameters, gradients and state.
+
+    A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others: which
+    values these are must not depend on the other nodes.
+
+    >>> params, grads = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 0.5])}
+    >>> row_by_row(lambda i, p, g, s: ({"w": p["w"] - g["w"]}, s), params, grads, {})[0]
+    {'w': tensor([0.5000, 1.5000])}
+    """
+    num_rows = max(x.shape[0] for x in leaves([params, grads, state]))
+    if num_rows == 1:
+        return step(0, params, grads, state)
+    found = []
+    for i in range(num_rows):
+        p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))
+        found.append(step(i, p, g, s))
     return nodes.join_rows([p for p, _ in found]), nodes.join_rows([s for _, s in found])
 
 
