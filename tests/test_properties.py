@@ -63,6 +63,8 @@ from vecgym.strategy import (
     Gradients,
     Mean,
     Moments,
+    NoLoCoCommunicator,
+    NoLoCoStrategy,
     OuterStep,
     Parameters,
     PartitionedSelector,
@@ -136,7 +138,15 @@ def server_adam(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[s
         fast[name].copy_(slow[name])
 
 
-ALONE = {"nothing": stay, "nesterov": nesterov, "server adam": server_adam}
+def heavy_ball(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    """NoLoCo: delta <- 0.5 delta + 0.7 (theta - phi); phi <- phi + delta; theta <- phi."""
+    for name in slow:
+        memory[name] = 0.5 * memory.get(name, 0.0) + 0.7 * (fast[name] - slow[name])
+        slow[name] = slow[name] + memory[name]
+        fast[name].copy_(slow[name])
+
+
+ALONE = {"nothing": stay, "nesterov": nesterov, "heavy ball": heavy_ball, "server adam": server_adam}
 
 
 def ring(*sizes: int) -> float:
@@ -355,6 +365,8 @@ def make_per_node(name: str, num_nodes: int, spread: float = 0.5) -> Strategy:
     if name == "diloco":
         outer = OptimSpec(SGD, lr=each(0.5), momentum=each(0.6), nesterov=True)
         return DiLoCoStrategy(H=H, outer_optim=outer, **inner)
+    if name == "noloco":
+        return NoLoCoStrategy(H=H, outer_lr=each(0.5), momentum=each(0.6), gamma=each(0.8), **inner)
     return STRATEGIES[name].make(**inner)
 
 
@@ -866,6 +878,16 @@ ARGUMENTS: dict[type, Changes] = {
         },
         also={"sync_weight": {"H": 100}},
     ),
+    NoLoCoStrategy: Changes(
+        NoLoCoStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {**COMMON, "H": 3, "group_size": 3, "outer_lr": 0.3, "momentum": 0.9, "gamma": 0.6},
+    ),
+    NoLoCoCommunicator: Changes(
+        with_module(NoLoCoCommunicator),
+        {"H": 2},
+        {"H": 3, "group_size": 3, "outer_lr": 0.3, "momentum": 0.9, "gamma": 0.6},
+    ),
     SPARTAStrategy: Changes(
         SPARTAStrategy,
         {"inner_optim": "sgd", "p_sparta": 0.3},
@@ -1005,6 +1027,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative warm-up": (lambda: AllReduceStrategy(warmup_steps=-1), ValueError, "warmup_steps=-1"),
     "max_norm": (lambda: DiLoCoStrategy(max_norm=0.0), ValueError, "max_norm=0.0"),
     "H": (lambda: FedAvgStrategy(H=0), ValueError, "H=0"),
+    "a group of more than all": (
+        lambda: NoLoCoStrategy(group_size=6).check(5, 100),
+        ValueError,
+        "group_size=6 is larger than the 5 nodes",
+    ),
+    "gamma of other nodes": (
+        lambda: NoLoCoStrategy(gamma=torch.ones(3)).check(5, 100),
+        ValueError,
+        r"gamma has shape \[3\] and the run num_nodes=5",
+    ),
+    "a momentum of 1": (lambda: NoLoCoStrategy(momentum=1.0), ValueError, "momentum=1.0"),
     "H of a wrong type": (lambda: DiLoCoStrategy(H=2.0), ValueError, "H=2.0"),  # type: ignore[arg-type]
     "island_size": (lambda: FedAvgStrategy(island_size=0), ValueError, "island_size=0"),
     "participation": (lambda: FedAvgStrategy(participation=0.0), ValueError, "participation=0.0"),

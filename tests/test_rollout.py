@@ -47,6 +47,7 @@ from vecgym.strategy.compression import compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.most_moved import TopKSparseCommunicator
+from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
@@ -233,6 +234,16 @@ CASES: dict[str, tuple[Make, Values]] = {
             "sgd", OptimSpec("adam", lr=outer_lr, betas=(beta1, beta2), eps=0.01), lr=0.3, sync_weight=sync_weight
         ),
         {"outer_lr": 0.05, **BETAS, "sync_weight": WEIGHTS},
+    ),
+    "noloco": (
+        lambda lr, outer_lr, momentum, gamma: NoLoCoStrategy(
+            "sgd", 2, lr=lr, outer_lr=outer_lr, momentum=momentum, gamma=gamma
+        ),
+        {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.5, "gamma": 0.8},
+    ),
+    "noloco-of-each-node": (
+        lambda outer_lr: NoLoCoStrategy("sgd", 2, lr=0.3, outer_lr=outer_lr),
+        {"outer_lr": torch.tensor([0.3, 0.7, 0.5], dtype=F64)},
     ),
     "gossip": (lambda lr: GossipStrategy("ring", inner_optim="sgd", lr=lr), {"lr": 0.3}),
     "gossip-matching": (lambda lr: GossipStrategy("one_peer_exponential", 2, "sgd", lr=lr), {"lr": 0.3}),

@@ -50,6 +50,7 @@ from vecgym.strategy import (
     GossipCommunicator,
     GossipStrategy,
     GradientAveraging,
+    NoLoCoStrategy,
     PartitionedSelector,
     RankStrategy,
     ScheduledSelector,
@@ -168,6 +169,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "DiLoCoStrategy compressed": (
         lambda code, lr: DiLoCoStrategy("sgd", H=2, lr=lr, compression=code),
         {"code": ["topk", "randomk", "int8", "int4", "sign", "powersgd"], "lr": [0.1, 0.02]},
+    ),
+    "NoLoCoStrategy": (
+        lambda n, mu, gamma: NoLoCoStrategy("sgd", 2, n, momentum=mu, gamma=gamma, lr=0.1),
+        {"n": [2, 3], "mu": [0.5, 0.9], "gamma": [0.6, 1.0], "seed": [0, 1]},
     ),
     "SPARTAStrategy": (
         lambda p, lr, delay: SPARTAStrategy(p, "adamw", lr=lr, delay=delay),

@@ -1,7 +1,7 @@
 """Training algorithms, one file each, and the parts they are made of.
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
-             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy
+             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -12,7 +12,8 @@ Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, 
              StrongestCosines; around one: Sparse, Compressed, Corrupted, Private: how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
-             GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments
+             NoLoCoCommunicator, GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator,
+             Moments
 Around one:  every(n, module), delayed(module, d), compressed(module, method)
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
@@ -47,6 +48,7 @@ from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.modules import Gradients, OuterStep, Parameters
 from vecgym.strategy.moments import Moments
 from vecgym.strategy.most_moved import MostMoved, TopKSparseCommunicator
+from vecgym.strategy.noloco import NoLoCoCommunicator, NoLoCoStrategy
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.robust import Corrupted, Private, Robust
 from vecgym.strategy.selectors import (
@@ -90,6 +92,8 @@ __all__ = [
     "Mix",
     "Moments",
     "MostMoved",
+    "NoLoCoCommunicator",
+    "NoLoCoStrategy",
     "OptimSpec",
     "OuterOptimizer",
     "OuterStep",

@@ -22,6 +22,7 @@ from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.moments import Moments
+from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.selectors import RandomSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
@@ -78,7 +79,8 @@ class Row:
         about: one line on what the nodes exchange.
         sends: the bytes that a node sends, on average, in a run.
         alone: what happens to a single node after every H steps: "nothing" (plain training), "nesterov" (an outer step
-            of SGD with Nesterov momentum), "server adam"; None where what it exchanges with itself is late or lossy.
+            of SGD with Nesterov momentum), "heavy ball", "server adam"; None where what it exchanges with itself is late
+            or lossy.
         averages: nodes with identical shards stay identical, and do what one node alone does.
         server: each participant sends to a server, even if there is only one.
         replicated: the parameters stay the same on every node.
@@ -230,6 +232,15 @@ CATALOGUE: dict[str, Row] = {
         sends=_strongest,
         alone=None,
         per_node=("residual",),
+    ),
+    "noloco": Row(
+        lambda knobs: NoLoCoStrategy(H=knobs.H, **knobs.inner),
+        twin="noloco",
+        about="an outer step with a random partner, every H steps",
+        sends=lambda sent: 2 * _islands_of_two(sent),
+        alone="heavy ball",
+        per_node=("params", "momentum"),
+        compared=True,
     ),
     "sparta": Row(
         lambda knobs: SPARTAStrategy(knobs.p, **knobs.inner),

@@ -1,0 +1,129 @@
+"""DiLoCo's family: against naive twins, identities with other strategies, and what is kept for each node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW
+
+from tests.helpers import Run, assert_close, difference, flat, run, stacked
+from tests.models import make_batches, make_model
+from tests.reference import common
+from tests.reference.common import Result
+from tests.reference.noloco import noloco
+from vecgym.core import nodes
+from vecgym.core.tree import Tree
+from vecgym.strategy import DiLoCoStrategy, NoLoCoStrategy, OptimSpec, Strategy
+
+STEPS, K, WARMUP = 50, 5, 8
+TWIN, EXACT = 1e-10, 1e-12
+F64 = torch.float64
+
+
+def warm(step: int) -> float:
+    return min(1.0, step / WARMUP)
+
+
+def data(model: str = "MLP", num_nodes: int = K, steps: int = STEPS) -> list[list[Any]]:
+    return make_batches(model, steps, num_nodes, 3, dtype=F64)
+
+
+def trained(
+    strategy: Strategy, model: str = "MLP", num_nodes: int = K, steps: int = STEPS, **settings: Any
+) -> Run:  # fmt: skip
+    return run(make_model(model, dtype=F64), strategy, stacked(data(model, num_nodes, steps)), **settings)
+
+
+def same_as_twin(ours: Run, theirs: Result) -> None:
+    """Losses, parameters, buffers and the inner optimizers."""
+    assert_close(ours.losses, theirs.losses, TWIN, "losses")
+    params = [common.parameters(m) for m in theirs.models]
+    assert_close(ours.params, each(params), TWIN, "params")
+    assert_close(ours.buffers, each([dict(m.named_buffers()) for m in theirs.models]), TWIN, "buffers")
+    for slot, values in ours.state.optimizer.items():
+        if slot != "step":
+            expected = [{n: o.state[x][slot] for n, x in p.items()} for o, p in zip(theirs.optimizers, params)]
+            assert_close(nodes.expand(values, len(params)), each(expected), TWIN, slot)
+
+
+def each(values: list[Any]) -> Tree:
+    """What nodes have, one tree for each, as one stacked tree."""
+    return {name: torch.stack([x[name].detach() for x in values]) for name in values[0]}
+
+
+def kept_bytes(state: Any, num_nodes: int) -> tuple[int, int]:
+    """Count the bytes of a state, for each node and once for all."""
+    values = [x for x in flat(state).values() if x.numel()]
+    own = sum(x[0].numel() * x.element_size() for x in values if len(x) == num_nodes)
+    return own, sum(x.nbytes for x in values if len(x) != num_nodes)
+
+
+def model_bytes(model: str = "MLP") -> int:
+    return sum(p.numel() * p.element_size() for p in common.parameters(make_model(model, dtype=F64)).values())
+
+
+def heavy_ball(lr: float, momentum: float) -> OptimSpec:
+    return OptimSpec(SGD, lr=lr, momentum=momentum)
+
+
+# ----------------------------------------------------------------------------------------------------------- NoLoCo
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+def test_noloco_equals_its_twin(model: str, group_size: int, engine: str) -> None:
+    strategy = NoLoCoStrategy(
+        "adamw", 4, group_size, lr=0.01, outer_lr=0.6, momentum=0.4, gamma=0.8, max_norm=0.3, warmup_steps=WARMUP
+    )
+    ours = trained(strategy, model, engine=engine)
+    drawn = ours.groups
+    theirs, phi, delta = noloco(
+        make_model(model, dtype=F64), data(model), K, H=4, groups=lambda step: drawn[step] or (), outer_lr=0.6,
+        momentum=0.4, gamma=0.8, inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm,
+    )  # fmt: skip
+    same_as_twin(ours, theirs)
+    assert_close(ours.state.strategy["0"], {"params": each(phi), "momentum": each(delta)}, TWIN, "outer")
+    of_exchanges = [groups for step, groups in enumerate(drawn) if (step + 1) % 4 == 0]
+    sizes = {2: [1, 2, 2], 3: [2, 3]}[group_size]
+    assert all(groups is not None and sorted(map(len, groups)) == sizes for groups in of_exchanges)
+    assert len(set(of_exchanges)) > 5
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+def test_noloco_with_one_group_is_diloco_with_a_heavy_ball(gamma: float) -> None:
+    ours = trained(NoLoCoStrategy("adamw", 3, K, lr=0.01, outer_lr=0.6, momentum=0.4, gamma=gamma))
+    theirs = trained(DiLoCoStrategy("adamw", heavy_ball(0.6, 0.4), H=3, lr=0.01))
+    assert_close(ours.params, theirs.params, EXACT)
+    other = trained(NoLoCoStrategy("adamw", 3, 2, lr=0.01, outer_lr=0.6, momentum=0.4, gamma=gamma))
+    assert difference(other.params, theirs.params) > 1e-3
+
+
+def test_the_mean_of_nolocos_nodes_is_a_heavy_ball_on_their_mean_movement() -> None:
+    """With groups of equal size, whatever gamma: on a linear loss the movements are those of the gradients alone."""
+
+    class Linear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(3, dtype=F64))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return (batch * self.w).sum(-1).mean()
+
+    batches = list(torch.randn(12, 4, 2, 3, dtype=F64, generator=torch.Generator().manual_seed(0)))
+    start = NoLoCoStrategy("sgd", 3, lr=0.1, outer_lr=0.6, momentum=0.4, gamma=0.9)
+    ours = run(Linear(), start, batches)
+    theirs = run(Linear(), DiLoCoStrategy("sgd", heavy_ball(0.6, 0.4), H=3, lr=0.1), batches)
+    assert_close(nodes.mean(ours.params), nodes.mean(theirs.params), EXACT)
+    assert difference(ours.params, theirs.params) > 1e-3
+
+
+def test_noloco_keeps_two_copies_for_each_node_and_sends_two() -> None:
+    ours = trained(NoLoCoStrategy("adamw", 4, lr=0.01), num_nodes=4, steps=8)
+    assert kept_bytes(ours.state.strategy, 4) == (2 * model_bytes(), 0)
+    assert ours.comm.ledger.total_bytes == 2 * 2 * model_bytes()  # two exchanges, in pairs
+    together = trained(NoLoCoStrategy("adamw", 4, 4, lr=0.01), num_nodes=4, steps=8)
+    assert kept_bytes(together.state.strategy, 4) == (0, 2 * model_bytes())
