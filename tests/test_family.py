@@ -13,10 +13,20 @@ from tests.helpers import Run, assert_close, difference, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.common import Result
+from tests.reference.local_adam import local_adam
 from tests.reference.noloco import noloco
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
-from vecgym.strategy import DiLoCoStrategy, NoLoCoStrategy, OptimSpec, Strategy
+from vecgym.strategy import (
+    AllReduceStrategy,
+    DESLOCStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    LocalAdamStrategy,
+    NoLoCoStrategy,
+    OptimSpec,
+    Strategy,
+)
 
 STEPS, K, WARMUP = 50, 5, 8
 TWIN, EXACT = 1e-10, 1e-12
@@ -127,3 +137,42 @@ def test_noloco_keeps_two_copies_for_each_node_and_sends_two() -> None:
     assert ours.comm.ledger.total_bytes == 2 * 2 * model_bytes()  # two exchanges, in pairs
     together = trained(NoLoCoStrategy("adamw", 4, 4, lr=0.01), num_nodes=4, steps=8)
     assert kept_bytes(together.state.strategy, 4) == (0, 2 * model_bytes())
+
+
+# -------------------------------------------------------------------------------------------- Local Adam and DES-LOC
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+@pytest.mark.parametrize("name", ["Local Adam", "DES-LOC"])
+def test_local_adam_and_des_loc_equal_their_twin(name: str, model: str, engine: str) -> None:
+    settings: dict[str, Any] = {"lr": 0.01, "max_norm": 0.3, "warmup_steps": WARMUP}
+    desynced = name == "DES-LOC"
+    strategy = DESLOCStrategy("adamw", 2, **settings) if desynced else LocalAdamStrategy("adamw", 4, **settings)
+    periods = {"exp_avg": 6, "exp_avg_sq": 12} if desynced else {"exp_avg": 4, "exp_avg_sq": 4}
+    theirs = local_adam(
+        make_model(model, dtype=F64), data(model), K, H=2 if desynced else 4, moments=periods,
+        inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm,
+    )  # fmt: skip
+    same_as_twin(trained(strategy, model, engine=engine), theirs)
+
+
+def test_des_loc_with_equal_periods_is_local_adam() -> None:
+    local = trained(LocalAdamStrategy("adamw", 3, lr=0.01))
+    assert_close(trained(DESLOCStrategy("adamw", 3, 3, 3, lr=0.01)).state.params, local.state.params, EXACT)
+    assert difference(trained(DESLOCStrategy("adamw", 3, lr=0.01)).params, local.params) > 1e-4
+    assert difference(trained(FedAvgStrategy("adamw", 3, lr=0.01)).params, local.params) > 1e-4
+
+
+def test_a_local_optimizer_that_is_linear_and_averaged_at_every_step_is_ddp() -> None:
+    momentum = heavy_ball(0.05, 0.9)
+    assert_close(trained(LocalAdamStrategy(momentum, 1)).params, trained(AllReduceStrategy(momentum)).params, EXACT)
+
+
+def test_local_adam_keeps_what_adam_keeps() -> None:
+    for strategy, exchanges in ((LocalAdamStrategy("adam", 4), 3 * 2), (DESLOCStrategy("adam", 2, 4), 4 + 2 + 0)):
+        ours = trained(strategy, num_nodes=4, steps=8 + 1)  # one step after the last exchange
+        assert kept_bytes(ours.state.strategy, 4) == (0, 0)
+        moments = {slot: x for slot, x in ours.state.optimizer.items() if slot != "step"}
+        assert kept_bytes(moments, 4) == (2 * model_bytes(), 0)
+        assert ours.comm.ledger.total_bytes == exchanges * 2 * 3 / 4 * model_bytes()

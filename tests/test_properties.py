@@ -54,6 +54,7 @@ from vecgym.strategy import (
     Context,
     DeMoCommunicator,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -61,6 +62,7 @@ from vecgym.strategy import (
     GossipStrategy,
     GradientAveraging,
     Gradients,
+    LocalAdamStrategy,
     Mean,
     Moments,
     NoLoCoCommunicator,
@@ -232,6 +234,16 @@ def composed(*modules: CommunicationModule) -> Callable[..., Strategy]:
     return lambda **settings: CommunicateOptimizeStrategy(modules, **settings)
 
 
+def with_adam(make: Callable[..., Strategy], **own: Any) -> Callable[..., Strategy]:
+    """One that needs moments: with AdamW where it is given an optimizer of another kind."""
+
+    def made(inner_optim: Any = None, **settings: Any) -> Strategy:
+        adam = inner_optim == "adamw" or (isinstance(inner_optim, OptimSpec) and inner_optim.cls is AdamW)
+        return make(inner_optim if adam else OptimSpec(AdamW, lr=0.01), **own, **settings)
+
+    return made
+
+
 DEMO: dict[str, Any] = {"compression_topk": 4, "compression_chunk": 8}
 
 
@@ -250,6 +262,10 @@ def pairs(params: dict[str, Tensor]) -> float:
 ROUNDS = STEPS // H
 STRATEGIES: dict[str, Row] = {
     **{name: Row.of(row) for name, row in CATALOGUE.items() if not (row.needs_moments or row.even)},
+    "local-adam": Row(with_adam(LocalAdamStrategy, H=H), 3 * ROUNDS * ring(K), outer=None),
+    "des-loc": Row(
+        with_adam(DESLOCStrategy, H=H, Hu=2, Hv=4), (ROUNDS + STEPS // 2 + STEPS // 4) * ring(K), outer=None
+    ),
     "fedavg-participation-kept": Row(
         lambda **kw: FedAvgStrategy(H=H, participation=0.6, resting="keep", **kw), ROUNDS * ring(3), averages=False
     ),
@@ -878,6 +894,10 @@ ARGUMENTS: dict[type, Changes] = {
         },
         also={"sync_weight": {"H": 100}},
     ),
+    LocalAdamStrategy: Changes(LocalAdamStrategy, {"inner_optim": "adam", "H": 2}, {**COMMON, "H": 3}),
+    DESLOCStrategy: Changes(
+        DESLOCStrategy, {"inner_optim": "adam", "H": 2, "Hv": 4}, {**COMMON, "H": 3, "Hu": 2, "Hv": 3}
+    ),
     NoLoCoStrategy: Changes(
         NoLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
@@ -1027,6 +1047,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative warm-up": (lambda: AllReduceStrategy(warmup_steps=-1), ValueError, "warmup_steps=-1"),
     "max_norm": (lambda: DiLoCoStrategy(max_norm=0.0), ValueError, "max_norm=0.0"),
     "H": (lambda: FedAvgStrategy(H=0), ValueError, "H=0"),
+    "Hu": (lambda: DESLOCStrategy(Hu=0), ValueError, "Hu=0 must be an integer >= 1"),
+    "Hv of a wrong type": (lambda: DESLOCStrategy(Hv=2.0), ValueError, "Hv=2.0 must be an integer"),  # type: ignore[arg-type]
+    "H of Local Adam": (lambda: LocalAdamStrategy(H=0), ValueError, "H=0"),
     "a group of more than all": (
         lambda: NoLoCoStrategy(group_size=6).check(5, 100),
         ValueError,

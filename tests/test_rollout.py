@@ -46,6 +46,7 @@ from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.selectors import PartitionedSelector
@@ -234,6 +235,14 @@ CASES: dict[str, tuple[Make, Values]] = {
             "sgd", OptimSpec("adam", lr=outer_lr, betas=(beta1, beta2), eps=0.01), lr=0.3, sync_weight=sync_weight
         ),
         {"outer_lr": 0.05, **BETAS, "sync_weight": WEIGHTS},
+    ),
+    "local-adam": (
+        lambda lr, beta1, beta2: LocalAdamStrategy(OptimSpec("adamw", lr=lr, betas=(beta1, beta2), eps=0.01), 2),
+        {"lr": 0.02, **BETAS},
+    ),
+    "des-loc": (
+        lambda lr, beta2: DESLOCStrategy(OptimSpec("adam", lr=lr, betas=(0.8, beta2), eps=0.01), 2, 3, 4),
+        {"lr": 0.02, "beta2": 0.95},
     ),
     "noloco": (
         lambda lr, outer_lr, momentum, gamma: NoLoCoStrategy(

@@ -44,12 +44,14 @@ from vecgym.strategy import (
     Context,
     DeMoCommunicator,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipCommunicator,
     GossipStrategy,
     GradientAveraging,
+    LocalAdamStrategy,
     NoLoCoStrategy,
     PartitionedSelector,
     RankStrategy,
@@ -169,6 +171,14 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "DiLoCoStrategy compressed": (
         lambda code, lr: DiLoCoStrategy("sgd", H=2, lr=lr, compression=code),
         {"code": ["topk", "randomk", "int8", "int4", "sign", "powersgd"], "lr": [0.1, 0.02]},
+    ),
+    "LocalAdamStrategy": (
+        lambda H, lr: LocalAdamStrategy("adamw", H, lr=lr),
+        {"H": [1, 3], "lr": [1e-2, 1e-3], "seed": [0, 1]},
+    ),
+    "DESLOCStrategy": (
+        lambda H, Hu, Hv: DESLOCStrategy("adam", H, Hu, Hv, lr=0.01),
+        {"H": [1, 3], "Hu": [2, 5], "Hv": [1, 4]},
     ),
     "NoLoCoStrategy": (
         lambda n, mu, gamma: NoLoCoStrategy("sgd", 2, n, momentum=mu, gamma=gamma, lr=0.1),

@@ -1,7 +1,7 @@
 """Training algorithms, one file each, and the parts they are made of.
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
-             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy
+             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy, LocalAdamStrategy, DESLOCStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -45,6 +45,7 @@ from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, Proxim
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
 from vecgym.strategy.halos import HALoSStrategy
+from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.modules import Gradients, OuterStep, Parameters
 from vecgym.strategy.moments import Moments
 from vecgym.strategy.most_moved import MostMoved, TopKSparseCommunicator
@@ -74,6 +75,7 @@ __all__ = [
     "Compressed",
     "Context",
     "Corrupted",
+    "DESLOCStrategy",
     "DeMoCommunicator",
     "DeMoStrategy",
     "DecoupledDiLoCoStrategy",
@@ -88,6 +90,7 @@ __all__ = [
     "Gradients",
     "HALoSStrategy",
     "HeLoCo",
+    "LocalAdamStrategy",
     "Mean",
     "Mix",
     "Moments",

@@ -16,12 +16,12 @@ from vecgym.collectives import StackedCollectives
 from vecgym.compress import TopK, grid
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy
-from vecgym.strategy.base import CommunicateOptimizeStrategy, Context, Strategy
+from vecgym.strategy.base import Context, Strategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy
-from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+from vecgym.strategy.fedavg import FedAvgStrategy
 from vecgym.strategy.gossip import GossipStrategy
-from vecgym.strategy.moments import Moments
+from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.selectors import RandomSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
@@ -79,8 +79,8 @@ class Row:
         about: one line on what the nodes exchange.
         sends: the bytes that a node sends, on average, in a run.
         alone: what happens to a single node after every H steps: "nothing" (plain training), "nesterov" (an outer step
-            of SGD with Nesterov momentum), "heavy ball", "server adam"; None where what it exchanges with itself is late
-            or lossy.
+            of SGD with Nesterov momentum), "heavy ball", "server adam"; None where what it exchanges with itself is
+            late or lossy.
         averages: nodes with identical shards stay identical, and do what one node alone does.
         server: each participant sends to a server, even if there is only one.
         replicated: the parameters stay the same on every node.
@@ -122,9 +122,9 @@ def _demo(knobs: Knobs) -> Strategy:
     return DeMoStrategy(lr=lr / 6, **inner)
 
 
-def _local_adam(knobs: Knobs) -> Strategy:
-    modules = [AveragingCommunicator(H=knobs.H), Moments(every=knobs.H)]
-    return CommunicateOptimizeStrategy(modules, **knobs.inner)
+def _des_loc_periods(H: int) -> dict[str, int]:
+    """Choose periods that are apart and still short: the default ones are 3 and 6 H."""
+    return {"H": H, "Hu": H + 1, "Hv": H + 2}
 
 
 def _islands_of_two(sent: Sent) -> float:
@@ -154,6 +154,11 @@ def _drawn(sent: Sent) -> float:
 
 def _rounds(sent: Sent) -> float:
     return sent.rounds * sent.ring() * sent.model_bytes
+
+
+def _desynced(sent: Sent) -> float:
+    exchanges = sum(sent.steps // period for period in _des_loc_periods(sent.knobs.H).values())
+    return exchanges * sent.ring() * sent.model_bytes
 
 
 def _pairs(sent: Sent) -> float:
@@ -209,10 +214,17 @@ CATALOGUE: dict[str, Row] = {
         server=True,
     ),
     "local-adam": Row(
-        _local_adam,
+        lambda knobs: LocalAdamStrategy(H=knobs.H, **knobs.inner),
         twin="local_adam",
         about="the mean of the parameters and of the optimizer's moments, every H steps",
         sends=lambda sent: 3 * _rounds(sent),  # Adam's
+        needs_moments=True,
+    ),
+    "des-loc": Row(
+        lambda knobs: DESLOCStrategy(**_des_loc_periods(knobs.H), **knobs.inner),
+        twin="local_adam",
+        about="the mean of the parameters, every H steps, and of each moment at a period of its own",
+        sends=_desynced,
         needs_moments=True,
     ),
     "diloco": Row(

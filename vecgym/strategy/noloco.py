@@ -116,8 +116,8 @@ class NoLoCoStrategy(Strategy):
     delta_i <- mu delta_i + (eta / n) sum_group Delta_j - gamma (phi_i - mean_group phi);
     phi_i <- phi_i + delta_i;  theta_i <- phi_i.
 
-    In groups of one size, the mean of phi over the nodes moves as with a heavy ball in DiLoCo, and gamma brings the nodes
-    together. With one group of all nodes phi is the same on each, and that is DiLoCo with a heavy ball.
+    In groups of one size, the mean of phi over the nodes moves as with a heavy ball in DiLoCo, and gamma brings the
+    nodes together. With one group of all nodes phi is the same on each: that is DiLoCo with a heavy ball.
 
     | kept                   | shape    | bytes                                        |
     |------------------------|----------|----------------------------------------------|
@@ -141,8 +141,8 @@ class NoLoCoStrategy(Strategy):
 NoLoCoCommunicator(H=50, group_size=2, outer_lr=0.7, momentum=0.5, gamma=1.0))
 
     Reference: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", arXiv
-    2506.10911. Deviations: the movement is counted upwards, Delta = theta - phi, so that its term has a plus; gamma is 1,
-    in the middle of the paper's bounds (for pairs and mu = 0.5: 0.5 and 1.5); pipeline stages and the random routes
+    2506.10911. Deviations: the movement is counted upwards, Delta = theta - phi, so that its term has a plus; gamma is
+    1, in the middle of the paper's bounds (for pairs and mu = 0.5: 0.5 and 1.5); pipeline stages and the random routes
     between them are not part of it; a node that is left alone in its group goes on with its own movement.
     """
 
