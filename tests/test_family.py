@@ -14,15 +14,19 @@ from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.common import Result
 from tests.reference.local_adam import local_adam
+from tests.reference.muloco import muloco
 from tests.reference.noloco import noloco
+from vecgym import rollout
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
+from vecgym.optim import kernels
 from vecgym.strategy import (
     AllReduceStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
     LocalAdamStrategy,
+    MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
     Strategy,
@@ -176,3 +180,71 @@ def test_local_adam_keeps_what_adam_keeps() -> None:
         moments = {slot: x for slot, x in ours.state.optimizer.items() if slot != "step"}
         assert kept_bytes(moments, 4) == (2 * model_bytes(), 0)
         assert ours.comm.ledger.total_bytes == exchanges * 2 * 3 / 4 * model_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------------- MuLoCo
+
+MATRICES = {
+    "MLP": ["first.weight", "second.weight"],
+    "GPT": [f"blocks.{i}.{layer}.weight" for i in range(2) for layer in ("qkv", "out", "up", "down")],
+}
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("model", MATRICES)
+def test_muloco_equals_its_twin(model: str, engine: str) -> None:
+    numbers: dict[str, Any] = {"lr": 0.03, "adamw_lr": 0.01, "momentum": 0.8, "weight_decay": 0.1}
+    outer = OptimSpec(SGD, lr=0.6, momentum=0.7, nesterov=True)
+    ours = trained(MuLoCoStrategy(outer, 4, **numbers, max_norm=0.3, warmup_steps=WARMUP), model, engine=engine)
+    theirs = muloco(
+        make_model(model, dtype=F64), data(model), K, H=4, is_matrix=lambda name: name in MATRICES[model], **numbers,
+        outer_lr=0.6, outer_momentum=0.7, max_norm=0.3, factor=warm,
+    )  # fmt: skip
+    assert_close(ours.losses, theirs.losses, TWIN, "losses")
+    assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "params")
+    assert_close({n: x[0] for n, x in ours.state.strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
+
+
+def test_muloco_is_diloco_with_muon_and_without_matrices_with_adamw() -> None:
+    nesterov = OptimSpec(SGD, lr=0.8, momentum=0.9, nesterov=True)
+    muon = OptimSpec(
+        "muon", lr=0.02, momentum=0.9, weight_decay=0.0,
+        param_groups=lambda name, p: {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4, "weight_decay": 0.0},
+    )  # fmt: skip
+    assert_close(trained(MuLoCoStrategy()).params, trained(DiLoCoStrategy(muon, nesterov, 30)).params, EXACT)
+    none = MuLoCoStrategy(H=4, lr=0.5, adamw_lr=0.01, matrices=lambda name, p: False)
+    adamw = DiLoCoStrategy(OptimSpec(AdamW, lr=0.01, weight_decay=0.0), nesterov, 4)
+    assert_close(trained(none).params, trained(adamw).params, EXACT)
+
+
+def test_muloco_keeps_one_moment_of_a_matrix_and_two_of_all_else() -> None:
+    ours = trained(MuLoCoStrategy(H=4), num_nodes=4, steps=9)
+    params = common.parameters(make_model("MLP", dtype=F64))
+    matrices = 8 * sum(p.numel() for p in params.values() if p.dim() == 2)
+    assert kept_bytes(ours.state.strategy["0"]["params"], 4) == (0, model_bytes())
+    outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
+    assert kept_bytes(outer, 4) == (0, model_bytes())
+    inner = {slot: x for slot, x in ours.state.optimizer.items() if slot != "step"}
+    assert kept_bytes(inner, 4) == (matrices + 2 * (model_bytes() - matrices), 0)
+
+
+def test_derivatives_of_muloco_are_those_of_its_polynomial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rounding to bfloat16, which has none."""
+    monkeypatch.setattr(kernels, "_newton_schulz", kernels._smooth)
+    batches = stacked(data(num_nodes=3, steps=6))
+
+    def loss(numbers: Tensor) -> Tensor:
+        lr, adamw_lr, momentum, decay, outer_lr = numbers
+        strategy = MuLoCoStrategy(
+            H=2, lr=lr, adamw_lr=adamw_lr, momentum=momentum, weight_decay=decay, outer_lr=outer_lr
+        )  # fmt: skip
+        start, held_out = make_model("MLP", dtype=F64), data(num_nodes=1, steps=7)[-1][0]
+        return rollout(start, strategy, batches, num_nodes=3, eval_batch=held_out).loss
+
+    at = torch.tensor([0.03, 0.01, 0.8, 0.1, 0.7], dtype=F64, requires_grad=True)
+    (found,) = torch.autograd.grad(loss(at), at)
+    for i, h in enumerate([1e-6] * 5):
+        shift = torch.zeros(5, dtype=F64).index_fill(0, torch.tensor(i), h)
+        expected = (loss(at.detach() + shift) - loss(at.detach() - shift)) / (2 * h)
+        assert found[i].item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-7)
+        assert abs(expected.item()) > 1e-5

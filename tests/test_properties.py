@@ -65,6 +65,7 @@ from vecgym.strategy import (
     LocalAdamStrategy,
     Mean,
     Moments,
+    MuLoCoStrategy,
     NoLoCoCommunicator,
     NoLoCoStrategy,
     OuterStep,
@@ -244,6 +245,12 @@ def with_adam(make: Callable[..., Strategy], **own: Any) -> Callable[..., Strate
     return made
 
 
+def muloco(inner_optim: Any = None, **settings: Any) -> Strategy:
+    """Of its own two optimizers; a rate of 0 is refused."""
+    still = isinstance(inner_optim, OptimSpec) and not isinstance(inner_optim.lr, Tensor) and inner_optim.lr == 0
+    return CATALOGUE["muloco"].make(H=H, inner_optim=None if still else inner_optim, **settings)
+
+
 DEMO: dict[str, Any] = {"compression_topk": 4, "compression_chunk": 8}
 
 
@@ -266,6 +273,7 @@ STRATEGIES: dict[str, Row] = {
     "des-loc": Row(
         with_adam(DESLOCStrategy, H=H, Hu=2, Hv=4), (ROUNDS + STEPS // 2 + STEPS // 4) * ring(K), outer=None
     ),
+    "muloco": Row(muloco, ROUNDS * ring(K), outer=None),
     "fedavg-participation-kept": Row(
         lambda **kw: FedAvgStrategy(H=H, participation=0.6, resting="keep", **kw), ROUNDS * ring(3), averages=False
     ),
@@ -898,6 +906,21 @@ ARGUMENTS: dict[type, Changes] = {
     DESLOCStrategy: Changes(
         DESLOCStrategy, {"inner_optim": "adam", "H": 2, "Hv": 4}, {**COMMON, "H": 3, "Hu": 2, "Hv": 3}
     ),
+    MuLoCoStrategy: Changes(
+        MuLoCoStrategy,
+        {"H": 2},
+        {
+            **{name: COMMON[name] for name in COMMON if name != "inner_optim"},
+            "H": 3,
+            "adamw_lr": 0.1,
+            "momentum": 0.5,
+            "weight_decay": 0.1,
+            "matrices": lambda name, p: False,
+            "outer_optim": "adam",
+            "outer_lr": 0.3,
+            "compression": "topk",
+        },
+    ),
     NoLoCoStrategy: Changes(
         NoLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
@@ -1050,6 +1073,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "Hu": (lambda: DESLOCStrategy(Hu=0), ValueError, "Hu=0 must be an integer >= 1"),
     "Hv of a wrong type": (lambda: DESLOCStrategy(Hv=2.0), ValueError, "Hv=2.0 must be an integer"),  # type: ignore[arg-type]
     "H of Local Adam": (lambda: LocalAdamStrategy(H=0), ValueError, "H=0"),
+    "matrices": (lambda: MuLoCoStrategy(matrices="all"), TypeError, "matrices='all' must be a function"),  # type: ignore[arg-type]
+    "matrices that are none": (
+        lambda: run(setup()[0], MuLoCoStrategy(H=1, matrices=lambda name, p: True), setup()[1]),
+        ValueError,
+        "Muon takes matrices, and parameter",
+    ),
+    "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
+    "AdamW's rate": (lambda: MuLoCoStrategy(adamw_lr=-1.0), ValueError, "lr"),
     "a group of more than all": (
         lambda: NoLoCoStrategy(group_size=6).check(5, 100),
         ValueError,

@@ -48,6 +48,7 @@ from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.most_moved import TopKSparseCommunicator
+from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
@@ -243,6 +244,10 @@ CASES: dict[str, tuple[Make, Values]] = {
     "des-loc": (
         lambda lr, beta2: DESLOCStrategy(OptimSpec("adam", lr=lr, betas=(0.8, beta2), eps=0.01), 2, 3, 4),
         {"lr": 0.02, "beta2": 0.95},
+    ),
+    "muloco": (  # one round: what Muon rounds does not depend on these
+        lambda outer_lr, momentum: MuLoCoStrategy(nesterov(lr=outer_lr, momentum=momentum), 6, lr=0.05, adamw_lr=0.02),
+        {"outer_lr": 0.8, "momentum": 0.9},
     ),
     "noloco": (
         lambda lr, outer_lr, momentum, gamma: NoLoCoStrategy(

@@ -52,6 +52,7 @@ from vecgym.strategy import (
     GossipStrategy,
     GradientAveraging,
     LocalAdamStrategy,
+    MuLoCoStrategy,
     NoLoCoStrategy,
     PartitionedSelector,
     RankStrategy,
@@ -179,6 +180,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "DESLOCStrategy": (
         lambda H, Hu, Hv: DESLOCStrategy("adam", H, Hu, Hv, lr=0.01),
         {"H": [1, 3], "Hu": [2, 5], "Hv": [1, 4]},
+    ),
+    "MuLoCoStrategy": (
+        lambda H, lr, mu: MuLoCoStrategy(H=H, lr=lr, adamw_lr=0.01, momentum=mu),
+        {"H": [1, 3], "lr": [0.02, 0.05], "mu": [0.9, 0.5]},
     ),
     "NoLoCoStrategy": (
         lambda n, mu, gamma: NoLoCoStrategy("sgd", 2, n, momentum=mu, gamma=gamma, lr=0.1),

@@ -1,7 +1,8 @@
 """Training algorithms, one file each, and the parts they are made of.
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
-             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy, LocalAdamStrategy, DESLOCStrategy
+             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy, LocalAdamStrategy, DESLOCStrategy,
+             MuLoCoStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -49,6 +50,7 @@ from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.modules import Gradients, OuterStep, Parameters
 from vecgym.strategy.moments import Moments
 from vecgym.strategy.most_moved import MostMoved, TopKSparseCommunicator
+from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoCommunicator, NoLoCoStrategy
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.robust import Corrupted, Private, Robust
@@ -95,6 +97,7 @@ __all__ = [
     "Mix",
     "Moments",
     "MostMoved",
+    "MuLoCoStrategy",
     "NoLoCoCommunicator",
     "NoLoCoStrategy",
     "OptimSpec",

@@ -22,6 +22,7 @@ from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.fedavg import FedAvgStrategy
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
+from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.selectors import RandomSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
@@ -120,6 +121,15 @@ def _demo(knobs: Knobs) -> Strategy:
     lr = inner.pop("lr", None)
     lr = (spec.lr if isinstance(spec, OptimSpec) else 6e-3) if lr is None else lr
     return DeMoStrategy(lr=lr / 6, **inner)
+
+
+def _muloco(knobs: Knobs) -> Strategy:
+    """Make MuLoCo, whose inner optimizers are its own; both take the learning rate that is given."""
+    inner = dict(knobs.inner)
+    spec = inner.pop("inner_optim", None)
+    lr = inner.pop("lr", None)
+    lr = (spec.lr if isinstance(spec, OptimSpec) else 0.02) if lr is None else lr
+    return MuLoCoStrategy(knobs.outer_optim, H=knobs.H, lr=lr, adamw_lr=lr, **inner)
 
 
 def _des_loc_periods(H: int) -> dict[str, int]:
@@ -244,6 +254,14 @@ CATALOGUE: dict[str, Row] = {
         sends=_strongest,
         alone=None,
         per_node=("residual",),
+    ),
+    "muloco": Row(
+        _muloco,
+        twin="muloco",
+        about="DiLoCo with Muon: a step of an outer optimizer on the mean movement, every H steps",
+        sends=_rounds,
+        alone=None,
+        compared=True,
     ),
     "noloco": Row(
         lambda knobs: NoLoCoStrategy(H=knobs.H, **knobs.inner),

@@ -38,7 +38,7 @@ class LocalAdamStrategy(Strategy):
 
     >>> LocalAdamStrategy("adam", H=50, lr=1e-3)
     LocalAdamStrategy(OptimSpec(Adam, lr=0.001), AveragingCommunicator(island_size=None, H=50, participation=1.0, \
-weighting='equal'), Moments(average=Mean(), slots=None, every=50))
+weighting='equal'), Moments(average=Mean(), every=50))
 
     Reference: Cheng and Glasgow, "Convergence of Distributed Adaptive Optimization with Local Updates", arXiv
     2409.13155. Deviation: `max_norm` clips a node's whole gradient, where the paper clips each coordinate.
