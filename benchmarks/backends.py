@@ -29,7 +29,8 @@ import torch.distributed as dist
 from workloads import WORKLOADS, header, machine, markdown
 
 from vecgym.collectives import Collectives, StackedCollectives
-from vecgym.collectives.distributed import DistributedCollectives, Wire
+from vecgym.collectives.distributed import DistributedCollectives
+from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation

@@ -100,7 +100,8 @@ def serve_distributed(name: str, num_nodes: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from vecgym.collectives.distributed import DistributedCollectives, Wire
+    from vecgym.collectives.distributed import DistributedCollectives
+    from vecgym.collectives.wire import Wire
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")

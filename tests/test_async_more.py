@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +20,29 @@ from tests.reference import asynchronous as twin
 from tests.reference import decoupled as decoupled_twin
 from tests.reference import halos as halos_twin
 from tests.test_asynchronous import F64, SGD, B, K, data, fit, largest_gap, server_of
-from vecgym import Trainer, rollout
+from vecgym import Logger, ProcessError, Trainer, rollout
 from vecgym.clock import AsyncTimeline, Compute, Network
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.topology import Links
 from vecgym.data import Batches
-from vecgym.engine.events import Arrival, Closed, Delivered, Restart, Stop, Update, Uploaded, schedule
+from vecgym.engine.events import (
+    Arrival,
+    Averaged,
+    Closed,
+    Delivered,
+    Forgotten,
+    Merged,
+    Restart,
+    Stop,
+    Update,
+    Uploaded,
+    schedule,
+)
+from vecgym.engine.fragments import FragmentRules
+from vecgym.engine.pairs import PairRules
 from vecgym.engine.regions import RegionRules
 from vecgym.engine.wires import Wires
+from vecgym.runs import multiprocess
 from vecgym.strategy import (
     ADPSGDStrategy,
     AsyncStrategy,
@@ -164,13 +181,10 @@ def more(strategy: str, inner: Any = "adamw", **settings: Any) -> Strategy:
         "decoupled": lambda: Decoupled(
             inner, **{"quorum": 2, "fragments": 3, "grace": 0.5, "H": 4, "lr": 0.02, **settings}
         ),
+        "async": lambda: AsyncStrategy(inner, OuterOptimizer(lr=0.3), **{"H": 2, "lr": 0.02, **settings}),
         "ad_psgd": lambda: InPairs(inner, **{"topology": "ring", "lr": 0.02, **settings}),
     }
     return makes[strategy]()
-
-
-def network_of(strategy: str) -> Network | None:
-    return None if strategy == "ad_psgd" else Network(1e6, 0.1)
 
 
 STRATEGIES = ["halos", "ad_psgd", "decoupled"]
@@ -268,8 +282,9 @@ def test_a_matrix_of_links_is_looked_at_within_regions() -> None:
 # ---------------------------------------------------------------------------------------------------------- AD-PSGD
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("case", range(8))
-def test_ad_psgd_is_its_twin(case: int) -> None:
+def test_ad_psgd_is_its_twin(case: int, linked: bool) -> None:
     rng = random.Random(f"ad_psgd {case}")
     inner, other_inner = inner_of(rng)
     compute, _, seconds = compute_of(rng, case)
@@ -277,11 +292,13 @@ def test_ad_psgd_is_its_twin(case: int) -> None:
     mix: Any = rng.choice(["after", "before"])
     scheduled = (lambda step: 0.98**step) if rng.random() < 0.5 else None
     strategy = InPairs(inner, topology, mix=mix, lr_scheduler=scheduled, max_norm=1.0)
-    trainer = fit(strategy, compute=compute, max_updates=50, val_interval=10)
+    network = Network([8 / p for p in PACES], latency=LATENCY) if linked else None
+    swap = ad_psgd_twin.Swap([pace * num_bytes() for pace in PACES], LATENCY)
+    trainer = fit(strategy, compute=compute, network=network, max_updates=50, val_interval=10)
     expected, models = ad_psgd_twin.ad_psgd(
         make_model("MLP", dtype=F64), batch_of(Batches(data(), K, B, seed=3)), K, total_steps=50 * K,
         neighbour=Neighbours(strategy.weights(K), seed=3), step_seconds=seconds, mix=mix, inner=other_inner,
-        max_norm=1.0, schedule=scheduled,
+        max_norm=1.0, schedule=scheduled, swap=swap if linked else None,
     )  # fmt: skip
     timeline = trainer.timeline()
     assert isinstance(timeline, AsyncTimeline)
@@ -299,6 +316,51 @@ def test_ad_psgd_is_its_twin(case: int) -> None:
         assert largest_gap(found, {name: p.detach() for name, p in model.named_parameters()}) < 1e-10
     assert trainer.nodes.consensus_distance() == pytest.approx(trainer.history.last("consensus_distance"))
     assert sum(x is not None and x > 0 for x in trainer.history["consensus_distance"]) == 5
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_laws_of_pairs(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(1, 6)
+    wires = Wires(2.0, [rng.choice([0.1, 0.4]) for _ in range(n)], [0.2] * n, [rng.choice([0.0, 0.3])] * n)
+    linked, first = rng.random() < 0.5, rng.random() < 0.5
+    neighbour = Neighbours(torch.ones(n, n), seed)
+    rules = PairRules((1,) * n, n, wires=wires if linked else None, neighbour=neighbour, average_first=first)
+    seconds = [rng.choice([0.25, 0.5, 1.0, 1.7]) for _ in range(n)]
+    events = schedule(rules, lambda node, step: seconds[node], Stop(updates=20))
+    times = [event.time for event in events]
+    assert times == sorted(times), "time never runs backwards"
+    assert [event.version for event in events if isinstance(event, Update)] == list(range(1, 21))
+    changed, steps, begun, free = [0] * n, [0] * n, [0.0] * n, [0.0] * n
+    arrivals = [(i, event) for i, event in enumerate(events) if isinstance(event, Arrival)]
+    assert len(arrivals) == 20 * n
+    for i, event in enumerate(events):
+        if isinstance(event, Restart):
+            for node, begin in zip(event.nodes, event.begins):
+                assert begin == event.time, "who has averaged begins at once"
+                changed[node], begun[node] = 0, begin
+        elif isinstance(event, Arrival):
+            assert (event.first_step, event.num_steps, event.begin) == (steps[event.node], 1, begun[event.node])
+            assert event.end == event.begin + seconds[event.node]
+            assert event.staleness == changed[event.node], "the averages that others have made with it"
+            steps[event.node] += 1
+            other = neighbour(event.node, event.first_step)
+            pair = events[i - 1 if first else i + 1]
+            if other == event.node:
+                assert event.time == event.end
+            else:
+                assert pair == Averaged(event.time, event.node, other)
+        elif isinstance(event, Averaged):
+            changed[event.neighbour] += 1
+    if linked:  # one exchange at a time at each node, as long as its slowest end takes
+        swaps = sorted((e.time, i, e) for i, e in arrivals if neighbour(e.node, e.first_step) != e.node)
+        for time, _, event in sorted(swaps, key=lambda swap: (swap[2].end, swap[2].node)):
+            pair_ = (event.node, neighbour(event.node, event.first_step))
+            over = time - wires.latency[0]
+            begin = over - 2.0 * max(*(wires.up[i] for i in pair_), 0.2)
+            assert begin >= max(event.end, *(free[i] for i in pair_)) - 1e-9
+            for i in pair_:
+                free[i] = over
 
 
 def test_neighbours() -> None:
@@ -385,6 +447,49 @@ def test_decoupled_is_its_twin(case: int) -> None:
     assert largest_gap({name: x[0] for name, x in server_of(trainer).items()}, expected[-1].params) < 1e-10
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_laws_of_fragments(seed: int) -> None:
+    rng = random.Random(seed)
+    n, F = rng.randint(1, 5), rng.randint(1, 3)
+    wires = Wires(2.0, [0.1] * n, [0.3] * n, [0.3] * n, rng.choice([0.0, 0.2])) if rng.random() < 0.5 else None
+    H = rng.randint(F, 4)
+    rules = FragmentRules(
+        (1,) * n, wires=wires, H=H, shares=(1 / F,) * F, quorum=rng.randint(1, n), overlap=rng.randint(0, H - 1),
+        gamma=rng.choice([0.0, 1.0]), nominal=1.0, tokens=(1.0,) * n,
+    )  # fmt: skip
+    seconds = [rng.choice([0.25, 0.5, 1.0, 1.7]) for _ in range(n)]
+    events = schedule(rules, lambda node, step: seconds[node], Stop(updates=25))
+    times = [event.time for event in events]
+    assert times == sorted(times), "time never runs backwards"
+    assert [event.version for event in events if isinstance(event, Update)] == list(range(1, 26))
+    sent: set[tuple[int, int, int]] = set()
+    used: set[tuple[int, int, int]] = set()
+    versions, steps, held = [0] * F, [0] * n, [[0] * F for _ in range(n)]
+    for event in events:
+        if isinstance(event, Arrival):
+            assert event.first_step == steps[event.node], "learners never stop, and skip nothing"
+            steps[event.node] += 1
+        elif isinstance(event, Uploaded):
+            assert (event.node, event.fragment, event.number) not in sent
+            assert steps[event.node] % H == rules.offset(event.fragment)
+            sent.add((event.node, event.fragment, event.number))
+        elif isinstance(event, Closed):
+            assert event.version == versions[event.fragment]
+            versions[event.fragment] += 1
+            assert len(event.arrivals) >= rules.quorum
+            came = {(x.node, event.fragment, x.round) for x in event.arrivals}
+            assert came <= sent - used, "each message arrives once"
+            used |= came
+            assert all(x.version == event.version for x in event.arrivals), "from the version that it replaces"
+        elif isinstance(event, Forgotten) and event.message is not None:
+            late = (event.message[0], event.fragment, event.message[1])
+            assert late in sent - used
+            used.add(late)
+        elif isinstance(event, Merged):
+            assert held[event.node][event.fragment] < event.version <= versions[event.fragment]
+            held[event.node][event.fragment] = event.version
+
+
 def test_one_fragment_of_all_nodes_is_diloco() -> None:
     found = fit(Decoupled(SGD, fragments=1, H=3, overlap=0, merging="mean"), compute=Compute(1.0),
                 max_updates=5)  # fmt: skip
@@ -420,7 +525,7 @@ def test_derivatives_of_decoupled() -> None:
 @pytest.mark.parametrize("inner", ["sgd", "adamw", "lion"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_together_is_one_by_one(strategy: str, engine: str, inner: str) -> None:
-    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), network_of(strategy)
+    compute, network = Compute.lognormal([1.0, 2.0, 1.5, 4.0], sigma=0.4), Network(1e6, 0.1)
     options: dict[str, Any] = {"engine": engine, "compute": compute, "network": network, "max_updates": 10}
     together, apart = (fit(more(strategy, inner, together=flag), **options) for flag in (True, False))
     gap = largest_gap(server_of(together), server_of(apart))
@@ -436,7 +541,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(strategy: str, kind: str, tmp_pat
 
     def run(updates: int, folder: str, **options: Any) -> Trainer[nn.Module]:
         return fit(
-            more(strategy), kind, max_updates=updates, network=network_of(strategy), save_dir=tmp_path / folder,
+            more(strategy), kind, max_updates=updates, network=Network(1e6, 0.1), save_dir=tmp_path / folder,
             val_interval=4, checkpoint_interval=1, keep_checkpoints=100, **options,
         )  # fmt: skip
 
@@ -450,6 +555,37 @@ def test_a_resumed_run_is_an_uninterrupted_one(strategy: str, kind: str, tmp_pat
                 {name: b[name] for name in sorted(b) if name not in timed}
             )
         assert list(resumed.ledger) == list(whole.ledger)
+
+
+class Killer(Logger):
+    """Ends its process by SIGKILL after some updates."""
+
+    def __init__(self, update: int) -> None:
+        self.update = update
+
+    def log(self, row: dict[str, Any]) -> None:
+        if row["step"] == self.update:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_here(link: Any, strategy: str, folder: pathlib.Path, update: int) -> None:
+    fit(more(strategy), max_updates=9, network=Network(1e6, 0.1), save_dir=folder, checkpoint_interval=1,
+        resume=True, logger=Killer(update))  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["async", *STRATEGIES])
+def test_a_killed_run_goes_on(strategy: str, tmp_path: pathlib.Path) -> None:
+    """Twice, by SIGKILL; nothing that was saved is lost, and the end is that of a run that was not killed."""
+    for update in (3, 6):
+        with pytest.raises(ProcessError, match="was killed by signal SIGKILL"):
+            multiprocess.run(train_here, 1, (strategy, tmp_path, update))
+        assert max(int(path.stem.removeprefix("step-")) for path in tmp_path.glob("step-*.pt")) >= update - 1
+    options: dict[str, Any] = {"max_updates": 9, "network": Network(1e6, 0.1)}
+    resumed = fit(more(strategy), save_dir=tmp_path, checkpoint_interval=1, resume=True, **options)
+    whole = fit(more(strategy), **options)
+    assert largest_gap(server_of(resumed), server_of(whole)) == 0
+    assert resumed.history["train_loss"] == whole.history["train_loss"]
+    assert list(resumed.ledger) == list(whole.ledger)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -533,7 +669,6 @@ def test_wrong_settings(make: Callable[[], Any], match: str) -> None:
     (lambda: Decoupled(SGD, tokens=[1.0, 2.0]), {}, "tokens is for 2 nodes"),
     (lambda: Decoupled(SGD, fragments=[["w"]]), {}, "must hold each parameter once"),
     (lambda: InPairs(SGD, torch.ones(3, 3)), {}, "topology is for 3 nodes"),
-    (lambda: InPairs(SGD), {"network": Network(1e6)}, "leave out network"),
     (lambda: Halos(SGD), {"compute": None}, "HALoSStrategy needs compute="),
     (lambda: Halos(SGD), {"max_seconds": 0.1, "max_steps": None}, "before the first update"),
 ])  # fmt: skip

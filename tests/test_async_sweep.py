@@ -23,14 +23,18 @@ from vecgym.engine.availability import Sampled
 from vecgym.models import Classifier
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import (
+    ADPSGDStrategy,
     AsyncStrategy,
+    DecoupledDiLoCoStrategy,
     DelayedNesterov,
     DiLoCoStrategy,
     FedBuff,
+    HALoSStrategy,
     HeLoCo,
     OptimSpec,
     OuterOptimizer,
     Server,
+    Strategy,
 )
 
 F64 = torch.float64
@@ -182,6 +186,32 @@ def test_a_mixed_sweep() -> None:
     without = run(None, grid, max_steps=8)
     assert [row["sim_seconds"] is None for row in without.rows] == [True, False, True]
     assert [row["val_loss"] for row in without.rows][::2] == [row["val_loss"] for row in result.rows][::4]
+
+
+OTHERS: dict[str, Callable[[float], Strategy]] = {
+    "halos": lambda lr: HALoSStrategy("adamw", 2, H=2, lr=lr, local_updates=2, between=(1e6, 0.1)),
+    "ad-psgd": lambda lr: ADPSGDStrategy("adamw", "ring", lr=lr),
+    "decoupled": lambda lr: DecoupledDiLoCoStrategy("adamw", quorum=2, fragments=2, H=4, lr=lr, lr_scheduler="cosine"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_strategies_that_go_by_events_are_trained_one_after_the_other(name: str) -> None:
+    result = run(OTHERS[name], network=NETWORK)
+    assert f"{type(OTHERS[name](0.1)).__name__}: each by itself" in result.explain()
+    for index in range(2):
+        check_row(result, index)
+    assert result.rows[0]["val_loss"] != result.rows[1]["val_loss"]
+
+
+def test_all_kinds_in_one_sweep() -> None:
+    grid: dict[str, Any] = {
+        "strategy": [DiLoCoStrategy("adamw", H=2), given(), *(make(0.02) for make in OTHERS.values())]
+    }
+    result = run(None, grid, max_steps=8)
+    assert [row["status"] for row in result.rows] == ["finished"] * 5
+    for index in range(1, 5):
+        check_row(result, index)
 
 
 def test_explained_and_not_trained() -> None:
@@ -348,11 +378,24 @@ def buffered(lr: float, outer_lr: float) -> AsyncStrategy:
 def kept(path: pathlib.Path | None, after: int = -1, **settings: Any) -> SweepResult:
     dataset = Interrupting(*data().tensors)
     dataset.left = after
+    default = {
+        "strategy": buffered, "grid": {"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}, "max_updates": 9,
+        "compute": COMPUTE, "network": NETWORK,
+    }  # fmt: skip
     return sweep(
-        make_model("MLP", dtype=F64), dataset, data("MLP", 10, seed=1), strategy=buffered, resume=path,
-        grid={"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}, num_nodes=K, batch_size=4, val_interval=2, device="cpu",
-        progress=False, keep_models=True, **{"max_updates": 9, "compute": COMPUTE, "network": NETWORK, **settings},
+        make_model("MLP", dtype=F64), dataset, data("MLP", 10, seed=1), resume=path, num_nodes=K, batch_size=4,
+        val_interval=2, device="cpu", progress=False, keep_models=True, **{**default, **settings},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [8, 30])
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_resumed(name: str, after: int, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "sweep.pt"
+    given: dict[str, Any] = {"strategy": OTHERS[name], "grid": {"lr": [0.01, 0.02]}}
+    with pytest.warns(VecgymWarning, match="interrupted: SweepResult"):
+        kept(path, after, **given)
+    assert_same(kept(path, **given), kept(None, **given))
 
 
 @pytest.mark.parametrize("chunk", [None, 1])

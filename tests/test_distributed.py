@@ -19,8 +19,9 @@ from tests.models import make_data, make_model
 from tests.test_properties import STRATEGIES, WithEmpty, make_per_node
 from vecgym import strategy
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.distributed import DistributedCollectives, Wire, buckets, check_divides, in_buckets
+from vecgym.collectives.distributed import DistributedCollectives, buckets, check_divides, in_buckets
 from vecgym.collectives.ledger import Ledger
+from vecgym.collectives.wire import Wire
 from vecgym.runs import links, multiprocess
 from vecgym.runs.lockstep import Case, compare
 from vecgym.strategy import (
@@ -251,5 +252,5 @@ def many_islands(link: multiprocess.Link) -> float:
 
 
 def test_process_groups_of_islands_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vecgym.collectives.distributed.MAX_SUBGROUPS", 2)  # forked processes inherit it
+    monkeypatch.setattr("vecgym.collectives.wire.MAX_SUBGROUPS", 2)  # forked processes inherit it
     assert multiprocess.run(many_islands, K, timeout_s=60) == [0.0] * K

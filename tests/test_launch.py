@@ -554,7 +554,8 @@ def test_a_second_interrupt_in_one_process_ends_all_at_once() -> None:
 
 
 def exchanges_alone(link: multiprocess.Link, how: str) -> None:
-    from vecgym.collectives.distributed import DistributedCollectives, Wire
+    from vecgym.collectives.distributed import DistributedCollectives
+    from vecgym.collectives.wire import Wire
 
     comm = DistributedCollectives(4, Wire(watch=links.watch, announce=links.announce))
     x = {"w": torch.ones(2, 3)}

@@ -17,7 +17,7 @@ import vecgym
 from tests.models import make_data, make_model
 from vecgym import cli
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.distributed import Wire
+from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.core.errors import ProcessError
 from vecgym.runs import multiprocess

@@ -6,6 +6,9 @@
                                    theta_i, theta_j = (theta_i + theta_j) / 2      j = neighbour(i, its own count)
                                    and begins the next step
 
+With `swap` (see `Swap`) the two models take their time over the links before a step ends: node i waits for that, and
+its optimizer's step and the average happen at the end of it. Node j computes on.
+
 The average is atomic and symmetric: both take it, at once, and it takes no time. Node j goes on with the step that it
 is in: the gradient it is computing is that of the parameters with which it began; at its end it is applied to what
 theta_j is then. So the sum of all theta changes by optimizers' steps only.
@@ -22,6 +25,7 @@ optimizers' state and buffers stay local.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -47,6 +51,19 @@ class Step:
     total_steps: int  # of all nodes, this one included
 
 
+class Swap:
+    """The links: a node is in one exchange at a time; it takes the `seconds` of the slower one, and then a latency."""
+
+    def __init__(self, seconds: list[float], latency: list[float]) -> None:
+        self.seconds, self.latency = seconds, latency
+        self.free = [0.0] * len(seconds)
+
+    def __call__(self, i: int, j: int, ready: float) -> float:
+        over = max(ready, self.free[i], self.free[j]) + max(self.seconds[i], self.seconds[j])
+        self.free[i] = self.free[j] = over
+        return over + max(self.latency[i], self.latency[j])
+
+
 def ad_psgd(
     model: nn.Module,
     batch: Callable[[int, int], Batch],
@@ -59,20 +76,30 @@ def ad_psgd(
     inner: OptimizerSpec = (torch.optim.SGD, {"lr": 0.1}),
     max_norm: float | None = None,
     schedule: Schedule | None = None,
+    swap: Swap | None = None,
 ) -> tuple[list[Step], list[nn.Module]]:
     """Run until all nodes together have ended `total_steps` steps."""
     models = common.copy_model(model, num_nodes)
     optimizers = common.make_optimizers(models, inner)
     own_step = [0] * num_nodes
     losses = [0.0] * num_nodes
-    ends: list[tuple[float, int]] = []
+    computed: list[tuple[float, int]] = []  # gradients that will be there
+    ends: list[tuple[float, int]] = []  # steps that will be over
     steps: list[Step] = []
 
     def begin(i: int, time: float) -> None:
         """The gradient lies in .grad until the step ends: averages change the parameters only."""
         losses[i] = float(common.backward(models[i], batch(i, own_step[i])))
         common.clip(models[i], max_norm)
-        heapq.heappush(ends, (time + step_seconds(i, own_step[i]), i))
+        heapq.heappush(computed, (time + step_seconds(i, own_step[i]), i))
+
+    def first_end(until: float = math.inf) -> float:
+        """The next time at which a step is over; of exchanges only those that begin up to a time are made."""
+        while computed and computed[0][0] <= until and (not ends or computed[0] <= ends[0]):
+            ready, i = heapq.heappop(computed)
+            j = neighbour(i, own_step[i])
+            heapq.heappush(ends, (ready if swap is None or j == i else swap(i, j, ready), i))
+        return ends[0][0] if ends else math.inf
 
     def end(i: int, time: float) -> None:
         j = neighbour(i, own_step[i])
@@ -90,9 +117,9 @@ def ad_psgd(
     for i in range(num_nodes):
         begin(i, 0.0)
     while len(steps) < total_steps:
-        now = ends[0][0]
+        now = first_end()
         ended = []
-        while ends and ends[0][0] == now and len(steps) < total_steps:
+        while first_end(now) == now and len(steps) < total_steps:  # who has ended begins again after them
             _, i = heapq.heappop(ends)
             end(i, now)
             ended.append(i)

@@ -52,7 +52,10 @@ def rules_of(
     if isinstance(strategy, HALoSStrategy):
         return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, num_bytes), seconds
     if isinstance(strategy, ADPSGDStrategy):
-        return _in_pairs(strategy, num_nodes, network, seed), seconds
+        wires = None if network is None else wires_of(network, num_nodes, num_bytes)
+        neighbour = Neighbours(strategy.weights(num_nodes), seed)
+        first = strategy.mix == "before"
+        return PairRules((1,) * num_nodes, num_nodes, wires=wires, neighbour=neighbour, average_first=first), seconds
     assert isinstance(strategy, AsyncStrategy)
     rules = Rules(
         strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
@@ -72,13 +75,6 @@ def _of_fragments(
         shares=tuple(shares), quorum=strategy.quorum or K, overlap=strategy.overlap, gamma=strategy.grace, nominal=step,
         sync=strategy.sync_seconds, tokens=tuple(strategy.tokens_of(K)),
     )  # fmt: skip
-
-
-def _in_pairs(strategy: ADPSGDStrategy, num_nodes: int, network: Network | None, seed: int) -> PairRules:
-    if network is not None:
-        raise ValueError("ADPSGDStrategy's averages take no time: leave out network, or add its seconds to compute.")
-    neighbour = Neighbours(strategy.weights(num_nodes), seed)
-    return PairRules((1,) * num_nodes, num_nodes, neighbour=neighbour, average_first=strategy.mix == "before")
 
 
 def _of_regions(

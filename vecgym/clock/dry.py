@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger
-from vecgym.collectives.topology import Groups
+from vecgym.collectives.shapes import Announced
 from vecgym.core import check
-from vecgym.core.tree import Tree
-from vecgym.engine.simulation import exchange_moments
-from vecgym.strategy import Context, Strategy
+from vecgym.engine.exchanges import exchanges
+from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 
@@ -58,7 +54,8 @@ def dry_run(model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int
     comm.ledger.announce(K, {name: p.nbytes for name, p in params.items()})
     wide = {name: p.expand(K, *p.shape[1:]) for name, p in params.items()}  # as of nodes that have moved apart
     try:
-        _exchange(strategy, params, wide, comm, T, check.seed("seed", seed))
+        for _ in exchanges(strategy, params, wide, comm, T, check.seed("seed", seed)):
+            pass
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
@@ -67,50 +64,6 @@ def dry_run(model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int
             "steps, and price trainer.ledger."
         ) from error
     return comm.ledger
-
-
-class Announced(StackedCollectives):
-    """Collectives that say what they send, and give back tensors of the right shape: no values are needed for that."""
-
-    shapes_only = True
-
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        return x[:1] if groups is None else x
-
-    def _all_gather(self, x: Tensor) -> Tensor:
-        return self._expanded(x)[None]
-
-    def _broadcast(self, x: Tensor, src: int) -> Tensor:
-        return x[:1]
-
-    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        return x
-
-    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        return self._expanded(x)
-
-    def _own_storage(self, result: Any, x: Any, inplace: bool = False) -> Any:
-        return result  # nothing is ever written into it
-
-
-def _exchange(strategy: Strategy, params: Tree, wide: Tree, comm: Announced, max_steps: int, seed: int) -> None:
-    """Make the exchanges of all steps; what comes of gradients and parameters is dropped."""
-    optimizer, modules = strategy.init(params, _context(comm, 0, max_steps, seed))
-    for step in range(max_steps):
-        ctx = _context(comm, step, max_steps, seed)
-        comm.ledger.begin_step(step)
-        active = strategy.active_nodes(ctx)
-        if active is None:
-            _, modules = strategy.exchange_gradients(wide, modules, ctx)
-        else:
-            ctx = _context(comm, step, max_steps, seed, tuple(active))
-        _, modules = exchange_moments(strategy, optimizer, wide, modules, ctx)
-        _, modules = strategy.exchange_parameters(wide, modules, ctx)
-
-
-def _context(comm: Announced, step: int, max_steps: int, seed: int, active: tuple[int, ...] | None = None) -> Context:
-    examples = (1,) * comm.num_nodes
-    return Context(comm, step=step, max_steps=max_steps, seed=seed, active=active, num_examples=examples)
 
 
 def _like(p: Tensor) -> Tensor:

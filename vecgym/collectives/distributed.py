@@ -1,169 +1,28 @@
 """The nodes of W processes: each holds L = K / W of them, and `torch.distributed` carries what crosses.
 
-`Wire` hands tensors to torch.distributed and counts them; `DistributedCollectives` says which, for each collective;
-`in_buckets` joins small tensors, so that a tree is one message.
+`DistributedCollectives` says which tensors cross, for each collective, `Members` does so where only some nodes take
+part; `Wire` hands them to torch.distributed and counts them. `in_buckets` joins small tensors, so that a tree is one
+message.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vecgym.collectives.base import Collectives, T, payload_bytes
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.stacked import StackedCollectives
 from vecgym.collectives.topology import Groups
+from vecgym.collectives.wire import Wire
 from vecgym.core.tree import Tree
 
 BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messages, and little memory for them
-MAX_SUBGROUPS = 64  # process groups kept for islands: each holds connections between all of its processes
-
-
-class Disagreement(RuntimeError):
-    """Processes do not make the same calls."""
-
-
-class Wire:
-    """Everything that is handed to torch.distributed, and how many bytes of it.
-
-    Args:
-        process_group: of torch.distributed; None: the default one, which must exist.
-        watch: called with True before and with False after each collective.
-        announce: called with a line that says what follows, before the nodes exchange something.
-
-    Attributes:
-        rank, num_processes: of this process in the group, and W.
-        handed_bytes: bytes of tensors that this process has handed over to be sent or reduced: of an all-reduce the
-            tensor, of an all-gather this process's part, of a broadcast the tensor at its source only, of an exchange
-            the parts for other processes.
-    """
-
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        watch: Callable[[bool], None] = lambda inside: None,
-        announce: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "there is no process group. Start the script with torchrun, or take "
-                'trainer.fit(..., backend="processes", num_processes=W), which starts the processes itself.'
-            )
-        self.group = process_group or dist.group.WORLD
-        self.ranks: list[int] = dist.get_process_group_ranks(self.group)  # global ranks
-        self.rank = self.ranks.index(dist.get_rank())
-        self.num_processes = len(self.ranks)
-        self.handed_bytes = 0
-        self.announce = announce
-        self._watch = watch
-        self._subgroups: dict[tuple[int, ...], Any] = {}
-
-    def subgroup(self, ranks: Sequence[int]) -> Any:
-        """Return the process group of these ranks. All processes call it, in the same order; the last ones are kept."""
-        key = tuple(ranks)
-        if len(key) == 1:
-            return None
-        if key in self._subgroups:
-            self._subgroups[key] = self._subgroups.pop(key)  # now the one used last
-            return self._subgroups[key]
-        if self.num_processes < dist.get_world_size():
-            raise RuntimeError("islands need a wire between all processes: torch.distributed makes their groups.")
-        self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
-        if len(self._subgroups) > MAX_SUBGROUPS:  # all have met in new_group: no process uses another group now
-            oldest = self._subgroups.pop(next(iter(self._subgroups)))
-            if oldest is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(oldest)
-        return self._subgroups[key]
-
-    def all_reduce(self, x: Tensor, group: Any = None) -> Tensor:
-        """Sum the tensors of all processes, or of those of a subgroup; `x` may be overwritten."""
-        group = group or self.group
-        if dist.get_world_size(group) == 1 or x.numel() == 0:
-            return x
-        carried = self._staged(x.contiguous())
-        self._count(carried)
-        self._call(lambda: dist.all_reduce(carried, group=group))
-        return carried.to(x.device)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the rows of all processes, in the order of their ranks: `[L, n] -> [W L, n]`."""
-        if self.num_processes == 1 or x.numel() == 0:
-            return x.new_empty(self.num_processes * len(x), *x.shape[1:]) if x.numel() == 0 else x
-        carried = self._staged(_as_bytes(x))
-        self._count(carried)
-        gathered = carried.new_empty(self.num_processes * carried.numel())
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
-        self._call(lambda: gather(gathered, carried, group=self.group))
-        return gathered.to(x.device).view(x.dtype).view(-1, *x.shape[1:])
-
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Give every process the tensor of the process `src`; those of the others only have its shape."""
-        if self.num_processes == 1 or x.numel() == 0:
-            return x
-        carried = self._staged(_as_bytes(x).clone())
-        if self.rank == src:
-            self._count(carried)
-        self._call(lambda: dist.broadcast(carried, self.ranks[src], group=self.group))
-        return _from_bytes(carried, x)
-
-    def exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Send a tensor to each rank in `sent`; receive one from each in `received`, of the shape given there."""
-        outgoing = {rank: self._staged(_as_bytes(x)) for rank, x in sent.items() if x.numel()}
-        incoming = {rank: self._staged(torch.empty_like(_as_bytes(x))) for rank, x in received.items() if x.numel()}
-        for x in outgoing.values():
-            self._count(x)
-        sends = [dist.P2POp(dist.isend, x, self.ranks[rank], group=self.group) for rank, x in outgoing.items()]
-        receives = [dist.P2POp(dist.irecv, x, self.ranks[rank], group=self.group) for rank, x in incoming.items()]
-        if sends or receives:
-            self._call(lambda: [work.wait() for work in dist.batch_isend_irecv(sends + receives)])
-        return {rank: _from_bytes(incoming[rank], x) if x.numel() else x for rank, x in received.items()}
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the first process's value: numbers, strings, and lists and dicts of them. Not counted."""
-        values = [value]
-        if self.num_processes > 1:
-            self._call(lambda: dist.broadcast_object_list(values, src=self.ranks[0], group=self.group))
-        return values[0]
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every process's value, in the order of their ranks. Not counted."""
-        values = [value] * self.num_processes
-        if self.num_processes > 1:
-            self._call(lambda: dist.all_gather_object(values, value, group=self.group))
-        return values
-
-    def agree(self, text: str) -> None:
-        """Raise a `Disagreement`, which says who says what, unless all processes say the same. Not counted."""
-        if self.num_processes == 1:
-            return
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        numbers = [torch.empty(1, dtype=torch.int64) for _ in range(self.num_processes)]
-        self._call(lambda: dist.all_gather(numbers, torch.tensor([number]), group=self.group))
-        if any(int(other) != number for other in numbers):
-            said = "; ".join(f"process {rank}: {words}" for rank, words in enumerate(self.all_gather_object(text)))
-            raise Disagreement(
-                f"the processes do not make the same calls of ctx.comm. {said}. Fix: every process calls the same "
-                "operations in the same order, whichever nodes it holds and whatever their values are."
-            )
-
-    def _count(self, x: Tensor) -> None:
-        self.handed_bytes += x.numel() * x.element_size()
-
-    def _call(self, communicate: Callable[[], Any]) -> Any:
-        self._watch(True)
-        result = communicate()
-        self._watch(False)
-        return result
-
-    def _staged(self, x: Tensor) -> Tensor:
-        """Move `x` to where the group's backend can read it: gloo reads the CPU's memory only."""
-        return x.cpu() if x.device.type != "cpu" and dist.get_backend(self.group) == "gloo" else x
 
 
 class DistributedCollectives(Collectives):
@@ -209,9 +68,14 @@ class DistributedCollectives(Collectives):
         self.bucket_bytes = bucket_bytes
         self.ledger = Ledger() if ledger is None else ledger
         self.num_local = num_nodes // self.wire.num_processes  # L
-        self.first = self.wire.rank * self.num_local
-        self.node_ids = torch.arange(self.first, self.first + self.num_local)
+        self.parts = [range(r * self.num_local, (r + 1) * self.num_local) for r in range(self.wire.num_processes)]
+        self.first = self.parts[self.wire.rank].start
+        self.node_ids = torch.tensor(self.parts[self.wire.rank])
+        self._several = self.num_local > 1  # in every process
         self._stacked = StackedCollectives(num_nodes)
+
+    def among(self, members: Sequence[int]) -> Members:
+        return Members(self, members)
 
     def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
         if isinstance(x, Tensor):
@@ -241,7 +105,7 @@ class DistributedCollectives(Collectives):
         """Give every process the values of all nodes, `[L, *] -> [K, *]`; what is the same on every node stays so."""
         if self.wire.num_processes == 1:
             return x
-        return {**x, **in_buckets(self._split(x)[1], self.bucket_bytes, self.wire.all_gather)}
+        return {**x, **in_buckets(self._split(x)[1], self.bucket_bytes, self._gathered)}
 
     def _split(self, x: Tree) -> tuple[Tree, Tree]:
         """Split a tree into what is the same on every node, and the nodes' own values, `[L, *]`."""
@@ -249,7 +113,7 @@ class DistributedCollectives(Collectives):
         return same, {name: y for name, y in x.items() if name not in same}
 
     def _same_on_all(self, x: Tensor) -> bool:
-        return len(x) == 1 and self.num_local > 1
+        return len(x) == 1 and self._several
 
     def _rows_here(self, result: Tensor) -> Tensor:
         """Return this process's rows of a result of all nodes, `[K, *]`; `[1, *]` is everyone's."""
@@ -262,7 +126,7 @@ class DistributedCollectives(Collectives):
             return self.wire.all_reduce(_partial(x, self.num_nodes if average else 1))
         result = x.clone()
         for group in groups:
-            ranks = sorted({int(node) // self.num_local for node in group})
+            ranks = sorted({self.process_of(int(node)) for node in group})
             processes = self.wire.group if len(ranks) == self.wire.num_processes else self.wire.subgroup(ranks)
             if len(group) > 1 and self.wire.rank in ranks:
                 rows = torch.tensor([node - self.first for node in group if self._is_here(node)], device=x.device)
@@ -272,11 +136,14 @@ class DistributedCollectives(Collectives):
         return result
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        return self.wire.all_gather(x)[None]
+        return self._gathered(x)[None]
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return self.wire.all_gather(x)
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         row = src - self.first if self._is_here(src) else 0
-        return self.wire.broadcast(x[row : row + 1], src // self.num_local)
+        return self.wire.broadcast(x[row : row + 1], self.process_of(src))
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
         rows = self._fetch(x, [[int(node)] for node in source])
@@ -293,11 +160,10 @@ class DistributedCollectives(Collectives):
 
         Every process sends to each other process the rows that it wants, each once.
         """
-        L, W = self.num_local, self.wire.num_processes
-        by_process = [sorted({j for row in wanted[r * L : (r + 1) * L] for j in row}) for r in range(W)]
-        here, others = self.wire.rank, [r for r in range(W) if r != self.wire.rank]
+        by_process = [sorted({j for i in part for j in wanted[i]}) for part in self.parts]
+        here, others = self.wire.rank, [r for r in range(len(self.parts)) if r != self.wire.rank]
         sent = {r: [j - self.first for j in by_process[r] if self._is_here(j)] for r in others}
-        received = {r: [j for j in by_process[here] if j // L == r] for r in others}
+        received = {r: [j for j in by_process[here] if j in self.parts[r]] for r in others}
         arrived = self.wire.exchange(
             {r: x[rows] for r, rows in sent.items() if rows},
             {r: x.new_empty(len(nodes), x.shape[1]) for r, nodes in received.items() if nodes},
@@ -307,8 +173,93 @@ class DistributedCollectives(Collectives):
             rows.update(zip(received[r], block.split(1)))
         return rows
 
+    def process_of(self, node: int) -> int:
+        """Return the rank of the process that holds a node."""
+        return next(rank for rank, part in enumerate(self.parts) if node in part)
+
     def _is_here(self, node: int) -> bool:
-        return self.first <= node < self.first + self.num_local
+        return node in self.parts[self.wire.rank]
+
+
+class Members(DistributedCollectives):
+    """Some of the nodes of `whole`; see `Collectives.among`.
+
+    A process that holds none of them hands over nothing. It makes the same calls, with one row that nobody reads, and
+    is told what all members get alike: so what the nodes store once stays the same in all processes.
+
+    Bytes handed to torch.distributed are those of `DistributedCollectives`, with L the members in this process; where
+    processes hold different numbers of them, an `all_gather` pads to the largest. What onlookers are told is not
+    counted.
+    """
+
+    def __init__(self, whole: DistributedCollectives, members: Sequence[int]) -> None:
+        self.wire, self.ledger, self.bucket_bytes = whole.wire, whole.ledger, whole.bucket_bytes
+        self.exact, self.native = whole.exact, whole.native
+        self.num_nodes, self._run_nodes = len(members), whole.run_nodes
+        within = range(whole.num_nodes) if whole.members is None else whole.members
+        self.members = tuple(within[i] for i in members)
+        counts = [sum(node in part for node in members) for part in whole.parts]
+        ends = list(accumulate(counts))
+        self.parts = [range(end - count, end) for end, count in zip(ends, counts)]
+        self.ranks = [rank for rank, count in enumerate(counts) if count]  # of the processes that hold members
+        self.onlookers = [rank for rank, count in enumerate(counts) if not count]
+        part = self.parts[self.wire.rank]
+        self.looks_on = not part
+        self.num_local, self.first = max(1, len(part)), part.start
+        self.node_ids = torch.tensor(part or [0])
+        self._several = min(counts) > 1
+        self._stacked = StackedCollectives(self.num_nodes)
+
+    @property
+    def run_nodes(self) -> int:
+        return self._run_nodes
+
+    @property
+    def most_in_a_process(self) -> int:
+        return max(map(len, self.parts))
+
+    def _split(self, x: Tree) -> tuple[Tree, Tree]:
+        same, own = super()._split(x)
+        return same, {name: y.expand(self.num_local, *y.shape[1:]) for name, y in own.items()}
+
+    def _rows_here(self, result: Tensor) -> Tensor:
+        return result[:1] if self.looks_on else super()._rows_here(result)
+
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+        if groups is not None:
+            return super()._sum(x, groups, average)
+        part, group = _partial(x, self.num_nodes if average else 1), self._group()
+        total = part if self.looks_on or len(self.ranks) == 1 else self.wire.all_reduce(part, group)
+        return self._told(total)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        most, group = self.most_in_a_process, self._group()
+        if self.looks_on:
+            rows = x.new_empty(self.num_nodes, *x.shape[1:])
+        elif len(self.ranks) == 1:
+            rows = x
+        else:
+            padded = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])]) if len(x) < most else x
+            blocks = self.wire.all_gather(padded, group).split(most)
+            rows = torch.cat([block[: len(self.parts[rank])] for rank, block in zip(self.ranks, blocks)])
+        return self._told(rows)
+
+    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
+        if self.looks_on:
+            return x
+        return super()._permute(x, source)
+
+    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        if self.looks_on:
+            return x
+        return super()._mix(x, weights)
+
+    def _group(self) -> Any:
+        """Return the process group of the members; all processes call it."""
+        return None if not self.onlookers else self.wire.subgroup(self.ranks)
+
+    def _told(self, x: Tensor) -> Tensor:
+        return self.wire.tell(x.contiguous(), self.ranks[0], self.onlookers)
 
 
 def tensors_text(x: Tensor | Tree) -> str:
@@ -387,13 +338,3 @@ def _partial(x: Tensor, count: int) -> Tensor:
     """
     part = x.sum(0, keepdim=True, dtype=x.dtype)
     return part / count if count > 1 else part
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """View a tensor as uint8 `[bytes]`: backends do not know every type."""
-    return x.contiguous().view(-1).view(torch.uint8)
-
-
-def _from_bytes(carried: Tensor, like: Tensor) -> Tensor:
-    """Invert `_as_bytes` for a tensor of the form of `like`, on its device."""
-    return carried.to(like.device).view(like.dtype).view(like.shape)

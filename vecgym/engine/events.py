@@ -205,6 +205,14 @@ class Rules:
             return (event.node,), (), 1.0
         return (), event.nodes if isinstance(event, Restart) else (), 1.0
 
+    def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
+        """Send what a node's round has moved; return when it is there."""
+        return links.up(node, end)
+
+    def begins(self, links: Links, node: int, time: float) -> float:
+        """Send what a node's next round begins with; return when it is there."""
+        return links.down(node, time)
+
     def seconds_of_round(self, node: int, first_step: int, step_seconds: StepSeconds) -> float:
         """Return how long a round takes, summed from left to right."""
         took = 0.0
@@ -303,7 +311,8 @@ class _Run:
         """
         while self.ready and self.ready[0][0] <= self.closes and self.ready[:1] <= (self.arriving[:1] or self.ready):
             end, node = heapq.heappop(self.ready)
-            time = end if self.links is None else self.links.up(node, end)
+            first_step = self.steps[node] - self.rules.num_steps[node]
+            time = end if self.links is None else self.rules.arrives(self.links, node, end, first_step)
             heapq.heappush(self.arriving, (time, node))
         return self.arriving[0] if self.arriving else (math.inf, -1)
 
@@ -348,7 +357,8 @@ class _Run:
     def _restart(self, time: float) -> Restart:
         nodes = tuple(sorted(self.waiting))
         self.waiting, self.closes = [], math.inf
-        begins = tuple(time if self.links is None else self.links.down(node, time) for node in nodes)
+        links, rules = self.links, self.rules
+        begins = tuple(time if links is None else rules.begins(links, node, time) for node in nodes)
         for node, begin in zip(nodes, begins):
             self._begin(node, begin)
         return Restart(time, nodes, self.version, begins)

@@ -1,14 +1,17 @@
-"""The exchange of what a step leaves in memory that is used again."""
+"""The exchanges of steps: in memory that is used again; and by themselves, without training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vecgym.collectives.shapes import Announced
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
+from vecgym.engine.presence import exchanges_gradients
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import moments_in, with_moments
 
@@ -64,3 +67,42 @@ def own_storage(shared: Tree, params: Tree) -> Tree:
 
     with torch.no_grad():
         return tree.map(settle, shared, params)
+
+
+def exchanges(
+    strategy: Strategy, params: Tree, wide: Tree, comm: Announced, max_steps: int, seed: int
+) -> Iterator[tuple[Tree, Tree, dict[str, Any]]]:
+    """Make the exchanges of all steps with tensors that have no values; yield what comes of each that has any.
+
+    Args:
+        params: `[1, *]`, as they are at the start.
+        wide: the same as `[K, *]`, as of nodes that have moved apart.
+
+    Yields:
+        Gradients after their exchange, parameters after theirs, and the modules' states.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> params = {"w": torch.empty(1, 3, device="meta")}
+    >>> steps = exchanges(DiLoCoStrategy("sgd", H=2), params, {"w": params["w"].expand(4, 3)}, Announced(4), 2, seed=0)
+    >>> [after["w"].shape for _, after, _ in steps]
+    [torch.Size([1, 3])]
+    """
+    optimizer, modules = strategy.init(params, _context(comm, 0, max_steps, seed))
+    for step in range(max_steps):
+        ctx = _context(comm, step, max_steps, seed)
+        comm.ledger.begin_step(step)
+        if strategy.idle(ctx) and not exchanges_gradients(strategy):
+            continue
+        active, grads = strategy.active_nodes(ctx), wide
+        if active is None:
+            grads, modules = strategy.exchange_gradients(wide, modules, ctx)
+        else:
+            ctx = _context(comm, step, max_steps, seed, tuple(active))
+        _, modules = exchange_moments(strategy, optimizer, wide, modules, ctx)
+        after, modules = strategy.exchange_parameters(wide, modules, ctx)
+        yield grads, after, modules
+
+
+def _context(comm: Announced, step: int, max_steps: int, seed: int, active: tuple[int, ...] | None = None) -> Context:
+    examples = (1,) * comm.num_nodes
+    return Context(comm, step=step, max_steps=max_steps, seed=seed, active=active, num_examples=examples)

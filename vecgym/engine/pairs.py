@@ -14,10 +14,11 @@ Update(time=1.5, version=1, num_arrivals=2)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vecgym.engine.events import Arrival, Averaged, Event, Restart, Rules, StepSeconds
+from vecgym.engine.wires import Links
 
 
 def _itself(node: int, step: int) -> int:
@@ -37,6 +38,18 @@ class PairRules(Rules):
 
     neighbour: Callable[[int, int], int] = _itself
     average_first: bool = False
+
+    def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
+        """Let a node and its neighbour send each other their parameters."""
+        other = self.neighbour(node, first_step)
+        return end if other == node else links.swap(node, other, end)
+
+    def begins(self, links: Links, node: int, time: float) -> float:
+        return time
+
+    def messages_of(self, event: Event) -> tuple[Sequence[int], Sequence[int], float]:
+        pair = (event.node, event.neighbour) if isinstance(event, Averaged) else ()
+        return pair, pair, 1.0
 
     def events(self, step_seconds: StepSeconds) -> Iterator[Event]:
         changed = [0] * len(self.num_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,21 +26,32 @@ def rejoined(state: State, presence: Presence, comm: Collectives, inplace: bool)
     back = presence.returning(state.step)
     if not back or presence.rejoin == "own":
         return state
-    there, before = presence.row(state.step), presence.row(state.step - 1)
-    staying = _ids(there & before) or _ids(before)
+    sources = sources_of(back, presence, state.step)
     if presence.rejoin == "shared":
-        sources = [staying[0]] * len(back)
-        given = _mean(state.params, _ids(before), comm)
+        given = _mean(state.params, _ids(presence.row(state.step - 1)), comm)
     else:
-        seed = presence.run.seed
-        draws = [rng.generator(seed, "neighbour", state.step, node) for node in back]
-        sources = [staying[int(torch.randint(len(staying), (), generator=draw))] for draw in draws]
         given = nodes.take_rows(state.params, torch.tensor(sources))
     links = Links.of(torch.tensor(sources), torch.tensor(back))
     comm.ledger.record(Transfer("permute", payload_bytes(state.params), comm.run_nodes, links, tensors=tuple(given)))
     own = {name: x for name, x in given.items() if len(state.params[name]) > 1}
     put = nodes.put_rows(state.params, torch.tensor(back), own, len(state.node_steps), inplace)
     return replace(state, params={**state.params, **put})
+
+
+def sources_of(back: Sequence[int], presence: Presence, step: int) -> list[int]:
+    """Return the node that sends parameters to each of those that return: with "shared" one, else one drawn for each.
+
+    >>> from vecgym.engine.availability import Facts, Trace
+    >>> presence = Presence(Trace([[False, True, True], [True, True, True]], rejoin="shared"), Facts(3, 2, seed=0))
+    >>> sources_of([0], presence, step=1)
+    [1]
+    """
+    there, before = presence.row(step), presence.row(step - 1)
+    staying = _ids(there & before) or _ids(before)
+    if presence.rejoin == "shared":
+        return [staying[0]] * len(back)
+    draws = [rng.generator(presence.run.seed, "neighbour", step, node) for node in back]
+    return [staying[int(torch.randint(len(staying), (), generator=draw))] for draw in draws]
 
 
 def _mean(params: Tree, members: list[int], comm: Collectives) -> Tree:

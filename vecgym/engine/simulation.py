@@ -179,19 +179,20 @@ class Simulation:
                 return self._step_beside(part, ids, state, batch, observe)
             batch = nodes.take_rows(batch, rows)
             part.limits = None if part.limits is None else tuple(part.limits[i] for i in ids)
-        once = presence.rejoin != "own" and (len(ids) > 1 or self._one_rate)
         of_part = taken(self.strategy, state, rows, alike=inplace)
         training = None if training is None else tuple(ids.index(node) for node in training)
         ctx = part._context(state.step, of_part.node_steps, inplace)
 
         def seen(params: Tree) -> None:
-            observe(put(self.strategy, state, rows, replace(of_part, params=params), once, inplace=False).params)
+            observe(
+                put(self.strategy, state, rows, replace(of_part, params=params), self._one_rate, inplace=False).params
+            )
 
         after, metrics = part._step(of_part, batch, ctx, seen, training)
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
         index = placed(rows, metrics.losses.device)
         losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        state = put(self.strategy, state, rows, after, once, inplace)
+        state = put(self.strategy, state, rows, after, self._one_rate, inplace)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
 

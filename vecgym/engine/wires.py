@@ -60,6 +60,21 @@ class Links:
         self.node_up[node] = self.server_in = end
         return end + wires.latency[node]
 
+    def swap(self, node: int, other: int, ready: float) -> float:
+        """Let two nodes send each other a message of `num_bytes`; return when both are there.
+
+        Both directions go at once, at the pace of the slowest of the four ends, when all of these are free.
+
+        >>> Links(Wires(1.0, up=[2.0, 1.0], down=[1.0, 3.0], latency=[0.5, 0.1]), num_nodes=2).swap(0, 1, ready=1.0)
+        4.5
+        """
+        wires, ends = self.wires, (self.node_up, self.node_down)
+        took = wires.num_bytes * max(wires.up[node], wires.up[other], wires.down[node], wires.down[other])
+        end = max(ready, *(taken[i] for taken in ends for i in (node, other))) + took
+        for taken in ends:
+            taken[node] = taken[other] = end
+        return end + max(wires.latency[node], wires.latency[other])
+
     def down(self, node: int, ready: float, share: float = 1.0) -> float:
         """Send the server's parameters, or a share of them; return when they are at the node."""
         wires = self.wires

@@ -61,17 +61,7 @@ An update at every arrival with momentum adds up: rates that suit DiLoCo are abo
 
 All that follows is true of them as well.
 
-## Regions, fragments, pairs
-
-Three more algorithms go by events; each has its rules, and how it deviates from its paper, in its docstring.
-
-- `HALoSStrategy(regions=...)`: a server in each region takes the movements of its nodes, and sends what it has moved to a
-  global one; `between=` is the network of the servers.
-- `DecoupledDiLoCoStrategy(quorum, fragments, grace)`: nodes never stop; a server merges each fragment of the parameters
-  of those that have sent it.
-- `ADPSGDStrategy(topology)`: no server: a node that ends a step averages with one random neighbour.
-
-`fit(availability=...)`, for nodes that fail, come back or are not waited for, belongs to synchronous strategies: see
+Each has its rules, and how it deviates from its paper, in its docstring. `fit(availability=...)`, for nodes that fail, come back or are not waited for, belongs to synchronous strategies: see
 `vecgym.guide.strategies`.
 
 ## How long, and what is recorded
@@ -126,7 +116,7 @@ tensor(True)
 ## Limits
 
 Dropout masks depend on which nodes share a call, so a model with dropout is reproducible for one setting of `together`.
-`sweep` takes `AsyncStrategy`, and stacks configurations with the same events.
+`sweep` stacks configurations of `AsyncStrategy` with the same events, and trains all others one after the other.
 
 One process: real processes (`backend=`, `exact=True`), `verify`, `dry_run`, `estimate_memory` and `compile=True` are
 for synchronous strategies, and say so. An asynchronous run is not priced on other networks afterwards, since these

@@ -9,7 +9,7 @@
   on the MLP. Convolution and max-pooling take as long as in a loop, and stacking cannot reduce the arithmetic of a
   large model: see `vecgym.guide.performance`.
 - Processes are tested with gloo on CPUs, and have never been run on GPUs.
-- Asynchronous strategies, and nodes that are absent (`fit(availability=...)`), are for runs in one process.
+- Asynchronous strategies, and messages that are lost (`OuterStep(lost=)`), are for runs in one process.
 
 ## Models
 

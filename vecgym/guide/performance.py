@@ -21,7 +21,8 @@ of arithmetic at the rate of a large matrix product, and bytes at the bandwidth 
 | GPT, 2 layers, width 64, context 64, batch 8 | 16 | 200 | 115 | 1.7 x | 117 | 32.6 | 127 | 119 | 0.93 |
 | GPT, 4 layers, width 256, context 128, batch 4 | 4 | 528 | 435 | 1.2 x | 432 | 279 | 458 | 500 | 1.09 |
 
-Medians move by a tenth from run to run: another one gave 92 x for the tiny MLP. A plain loop beside an idle vecgym engine
+Medians move by a tenth from run to run: others gave 92 and 95 x for the tiny MLP, and 3.0, 1.16, 1.4 and 1.24 x for the
+rest. A plain loop beside an idle vecgym engine
 takes 0.93 to 1.09 times as long as without.
 
 Where it is not fast: about a millisecond of a step is spent in Python, so AllReduce takes 1.7 times as long as *big* on the

@@ -109,7 +109,8 @@ in any case. AllReduce only exchanges gradients: a node that returns with its ow
 
 A run in which some nodes are never there equals one without them, to the bit with their ids as the keys of random numbers:
 on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all then train at once, and the
-absent get back what they had, which is faster.) All nodes must be in one process. `rollout` takes `availability` too.
+absent get back what they had, which is faster.) `rollout` and `verify` take `availability` too. On real processes a node
+that is absent sends nothing; what all nodes store once is told to its process, uncounted, by one of those that are there.
 `OuterStep(..., lost=0.1)` loses messages, as DiLoCo's paper does: see there.
 
 ## Optimizers and learning rates

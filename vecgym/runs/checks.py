@@ -83,16 +83,11 @@ def check_left_out(strategy: Strategy, option: str, given: Any, default: Any) ->
         raise ValueError(f"{option}={given!r} is not there for {type(strategy).__name__}: leave it out.")
 
 
-def check_availability(backend: str, dataloader_kwargs: Mapping[str, Any] | None) -> None:
+def check_availability(dataloader_kwargs: Mapping[str, Any] | None) -> None:
     """Raise a ValueError for what a run in which nodes may be absent cannot have.
 
-    >>> check_availability("stacked", None)
+    >>> check_availability(None)
     """
-    if backend != "stacked":
-        raise ValueError(
-            f"availability with backend={backend!r}: nodes may be absent only where all are in one process. Leave "
-            'availability out, or give backend="stacked".'
-        )
     if (dataloader_kwargs or {}).get("num_workers"):
         raise ValueError(
             "availability with num_workers in dataloader_kwargs: each node reads the batch of its own count of steps, "

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.collectives.distributed import Wire
+from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from vecgym.collectives import Collectives, StackedCollectives
-from vecgym.collectives.distributed import Disagreement, DistributedCollectives, Wire
+from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.ledger import Entry
+from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import tree
 from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
@@ -21,6 +22,7 @@ from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.runs.accounting import AccountedCollectives
 from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
+from vecgym.runs.present import own_batch, presence_of, simulation_of
 from vecgym.strategy import Context, Strategy
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
@@ -99,6 +101,8 @@ class Case(NamedTuple):
     engine: str = "loop"
     num_examples: tuple[int, ...] | None = None
     compile: bool = False
+    availability: Any = None
+    compute: Any = None
 
     def simulation(self, comm: Collectives, exact: bool) -> Simulation:
         """Return the training of the nodes of `comm`."""
@@ -111,9 +115,10 @@ class Case(NamedTuple):
         with torch.enable_grad():
             engine.prepare(self.converted(self.batches([0]).batch(0)))
         num_examples = self.num_examples or tuple(self.batches().shard_sizes)
-        return Simulation(
+        presence = presence_of(self, self.steps, num_examples)
+        return simulation_of(presence, comm)(
             self.model, self.strategy, comm, engine=engine, max_steps=self.steps, seed=self.seed,
-            num_examples=num_examples, exact=exact,
+            num_examples=num_examples, exact=exact, presence=presence,
         )  # fmt: skip
 
     def batches(self, node_ids: Any = None) -> Batches:
@@ -189,8 +194,12 @@ class Form:
         self.losses = torch.empty(0)
 
     def step(self, step: int) -> None:
-        batch = self.case.converted(self.batches.batch(step))
-        self.state, metrics = self.simulation.step(self.state, batch)
+        presence, limits = self.simulation.presence, None
+        if presence is None:
+            batch = self.batches.batch(step)
+        else:
+            batch, limits = own_batch(self.batches, presence, self.state)
+        self.state, metrics = self.simulation.step(self.state, self.case.converted(batch), limits=limits)
         self.comm.ledger.add(step, metrics.transfers)
         self.losses = metrics.losses
 

@@ -306,7 +306,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         if self.num_processes is not None:
             check_divides(self.num_processes, self.num_nodes)
         if self.availability is not None:
-            check_availability(self.backend, self.dataloader_kwargs)
+            check_availability(self.dataloader_kwargs)
         if self.exact and self.compile:
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
 

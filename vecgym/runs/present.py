@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from vecgym.collectives import Collectives
+from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.core import tree
 from vecgym.data import Batches
+from vecgym.engine.apart import PartSimulation
 from vecgym.engine.availability import Facts
 from vecgym.engine.presence import Presence
-from vecgym.engine.simulation import MOST
+from vecgym.engine.simulation import MOST, Simulation
 from vecgym.engine.state import State
 from vecgym.strategy import Strategy
 from vecgym.strategy.communication import innermost, overrides
@@ -51,7 +54,8 @@ def check_rollout(availability: Any, strategy: Strategy) -> None:
 def own_batch(train: Batches, presence: Presence, state: State) -> tuple[Any, list[int] | None]:
     """Return the batch of a step, each node's at its own count, and how many examples of each row are its own.
 
-    Where few are present it has their rows only. None in place of the numbers: as in every step of the run.
+    Where few of the nodes here are present it has their rows only, and where none is, it is None. None in place of the
+    numbers: as in every step of the run.
 
     >>> from vecgym.engine.availability import Trace
     >>> presence = Presence(Trace([[True, False, False]]), Facts(3, 1, seed=0))
@@ -59,12 +63,25 @@ def own_batch(train: Batches, presence: Presence, state: State) -> tuple[Any, li
     >>> own_batch(Batches(torch.arange(6), 3, batch_size=2, shuffle=False), presence, state)
     (tensor([[0, 3]]), [2])
     """
-    step, counts, ids = state.step, state.node_steps.tolist(), presence.present(state.step)
-    if ids is None and all(count == step for count in counts):
+    step, counts = state.step, state.node_steps.tolist()
+    here = presence.row(step)[list(train.node_ids)].nonzero().flatten().tolist()
+    if len(here) == len(counts) and all(count == step for count in counts):
         return train.batch(step), None
-    few = ids is not None and len(ids) < MOST * len(counts)
-    there = list(ids) if few and ids is not None else list(range(len(counts)))
+    if not here:
+        return None, None
+    there = here if len(here) < MOST * len(counts) else list(range(len(counts)))
     return train.at([counts[node] for node in there], there)
+
+
+def simulation_of(presence: Presence | None, comm: Collectives) -> type[Simulation]:
+    """Return the class of the simulation of the nodes of `comm`, where some may be absent.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> simulation_of(None, StackedCollectives(4)).__name__
+    'Simulation'
+    """
+    apart = presence is not None and isinstance(comm, DistributedCollectives) and comm.wire.num_processes > 1
+    return PartSimulation if apart else Simulation
 
 
 def at_own_counts(steps: Sequence[Any], presence: Presence) -> list[Any]:

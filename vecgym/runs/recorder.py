@@ -77,7 +77,7 @@ class StepRows:
                 "examples": self.examples,
                 "train_loss": None,
                 "train_losses": None,
-                "lr": _mean(metrics.lr),
+                "lr": mean_rate(metrics.lr),
                 "bytes_step": num_bytes[0],
                 "bytes_total": num_bytes[1],
                 "bytes_received_total": num_bytes[2],
@@ -90,7 +90,7 @@ class StepRows:
         if metrics.num_present is not None:
             row["num_present"] = metrics.num_present
         if metrics.outer_lr is not None:
-            row["outer_lr"] = _mean(metrics.outer_lr)
+            row["outer_lr"] = mean_rate(metrics.outer_lr)
         return row
 
     def _seen(self, size: int, metrics: Metrics) -> int:
@@ -270,8 +270,12 @@ def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
         bar.set_postfix_str(f"loss {row['train_loss']:.4f}, {sent} per node{taken}", refresh=False)
 
 
-def _mean(lr: float | Tensor) -> float:
-    """Return the learning rate; where nodes differ, their mean."""
+def mean_rate(lr: float | Tensor) -> float:
+    """Return a learning rate; where nodes differ, their mean.
+
+    >>> mean_rate(torch.tensor([0.1, 0.3]))
+    0.2
+    """
     return float(lr.detach().double().mean()) if isinstance(lr, Tensor) else float(lr)
 
 

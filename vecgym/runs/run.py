@@ -24,7 +24,7 @@ from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_
 from vecgym.runs.fitting import fitting_sizes
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.options import FitOptions
-from vecgym.runs.present import own_batch, presence_of
+from vecgym.runs.present import own_batch, presence_of, simulation_of
 from vecgym.runs.recorder import Loggers, Recorder
 from vecgym.runs.session import Session
 from vecgym.strategy.described import described
@@ -163,10 +163,11 @@ class Run(Generic[M]):
 
     def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
         options = self.options
-        return Simulation(
+        presence = presence_of(options, self.num_steps, num_examples)
+        return simulation_of(presence, self.comm)(
             self.model, options.strategy, self.comm, engine=self.engine, max_steps=self.num_steps, seed=options.seed,
             minibatch_size=options.minibatch_size, num_examples=num_examples, limits=limits, exact=options.exact,
-            presence=presence_of(options, self.num_steps, num_examples),
+            presence=presence,
         )  # fmt: skip
 
     def evaluate(self) -> None:

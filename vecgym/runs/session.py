@@ -63,14 +63,22 @@ class Session:
         return replace(facts, **self.wire.broadcast_object(shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
-        """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step."""
+        """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step.
+
+        Where nodes may be absent, so do the rates of those present.
+        """
         if self.num_processes == 1:
             return metrics
-        losses = metrics.losses
-        flags = torch.full_like(losses, float(bool(interrupted)))
-        of_all = everyone(torch.stack([losses, flags], 1).double(), self.comm, losses.device)  # [K, 2]
+        losses, own_rates = metrics.losses, metrics.num_present is not None
+        columns = [losses, torch.full_like(losses, float(bool(interrupted)))]
+        columns += [torch.as_tensor(metrics.lr, device=losses.device)] if own_rates else []
+        of_all = everyone(torch.stack([x.double() for x in columns], 1), self.comm, losses.device)  # [K, 2 or 3]
         self._interrupted = bool(of_all[:, 1].any())
-        return metrics._replace(losses=of_all[:, 0].to(losses.dtype))
+        lr: Any = metrics.lr
+        if own_rates:
+            rates = of_all[:, 2][~of_all[:, 2].isnan()]
+            lr = float(rates[0]) if bool((rates == rates[0]).all()) else rates
+        return metrics._replace(losses=of_all[:, 0].to(losses.dtype), lr=lr)
 
     def stop(self, interrupted: list[int]) -> bool:
         """Return whether the run ends after this step."""

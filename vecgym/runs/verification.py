@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from vecgym.clock import Compute
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
 from vecgym.core.options import Options, function_of
@@ -25,7 +26,7 @@ from vecgym.runs import links, multiprocess
 from vecgym.runs.checks import check_strategy
 from vecgym.runs.diagnosis import KINDS, Finding
 from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_compiled, compare_with_ddp
-from vecgym.runs.options import Count, Flag, Seconds, Seed
+from vecgym.runs.options import Count, Flag, Present, Seconds, Seed
 from vecgym.runs.supervisor import node_labels
 from vecgym.strategy import AllReduceStrategy, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -112,6 +113,8 @@ class VerifyOptions(Options):
             other processes: models with dropout then differ in the native check.
         timeout_s: see `vecgym.runs.multiprocess.run`.
         compile: also compare the stack with compiled gradients to that of `vmap`, to the same bounds as "native".
+        availability: who is present in which steps; see `Trainer.fit`.
+        compute: how long the nodes compute, for an availability that needs it.
     """
 
     strategy: Strategy
@@ -129,6 +132,8 @@ class VerifyOptions(Options):
     engine: Annotated[str, check_engine] = "loop"
     timeout_s: Seconds = 120.0
     compile: Flag = False
+    availability: Present = None
+    compute: Compute | None = None
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy, self.num_nodes)
@@ -181,7 +186,7 @@ def _case(options: VerifyOptions) -> Case:
     model = copy.deepcopy(options.model).to("cpu", options.dtype)
     return Case(
         options.strategy, model, options.dataset, options.num_nodes, options.steps, options.batch_size, options.seed,
-        options.engine,
+        options.engine, availability=options.availability, compute=options.compute,
     )  # fmt: skip
 
 
@@ -192,6 +197,6 @@ def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:
         native = replace(native, finding=native.finding._replace(cause=ORDER_OF_SUMS, rule=""))
     checks = [exact, native]
-    if isinstance(case.strategy, AllReduceStrategy):
+    if isinstance(case.strategy, AllReduceStrategy) and case.availability is None:  # DDP has no absent nodes
         checks.append(Check("DDP", BOUNDS[dtype], compare_with_ddp(case, wire)))
     return checks

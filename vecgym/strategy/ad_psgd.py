@@ -29,8 +29,11 @@ class ADPSGDStrategy(EventDriven):
     Node i computes the gradient g_i at the parameters that it has when it begins a step. When it ends:
     theta_i <- optimizer_i(theta_i, g_i), where theta_i may have been averaged since; then
     theta_i, theta_j <- (theta_i + theta_j) / 2 with a random neighbour j, which goes on with the step that it is in:
-    the gradient of where it began is applied to what its parameters are by then. An average is atomic, and takes no
-    time.
+    the gradient of where it began is applied to what its parameters are by then. An average is atomic.
+
+    With `fit(network=)` the two send each other their parameters first, both ways at once, when both their links are
+    free. Node i waits for that, node j computes on. Node i's optimizer step and the average happen at the end of it,
+    with what the parameters are by then. Without a network averages take no time.
 
     There is no server. An *update* is as many steps as there are nodes, K, of whichever nodes; a run is measured in
     them, `fit(max_updates=)`, which is the mean number of steps of a node, as `max_steps=`. A row of the history is for
@@ -52,7 +55,7 @@ class ADPSGDStrategy(EventDriven):
             as long as the most steps that a node makes.
 
     Raises:
-        ValueError, TypeError: saying what is allowed; at `fit` for a network, since averages take no time here.
+        ValueError, TypeError: saying what is allowed.
 
     >>> from vecgym import Trainer
     >>> from vecgym.clock import Compute

@@ -83,7 +83,7 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if ctx.comm.shapes_only:
-            return self._announced(values, ctx), state
+            return self._announced(values, ctx), {"residual": self._shapes(values, state)}
         residual, indices, sent = {}, {}, {}
         for name, x in values.items():
             old = state["residual"][name]
@@ -103,6 +103,11 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
         for dtype in (torch.int64, None):  # indices, and values
             ctx.comm.all_gather({name: x.new_empty(sent[name], dtype=dtype) for name, x in values.items()})
         return {name: x[:1] for name, x in values.items()}
+
+    def _shapes(self, values: Tree, state: State) -> Tree:
+        """Return residuals without values, of as many nodes as have their own."""
+        rows = {name: max(len(x), len(state["residual"][name])) for name, x in values.items()}
+        return {name: old.expand(rows[name], -1, -1) for name, old in state["residual"].items()}
 
     def residual(self, state: State, values: Tree) -> Tree:
         """Return delta of each node, `[L, *]`; `values`, `[1 or L, *]`, have the shapes.

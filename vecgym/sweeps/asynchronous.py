@@ -11,9 +11,11 @@ import numpy as np
 from vecgym.data.chosen import chosen_batches
 from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.events import Event
-from vecgym.engine.simulation import State
+from vecgym.engine.kinds import simulation_of
+from vecgym.engine.simulation import Metrics, State
 from vecgym.runs.asynchronous import of_server
-from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.runs.recorder import mean_rate
+from vecgym.strategy.asynchronous import EventDriven
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.curves import Curve, Observed
 from vecgym.sweeps.servers import AsyncMerged, AsyncStack
@@ -32,9 +34,9 @@ class AsyncChunk(Chunk):
         if len(self.configs) > 1:
             return self._stack(AsyncMerged([self._member(config) for config in self.configs], num_elements))
         (config,) = self.configs
-        assert isinstance(config.strategy, AsyncStrategy)
+        assert isinstance(config.strategy, EventDriven)
         assert config.plan is not None
-        return AsyncSimulation(
+        return simulation_of(config.strategy)(
             self.engine.model, config.strategy, self._read, config.plan.events, config.num_nodes, engine=self.engine,
             seed=config.settings["seed"], minibatch_size=config.settings["minibatch_size"],
             num_examples=tuple(config.train.shard_sizes),
@@ -74,12 +76,22 @@ class AsyncChunk(Chunk):
         self.observed.put(
             self.state.step - 1, train_losses=losses, active=active, bytes=(ledger.step_bytes, received),
             totals=(ledger.total_bytes, ledger.total_received_bytes), seconds=time.perf_counter() - self._start,
-            nodes_per_call=sum(computed) / len(computed) if computed else np.nan,
+            nodes_per_call=sum(computed) / len(computed) if computed else np.nan, **self._rates_of(metrics),
         )  # fmt: skip
         return np.flatnonzero(~np.isfinite(np.where(active, losses, 0.0).sum(1))).tolist()
 
+    def _rates_of(self, metrics: Metrics) -> dict[str, float]:
+        """Return the rates of the only configuration; those of several are known from their events."""
+        if len(self.configs) > 1:
+            return {}
+        outer = np.nan if metrics.outer_lr is None else mean_rate(metrics.outer_lr)
+        return {"lr": mean_rate(metrics.lr), "outer_lr": outer}
+
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
-        return of_server(columns)
+        if self.simulation.server is not None:
+            return of_server(columns)
+        columns.pop("consensus_distance_before", None)
+        return columns
 
     def keep(self, chosen: Sequence[int]) -> None:
         """Continue with some of the configurations only."""
@@ -100,8 +112,8 @@ class AsyncChunk(Chunk):
     def load(self, state: dict[str, Any], curves: Sequence[Curve]) -> None:
         """Continue from a saved state, and from what was recorded up to it."""
         super().load(state, curves)
-        here = {**self.state.strategy, "done": state["strategy"]["done"]}  # asked at every event: on the host
-        self.state = State(**{**vars(self.state), "strategy": here})
+        asked = {name: x for name, x in state["strategy"].items() if name == "done"}  # at every event: on the host
+        self.state = State(**{**vars(self.state), "strategy": {**self.state.strategy, **asked}})
         ledger, totals = self.simulation.comm.ledger, curves[0].totals
         if len(totals):
             ledger.total_bytes, ledger.total_received_bytes = map(float, totals[-1])

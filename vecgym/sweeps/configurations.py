@@ -25,7 +25,7 @@ from vecgym.runs.checks import check_compute, check_left_out
 from vecgym.runs.options import checked
 from vecgym.runs.present import presence_of
 from vecgym.strategy import Strategy
-from vecgym.strategy.asynchronous import AsyncStrategy, check_synchronous
+from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
 from vecgym.sweeps.axes import Point
 from vecgym.sweeps.clocks import check_clock, clocks
 from vecgym.sweeps.options import SweepOptions
@@ -57,15 +57,17 @@ class Data:
         given |= {"batch_size": settings["minibatch_size"] or settings["batch_size"], "val_size": self.options.val_size}
         return self._once(EvalBatches, self.options.val_dataset, given)
 
-    def plan(self, config: Configuration, strategy: AsyncStrategy) -> AsyncPlan:
+    def plan(self, config: Configuration, strategy: EventDriven) -> AsyncPlan:
         """Return the events of a configuration; those whose times and rules agree share them."""
         assert config.compute is not None
         sizes = {n: payload_bytes(p.detach()[None]) for n, p in config.model.named_parameters() if p.requires_grad}
         nominal = config.compute.seconds.expand(config.num_nodes).tolist()
-        key = (
-            strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()),
-            id(config.compute), id(config.network), config.stop,
-        )  # fmt: skip
+        key: Any = ("events of its own", config.index)
+        if isinstance(strategy, AsyncStrategy):
+            key = (
+                strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
+                tuple(sizes.items()), id(config.compute), id(config.network), config.stop,
+            )  # fmt: skip
         if key not in self._made:
             seed = config.settings["seed"]
             given = (strategy, config.num_nodes, config.compute, config.network, sizes, seed, config.stop)
@@ -135,7 +137,7 @@ class Configuration:
     @cached_property
     def plan(self) -> AsyncPlan | None:
         """The events of an asynchronous run; None: it is not one."""
-        if not isinstance(self.strategy, AsyncStrategy):
+        if not isinstance(self.strategy, EventDriven):
             return None
         return self.data.plan(self, self.strategy)
 
@@ -148,7 +150,7 @@ class Configuration:
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         K, strategy = self.num_nodes, self.strategy
-        if isinstance(strategy, AsyncStrategy):
+        if isinstance(strategy, EventDriven):
             check_compute(strategy, self.compute)
             check_left_out(strategy, "compile", options.compile, False)
             check_left_out(strategy, "availability", self.settings["availability"], None)
@@ -158,7 +160,7 @@ class Configuration:
         else:
             check_synchronous(strategy)
         strategy.check(K, self.num_steps)
-        if self.plan is not None and isinstance(strategy, AsyncStrategy):
+        if self.plan is not None and isinstance(strategy, EventDriven):
             strategy.check_updates(K, self.num_steps)
             strategy.inner_optim.check_steps(K, self.plan.max_steps, "inner optimizer")
 

@@ -37,7 +37,8 @@ class Curve:
     Attributes:
         status: how it ended.
         columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 2]`, sent and received.
-            Of asynchronous runs, in place of `lr`: `totals` `[T, 2]`, all bytes up to there, and `nodes_per_call`.
+            Of asynchronous runs also `totals` `[T, 2]`, all bytes up to there, and `nodes_per_call`; `lr` and
+            `outer_lr` are nan where several are trained together, since their events say them.
         evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
         average: the parameters and buffers of the averaged model, where they are kept.
         last: what a result shows of it.
@@ -91,13 +92,17 @@ class Curve:
         """Yield the rows of updates of a server."""
         plan, strategy, train = config.plan, config.strategy, config.train
         assert plan is not None
-        assert isinstance(strategy, AsyncStrategy)
-        comm, server = StackedCollectives(config.num_nodes), strategy.server.of(config.num_nodes)
+        comm = StackedCollectives(config.num_nodes)
+        server = strategy.server.of(config.num_nodes) if isinstance(strategy, AsyncStrategy) else None
         sent, total, seconds = self.columns["bytes"].tolist(), self.totals.tolist(), self.columns["seconds"].tolist()
         per_call = [None if np.isnan(x) else x for x in self.columns["nodes_per_call"].tolist()]
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
-            lr, trained = inner_rates(strategy, comm, plan.arrivals(t + 1), plan.max_steps), active.nonzero().flatten()
-            metrics = Metrics(losses, lr, trained.tolist(), server.lr(t))
+            trained = active.nonzero().flatten()
+            if server is not None:
+                lr, outer_lr = inner_rates(strategy, comm, plan.arrivals(t + 1), plan.max_steps), server.lr(t)
+            else:
+                lr, outer_lr = (float(self.columns[name][t]) for name in ("lr", "outer_lr"))
+            metrics = Metrics(losses, lr, trained.tolist(), None if outer_lr != outer_lr else outer_lr)
             epoch, seen = plan.epoch(t + 1, train), plan.seen(t + 1, train)
             row = rows.begun(t + 1, metrics, (sent[t][0], *total[t]), seconds[t], epoch, seen)
             row.update(plan.columns(t + 1), nodes_per_call=per_call[t])
@@ -129,7 +134,8 @@ class Observed:
             "seconds": np.full(shape, np.nan),
         }
         if updates:
-            self.arrays |= {"totals": np.zeros((*shape, 2)), "nodes_per_call": np.full(shape, np.nan)}
+            self.arrays["totals"] = np.zeros((*shape, 2))
+            self.arrays |= {name: np.full(shape, np.nan) for name in ("nodes_per_call", "lr", "outer_lr")}
         else:
             self.arrays["lr"] = np.full(shape, np.nan)
         self.evaluations: list[dict[int, dict[str, Any]]] = [{} for _ in range(num_configs)]  # step -> columns

@@ -92,7 +92,7 @@ class SweepOptions(EngineOptions, Training, Swept):
 
     def __post_init__(self) -> None:
         if self.availability is not None:
-            check_availability("stacked", self.dataloader_kwargs)
+            check_availability(self.dataloader_kwargs)
         super().__post_init__()
         for name in ("train_dataset", "val_dataset"):
             data = vars(self)[name]

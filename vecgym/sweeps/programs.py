@@ -17,8 +17,8 @@ from vecgym.records.rows import counted
 from vecgym.runs.footprint import passing
 from vecgym.runs.memory import available_bytes
 from vecgym.runs.options import resolve_device
-from vecgym.strategy import Context
-from vecgym.strategy.asynchronous import AsyncStrategy
+from vecgym.strategy import Context, Strategy
+from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
 from vecgym.sweeps.configurations import Configuration, alike
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.parts import exchange_key, optimizer_key
@@ -95,6 +95,7 @@ def _key(config: Configuration) -> dict[str, Any]:
         "kind of strategy (asynchronous, or with steps of all nodes)": config.strategy.asynchronous,
         "order of events (which node meets its server when)": config.plan,
         "choice of together": getattr(config.strategy, "together", True),
+        "kind of server": type(config.strategy) if _alone(config.strategy) else None,
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
         "availability": config.settings["availability"] is not None,
@@ -120,6 +121,8 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     size, reason = len(configs), "all in one stack"
     if configs[0].settings["availability"] is not None:
         size, reason = 1, "availability: each by itself"
+    elif _alone(configs[0].strategy):
+        size, reason = 1, f"{type(configs[0].strategy).__name__}: each by itself"
     elif options.chunk_configs is not None and options.chunk_configs < size:
         size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
     elif (
@@ -139,6 +142,11 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     size = -(-len(indices) // number)  # equal parts
     chunks = [indices[i : i + size] for i in range(0, len(indices), size)]
     return Program(configs, chunks, reason, bytes_per_config)
+
+
+def _alone(strategy: Strategy) -> bool:
+    """Whether configurations of this strategy are trained one after the other."""
+    return isinstance(strategy, EventDriven) and not isinstance(strategy, AsyncStrategy)
 
 
 def max_memory_bytes(options: SweepOptions) -> int:

@@ -1,0 +1,186 @@
+"""Nodes that are absent, on real processes: the same numbers, and nothing sent by those that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fitting import dataset
+from tests.models import make_model
+from vecgym import Trainer, verify
+from vecgym.clock import Compute
+from vecgym.collectives import StackedCollectives
+from vecgym.collectives.distributed import DistributedCollectives
+from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
+from vecgym.runs import links, multiprocess
+from vecgym.runs.lockstep import Case, Check, compare
+from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DiLoCoStrategy, Strategy
+from vecgym.strategy.catalogue import CATALOGUE
+
+F64, STEPS, H = torch.float64, 7, 2
+MADE: dict[str, Callable[..., Strategy]] = {
+    name: partial(row.make, H=H, p=0.3, inner_optim="adamw", lr=0.01) for name, row in CATALOGUE.items()
+}
+
+
+def trace(num_nodes: int, rejoin: Any, seed: int = 0) -> Trace:
+    """A run in which each process is without nodes at some steps, and once only one node is there."""
+    table = torch.rand(STEPS, num_nodes, generator=torch.Generator().manual_seed(seed)) < 0.6
+    table[1] = torch.arange(num_nodes) >= num_nodes // 2
+    table[2] = True
+    table[4] = torch.arange(num_nodes) < (num_nodes + 1) // 2
+    table[5] = torch.arange(num_nodes) == 0
+    table[:, 0] |= ~table.any(1)
+    return Trace(table, rejoin)
+
+
+def checks(link: Any, names: list[str], num_nodes: int, rejoin: Any) -> dict[str, list[Check]]:
+    torch.set_num_threads(1)
+    found, wire = {}, links.wire()
+    for name in names:
+        strategy = MADE[name]()
+        case = Case(
+            strategy, make_model("MLP", dtype=F64), dataset("MLP"), num_nodes, STEPS,
+            availability=trace(num_nodes, rejoin),
+        )  # fmt: skip
+        found[name] = [check for exact in (True, False) for check in compare(case, [wire], exact=exact)]
+    return found
+
+
+@pytest.mark.parametrize("rejoin", ["own", "shared", "neighbour"])
+@pytest.mark.parametrize(("num_nodes", "num_processes"), [(4, 4), (4, 2)])
+def test_every_strategy_is_what_it_is_in_one_process(num_nodes: int, num_processes: int, rejoin: Any) -> None:
+    [found, *_] = multiprocess.run(checks, num_processes, (list(MADE), num_nodes, rejoin))
+    failed = {
+        f"{name}, {check.name}": check.first_failure
+        for name, both in found.items()
+        for check in both
+        if not check.passed
+    }
+    assert not failed
+
+
+def fitted(name: str, availability: Any, **more: Any) -> Trainer[nn.Module]:
+    trainer = Trainer(make_model("MLP"), dataset("MLP"), dataset("MLP"))
+    settings: dict[str, Any] = {"num_nodes": 4, "max_steps": STEPS, "batch_size": 4, "val_interval": 3}
+    trainer.fit(
+        MADE[name](), availability=availability, exact=True, device="cpu", progress=False, **{**settings, **more}
+    )  # fmt: skip
+    return trainer
+
+
+def rows_of(trainer: Trainer[nn.Module]) -> list[dict[str, Any]]:
+    timed = {"memory_bytes", "seconds", "steps_per_s", "examples_per_s", "bytes_per_s"}
+    return [{name: x for name, x in row.items() if name not in timed} for row in trainer.history.rows]
+
+
+def assert_same_rows(a: Trainer[nn.Module], b: Trainer[nn.Module]) -> None:
+    for x, y in zip(rows_of(a), rows_of(b), strict=True):
+        assert x.keys() == y.keys()
+        for name, value in x.items():
+            expected, found = (torch.as_tensor([] if v is None else v, dtype=F64) for v in (value, y[name]))
+            assert torch.equal(expected.nan_to_num(-1.0), found.nan_to_num(-1.0)), (x["step"], name)
+    assert a.ledger.summary() == b.ledger.summary()
+
+
+APART: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "trace": ("diloco", trace(4, "shared"), {}),
+    "dropout": ("allreduce", Dropout(0.4, 2, rejoin="neighbour"), {}),
+    "sampled": ("diloco-topk", Sampled(0.5, H), {}),
+    "local steps": ("fedavg", LocalSteps([1, 2, 2, 1], H=H), {}),
+    "deadline": ("diloco", Deadline(1.0, H) & LocalSteps([2, 1, 2, 2], H=H),
+                 {"compute": Compute.lognormal([0.4, 0.5, 0.4, 0.45], sigma=0.3)}),
+    "own rates": ("gossip", Dropout(0.4, 2), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("which", APART)
+def test_a_fit_on_processes_is_the_fit(which: str, num_processes: int) -> None:
+    name, availability, more = APART[which]
+    alone = fitted(name, availability, **more)
+    apart = fitted(name, availability, backend="processes", num_processes=num_processes, **more)
+    assert_same_rows(alone, apart)
+    for key, p in alone.nodes.params.items():
+        assert torch.equal(p, apart.nodes.params[key])
+    assert any(x is not None and x < 4 for x in alone.history["num_present"]) == (which != "local steps")
+
+
+def test_rates_of_nodes_at_different_times(tmp_path: Path) -> None:
+    """The rate of a row is the mean over those present, wherever they are; and such a run is resumed to the bit."""
+    MADE["warm"] = partial(DiLoCoStrategy, "adamw", H=H, warmup_steps=5, lr=0.01)
+    try:
+        given: dict[str, Any] = {"backend": "processes", "num_processes": 4}
+        whole = fitted("warm", trace(4, "own"), **given)
+        assert_same_rows(fitted("warm", trace(4, "own")), whole)
+        counts = trace(4, "own").table.cumsum(0)
+        assert whole.history["lr"][-1] == pytest.approx(
+            0.01 * min(1.0, float((counts[-2][trace(4, "own").table[-1]] / 5).clamp(max=1).mean())), rel=1e-6
+        )
+        fitted("warm", trace(4, "own"), **given, save_dir=tmp_path, checkpoint_interval=1, max_steps=STEPS)
+        assert_same_rows(
+            fitted("warm", trace(4, "own"), **given, save_dir=tmp_path, checkpoint_interval=1, resume=True), whole
+        )
+    finally:
+        del MADE["warm"]
+
+
+def handed(link: Any) -> list[int]:
+    """What each process hands over while the nodes of the second are absent, and when all are there."""
+    comm = DistributedCollectives(4, links.wire())
+    some, found = comm.among([0, 1]), []
+    x = torch.arange(2.0)[:, None] + 2 * link.rank
+    for each in (some, comm):
+        before, here = comm.wire.handed_bytes, x[: each.num_local]
+        means = [each.mean(here), each.all_gather(here).mean(1), each.sum(here) / each.num_nodes]
+        each.broadcast(here, 1)
+        each.permute(here, [1, 0, 3, 2][: each.num_nodes])
+        assert all(torch.equal(m, torch.full((1, 1), each.num_nodes / 2 - 0.5)) for m in means)
+        found.append(comm.wire.handed_bytes - before)
+    assert some.members == (0, 1)
+    assert some.run_nodes == 4
+    return found
+
+
+def test_who_is_absent_hands_over_nothing_and_knows_what_all_get() -> None:
+    first, second = multiprocess.run(handed, 2)
+    # The first holds all members, so that only its broadcast leaves it.
+    assert first[0] == 4
+    assert second[0] == 0
+    assert first[1] > 4
+    assert second[1] > 0
+
+
+def test_verify_takes_an_availability() -> None:
+    report = verify(
+        DiLoCoStrategy("adamw", H=H, lr=0.01), make_model("MLP"), dataset("MLP"), steps=STEPS, num_processes=4,
+        availability=trace(4, "shared"),
+    )  # fmt: skip
+    assert report.passed
+    assert [check.name for check in report.checks] == ["exact", "native"]
+
+
+class LooksAtValues(CommunicationModule):
+    def exchange_parameters(self, params: Any, state: Any, ctx: Any) -> Any:
+        return (ctx.comm.mean(params) if float(next(iter(params.values())).sum()) > -1e9 else params), state
+
+
+def test_a_strategy_that_looks_at_values_is_refused() -> None:
+    MADE["looks"] = partial(CommunicateOptimizeStrategy, [LooksAtValues()], "sgd", lr=0.1)
+    try:
+        fitted("looks", trace(4, "own"))
+        with pytest.raises(ValueError, match="looks at the values of what it exchanges"):
+            fitted("looks", trace(4, "own"), backend="processes", num_processes=2)
+    finally:
+        del MADE["looks"]
+
+
+def test_some_of_some_nodes() -> None:
+    whole = StackedCollectives(6).among([0, 2, 3, 5])
+    assert whole.among([1, 3]).members == (2, 5)
