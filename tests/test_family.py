@@ -13,6 +13,7 @@ from tests.helpers import Run, assert_close, difference, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.common import Result
+from tests.reference.gpa import gpa
 from tests.reference.local_adam import local_adam
 from tests.reference.muloco import muloco
 from tests.reference.noloco import noloco
@@ -22,9 +23,11 @@ from vecgym.core.tree import Tree
 from vecgym.optim import kernels
 from vecgym.strategy import (
     AllReduceStrategy,
+    Context,
     DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GPAStrategy,
     LocalAdamStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
@@ -248,3 +251,46 @@ def test_derivatives_of_muloco_are_those_of_its_polynomial(monkeypatch: pytest.M
         expected = (loss(at.detach() + shift) - loss(at.detach() - shift)) / (2 * h)
         assert found[i].item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-7)
         assert abs(expected.item()) > 1e-5
+
+
+# -------------------------------------------------------------------------------------------------------------- GPA
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+@pytest.mark.parametrize("num_nodes", [1, K])
+def test_gpa_equals_its_twin(num_nodes: int, model: str, engine: str) -> None:
+    strategy = GPAStrategy("adamw", mu_x=0.8, mu_y=0.6, lr=0.01, max_norm=0.3, warmup_steps=WARMUP)
+    ours = trained(strategy, model, num_nodes, engine=engine)
+    theirs, x, z = gpa(
+        make_model(model, dtype=F64), data(model, num_nodes), num_nodes, mu_x=0.8, mu_y=0.6,
+        inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm,
+    )  # fmt: skip
+    assert_close(ours.losses, theirs.losses, TWIN, "losses")
+    assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "y")
+    assert_close({name: value[0] for name, value in ours.state.optimizer["z"].items()}, z, TWIN, "z")
+    found = strategy.average(ours.state.params, ours.state.optimizer, Context(ours.comm))
+    assert_close({name: value[0] for name, value in found.items()}, x, TWIN, "x")
+
+
+@pytest.mark.parametrize("mu", [0.5, 0.9])
+def test_gpa_of_sgd_is_diloco_of_single_steps(mu: float) -> None:
+    """With mu_x = mu_y = mu its y is DiLoCo's theta with outer Nesterov, and its step eta gamma / (1 - mu)."""
+    eta, gamma = 0.7, 0.05
+    diloco = DiLoCoStrategy("sgd", OptimSpec(SGD, lr=eta, momentum=mu, nesterov=True), H=1, lr=gamma)
+    ours = trained(GPAStrategy("sgd", mu, mu, lr=eta * gamma / (1 - mu)))
+    assert_close(ours.params, trained(diloco).params, EXACT * 100)
+    assert difference(trained(GPAStrategy("sgd", mu, mu, lr=eta * gamma)).params, ours.params) > 1e-3
+
+
+def test_gpa_whose_average_forgets_at_once_is_ddp() -> None:
+    ddp = trained(AllReduceStrategy("adamw", lr=0.01))
+    assert_close(trained(GPAStrategy("adamw", mu_x=0.0, mu_y=0.7, lr=0.01)).params, ddp.params, EXACT * 100)
+
+
+def test_gpa_keeps_one_copy_more_than_ddp_and_once_for_all() -> None:
+    ours, ddp = (trained(s, num_nodes=4, steps=3) for s in (GPAStrategy("adam"), AllReduceStrategy("adam")))
+    own, once = kept_bytes(ours.state.optimizer, 4)
+    assert (own, once) == (0, kept_bytes(ddp.state.optimizer, 4)[1] + model_bytes())
+    assert kept_bytes(ours.state.params, 4) == (0, model_bytes())
+    assert ours.comm.ledger.total_bytes == ddp.comm.ledger.total_bytes == 3 * 1.5 * model_bytes()

@@ -60,6 +60,7 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GossipCommunicator,
     GossipStrategy,
+    GPAStrategy,
     GradientAveraging,
     Gradients,
     LocalAdamStrategy,
@@ -389,6 +390,8 @@ def make_per_node(name: str, num_nodes: int, spread: float = 0.5) -> Strategy:
     if name == "diloco":
         outer = OptimSpec(SGD, lr=each(0.5), momentum=each(0.6), nesterov=True)
         return DiLoCoStrategy(H=H, outer_optim=outer, **inner)
+    if name == "gpa":
+        return GPAStrategy(mu_x=each(0.6), mu_y=each(0.5), **inner)
     if name == "noloco":
         return NoLoCoStrategy(H=H, outer_lr=each(0.5), momentum=each(0.6), gamma=each(0.8), **inner)
     return STRATEGIES[name].make(**inner)
@@ -921,6 +924,7 @@ ARGUMENTS: dict[type, Changes] = {
             "compression": "topk",
         },
     ),
+    GPAStrategy: Changes(GPAStrategy, {"inner_optim": "sgd", "mu_x": 0.9}, {**COMMON, "mu_x": 0.5, "mu_y": 0.3}),
     NoLoCoStrategy: Changes(
         NoLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
@@ -1081,6 +1085,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
     "AdamW's rate": (lambda: MuLoCoStrategy(adamw_lr=-1.0), ValueError, "lr"),
+    "mu_x": (lambda: GPAStrategy(mu_x=1.0), ValueError, r"mu_x=1.0 must be a number in \[0, 1\)"),
+    "mu_y": (lambda: GPAStrategy(mu_y=0.0), ValueError, r"mu_y=0.0 must be a number in \(0, 1\]"),
+    "mu_x of other nodes": (
+        lambda: GPAStrategy(mu_x=torch.full((3,), 0.5)).check(5, 10),
+        ValueError,
+        r"mu_x has shape \[3\] and the run num_nodes=5",
+    ),
     "a group of more than all": (
         lambda: NoLoCoStrategy(group_size=6).check(5, 100),
         ValueError,

@@ -46,6 +46,7 @@ from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.muloco import MuLoCoStrategy
@@ -248,6 +249,10 @@ CASES: dict[str, tuple[Make, Values]] = {
     "muloco": (  # one round: what Muon rounds does not depend on these
         lambda outer_lr, momentum: MuLoCoStrategy(nesterov(lr=outer_lr, momentum=momentum), 6, lr=0.05, adamw_lr=0.02),
         {"outer_lr": 0.8, "momentum": 0.9},
+    ),
+    "gpa": (
+        lambda lr, wd, mu_x, mu_y: GPAStrategy(OptimSpec("adamw", lr=lr, weight_decay=wd, eps=0.01), mu_x, mu_y),
+        {"lr": 0.05, "wd": 0.5, "mu_x": 0.6, "mu_y": 0.7},
     ),
     "noloco": (
         lambda lr, outer_lr, momentum, gamma: NoLoCoStrategy(

@@ -50,6 +50,7 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GossipCommunicator,
     GossipStrategy,
+    GPAStrategy,
     GradientAveraging,
     LocalAdamStrategy,
     MuLoCoStrategy,
@@ -184,6 +185,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "MuLoCoStrategy": (
         lambda H, lr, mu: MuLoCoStrategy(H=H, lr=lr, adamw_lr=0.01, momentum=mu),
         {"H": [1, 3], "lr": [0.02, 0.05], "mu": [0.9, 0.5]},
+    ),
+    "GPAStrategy": (
+        lambda mu_x, mu_y, lr: GPAStrategy("adamw", mu_x, mu_y, lr=lr),
+        {"mu_x": [0.9, 0.5], "mu_y": [0.7, 0.3], "lr": [1e-2, 1e-3]},
     ),
     "NoLoCoStrategy": (
         lambda n, mu, gamma: NoLoCoStrategy("sgd", 2, n, momentum=mu, gamma=gamma, lr=0.1),

@@ -26,6 +26,7 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | strategy | what the nodes exchange | bytes sent per node and step |
 |---|---|--:|
 | `AllReduceStrategy` (`SimpleReduceStrategy`) | the mean gradient, every step: DDP | AR |
+| `GPAStrategy` | the mean gradient, every step, at a point near a slow average of the parameters: a smooth DiLoCo | AR |
 | `FedAvgStrategy` | the mean of the parameters every H steps, over all nodes or random islands | AR / H |
 | ... with `participation=0.1` | each round, a new sample of nodes starts from the server's parameters and sends its own back | b · P / H per participant |
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |

@@ -2,7 +2,7 @@
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy, LocalAdamStrategy, DESLOCStrategy,
-             MuLoCoStrategy
+             MuLoCoStrategy, GPAStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -45,6 +45,7 @@ from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
+from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.halos import HALoSStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.modules import Gradients, OuterStep, Parameters
@@ -86,6 +87,7 @@ __all__ = [
     "DiLoCoStrategy",
     "FedAvgStrategy",
     "FedBuff",
+    "GPAStrategy",
     "GossipCommunicator",
     "GossipStrategy",
     "GradientAveraging",

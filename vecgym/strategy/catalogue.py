@@ -21,6 +21,7 @@ from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.fedavg import FedAvgStrategy
 from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
@@ -189,6 +190,15 @@ CATALOGUE: dict[str, Row] = {
         twin="allreduce",
         about="the mean gradient, every step",
         sends=lambda sent: sent.steps * sent.ring() * sent.model_bytes,
+        replicated=True,
+        compared=True,
+    ),
+    "gpa": Row(
+        lambda knobs: GPAStrategy(mu_x=0.9 ** (1 / knobs.H), **knobs.inner),
+        twin="gpa",
+        about="the mean gradient, every step, at a point near a slow average of the parameters",
+        sends=lambda sent: sent.steps * sent.ring() * sent.model_bytes,
+        alone=None,
         replicated=True,
         compared=True,
     ),
