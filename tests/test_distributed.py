@@ -45,7 +45,8 @@ EXAMPLES = (3, 1, 4, 2)  # what each node's shard is said to hold
 
 
 # Those that take a value of each node another way than the rest.
-PER_NODE = ["allreduce", "fedprox-participation", "diloco", "noloco", "gpa", "gossip", "demo", "demo-momentum"]
+PER_NODE = ["allreduce", "fedprox-participation", "diloco", "gossip", "demo", "demo-momentum"]
+PER_NODE += ["noloco", "gpa", "palsgd"]
 EMPTY = ", and parameters without elements"
 SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip", "demo"]  # one for each collective
 CASES: dict[str, Callable[[], Strategy]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
-from tests.helpers import Run, assert_close, difference, flat, run, stacked
+from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.common import Result
@@ -17,6 +17,7 @@ from tests.reference.gpa import gpa
 from tests.reference.local_adam import local_adam
 from tests.reference.muloco import muloco
 from tests.reference.noloco import noloco
+from tests.reference.palsgd import palsgd
 from vecgym import rollout
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
@@ -32,6 +33,7 @@ from vecgym.strategy import (
     MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
+    PALSGDStrategy,
     Strategy,
 )
 
@@ -294,3 +296,59 @@ def test_gpa_keeps_one_copy_more_than_ddp_and_once_for_all() -> None:
     assert (own, once) == (0, kept_bytes(ddp.state.optimizer, 4)[1] + model_bytes())
     assert kept_bytes(ours.state.params, 4) == (0, model_bytes())
     assert ours.comm.ledger.total_bytes == ddp.comm.ledger.total_bytes == 3 * 1.5 * model_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------------- PALSGD
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+def test_palsgd_equals_its_twin(model: str, engine: str) -> None:
+    strategy = PALSGDStrategy(
+        "adamw", 0.3, 7, lr=0.01, pull=2.0, outer_lr=0.6, max_norm=0.3, warmup_steps=WARMUP
+    )  # fmt: skip
+    ours = trained(strategy, model, engine=engine)
+    active = ours.active
+
+    def drawn(step: int, node: int) -> bool:
+        here = active[step]
+        return here is not None and node not in here
+
+    theirs = palsgd(
+        make_model(model, dtype=F64), data(model), K, H=7, p=0.3, pull=2.0, drawn=drawn, lr=0.01, outer_lr=0.6,
+        max_norm=0.3, factor=warm,
+    )  # fmt: skip
+    same_as_twin(ours, theirs)
+    assert_close({n: x[0] for n, x in ours.state.strategy["0"]["params"].items()}, theirs.outer, TWIN, "outer")
+
+
+def test_palsgd_draws_each_node_by_itself_as_often_as_p_says() -> None:
+    ours = trained(PALSGDStrategy("sgd", 0.3, 7, lr=0.01), steps=400)
+    drawn = torch.tensor([[x is not None and node not in x for node in range(K)] for x in ours.active]).double()
+    assert float((drawn.mean(0) - 0.3).abs().max()) < 4 * (0.3 * 0.7 / 400) ** 0.5
+    together = (drawn.T @ drawn / 400)[~torch.eye(K, dtype=torch.bool)]
+    assert float((together - 0.09).abs().max()) < 4 * (0.09 * 0.91 / 400) ** 0.5
+
+
+def test_palsgd_without_pulls_is_diloco() -> None:
+    ours = trained(PALSGDStrategy("adamw", 0.0, 4, lr=0.01))
+    assert_same_bits(ours.state, trained(DiLoCoStrategy("adamw", H=4, lr=0.01)).state)
+    assert difference(trained(PALSGDStrategy("adamw", 0.1, 4, lr=0.01)).params, ours.params) > 1e-3
+
+
+def test_a_pull_of_0_only_leaves_gradients_out() -> None:
+    """In the first round nothing else happens to a node: it is as if its drawn steps were not there."""
+    ours = trained(PALSGDStrategy("sgd", 0.5, 100, lr=0.02, pull=0.0), steps=12)
+    batches = data(steps=12)
+    for node in range(K):
+        own = [[batches[t][node]] for t in range(12) if ours.active[t] is None or node in (ours.active[t] or ())]
+        assert 0 < len(own) < 12
+        alone = run(make_model("MLP", dtype=F64), Strategy("sgd", lr=0.02 / 0.5), stacked(own))
+        assert_close({name: x[node] for name, x in ours.params.items()}, nodes.mean(alone.params), EXACT)
+
+
+def test_palsgd_keeps_and_sends_what_diloco_does() -> None:
+    ours = trained(PALSGDStrategy("adamw", 0.3, 4, lr=0.01), num_nodes=4, steps=9)
+    outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
+    assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
+    assert ours.comm.ledger.total_bytes == 2 * 1.5 * model_bytes()

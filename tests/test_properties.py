@@ -70,6 +70,8 @@ from vecgym.strategy import (
     NoLoCoCommunicator,
     NoLoCoStrategy,
     OuterStep,
+    PALSGDCommunicator,
+    PALSGDStrategy,
     Parameters,
     PartitionedSelector,
     ProximalTerm,
@@ -392,6 +394,8 @@ def make_per_node(name: str, num_nodes: int, spread: float = 0.5) -> Strategy:
         return DiLoCoStrategy(H=H, outer_optim=outer, **inner)
     if name == "gpa":
         return GPAStrategy(mu_x=each(0.6), mu_y=each(0.5), **inner)
+    if name == "palsgd":
+        return PALSGDStrategy(p=0.3, H=H, pull=each(1.0), **inner)
     if name == "noloco":
         return NoLoCoStrategy(H=H, outer_lr=each(0.5), momentum=each(0.6), gamma=each(0.8), **inner)
     return STRATEGIES[name].make(**inner)
@@ -551,6 +555,10 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
         return None if drawn is None else sorted(where[i] for i in drawn)
 
     monkeypatch.setattr(strategy, "active_nodes", active_nodes)
+    for module in strategy.communication_modules:
+        if isinstance(module, PALSGDCommunicator):  # it draws for itself who trains
+            monkeypatch.setattr(module, "drawn", lambda ctx, drawn=module.drawn: drawn(ctx)[order])
+            monkeypatch.setattr(strategy, "active_nodes", draw)
     examples = tuple(EXAMPLES[i] for i in order)
     relabelled = Relabelled(num_nodes, where)
     second = run(start, strategy, reordered(batches, order), comm=relabelled, num_examples=examples)
@@ -925,6 +933,16 @@ ARGUMENTS: dict[type, Changes] = {
         },
     ),
     GPAStrategy: Changes(GPAStrategy, {"inner_optim": "sgd", "mu_x": 0.9}, {**COMMON, "mu_x": 0.5, "mu_y": 0.3}),
+    PALSGDStrategy: Changes(
+        PALSGDStrategy,
+        {"inner_optim": "sgd", "H": 2, "p": 0.3},
+        {**COMMON, "p": 0.6, "H": 3, "outer_optim": "adam", "pull": 0.5, "outer_lr": 0.3},
+    ),
+    PALSGDCommunicator: Changes(
+        with_module(PALSGDCommunicator),
+        {"H": 2, "p": 0.3},
+        {"p": 0.6, "H": 3, "outer_optim": "adam", "pull": 0.5, "outer_lr": 0.3},
+    ),
     NoLoCoStrategy: Changes(
         NoLoCoStrategy,
         {"inner_optim": "sgd", "H": 2},
@@ -1091,6 +1109,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: GPAStrategy(mu_x=torch.full((3,), 0.5)).check(5, 10),
         ValueError,
         r"mu_x has shape \[3\] and the run num_nodes=5",
+    ),
+    "p": (lambda: PALSGDStrategy(p=1.0), ValueError, r"p=1.0 must be a number in \[0, 1\)"),
+    "pull": (lambda: PALSGDStrategy(pull=-0.5), ValueError, "pull=-0.5"),
+    "pull of other nodes": (
+        lambda: PALSGDStrategy(H=2, pull=torch.ones(3)).check(5, 10),
+        ValueError,
+        r"pull has shape \[3\] and the run num_nodes=5",
     ),
     "a group of more than all": (
         lambda: NoLoCoStrategy(group_size=6).check(5, 100),

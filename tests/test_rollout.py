@@ -51,6 +51,7 @@ from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
+from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
@@ -253,6 +254,14 @@ CASES: dict[str, tuple[Make, Values]] = {
     "gpa": (
         lambda lr, wd, mu_x, mu_y: GPAStrategy(OptimSpec("adamw", lr=lr, weight_decay=wd, eps=0.01), mu_x, mu_y),
         {"lr": 0.05, "wd": 0.5, "mu_x": 0.6, "mu_y": 0.7},
+    ),
+    "palsgd": (
+        lambda lr, pull, outer_lr: PALSGDStrategy("sgd", 0.3, 4, lr=lr, pull=pull, outer_lr=outer_lr),
+        {"lr": 0.2, "pull": 0.8, "outer_lr": 0.7},
+    ),
+    "palsgd-of-each-node": (
+        lambda pull: PALSGDStrategy("sgd", 0.5, 6, lr=0.2, pull=pull),
+        {"pull": torch.tensor([0.3, 0.7, 0.5], dtype=F64)},
     ),
     "noloco": (
         lambda lr, outer_lr, momentum, gamma: NoLoCoStrategy(

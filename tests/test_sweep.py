@@ -55,6 +55,7 @@ from vecgym.strategy import (
     LocalAdamStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
+    PALSGDStrategy,
     PartitionedSelector,
     RankStrategy,
     ScheduledSelector,
@@ -189,6 +190,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "GPAStrategy": (
         lambda mu_x, mu_y, lr: GPAStrategy("adamw", mu_x, mu_y, lr=lr),
         {"mu_x": [0.9, 0.5], "mu_y": [0.7, 0.3], "lr": [1e-2, 1e-3]},
+    ),
+    "PALSGDStrategy": (
+        lambda p, pull, lr: PALSGDStrategy("adamw", p, 2, pull=pull, lr=lr),
+        {"p": [0.0, 0.3], "pull": [1.0, 5.0], "lr": [1e-2, 1e-3], "seed": [0, 1]},
     ),
     "NoLoCoStrategy": (
         lambda n, mu, gamma: NoLoCoStrategy("sgd", 2, n, momentum=mu, gamma=gamma, lr=0.1),

@@ -35,6 +35,7 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | `LocalAdamStrategy` | the means of the parameters and of Adam's two moments, every H steps | 3 AR / H |
 | `DESLOCStrategy` | the same, each at a period of its own, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
+| `PALSGDStrategy` | DiLoCo with random steps towards the outer parameters, in place of gradient steps | AR / H |
 | `NoLoCoStrategy` | an outer step over random pairs or groups of nodes, every H steps; each node has an outer state of its own | 2 b · P / H |
 | `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late | p · AR |
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 p P |

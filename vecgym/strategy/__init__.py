@@ -2,7 +2,7 @@
 
 Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
              SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy, LocalAdamStrategy, DESLOCStrategy,
-             MuLoCoStrategy, GPAStrategy
+             MuLoCoStrategy, GPAStrategy, PALSGDStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -14,7 +14,7 @@ Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, 
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
              NoLoCoCommunicator, GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator,
-             Moments
+             Moments, PALSGDCommunicator
 Around one:  every(n, module), delayed(module, d), compressed(module, method)
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
@@ -53,6 +53,7 @@ from vecgym.strategy.moments import Moments
 from vecgym.strategy.most_moved import MostMoved, TopKSparseCommunicator
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoCommunicator, NoLoCoStrategy
+from vecgym.strategy.palsgd import PALSGDCommunicator, PALSGDStrategy
 from vecgym.strategy.per_rank import RankStrategy, all_gather, all_reduce, broadcast
 from vecgym.strategy.robust import Corrupted, Private, Robust
 from vecgym.strategy.selectors import (
@@ -105,6 +106,8 @@ __all__ = [
     "OptimSpec",
     "OuterOptimizer",
     "OuterStep",
+    "PALSGDCommunicator",
+    "PALSGDStrategy",
     "Parameters",
     "PartitionedSelector",
     "Private",

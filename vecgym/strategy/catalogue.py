@@ -25,6 +25,7 @@ from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
+from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import RandomSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
@@ -271,6 +272,15 @@ CATALOGUE: dict[str, Row] = {
         about="DiLoCo with Muon: a step of an outer optimizer on the mean movement, every H steps",
         sends=_rounds,
         alone=None,
+        compared=True,
+    ),
+    "palsgd": Row(
+        lambda knobs: PALSGDStrategy(p=0.3, H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
+        twin="palsgd",
+        about="DiLoCo with random steps towards the outer parameters; an outer step every H steps",
+        sends=_rounds,
+        alone=None,
+        averages=False,
         compared=True,
     ),
     "noloco": Row(
