@@ -18,12 +18,15 @@ from tests.reference.local_adam import local_adam
 from tests.reference.muloco import muloco
 from tests.reference.noloco import noloco
 from tests.reference.palsgd import palsgd
+from tests.reference.sparta import sparta
 from vecgym import rollout
+from vecgym.collectives import StackedCollectives
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
 from vecgym.optim import kernels
 from vecgym.strategy import (
     AllReduceStrategy,
+    CommunicateOptimizeStrategy,
     Context,
     DESLOCStrategy,
     DiLoCoStrategy,
@@ -34,7 +37,11 @@ from vecgym.strategy import (
     NoLoCoStrategy,
     OptimSpec,
     PALSGDStrategy,
+    RandomSelector,
+    SparseCommunicator,
+    SPARTAStrategy,
     Strategy,
+    delayed,
 )
 
 STEPS, K, WARMUP = 50, 5, 8
@@ -352,3 +359,49 @@ def test_palsgd_keeps_and_sends_what_diloco_does() -> None:
     outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
     assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
     assert ours.comm.ledger.total_bytes == 2 * 1.5 * model_bytes()
+
+
+# ----------------------------------------------------------------------------------------------------------- LOSCAR
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+@pytest.mark.parametrize("delay", [1, 3])
+def test_a_corrected_delay_equals_its_twin(delay: int, model: str, engine: str) -> None:
+    strategy = SPARTAStrategy(0.3, "adamw", delay=delay, correct_delay=True, lr=0.01, max_norm=0.3, warmup_steps=WARMUP)
+    shapes = {name: p.shape for name, p in common.parameters(make_model(model, dtype=F64)).items()}
+
+    def mask(step: int, name: str, shape: torch.Size) -> Tensor:
+        ctx = Context(StackedCollectives(K), step=step, seed=42)
+        index, _ = RandomSelector(0.3).select(shapes, {}, step, ctx)
+        chosen = index.get(name, torch.empty(0, dtype=torch.long))
+        return torch.zeros(shape.numel(), dtype=torch.bool).index_fill(0, chosen, True).view(shape)
+
+    theirs = sparta(
+        make_model(model, dtype=F64), data(model), K, mask=mask, inner=(AdamW, {"lr": 0.01}), delay=delay, correct=True,
+        max_norm=0.3, schedule=warm,
+    )  # fmt: skip
+    same_as_twin(trained(strategy, model, engine=engine), theirs)
+
+
+def test_a_corrected_delay_is_a_delayed_change() -> None:
+    """`delayed` keeps changes of all parameters, this those of the coordinates that were sent."""
+    ours = trained(SPARTAStrategy(0.3, "sgd", delay=2, correct_delay=True, lr=0.1))
+    module = delayed(SparseCommunicator(0.3), 2)
+    assert_close(ours.params, trained(CommunicateOptimizeStrategy([module], "sgd", lr=0.1)).params, EXACT)
+    assert difference(ours.params, trained(SPARTAStrategy(0.3, "sgd", delay=2, lr=0.1)).params) > 1e-3
+
+
+def test_a_corrected_delay_does_nothing_to_equal_nodes() -> None:
+    """... where a late mean takes them back to where they were."""
+    ours = trained(SPARTAStrategy(0.5, "adamw", delay=2, correct_delay=True, lr=0.01), num_nodes=1)
+    assert_close(ours.params, trained(Strategy("adamw", lr=0.01), num_nodes=1).params, EXACT)
+    assert difference(ours.params, trained(SPARTAStrategy(0.5, "adamw", delay=2, lr=0.01), num_nodes=1).params) > 1e-3
+
+
+def test_a_corrected_delay_keeps_a_value_for_each_node_and_an_index_once() -> None:
+    ours = trained(SPARTAStrategy(1.0, "sgd", delay=2, correct_delay=True, lr=0.1), num_nodes=4, steps=5)
+    assert kept_bytes(ours.state.strategy["0"]["queue"], 4) == (2 * model_bytes(), 2 * model_bytes())  # 8-byte indices
+    late = trained(SPARTAStrategy(1.0, "sgd", delay=2, lr=0.1), num_nodes=4, steps=5)
+    assert kept_bytes(late.state.strategy["0"]["queue"], 4) == (0, 4 * model_bytes())
+    assert ours.comm.ledger.total_bytes == late.comm.ledger.total_bytes == 5 * 1.5 * model_bytes()

@@ -306,6 +306,11 @@ STRATEGIES: dict[str, Row] = {
     "sparta-partitioned-late": Row(
         lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1 / 3), delay=2, **kw), thirds, outer=None
     ),
+    "sparta-partitioned-late-corrected": Row(
+        lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1 / 3), delay=2, correct_delay=True, **kw),
+        thirds,
+        per_node=("mean",),
+    ),
     "sparta-int4": Row(
         lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1.0), quantization_bits=4, **kw),
         lambda params: STEPS * sum(-(-x.numel() // 2) + 4 for x in params.values()),
@@ -829,7 +834,7 @@ def test_parameters_without_elements_change_nothing(name: str) -> None:
         ours = run(WithEmpty(start), make(name, max_norm=0.5), batches[: H + 1], **settings)
         for key, p in plain.params.items():
             # What is drawn for a tensor of this name differs with the name, and so does what is sent of it.
-            if name != "sparta-partitioned-late" and name != "fedavg-randomk" and "powersgd" not in name:
+            if "sparta-partitioned-late" not in name and name != "fedavg-randomk" and "powersgd" not in name:
                 assert_close({key: ours.params[f"model.{key}"]}, {key: p}, 1e-12)
             assert ours.params[f"model.{key}"].isfinite().all()
 
@@ -961,9 +966,11 @@ ARGUMENTS: dict[type, Changes] = {
             "p_sparta": 0.5,
             "index_selector": PartitionedSelector(0.3),
             "delay": 2,
+            "correct_delay": True,
             "compression_method": "topk",
             "quantization_bits": 8,
         },
+        also={"correct_delay": {"delay": 2}},
     ),
     SPARTADiLoCoStrategy: Changes(
         SPARTADiLoCoStrategy,
@@ -977,7 +984,9 @@ ARGUMENTS: dict[type, Changes] = {
             "outer_lr": 0.3,
             "index_selector": PartitionedSelector(0.3),
             "delay": 2,
+            "correct_delay": True,
         },
+        also={"correct_delay": {"delay": 1}},
     ),
     GossipStrategy: Changes(GossipStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "complete", "every": 2}),
     GossipCommunicator: Changes(with_module(GossipCommunicator), {}, {"topology": torch.eye(K), "every": 2}),
@@ -988,10 +997,14 @@ ARGUMENTS: dict[type, Changes] = {
             "index_selector": PartitionedSelector(0.3),
             "sparsification_rate": 0.5,
             "delay": 2,
+            "correct_delay": True,
             "interval": 2,
             "quantization_bits": 8,
         },
-        also={name: {"sparsification_rate": 0.3} for name in ("delay", "interval", "quantization_bits")},
+        also={
+            **{name: {"sparsification_rate": 0.3} for name in ("delay", "interval", "quantization_bits")},
+            "correct_delay": {"sparsification_rate": 0.3, "delay": 2},
+        },
     ),
     TopKSparseCommunicator: Changes(
         with_module(TopKSparseCommunicator), {"fraction": 0.3}, {"fraction": 0.5, "quantization_bits": 8}
@@ -1116,6 +1129,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: PALSGDStrategy(H=2, pull=torch.ones(3)).check(5, 10),
         ValueError,
         r"pull has shape \[3\] and the run num_nodes=5",
+    ),
+    "a correction of no delay": (
+        lambda: SPARTAStrategy(0.1, correct_delay=True),
+        ValueError,
+        "correct_delay=True without a delay has no effect: give delay=1",
+    ),
+    "a correction that is no flag": (
+        lambda: SPARTAStrategy(0.1, delay=1, correct_delay="yes"),  # type: ignore[arg-type]
+        TypeError,
+        "correct_delay='yes' must be True or False",
+    ),
+    "a correction of the most moved": (
+        lambda: SPARTAStrategy(0.1, compression_method="topk", correct_delay=True),
+        ValueError,
+        "leave out index_selector and delay, and so correct_delay",
     ),
     "a group of more than all": (
         lambda: NoLoCoStrategy(group_size=6).check(5, 100),

@@ -280,6 +280,10 @@ CASES: dict[str, tuple[Make, Values]] = {
         lambda lr: SPARTAStrategy(None, "adam", index_selector=PartitionedSelector(0.5), delay=1, lr=lr),
         {"lr": 0.02},
     ),
+    "sparta-delayed-corrected": (
+        lambda lr: SPARTAStrategy(0.5, "adam", delay=2, correct_delay=True, lr=lr),
+        {"lr": 0.02},
+    ),
     "sparta-diloco": (
         lambda lr, outer_lr: SPARTADiLoCoStrategy(0.3, 2, 3, "sgd", lr=lr, outer_lr=outer_lr),
         {"lr": 0.3, "outer_lr": 0.7},

@@ -203,6 +203,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
         lambda p, lr, delay: SPARTAStrategy(p, "adamw", lr=lr, delay=delay),
         {"p": [0.1, 0.5], "lr": [1e-2, 1e-3], "delay": [0, 2], "seed": [0, 1]},
     ),
+    "SPARTAStrategy corrected": (
+        lambda p, delay, correct: SPARTAStrategy(p, "sgd", lr=0.1, delay=delay, correct_delay=correct),
+        {"p": [0.1, 0.5], "delay": [1, 2], "correct": [True, False]},
+    ),
     "SPARTAStrategy selectors": (
         lambda selector: SPARTAStrategy(None, "sgd", lr=0.1, index_selector=selector),
         {"selector": [PartitionedSelector(0.3), ShuffledSequentialSelector(0.5), ScheduledSelector(0.4, 3)]},

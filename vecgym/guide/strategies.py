@@ -37,7 +37,7 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
 | `PALSGDStrategy` | DiLoCo with random steps towards the outer parameters, in place of gradient steps | AR / H |
 | `NoLoCoStrategy` | an outer step over random pairs or groups of nodes, every H steps; each node has an outer state of its own | 2 b · P / H |
-| `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late | p · AR |
+| `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late; `correct_delay` (LOSCAR) keeps what a node has moved since | p · AR |
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 p P |
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
 | `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |

@@ -299,6 +299,13 @@ CATALOGUE: dict[str, Row] = {
         sends=_drawn,
         compared=True,
     ),
+    "loscar": Row(
+        lambda knobs: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **knobs.inner),
+        twin="sparta",
+        about="SPARTA's mean two steps late, with what each node has moved since",
+        sends=_drawn,
+        per_node=("mean",),
+    ),
     "sparta-diloco": Row(
         lambda knobs: SPARTADiLoCoStrategy(knobs.p, 1, knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
         twin="sparta_diloco",
