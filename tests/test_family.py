@@ -13,6 +13,7 @@ from tests.helpers import Run, assert_close, assert_same_bits, difference, flat,
 from tests.models import make_batches, make_model
 from tests.reference import common
 from tests.reference.common import Result
+from tests.reference.diloco import diloco, heloco, median_norm
 from tests.reference.gpa import gpa
 from tests.reference.local_adam import local_adam
 from tests.reference.muloco import muloco
@@ -405,3 +406,56 @@ def test_a_corrected_delay_keeps_a_value_for_each_node_and_an_index_once() -> No
     late = trained(SPARTAStrategy(1.0, "sgd", delay=2, lr=0.1), num_nodes=4, steps=5)
     assert kept_bytes(late.state.strategy["0"]["queue"], 4) == (0, 4 * model_bytes())
     assert ours.comm.ledger.total_bytes == late.comm.ledger.total_bytes == 5 * 1.5 * model_bytes()
+
+
+# ------------------------------------------------------------------------------------ corrections of the movements
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+@pytest.mark.parametrize("model", ["MLP", "CNN"])
+@pytest.mark.parametrize("name", ["heloco", "median_norm"])
+def test_corrected_movements_equal_their_twin(name: str, model: str, engine: str) -> None:
+    seen: list[float] = []  # the cosines with the momentum: all three cases of HeLoCo happen
+
+    def correct(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        cosines = [torch.cosine_similarity(x.flatten(), momentum[n].flatten(), 0) for m in moved for n, x in m.items()]
+        seen.extend(map(float, cosines))
+        return (heloco if name == "heloco" else median_norm)(moved, momentum)
+
+    outer = {"lr": 0.6, "momentum": 0.8, "nesterov": True}
+    strategy = DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3, correction=name)
+    theirs = diloco(
+        make_model(model, dtype=F64), data(model), K, H=2, inner=(AdamW, {"lr": 0.01}), outer=(SGD, outer),
+        max_norm=0.3, correct=correct,
+    )  # fmt: skip
+    ours = trained(strategy, model, engine=engine)
+    same_as_twin(ours, theirs)
+    assert min(seen) < 0 < max(seen)
+    assert any(0 < c < 0.2 for c in seen)
+    plain = trained(DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3), model)
+    assert difference(ours.params, plain.params) > 1e-4
+
+
+def test_the_median_norm_of_equal_nodes_changes_nothing() -> None:
+    same = [batch[:1] * K for batch in data()]
+    start = make_model("MLP", dtype=F64)
+    ours, plain = (
+        run(start, DiLoCoStrategy("adamw", H=4, lr=0.01, correction=correction), stacked(same))
+        for correction in ("median_norm", None)
+    )
+    assert_close(ours.params, plain.params, EXACT)
+
+
+def test_a_movement_of_nothing_stays_nothing() -> None:
+    """Nodes that do not move have no direction, and no nan."""
+    for correction in ("heloco", "median_norm"):
+        ours = trained(DiLoCoStrategy("sgd", H=2, lr=0.0, correction=correction), steps=6)
+        assert difference(ours.params, {n: p[None] for n, p in make_model("MLP", dtype=F64).named_parameters()}) == 0
+
+
+def test_a_correction_keeps_nothing() -> None:
+    for correction, more in (("heloco", 0), ("median_norm", 8)):
+        ours = trained(DiLoCoStrategy("adamw", H=4, lr=0.01, correction=correction), num_nodes=4, steps=9)
+        outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
+        assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
+        assert ours.comm.ledger.total_bytes == 2 * (1.5 * model_bytes() + more)

@@ -52,6 +52,7 @@ from vecgym.strategy import (
     CommunicationModule,
     Compressed,
     Context,
+    CorrectedOuterStep,
     DeMoCommunicator,
     DeMoStrategy,
     DESLOCStrategy,
@@ -301,6 +302,15 @@ STRATEGIES: dict[str, Row] = {
     ),
     "diloco-lookahead": Row(
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
+    ),
+    "diloco-heloco": Row(lambda **kw: DiLoCoStrategy(H=2, correction="heloco", **kw), STEPS // 2 * ring(K), outer=None),
+    "diloco-median-norm": Row(
+        lambda **kw: DiLoCoStrategy(H=H, correction="median_norm", **kw),
+        lambda params: (
+            ROUNDS
+            * (ring(K) * sum(x.numel() * x.itemsize for x in params.values()) + next(iter(params.values())).itemsize)
+        ),
+        outer=nesterov,
     ),
     "averaging-then-diloco": Row(averaging_then_diloco, STEPS // 2 * ring(2, 2, 1) + ROUNDS * ring(K), outer=lookahead),
     "sparta-partitioned-late": Row(
@@ -915,6 +925,7 @@ ARGUMENTS: dict[type, Changes] = {
             "outer_lr": 0.3,
             "compression": "topk",
             "sync_weight": WEIGHTS,
+            "correction": "heloco",
         },
         also={"sync_weight": {"H": 100}},
     ),
@@ -1046,6 +1057,16 @@ ARGUMENTS: dict[type, Changes] = {
     Parameters: Changes(
         with_module(Parameters), {"average": Mean()}, {"average": Mean(2), "every": SyncWeight(WEIGHTS), "delay": 2}
     ),
+    CorrectedOuterStep: Changes(
+        with_module(CorrectedOuterStep),
+        {"average": Mean(), "H": 2},
+        {
+            "average": Compressed(Mean(), "topk"),
+            "outer_optim": OptimSpec(SGD, lr=0.7),
+            "H": 3,
+            "correction": "median_norm",
+        },
+    ),
     OuterStep: Changes(
         with_module(OuterStep),
         {"average": Mean(), "H": 2},
@@ -1063,7 +1084,13 @@ ARGUMENTS: dict[type, Changes] = {
     DiLoCoCommunicator: Changes(
         with_module(DiLoCoCommunicator),
         {"H": 2},
-        {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3, "sync_weight": WEIGHTS},
+        {
+            "H": 3,
+            "outer_optim": OptimSpec(SGD, lr=0.7),
+            "outer_lr": 0.3,
+            "sync_weight": WEIGHTS,
+            "correction": "median_norm",
+        },
         also={"sync_weight": {"H": 100}},
     ),
 }
@@ -1144,6 +1171,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: SPARTAStrategy(0.1, compression_method="topk", correct_delay=True),
         ValueError,
         "leave out index_selector and delay, and so correct_delay",
+    ),
+    "another correction": (lambda: DiLoCoStrategy(correction="helico"), ValueError, "did you mean 'heloco'"),
+    "HeLoCo without momentum": (
+        lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=1.0), correction="heloco"),
+        ValueError,
+        "goes by the outer momentum, and OptimSpec",
+    ),
+    "the median norm of islands": (
+        lambda: CorrectedOuterStep(Mean(2), correction="median_norm"),
+        ValueError,
+        "leave out islands and participation",
     ),
     "a group of more than all": (
         lambda: NoLoCoStrategy(group_size=6).check(5, 100),

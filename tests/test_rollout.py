@@ -263,6 +263,16 @@ CASES: dict[str, tuple[Make, Values]] = {
         lambda pull: PALSGDStrategy("sgd", 0.5, 6, lr=0.2, pull=pull),
         {"pull": torch.tensor([0.3, 0.7, 0.5], dtype=F64)},
     ),
+    "diloco-heloco": (
+        lambda lr, outer_lr, momentum: DiLoCoStrategy(
+            "sgd", nesterov(lr=outer_lr, momentum=momentum), 1, lr=lr, correction="heloco"
+        ),
+        {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.9},
+    ),
+    "diloco-median-norm": (
+        lambda lr, outer_lr: DiLoCoStrategy("sgd", H=2, lr=lr, outer_lr=outer_lr, correction="median_norm"),
+        {"lr": 0.3, "outer_lr": 0.7},
+    ),
     "noloco": (
         lambda lr, outer_lr, momentum, gamma: NoLoCoStrategy(
             "sgd", 2, lr=lr, outer_lr=outer_lr, momentum=momentum, gamma=gamma

@@ -167,6 +167,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
         ),
         {"H": [2, 3], "lr": [1e-2, 1e-3], "outer_lr": [0.4, 1.0], "warmup": [0, 3], "seed": [0, 1]},
     ),
+    "DiLoCoStrategy corrected": (
+        lambda correction, outer_lr: DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=outer_lr, correction=correction),
+        {"correction": [None, "heloco", "median_norm"], "outer_lr": [0.4, 1.0]},
+    ),
     "DiLoCoStrategy decay": (
         lambda H, mu, decay: DiLoCoStrategy(OptimSpec("sgd", lr=0.1, momentum=mu, weight_decay=decay), H=H),
         {"H": [2, 5], "mu": [0.0, 0.9], "decay": [0.0, 0.1]},

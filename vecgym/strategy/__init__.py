@@ -8,8 +8,8 @@ Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNes
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
-Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H): what is agreed on, and
-             when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust, MostMoved,
+Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H), CorrectedOuterStep: what is
+             agreed on, and when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust, MostMoved,
              StrongestCosines; around one: Sparse, Compressed, Corrupted, Private: how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
@@ -39,6 +39,7 @@ from vecgym.strategy.base import CommunicateOptimizeStrategy, CommunicationModul
 from vecgym.strategy.codes import Compressed
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import compressed
+from vecgym.strategy.corrections import CorrectedOuterStep
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
@@ -78,6 +79,7 @@ __all__ = [
     "CommunicationModule",
     "Compressed",
     "Context",
+    "CorrectedOuterStep",
     "Corrupted",
     "DESLOCStrategy",
     "DeMoCommunicator",
