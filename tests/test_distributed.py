@@ -27,6 +27,8 @@ from vecgym.runs.lockstep import Case, compare
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    CorrectedOuterStep,
+    DiLoCoStrategy,
     Gradients,
     Mean,
     OptimSpec,
@@ -55,6 +57,10 @@ CASES: dict[str, Callable[[], Strategy]] = {
     "bricks": lambda: CommunicateOptimizeStrategy(
         [Parameters(Mean(island_size=2), every=2), OuterStep(Mean(), H=3)], "adamw", lr=1e-2
     ),
+    "corrected brick": lambda: CommunicateOptimizeStrategy(
+        [CorrectedOuterStep(Mean(), H=3, correction="median_norm")], "adamw", lr=1e-2
+    ),
+    "rounds of a function": lambda: DiLoCoStrategy("adamw", H=lambda step: 1 + step, lr=1e-2),
     "median of the gradients": lambda: CommunicateOptimizeStrategy([Gradients(Robust("median"))], "adamw", lr=1e-2),
     **{f"{name}, a value for each node": partial(make_per_node, name, K) for name in PER_NODE},
     **{f"{name}{EMPTY}": partial(STRATEGIES[name].make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name in SEVERAL},

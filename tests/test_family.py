@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
+from tests.fitting import fit, same_run
 from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
 from tests.models import make_batches, make_model
 from tests.reference import common
@@ -22,24 +25,30 @@ from tests.reference.palsgd import palsgd
 from tests.reference.sparta import sparta
 from vecgym import rollout
 from vecgym.collectives import StackedCollectives
+from vecgym.compress import Codec, TopK
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
+from vecgym.guide import strategies
 from vecgym.optim import kernels
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
+    Compressed,
     Context,
     DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
     GPAStrategy,
     LocalAdamStrategy,
+    Mean,
     MuLoCoStrategy,
     NoLoCoStrategy,
     OptimSpec,
+    OuterStep,
     PALSGDStrategy,
     RandomSelector,
     SparseCommunicator,
+    SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
     delayed,
@@ -459,3 +468,187 @@ def test_a_correction_keeps_nothing() -> None:
         outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
         assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())
         assert ours.comm.ledger.total_bytes == 2 * (1.5 * model_bytes() + more)
+
+
+# ------------------------------------------------------------------------------------------ rounds of many lengths
+
+
+MAKES: dict[str, Callable[[Any], Strategy]] = {
+    "fedavg": lambda H: FedAvgStrategy("adamw", H, lr=0.01),
+    "fedprox": lambda H: FedAvgStrategy("adamw", H, lr=0.01, proximal_mu=0.5),
+    "server": lambda H: FedAvgStrategy("adamw", H, lr=0.01, server_optim="avgm"),
+    "participation": lambda H: FedAvgStrategy("adamw", H, participation=0.6, lr=0.01),
+    "diloco": lambda H: DiLoCoStrategy("adamw", H=H, lr=0.01),
+    "sparta-diloco": lambda H: SPARTADiLoCoStrategy(0.1, 1, H, "adamw", lr=0.01),
+    "noloco": lambda H: NoLoCoStrategy("adamw", H, lr=0.01),
+    "palsgd": lambda H: PALSGDStrategy("adamw", 0.3, H, lr=0.01),
+    "muloco": lambda H: MuLoCoStrategy(H=H),
+    "local adam": lambda H: LocalAdamStrategy("adamw", H, lr=0.01),
+    "des-loc": lambda H: DESLOCStrategy("adamw", H, 4, 6, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_constant_function_is_its_number(name: str) -> None:
+    ours, theirs = (trained(MAKES[name](H), steps=11) for H in (lambda step: 3, 3))
+    assert_same_bits(ours.state, theirs.state)
+    assert list(ours.comm.ledger) == list(theirs.comm.ledger)
+    assert "RoundsOf" in repr(MAKES[name](lambda step: 3))
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_rounds_end_where_the_function_says(name: str) -> None:
+    """1 step, then 2 from step 1 on, and 4 from step 3 on: they end after steps 1, 3, 7 and 11."""
+    ours = trained(MAKES[name](lambda step: 1 if step < 1 else 2 if step < 3 else 4), steps=11)
+    whole = model_bytes() * (0.5 if name == "participation" else 1)  # and more, whatever the exchange
+    large = {step for step, sent in sent_at(ours).items() if sent >= whole}
+    assert {0, 2, 6, 10} <= large
+    assert name == "des-loc" or large == {0, 2, 6, 10}
+
+
+def sent_at(ours: Run) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for transfer in ours.comm.ledger:
+        found[transfer.step] = found.get(transfer.step, 0.0) + transfer.sent_bytes
+    return found
+
+
+def growing(step: int) -> int:
+    return 1 if step < 3 else 2
+
+
+def test_a_run_of_growing_rounds_goes_on_from_a_checkpoint_to_the_bit(tmp_path: Path) -> None:
+    def strategy() -> Strategy:
+        return DiLoCoStrategy("adamw", H=growing, lr=0.01)
+
+    whole, _ = fit("MLP", strategy(), max_steps=8)
+    fit("MLP", strategy(), max_steps=4, save_dir=tmp_path)
+    resumed, _ = fit("MLP", strategy(), max_steps=8, save_dir=tmp_path, resume=True)
+    assert same_run(whole, resumed)
+
+
+# --------------------------------------------------------------------------------------- other names for the same
+
+
+def in_rounds(
+    rule: Callable[[Tensor, list[Tensor], dict[str, Any]], Tensor], H: Any = 4, num_nodes: int = K, gamma: float = 0.05
+) -> Tree:
+    """Plain SGD on every node; at the end of a round `rule` gives, from the start, the nodes and a memory, the next."""
+    models = common.copy_model(make_model("MLP", dtype=F64), num_nodes)
+    thetas = [common.parameters(m) for m in models]
+    start = {name: p.detach().clone() for name, p in thetas[0].items()}
+    memories: dict[str, dict[str, Any]] = {name: {"gamma": gamma} for name in start}
+    left = H(0) if callable(H) else H
+    for step, batch in enumerate(data(num_nodes=num_nodes)):
+        for node, theta in enumerate(thetas):
+            common.backward(models[node], batch[node])
+            with torch.no_grad():
+                for p in theta.values():
+                    p -= gamma * common.gradient(p)
+        left -= 1
+        if left == 0:
+            left = H(step + 1) if callable(H) else H
+            with torch.no_grad():
+                for name in start:
+                    start[name] = rule(start[name], [t[name].detach().clone() for t in thetas], memories[name])
+                    for theta in thetas:
+                        theta[name].copy_(start[name])
+    return each(thetas)
+
+
+def slowmo(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> Tensor:
+    """arXiv 1910.00643: u = beta u + (x_0 - mean x) / gamma; x = x_0 - alpha gamma u."""
+    memory["u"] = 0.6 * memory.get("u", 0.0) + (start - common.mean(nodes_)) / memory["gamma"]
+    return start - 0.9 * memory["gamma"] * memory["u"]
+
+
+def bmuf(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> Tensor:
+    """Chen and Huo 2016, classical block momentum: D = eta D + zeta (mean w - w_0); w = w_0 + D."""
+    memory["D"] = 0.6 * memory.get("D", 0.0) + 0.9 * (common.mean(nodes_) - start)
+    return start + memory["D"]
+
+
+def nesterov_bmuf(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> Tensor:
+    """... and Nesterov's: the nodes begin from W + eta D, where W = W + D is kept."""
+    memory["D"], before = 0.6 * memory.get("D", 0.0) + 0.9 * (common.mean(nodes_) - start), memory.get("W", start)
+    memory["W"] = before + memory["D"]
+    return memory["W"] + 0.6 * memory["D"]
+
+
+def lookahead(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> Tensor:
+    """arXiv 1907.08610: phi = phi + alpha (theta - phi), of one node."""
+    (theta,) = nodes_
+    return start + 0.5 * (theta - start)
+
+
+def open_diloco(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> Tensor:
+    """arXiv 2407.07852: DiLoCo whose pseudo-gradients are in half precision when they are averaged."""
+    delta = common.mean([(start - theta).half().double() for theta in nodes_])
+    memory["m"] = 0.9 * memory.get("m", 0.0) + delta
+    return start - 0.7 * (delta + 0.9 * memory["m"])
+
+
+def qsparse(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> Tensor:
+    """arXiv 1906.02367: g_i = top-k of m_i + (x - x_i); m_i = m_i + (x - x_i) - g_i; x = x - mean g_i."""
+    held, sent = memory.setdefault("m", [torch.zeros_like(start) for _ in nodes_]), []
+    for i, theta in enumerate(nodes_):
+        whole = (held[i] + start - theta).flatten()
+        top = whole.abs().topk(max(1, round(0.2 * whole.numel()))).indices
+        chosen = torch.zeros_like(whole).index_copy(0, top, whole[top]).view_as(start)
+        held[i] = held[i] + start - theta - chosen
+        sent.append(chosen)
+    return start - common.mean(sent)
+
+
+def post_local(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> Tensor:
+    """arXiv 1808.07217: the mean of the nodes, at every step at first and then more rarely."""
+    return common.mean(nodes_)
+
+
+class Half(Codec):
+    """As the page of strategies has it."""
+
+    def encode(self, x: Tensor, draw: Any) -> dict[str, Tensor]:
+        return {"values": x.half()}
+
+    def decode(self, code: dict[str, Tensor], like: Tensor) -> Tensor:
+        return code["values"].to(like.dtype)
+
+
+HALF_MEAN = Compressed(Mean(), Half(), error_feedback=False)
+
+
+def one_then_eight(step: int) -> int:
+    return 1 if step < 10 else 8
+
+
+# name -> (the rule, its rounds, nodes, the same as a strategy)
+ALIASES: dict[str, tuple[Any, Any, int, Callable[[], Strategy]]] = {
+    "SlowMo": (slowmo, 4, K, lambda: DiLoCoStrategy("sgd", heavy_ball(0.9, 0.6), H=4, lr=0.05)),
+    "BMUF": (bmuf, 4, K, lambda: DiLoCoStrategy("sgd", heavy_ball(0.9, 0.6), H=4, lr=0.05)),
+    "BMUF, Nesterov": (
+        nesterov_bmuf, 4, K,
+        lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=0.9, momentum=0.6, nesterov=True), H=4, lr=0.05),
+    ),
+    "Lookahead": (lookahead, 4, 1, lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=0.5), H=4, lr=0.05)),
+    "OpenDiLoCo": (
+        open_diloco, 4, K,
+        lambda: CommunicateOptimizeStrategy([OuterStep(HALF_MEAN, H=4)], "sgd", lr=0.05),
+    ),
+    "Qsparse-local-SGD": (
+        qsparse, 4, K, lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=1.0), H=4, lr=0.05, compression=TopK(0.2)),
+    ),
+    "post-local SGD": (post_local, one_then_eight, K, lambda: FedAvgStrategy("sgd", one_then_eight, lr=0.05)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_are_settings(name: str) -> None:
+    rule, H, num_nodes, strategy = ALIASES[name]
+    ours = trained(strategy(), num_nodes=num_nodes)
+    assert_close(ours.params, in_rounds(rule, H, num_nodes), TWIN)
+
+
+def test_every_other_name_is_documented() -> None:
+    for name in ALIASES:
+        assert f"| {name} " in (strategies.__doc__ or "")

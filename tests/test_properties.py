@@ -340,6 +340,12 @@ STRATEGIES: dict[str, Row] = {
     ),
     "gossip-one-peer": Row(lambda **kw: GossipStrategy("one_peer_exponential", every=2, **kw), STEPS // 2 * 1.0),
     "gossip-exponential": Row(lambda **kw: GossipStrategy("exponential", **kw), STEPS * 3.0),
+    "fedavg-growing-rounds": Row(  # they end after steps 1, 3 and 7
+        lambda **kw: FedAvgStrategy(H=lambda step: 1 + step, **kw), 3 * ring(K)
+    ),
+    "diloco-growing-rounds": Row(
+        lambda **kw: DiLoCoStrategy(H=lambda step: 1 if step < 2 else 3, **kw), 3 * ring(K), outer=None
+    ),
     "diloco-scheduled": Row(
         lambda **kw: DiLoCoStrategy(sync_weight=[0, 0, 1, 0, 0, 1, 0], **kw), ROUNDS * ring(K), outer=nesterov
     ),
@@ -1194,6 +1200,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"gamma has shape \[3\] and the run num_nodes=5",
     ),
     "a momentum of 1": (lambda: NoLoCoStrategy(momentum=1.0), ValueError, "momentum=1.0"),
+    "H of a function": (lambda: FedAvgStrategy(H=lambda step: 0).check(5, 10), ValueError, r"H\(0\)=0 must be"),
+    "H of a function, later": (
+        lambda: DiLoCoStrategy(H=lambda step: 4 if step < 8 else 0.5).check(5, 10),  # type: ignore[arg-type,return-value]
+        ValueError,
+        r"H\(8\)=0.5 must be an integer >= 1",
+    ),
+    "H of a function and weights": (
+        lambda: FedAvgStrategy(H=lambda step: 2, sync_weight=[0, 1]),
+        ValueError,
+        "both say when the nodes exchange",
+    ),
+    "periods of a function": (lambda: DESLOCStrategy(H=lambda step: 2), ValueError, "give both"),
+    "never an exchange of a function": (
+        lambda: FedAvgStrategy(H=lambda step: 11).check(5, 10),
+        vecgym.VecgymWarning,
+        r"H\(0\)=11 is larger",
+    ),
     "H of a wrong type": (lambda: DiLoCoStrategy(H=2.0), ValueError, "H=2.0"),  # type: ignore[arg-type]
     "island_size": (lambda: FedAvgStrategy(island_size=0), ValueError, "island_size=0"),
     "participation": (lambda: FedAvgStrategy(participation=0.0), ValueError, "participation=0.0"),

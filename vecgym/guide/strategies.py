@@ -52,6 +52,30 @@ deviation from the paper.
 >>> [(transfer.step, transfer.operation) for transfer in trainer.ledger]
 [(4, 'mean'), (9, 'mean')]
 
+## Other names
+
+Algorithms that are settings of these strategies (a test has each, written out in plain loops):
+
+| name | here |
+|---|---|
+| SlowMo (1910.00643) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=alpha, momentum=beta), H)`; gamma is the inner learning rate |
+| BMUF (Chen and Huo, 2016) | the same, with lr = zeta and momentum = eta |
+| BMUF, Nesterov | the same, with `nesterov=True` |
+| Lookahead (1907.08610) | `DiLoCoStrategy(inner, OptimSpec("sgd", lr=alpha), H)` with one node |
+| OpenDiLoCo (2407.07852) | DiLoCo with a code of half precision: `OuterStep(Compressed(Mean(), Half(), error_feedback=False), H=H)` |
+| Qsparse-local-SGD (1906.02367) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=1.0), H, compression=TopK(fraction))` |
+| post-local SGD (1808.07217) | `FedAvgStrategy("sgd", H=lambda step: 1 if step < switch else H)` |
+
+H may be a function wherever a strategy has one: it is given the step at which a round begins, and gives the round's steps.
+A code of half precision is
+
+>>> from vecgym.compress import Codec
+>>> class Half(Codec):
+...     def encode(self, x, draw):
+...         return {"values": x.half()}
+...     def decode(self, code, like):
+...         return code["values"].to(like.dtype)
+
 ## Composing modules
 
 The modules behind these strategies can be combined freely. They act in the order of the list:
@@ -75,7 +99,7 @@ How nodes agree, when, and on what are three choices. Underneath, every strategy
 | how nodes agree on a value | `Mean` (with islands, participation, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean), `MostMoved` (each node's own choice of coordinates), `StrongestCosines` (DeMo's) |
 | ... and around one of these | `Sparse` (some coordinates), `Compressed` (codes, with error feedback), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
 | on what | `Gradients`, `Parameters`, `OuterStep` (the movement since the last round, for an outer optimizer; `CorrectedOuterStep` where it is corrected first), `Moments` (of the inner optimizer) |
-| when | every H steps, with an offset (`Rounds`), or weights that can be differentiated (`SyncWeight`) |
+| when | every H steps, with an offset (`Rounds`), in rounds whose length a function gives (`RoundsOf`), or weights that can be differentiated (`SyncWeight`) |
 
 DiLoCo in islands of four, with half of the nodes in each round and 5 % of the coordinates sent:
 

@@ -8,9 +8,10 @@ Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNes
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
 Your own:    CommunicateOptimizeStrategy([module, ...], inner_optim); a Strategy, the base of all; RankStrategy, whose
              `step` is that of one rank and calls all_reduce, broadcast, all_gather
-Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H), CorrectedOuterStep: what is
-             agreed on, and when (Rounds or SyncWeight; When, the base); Average, the base: Mean, ServerMean, Mix, Robust, MostMoved,
-             StrongestCosines; around one: Sparse, Compressed, Corrupted, Private: how the nodes agree
+Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, outer_optim, H), CorrectedOuterStep:
+             what is agreed on, and when (Rounds, RoundsOf or SyncWeight; When, the base); Average, the base: Mean,
+             ServerMean, Mix, Robust, MostMoved, StrongestCosines; around one: Sparse, Compressed, Corrupted, Private:
+             how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
              NoLoCoCommunicator, GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator,
@@ -67,7 +68,7 @@ from vecgym.strategy.selectors import (
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
 from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
-from vecgym.strategy.when import Rounds, SyncWeight, When
+from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 
 __all__ = [
     "ADPSGDStrategy",
@@ -118,6 +119,7 @@ __all__ = [
     "RankStrategy",
     "Robust",
     "Rounds",
+    "RoundsOf",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
     "ScheduledSelector",

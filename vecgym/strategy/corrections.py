@@ -86,7 +86,7 @@ correction='median_norm')
         self,
         average: Average,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | When = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         correction: str | Correction | None = None,
     ) -> None:
         super().__init__(average, outer_optim, H)

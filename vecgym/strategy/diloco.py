@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from vecgym.strategy.compression import with_compression
 from vecgym.strategy.corrections import CorrectedOuterStep, Correction
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import DEFAULT_H, outer_spec
-from vecgym.strategy.when import SyncWeight, make_sync_weight
+from vecgym.strategy.when import RoundsOf, SyncWeight, make_sync_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,7 +32,7 @@ class DiLoCoCommunicator(CorrectedOuterStep):
     Args:
         outer_optim: "sgd" or `torch.optim.SGD` mean the paper's SGD(lr=0.7, momentum=0.9, nesterov=True); an
             `OptimSpec` is taken as it is; so is any other optimizer.
-        H: inner steps between two outer steps.
+        H: inner steps between two outer steps: a number, or a function of the step at which a round begins.
         outer_lr: the outer learning rate.
         sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
         correction: of the movements, before they are averaged; see `CorrectedOuterStep`.
@@ -51,14 +51,14 @@ class DiLoCoCommunicator(CorrectedOuterStep):
     def __init__(
         self,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = DEFAULT_H,
+        H: int | Callable[[int], int] = DEFAULT_H,
         outer_lr: float | Tensor | None = None,
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         correction: str | Correction | None = None,
     ) -> None:
         weight = make_sync_weight(sync_weight, H, DEFAULT_H)
         super().__init__(Mean(), outer_spec(outer_optim, outer_lr), H if weight is None else weight, correction)
-        self.H = self.when.H
+        self.H = self.when if isinstance(self.when, RoundsOf) else self.when.H
         self.sync_weight = weight
 
 
@@ -75,7 +75,8 @@ class DiLoCoStrategy(Strategy):
     Args:
         inner_optim: the local optimizer, AdamW when not given.
         outer_optim: SGD(lr=0.7, momentum=0.9, nesterov=True) when not given, or given as "sgd".
-        H: inner steps per round; the outer step follows every H-th optimizer step.
+        H: inner steps per round; the outer step follows every H-th optimizer step. A function of the step gives the
+            steps of the round that begins there.
         sync_weight: `[T]`, in place of H: how far the outer step is taken after each inner step; see `SyncWeight`.
         lr, inner_lr: two names for the inner learning rate.
         outer_lr: the outer learning rate.
@@ -99,7 +100,7 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = DEFAULT_H,
+        H: int | Callable[[int], int] = DEFAULT_H,
         *,
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         inner_lr: float | Tensor | None = None,

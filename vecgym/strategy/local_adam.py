@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from vecgym.core import check
 from vecgym.optim import OptimSpec
-from vecgym.strategy.base import Strategy, check_interval
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.fedavg import AveragingCommunicator
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import DEFAULT_H
 from vecgym.strategy.moments import Moments
+from vecgym.strategy.when import When, interval
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,10 +50,10 @@ weighting='equal'), Moments(average=Mean(), every=50))
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = DEFAULT_H,
+        H: int | Callable[[int], int] = DEFAULT_H,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        check_interval("H", H)
+        H = interval(H, "H")
         super().__init__(inner_optim, communication_modules=[AveragingCommunicator(H=H), Moments(every=H)], **inner)
 
 
@@ -88,12 +90,14 @@ Moments(average=Mean(), slots=('exp_avg_sq',), every=96))
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = DEFAULT_H,
+        H: int | Callable[[int], int] = DEFAULT_H,
         Hu: int | None = None,
         Hv: int | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        check_interval("H", H)
+        H = interval(H, "H")
+        if isinstance(H, When) and (Hu is None or Hv is None):
+            raise ValueError(f"H={H!r} is no number of which Hu and Hv could be 3 and 6 times as many: give both.")
         periods = {
             "exp_avg": check.optional_integer("Hu", Hu, what="None is 3 H") or 3 * H,
             "exp_avg_sq": check.optional_integer("Hv", Hv, what="None is 6 H") or 6 * H,

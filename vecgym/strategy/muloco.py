@@ -105,7 +105,7 @@ class MuLoCoStrategy(Strategy):
     def __init__(
         self,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = 30,
+        H: int | Callable[[int], int] = 30,
         *,
         lr: float | Tensor = 0.02,
         adamw_lr: float | Tensor = 3e-4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ class NoLoCoCommunicator(CommunicationModule):
     Bytes sent per node and exchange: Delta and phi in a ring of n nodes, 4 (n - 1) / n b P: 2 b P in pairs.
 
     Args:
-        H: inner steps between two outer steps, or a `When`.
+        H: inner steps between two outer steps, as a number, a function of the step, or a `When`.
         group_size: n. Where it does not divide the number of nodes, the last group is smaller; from all nodes on there
             is one group.
         outer_lr: eta, one for all or one for each node.
@@ -53,14 +54,14 @@ class NoLoCoCommunicator(CommunicationModule):
 
     def __init__(
         self,
-        H: int | When = 50,
+        H: int | When | Callable[[int], int] = 50,
         group_size: int = 2,
         outer_lr: float | Tensor = 0.7,
         momentum: float | Tensor = 0.5,
         gamma: float | Tensor = 1.0,
     ) -> None:
-        self.H = H
         self.when = as_when(H, "H")
+        self.H = self.when if callable(H) else H
         self.group_size = check.integer("group_size", group_size, what="the nodes that take an outer step together")
         self.outer_lr = check.per_node("outer_lr", outer_lr, "[0, inf)")
         self.momentum = check.per_node("momentum", momentum, "[0, 1)", "of the outer steps")
@@ -150,7 +151,7 @@ NoLoCoCommunicator(H=50, group_size=2, outer_lr=0.7, momentum=0.5, gamma=1.0))
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | When = 50,
+        H: int | When | Callable[[int], int] = 50,
         group_size: int = 2,
         *,
         outer_lr: float | Tensor = 0.7,

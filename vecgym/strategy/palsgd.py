@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +56,7 @@ class PALSGDCommunicator(OuterStep):
         p: float = 0.1,
         pull: float | Tensor = 1.0,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | When = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         outer_lr: float | Tensor | None = None,
     ) -> None:
         self.p = check.number("p", p, "[0, 1)", "the probability of a step towards the outer parameters")
@@ -138,7 +138,7 @@ class PALSGDStrategy(Strategy):
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         p: float = 0.1,
-        H: int | When = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         pull: float | Tensor = 1.0,

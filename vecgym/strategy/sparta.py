@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -186,7 +187,7 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
         self,
         p_sparta: float | None = None,
         sparta_interval: int = 1,
-        H: int = 100,
+        H: int | Callable[[int], int] = 100,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
