@@ -431,7 +431,7 @@ def test_corrected_movements_equal_their_twin(name: str, model: str, engine: str
         seen.extend(map(float, cosines))
         return (heloco if name == "heloco" else median_norm)(moved, momentum)
 
-    outer = {"lr": 0.6, "momentum": 0.8, "nesterov": True}
+    outer: dict[str, Any] = {"lr": 0.6, "momentum": 0.8, "nesterov": True}
     strategy = DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3, correction=name)
     theirs = diloco(
         make_model(model, dtype=F64), data(model), K, H=2, inner=(AdamW, {"lr": 0.01}), outer=(SGD, outer),
@@ -544,7 +544,7 @@ def in_rounds(
             common.backward(models[node], batch[node])
             with torch.no_grad():
                 for p in theta.values():
-                    p -= gamma * common.gradient(p)
+                    p.sub_(gamma * common.gradient(p))
         left -= 1
         if left == 0:
             left = H(step + 1) if callable(H) else H
@@ -608,7 +608,7 @@ def post_local(start: Tensor, nodes_: list[Tensor], memory: dict[str, Any]) -> T
 class Half(Codec):
     """As the page of strategies has it."""
 
-    def encode(self, x: Tensor, draw: Any) -> dict[str, Tensor]:
+    def encode(self, x: Tensor, draw: Any = None) -> dict[str, Tensor]:
         return {"values": x.half()}
 
     def decode(self, code: dict[str, Tensor], like: Tensor) -> Tensor:

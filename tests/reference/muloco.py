@@ -14,6 +14,7 @@ Muon and AdamW are torch's, one of each for every node.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from tests.reference import common, optimizers
 from tests.reference.common import Batch, Result
 
-MUON = getattr(torch.optim, "Muon", optimizers.Muon)
+MUON: Any = getattr(torch.optim, "Muon", optimizers.Muon)
 
 
 def muloco(

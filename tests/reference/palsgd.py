@@ -51,8 +51,8 @@ def palsgd(
         for node in range(num_nodes):
             if drawn(step, node):
                 with torch.no_grad():
-                    for name, theta in thetas[node].items():
-                        theta -= gamma / p * pull * (theta - theta_outer[name])
+                    for name, own in thetas[node].items():
+                        own.sub_(gamma / p * pull * (own - theta_outer[name]))
                 continue
             losses[step, node] = common.backward(models[node], batches[step][node])
             common.clip(models[node], max_norm)

@@ -62,12 +62,12 @@ Algorithms that are settings of these strategies (a test has each, written out i
 | BMUF (Chen and Huo, 2016) | the same, with lr = zeta and momentum = eta |
 | BMUF, Nesterov | the same, with `nesterov=True` |
 | Lookahead (1907.08610) | `DiLoCoStrategy(inner, OptimSpec("sgd", lr=alpha), H)` with one node |
-| OpenDiLoCo (2407.07852) | DiLoCo with a code of half precision: `OuterStep(Compressed(Mean(), Half(), error_feedback=False), H=H)` |
+| OpenDiLoCo (2407.07852) | DiLoCo with a code of half precision: `OuterStep(Compressed(Mean(), code, error_feedback=False), H=H)`, with the code below |
 | Qsparse-local-SGD (1906.02367) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=1.0), H, compression=TopK(fraction))` |
 | post-local SGD (1808.07217) | `FedAvgStrategy("sgd", H=lambda step: 1 if step < switch else H)` |
 
 H may be a function wherever a strategy has one: it is given the step at which a round begins, and gives the round's steps.
-A code of half precision is
+An object of this class is a code of half precision:
 
 >>> from vecgym.compress import Codec
 >>> class Half(Codec):

@@ -134,9 +134,9 @@ def _muloco(knobs: Knobs) -> Strategy:
     return MuLoCoStrategy(knobs.outer_optim, H=knobs.H, lr=lr, adamw_lr=lr, **inner)
 
 
-def _des_loc_periods(H: int) -> dict[str, int]:
+def _des_loc_periods(H: int) -> dict[str, Any]:
     """Choose periods that are apart and still short: the default ones are 3 and 6 H."""
-    return {"H": H, "Hu": H + 1, "Hv": H + 2}
+    return {"Hu": H + 1, "Hv": H + 2}
 
 
 def _islands_of_two(sent: Sent) -> float:
@@ -169,7 +169,7 @@ def _rounds(sent: Sent) -> float:
 
 
 def _desynced(sent: Sent) -> float:
-    exchanges = sum(sent.steps // period for period in _des_loc_periods(sent.knobs.H).values())
+    exchanges = sent.rounds + sum(sent.steps // period for period in _des_loc_periods(sent.knobs.H).values())
     return exchanges * sent.ring() * sent.model_bytes
 
 
@@ -242,7 +242,7 @@ CATALOGUE: dict[str, Row] = {
         needs_moments=True,
     ),
     "des-loc": Row(
-        lambda knobs: DESLOCStrategy(**_des_loc_periods(knobs.H), **knobs.inner),
+        lambda knobs: DESLOCStrategy(H=knobs.H, **_des_loc_periods(knobs.H), **knobs.inner),
         twin="local_adam",
         about="the mean of the parameters, every H steps, and of each moment at a period of its own",
         sends=_desynced,

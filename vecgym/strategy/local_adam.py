@@ -95,12 +95,12 @@ Moments(average=Mean(), slots=('exp_avg_sq',), every=96))
         Hv: int | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        H = interval(H, "H")
-        if isinstance(H, When) and (Hu is None or Hv is None):
-            raise ValueError(f"H={H!r} is no number of which Hu and Hv could be 3 and 6 times as many: give both.")
+        own = interval(H, "H")
+        if isinstance(own, When) and (Hu is None or Hv is None):
+            raise ValueError(f"H={own!r} is no number of which Hu and Hv could be 3 and 6 times as many: give both.")
         periods = {
-            "exp_avg": check.optional_integer("Hu", Hu, what="None is 3 H") or 3 * H,
-            "exp_avg_sq": check.optional_integer("Hv", Hv, what="None is 6 H") or 6 * H,
+            "exp_avg": check.optional_integer("Hu", Hu, what="None is 3 H") or 3 * own,
+            "exp_avg_sq": check.optional_integer("Hv", Hv, what="None is 6 H") or 6 * own,
         }
         moments = [Moments(slots=slot, every=period) for slot, period in periods.items()]
         super().__init__(inner_optim, communication_modules=[AveragingCommunicator(H=H), *moments], **inner)

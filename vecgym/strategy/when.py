@@ -120,7 +120,7 @@ class RoundsOf(When):
         name: the argument that it was given as, for messages.
 
     Raises:
-        ValueError: for what the function gives, at `check` for a whole run.
+        TypeError: for what is no function; ValueError: for what it gives, at `check` for a whole run.
 
     Example: post-local SGD, which exchanges at every step first.
 
@@ -130,6 +130,10 @@ class RoundsOf(When):
     """
 
     def __init__(self, H: Callable[[int], int], name: str = "H") -> None:
+        if not callable(H):
+            raise TypeError(
+                f"{name}={H!r} must be a function of the step, such as lambda step: 1 if step < 100 else 8."
+            )
         self.function = H
         self._name = name
 
@@ -331,7 +335,7 @@ class SyncWeight(When):
         return f"SyncWeight([{shown}{'' if len(whole) <= 20 else f', ... {len(whole)} in all'}])"
 
 
-def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: int, default: int) -> SyncWeight | None:
+def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: Any, default: int) -> SyncWeight | None:
     """Return the `SyncWeight` of a module's arguments; H must then be left at its default.
 
     >>> make_sync_weight([0, 1], H=5, default=1)
