@@ -254,6 +254,13 @@ def test_asynchronous(tmp_path: Path) -> None:
     assert result["workloads"]["quick"]["one by one"][0]["nodes_per_call"] == 1
 
 
+def test_availability(tmp_path: Path) -> None:
+    table, result = run_quick("availability.py", tmp_path)
+    assert "| ms per step | without | all present | a tenth absent | fewer | all present / without" in table
+    assert set(result["rows"]) == {"tiny, diloco", "tiny, allreduce"}
+    assert all(ms > 0 for row in result["rows"].values() for ms in row["ms"].values())
+
+
 def test_rollout(tmp_path: Path) -> None:
     table, result = run_quick("rollout.py", tmp_path)
     assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table

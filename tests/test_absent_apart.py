@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.runs import links, multiprocess
 from vecgym.runs.lockstep import Case, Check, compare
-from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DiLoCoStrategy, Strategy
+from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DeMoStrategy, DiLoCoStrategy, Strategy
 from vecgym.strategy.catalogue import CATALOGUE
 
 F64, STEPS, H = torch.float64, 7, 2
@@ -63,6 +64,43 @@ def test_every_strategy_is_what_it_is_in_one_process(num_nodes: int, num_process
         for check in both
         if not check.passed
     }
+    assert not failed
+
+
+def random_case(seed: int, num_nodes: int) -> Case:
+    draw = random.Random(seed)
+    name = draw.choice([name for name, row in CATALOGUE.items() if not row.even or num_nodes % 2 == 0])
+    own_H = draw.randint(1, 3)
+    inner = "adamw" if CATALOGUE[name].needs_moments else draw.choice(["adamw", "sgd"])
+    strategy = CATALOGUE[name].make(H=own_H, p=0.3, inner_optim=inner, lr=0.01, warmup_steps=draw.choice([0, 3]))
+    table = torch.rand(6, num_nodes, generator=torch.Generator().manual_seed(seed)) < draw.choice([0.2, 0.5, 0.8])
+    table[:, draw.randrange(num_nodes)] |= ~table.any(1)
+    availability: Any = Trace(table, draw.choice(["own", "shared", "neighbour"]))
+    if draw.random() < 0.3 and name.startswith(("fedavg", "diloco")):
+        availability = availability & LocalSteps([draw.randint(1, own_H) for _ in range(num_nodes)], H=own_H)
+    kind = draw.choice(["MLP", "CNN", "Dropout", "WithFrozen"])
+    return Case(
+        strategy, make_model(kind, dtype=F64), dataset(kind), num_nodes, 6, seed=seed, availability=availability
+    )  # fmt: skip
+
+
+def random_checks(link: Any, seeds: range, num_nodes: int) -> list[str]:
+    torch.set_num_threads(1)
+    failed = []
+    for seed in seeds:
+        case = random_case(seed, num_nodes)
+        # DeMo's steps are signs: one may flip with the rounding of another order of sums.
+        for exact in (True,) if isinstance(case.strategy, DeMoStrategy) else (True, False):
+            [check] = compare(case, [links.wire()], exact=exact)
+            if not check.passed:
+                failed.append(f"seed {seed}, {case.strategy!r}, {check.name}: {check.first_failure}")
+    return failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_nodes", "num_processes"), [(6, 3), (3, 3), (4, 2)])
+def test_random_runs(num_nodes: int, num_processes: int) -> None:
+    [failed, *_] = multiprocess.run(random_checks, num_processes, (range(40), num_nodes))
     assert not failed
 
 

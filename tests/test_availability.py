@@ -48,6 +48,7 @@ from vecgym.strategy import (
     RankStrategy,
     Robust,
     Strategy,
+    StreamingCommunicator,
     delayed,
     every,
 )
@@ -305,6 +306,19 @@ def share_optimizer(naive: Naive) -> None:
 
 def sizes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["demo", "diloco-topk"])
+def test_what_one_node_alone_keeps_is_its_own(name: str, model: nn.Module) -> None:
+    """In the first exchange only node 1 is there: its residual is not that of the others."""
+    table = torch.ones(4, 3, dtype=torch.bool)
+    table[:2] = torch.tensor([False, True, False])
+    strategy = CATALOGUE[name].make(H=1, p=0.3, inner_optim="sgd", lr=0.1)
+    taken = Taken(strategy, batches_of(3, 4), Trace(table), model=model).run(2)
+    found = [x for path, x in flat(taken.state.strategy).items() if "residual" in path]
+    residuals = [x.expand(3, *x.shape[1:]) for x in found]
+    assert all(bool((x[[0, 2]] == 0).all()) for x in residuals)
+    assert any(bool(x[1].any()) for x in residuals)
 
 
 @pytest.mark.parametrize("name", ["allreduce", "diloco"])
@@ -612,6 +626,8 @@ def test_gossip_keeps_the_mean_of_those_present(topology: str) -> None:
 @pytest.mark.parametrize("make", [
     lambda: [Parameters(Mean(), every=2, delay=1)],
     lambda: [OuterStep(Mean(), H=2, delay=1)],
+    lambda: [StreamingCommunicator(Mean(), H=2, fragments=1, delay=1)],
+    lambda: [StreamingCommunicator(Mean(), H=2, fragments=1, delay=[0, 1, 1])],
     lambda: [delayed(every(2, AveragingCommunicator()), 1)],
 ])  # fmt: skip
 def test_what_is_late_reaches_only_who_was_there(make: Callable[[], Any], model: nn.Module) -> None:

@@ -28,8 +28,8 @@ def test_every_public_strategy_is_in_it_and_in_the_readmes_table() -> None:
     }  # in tests/test_asynchronous.py, tests/test_async_more.py
     assert made | composed == PUBLIC - asynchronous
     table = README.partition("\n## Strategies")[2].partition("\n## ")[0]
-    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
-    shown = set(re.findall(r"`(\w+Strategy)\(", " ".join(first_cells)))
+    first_cells = "\n".join(re.findall(r"^\| ([^|]*)", table, re.MULTILINE))
+    shown = set(re.findall(r"`(\w+Strategy)\(", first_cells))
     listed = made | asynchronous | {CommunicateOptimizeStrategy}
     assert {cls.__name__ for cls in listed - {Strategy}} == shown
 

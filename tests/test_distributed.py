@@ -37,6 +37,7 @@ from vecgym.strategy import (
     RankStrategy,
     Robust,
     Strategy,
+    StreamingDiLoCoStrategy,
 )
 from vecgym.strategy.catalogue import CATALOGUE
 
@@ -61,6 +62,9 @@ CASES: dict[str, Callable[[], Strategy]] = {
         [CorrectedOuterStep(Mean(), H=3, correction="median_norm")], "adamw", lr=1e-2
     ),
     "rounds of a function": lambda: DiLoCoStrategy("adamw", H=lambda step: 1 + step, lr=1e-2),
+    "streaming, a delay and alpha for each node": lambda: StreamingDiLoCoStrategy(
+        "adamw", H=3, num_fragments=2, delay=[1, 0, 2, 1], alpha=torch.tensor([0.0, 0.5, 0.25, 1.0]), lr=1e-2
+    ),
     "median of the gradients": lambda: CommunicateOptimizeStrategy([Gradients(Robust("median"))], "adamw", lr=1e-2),
     **{f"{name}, a value for each node": partial(make_per_node, name, K) for name in PER_NODE},
     **{f"{name}{EMPTY}": partial(STRATEGIES[name].make, inner_optim=OptimSpec("adamw", lr=1e-2)) for name in SEVERAL},

@@ -58,6 +58,8 @@ from vecgym.strategy import (
     DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    EagerCommunicator,
+    EagerDiLoCoStrategy,
     FedAvgStrategy,
     GossipCommunicator,
     GossipStrategy,
@@ -85,6 +87,8 @@ from vecgym.strategy import (
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingCommunicator,
+    StreamingDiLoCoStrategy,
     SyncWeight,
     TopKSparseCommunicator,
     catalogue,
@@ -878,16 +882,26 @@ def with_module(cls: Callable[..., CommunicationModule], *before: CommunicationM
 class Changes:
     """How to make a strategy of a class, the arguments of the base, and for each argument the value to try.
 
-    `also`: what else the base needs for an argument to have a meaning.
+    `also`: what else the base needs for an argument to have a meaning; `models`: where that is not the MLP's.
     """
 
     build: Callable[..., Strategy]
     base: dict[str, Any]
     values: dict[str, Any]
     also: dict[str, dict[str, Any]] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
 
 
 WEIGHTS = [0.0, 0.5, 1.0, 0.0, 0.25, 0.0, 1.0]  # of exchanges, in place of H, which is then left at its default
+
+STREAMING: dict[str, Any] = {
+    "H": 3,
+    "outer_optim": OptimSpec(SGD, lr=0.7),
+    "pattern": "sequential",
+    "offsets": [1],
+    "delay": 0,
+    "alpha": 0.25,
+}
 
 ARGUMENTS: dict[type, Changes] = {
     Strategy: Changes(Strategy, {"inner_optim": "sgd"}, {**COMMON, "communication_modules": MODULES}),
@@ -974,6 +988,26 @@ ARGUMENTS: dict[type, Changes] = {
         with_module(NoLoCoCommunicator),
         {"H": 2},
         {"H": 3, "group_size": 3, "outer_lr": 0.3, "momentum": 0.9, "gamma": 0.6},
+    ),
+    StreamingDiLoCoStrategy: Changes(
+        StreamingDiLoCoStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {
+            **COMMON,
+            **STREAMING,
+            "inner_lr": 0.3,
+            "outer_lr": 0.3,
+            "num_fragments": 2,
+            "fragments": [["second"], ["first"]],
+            "bits": 4,
+        },
+        also={"pattern": {"num_fragments": 2}},
+        models={"pattern": "CNN"},
+    ),
+    EagerDiLoCoStrategy: Changes(
+        EagerDiLoCoStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {**COMMON, "H": 3, "inner_lr": 0.3, "outer_optim": "adam", "outer_lr": 0.3},
     ),
     SPARTAStrategy: Changes(
         SPARTAStrategy,
@@ -1087,6 +1121,16 @@ ARGUMENTS: dict[type, Changes] = {
             "lost": 0.5,
         },
     ),
+    StreamingCommunicator: Changes(
+        with_module(StreamingCommunicator),
+        {"average": Mean(), "H": 2},
+        {**STREAMING, "average": Compressed(Mean(), "topk"), "fragments": 2},
+        also={"pattern": {"fragments": 2}},
+        models={"pattern": "CNN"},
+    ),
+    EagerCommunicator: Changes(
+        with_module(EagerCommunicator), {"H": 2}, {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3}
+    ),
     DiLoCoCommunicator: Changes(
         with_module(DiLoCoCommunicator),
         {"H": 2},
@@ -1107,7 +1151,7 @@ SETTINGS = [(cls, name) for cls in ARGUMENTS for name in inspect.signature(cls).
 def test_every_constructor_argument_changes_something(cls: type, argument: str) -> None:
     changes = ARGUMENTS[cls]
     assert argument in changes.values, f"add a value of {argument} to ARGUMENTS[{cls.__name__}]"
-    start, batches = setup()
+    start, batches = setup(changes.models.get(argument, "MLP"))
     base = {**changes.base, **changes.also.get(argument, {})}
     first, second = changes.build(**base), changes.build(**{**base, argument: changes.values[argument]})
     assert difference(run(start, first, batches).params, run(start, second, batches).params) > 1e-8

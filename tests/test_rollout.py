@@ -38,9 +38,11 @@ from vecgym.strategy import (
     CommunicationModule,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    EagerDiLoCoStrategy,
     FedAvgStrategy,
     GradientAveraging,
     Strategy,
+    StreamingDiLoCoStrategy,
 )
 from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import compressed
@@ -229,6 +231,20 @@ CASES: dict[str, tuple[Make, Values]] = {
         ),
         {"outer_lr": 0.05, **BETAS},
     ),
+    "streaming": (
+        lambda lr, outer_lr, momentum, alpha: StreamingDiLoCoStrategy(
+            "sgd", nesterov(lr=outer_lr, momentum=momentum), H=2, num_fragments=2, delay=1, alpha=alpha, lr=lr
+        ),
+        {"lr": 0.3, "outer_lr": 0.4, "momentum": 0.9, "alpha": 0.5},
+    ),
+    "streaming-of-each-node": (
+        lambda alpha: StreamingDiLoCoStrategy("sgd", H=3, num_fragments=2, delay=[2, 0, 1], alpha=alpha, lr=0.3),
+        {"alpha": torch.tensor([0.2, 0.5, 0.9], dtype=F64)},
+    ),
+    "eager": (
+        lambda lr, outer_lr, momentum: EagerDiLoCoStrategy("sgd", nesterov(lr=outer_lr, momentum=momentum), H=2, lr=lr),
+        {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.9},
+    ),
     "diloco-relaxed": (
         lambda lr, outer_lr, sync_weight: DiLoCoStrategy("sgd", lr=lr, outer_lr=outer_lr, sync_weight=sync_weight),
         {"lr": 0.3, "outer_lr": 0.7, "sync_weight": WEIGHTS},
@@ -353,7 +369,7 @@ CASES: dict[str, tuple[Make, Values]] = {
 }  # fmt: skip
 
 
-EVERY_ENTRY = ("lr-of-each-step", "lr-of-each-node", "lr-of-each-step-and-node",
+EVERY_ENTRY = ("streaming-of-each-node", "lr-of-each-step", "lr-of-each-node", "lr-of-each-step-and-node",
                "outer-lr-of-each-round", "demo-weight-decay-of-each-step")  # fmt: skip
 # A maximum or signs in the rule: smaller steps, to stay on one side.
 KINKED = ("adamax", "rprop", "demo", "demo-weight-decay-of-each-step")

@@ -47,6 +47,7 @@ from vecgym.strategy import (
     DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
+    EagerDiLoCoStrategy,
     FedAvgStrategy,
     GossipCommunicator,
     GossipStrategy,
@@ -64,6 +65,7 @@ from vecgym.strategy import (
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
     TopKSparseCommunicator,
     all_reduce,
     compressed,
@@ -202,6 +204,28 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "NoLoCoStrategy": (
         lambda n, mu, gamma: NoLoCoStrategy("sgd", 2, n, momentum=mu, gamma=gamma, lr=0.1),
         {"n": [2, 3], "mu": [0.5, 0.9], "gamma": [0.6, 1.0], "seed": [0, 1]},
+    ),
+    "StreamingDiLoCoStrategy": (
+        lambda H, fragments, delay, bits: StreamingDiLoCoStrategy(
+            "adamw", H=H, num_fragments=fragments, delay=delay, bits=bits, lr=0.01
+        ),
+        {"H": [2, 3], "fragments": [1, 2], "delay": [0, 1], "bits": [None, 4]},
+    ),
+    "StreamingDiLoCoStrategy numbers": (
+        lambda alpha, outer_lr, pattern: StreamingDiLoCoStrategy(
+            "sgd", H=3, num_fragments=2, alpha=alpha, outer_lr=outer_lr, pattern=pattern, lr=0.1
+        ),
+        {"alpha": [0.0, 0.5, 1.0], "outer_lr": [0.4, 1.0], "pattern": ["strided", "sequential"]},
+    ),
+    "StreamingDiLoCoStrategy, a delay for each node": (
+        lambda lr, outer_lr, momentum: StreamingDiLoCoStrategy(
+            "sgd", OptimSpec("sgd", lr=outer_lr, momentum=momentum), H=3, num_fragments=2, delay=[0, 2, 1, 1], lr=lr
+        ),
+        {"lr": [0.1, 0.02], "outer_lr": [0.4, 1.0], "momentum": [0.5, 0.9]},
+    ),
+    "EagerDiLoCoStrategy": (
+        lambda H, lr, outer_lr: EagerDiLoCoStrategy("adamw", H=H, lr=lr, outer_lr=outer_lr),
+        {"H": [2, 3], "lr": [1e-2, 1e-3], "outer_lr": [0.4, 1.0], "seed": [0, 1]},
     ),
     "SPARTAStrategy": (
         lambda p, lr, delay: SPARTAStrategy(p, "adamw", lr=lr, delay=delay),

@@ -23,17 +23,21 @@ from tests.reference import common
 from tests.reference.allreduce import allreduce
 from tests.reference.common import Result
 from tests.reference.diloco import diloco
+from tests.reference.eager import eager
 from tests.reference.fedavg import fedavg
 from tests.reference.local_adam import local_adam
+from tests.reference.streaming import by_module, e3m0, streaming
 from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     DiLoCoStrategy,
+    EagerDiLoCoStrategy,
     FedAvgStrategy,
     Moments,
     OptimSpec,
     Strategy,
+    StreamingDiLoCoStrategy,
     every,
 )
 
@@ -113,6 +117,41 @@ CASES: dict[str, Case] = {
         lambda: DiLoCoStrategy("rmsprop", OptimSpec(SGD, lr=0.8), H=7, lr=0.003),
         functools.partial(diloco, H=7, inner=(RMSprop, {"lr": 0.003}), outer=(SGD, {"lr": 0.8})),
     ),
+    "streaming-adamw-clipped-cosine": Case(
+        lambda: StreamingDiLoCoStrategy(
+            "adamw", H=6, num_fragments=2, delay=2, lr=0.01, max_norm=0.3, warmup_steps=WARMUP, cosine_anneal=True
+        ),
+        functools.partial(
+            streaming, H=6, fragments=functools.partial(by_module, num_fragments=2), delays=[2] * K,
+            alphas=[0.5] * K, inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm_cosine,
+        ),
+    ),
+    "streaming-a-delay-and-alpha-for-each-node-outer-adam": Case(
+        lambda: StreamingDiLoCoStrategy(
+            OptimSpec(SGD, lr=0.05, momentum=0.9), OptimSpec(Adam, lr=0.02), H=5, num_fragments=2,
+            delay=[1, 0, 4, 1, 3], alpha=torch.tensor([0.0, 0.2, 0.5, 0.9, 1.0]),
+        ),
+        functools.partial(
+            streaming, H=5, fragments=functools.partial(by_module, num_fragments=2),
+            delays=[1, 0, 4, 1, 3], alphas=torch.tensor([0.0, 0.2, 0.5, 0.9, 1.0]).double().tolist(),
+            inner=(SGD, {"lr": 0.05, "momentum": 0.9}), outer=(Adam, {"lr": 0.02}),
+        ),
+    ),
+    "streaming-4-bits-rmsprop": Case(
+        lambda: StreamingDiLoCoStrategy("rmsprop", H=4, num_fragments=2, delay=1, alpha=0.25, bits=4, lr=0.003),
+        functools.partial(
+            streaming, H=4, fragments=functools.partial(by_module, num_fragments=2), delays=[1] * K,
+            alphas=[0.25] * K, code=e3m0, inner=(RMSprop, {"lr": 0.003}),
+        ),
+    ),
+    "eager-adamw-clipped-cosine": Case(
+        lambda: EagerDiLoCoStrategy("adamw", H=5, lr=0.01, max_norm=0.3, warmup_steps=WARMUP, cosine_anneal=True),
+        functools.partial(eager, H=5, inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm_cosine),
+    ),
+    "eager-momentum-outer-adam": Case(
+        lambda: EagerDiLoCoStrategy(OptimSpec(SGD, lr=0.05, momentum=0.9), OptimSpec(Adam, lr=0.02), H=4),
+        functools.partial(eager, H=4, inner=(SGD, {"lr": 0.05, "momentum": 0.9}), outer=(Adam, {"lr": 0.02})),
+    ),
     "local-adam-clipped-warm": Case(
         lambda: CommunicateOptimizeStrategy(
             [AveragingCommunicator(H=4), every(4, Moments())], "adamw", lr=0.01, max_norm=0.3, warmup_steps=WARMUP
@@ -134,7 +173,7 @@ CASES: dict[str, Case] = {
         ),
         functools.partial(local_adam, H=2, moments={"exp_avg": 3, "exp_avg_sq": 6}, inner=(Adam, {"lr": 0.01})),
     ),
-}
+}  # fmt: skip
 ONE_OF_EACH = [
     "allreduce-momentum-clipped-cosine",
     "fedavg-islands-of-participants-rmsprop",

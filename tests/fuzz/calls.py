@@ -422,6 +422,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compat.diloco_sim.DilocoSimulator.load_model": {"path": lambda: file("state.pt")},
     "vecgym.compress.Chain": {**_coded(_chain), "first": lambda: compress.TopK(0.5), "second": compress.Quantise},
     "vecgym.compress.Codec": _coded(lambda: compress.TopK(0.5)),
+    "vecgym.compress.E3M0": _coded(compress.E3M0),
     "vecgym.compress.Sign": _coded(compress.Sign),
     "vecgym.compress.Quantise": _coded(compress.Quantise),
     "vecgym.compress.RandomK": _coded(lambda: compress.RandomK(0.5)),
@@ -542,7 +543,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.strategy.Sparse": {"selector": lambda: RandomSelector(0.5)},
     "vecgym.strategy.Sparse.write": {"agreed": lambda: Sparse(0.5, Mean()).empty(tree_of_nodes())},
     **{f"vecgym.strategy.{name}.stacked": {"modules": lambda: [DiLoCoCommunicator(H=1)] * 2}
-       for name in ("OuterStep", "Parameters")},
+       for name in ("EagerCommunicator", "OuterStep", "Parameters", "StreamingCommunicator")},
     "vecgym.strategy.Rounds.exchange": {"exchange": lambda: lambda params, state, ctx: (params, state), "state": dict},
     "vecgym.strategy.ProximalTerm": {"mu": lambda: 0.1},
     "vecgym.strategy.SyncWeight": {"weights": lambda: torch.ones(STEPS)},

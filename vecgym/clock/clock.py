@@ -126,7 +126,8 @@ class Clock:
     def repeat(self, seconds: Tensor, plans: tuple[Plan, ...]) -> Tensor:
         """Make steps that all send the same; when each node ended each, `[n, K]`, with what it was sent."""
         meeting = plans[0].exchange if len(plans) == 1 and plans[0].whole else None
-        if isinstance(meeting, Meeting) and len(seconds) > 2 and self.records is None:
+        alike = all(nodes is None for plan in plans for *_, nodes in plan.needs)
+        if isinstance(meeting, Meeting) and alike and len(seconds) > 2 and self.records is None:
             return self._repeat(seconds.numpy(), Repeated(plans[0], meeting))
         ends = []
         for row in seconds:
@@ -138,7 +139,7 @@ class Clock:
         plan, heard = repeated.plan, repeated.meeting.heard.numpy()
         forward, backward = seconds * FORWARD, seconds * (1 - FORWARD)
         after = repeated.after(backward)
-        where = [(lag, repeated.places.index(place), rest) for lag, place, rest in plan.needs]
+        where = [(lag, repeated.places.index(place), rest) for lag, place, rest, _ in plan.needs]
         held = repeated.meeting.group.numpy()
         begin, taken = self.begin.numpy(), torch.maximum(self._up, self._down).numpy()
         due = {step: [(n.arrival.numpy(), *n[1:]) for n in needs] for step, needs in self._due.items()}
@@ -194,8 +195,9 @@ class Clock:
             there = arrival > NEVER
             arrival = torch.where(there, ready + w * (arrival.where(there, ready) - ready), NEVER)
         self._up, self._down = up, down
-        for lag, place, rest in plan.needs:
-            need = Need(arrival[:, place], rest, self.step, which, place)
+        for lag, place, rest, nodes in plan.needs:
+            there = arrival[:, place] if nodes is None else arrival[:, place].where(nodes, NEVER)
+            need = Need(there, rest, self.step, which, place)
             self._due.setdefault(self.step + 1 + lag, []).append(need)
         self.sent, self.received = self.sent + plan.busy[0], self.received + plan.busy[1]
         return Sent(plan, ready, *before, arrival)

@@ -68,8 +68,8 @@ class Plan(NamedTuple):
         done: the part of the backward pass after which each leaves, `[M]`.
         amounts: what each takes of the links, `[..., M]`, where they pass alike.
         needs: for each lag, and where messages do not pass alike each part: steps until needed, the place of the last
-            message needed then, and the rest of the forward pass that needs it. Messages leave last layer first and
-            arrive in order, so that nobody waits for another than the last.
+            message needed then, the rest of the forward pass that needs it, and by which nodes, `[K]`; None: by all.
+            Messages leave last layer first and arrive in order, so that nobody waits for another than the last.
         busy: seconds that each node's link is taken, up and down, `[K]`.
     """
 
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
     order: tuple[tuple[int, int], ...]
     done: Tensor
     amounts: Tensor
-    needs: tuple[tuple[int, int, float], ...]
+    needs: tuple[tuple[int, int, float, Tensor | None], ...]
     busy: tuple[Tensor, Tensor]
 
     @property
@@ -121,12 +121,23 @@ class Planner:
         amounts = torch.stack([parts[q].amounts[..., m] for q, m in order], -1) if alike else done
         last = {}
         for place, (q, _) in enumerate(order):
-            last[parts[q].transfer.lag if self.overlap else 0, 0 if alike else q] = place
-        needs = tuple((lag, place, self._rest(parts, order[place])) for (lag, _), place in last.items())
+            for lag, nodes in self._lags(parts[q].transfer):
+                last[lag, nodes, 0 if alike else q] = place
+        needs = tuple(
+            (lag, place, self._rest(parts, order[place]), None if nodes is None else torch.tensor(nodes))
+            for (lag, nodes, _), place in last.items()
+        )
         weight = parts[0].transfer.weight
         busy = [part.exchange.busy(part.amounts) for part in parts]
         up, down = (weight * torch.stack(found).sum(0) for found in zip(*busy))
         return Plan(parts, weight, parts[0].exchange if alike else None, order, done, amounts, needs, (up, down))
+
+    def _lags(self, transfer: Transfer) -> list[tuple[int, tuple[bool, ...] | None]]:
+        """After how many steps a transfer is needed, each with the nodes that need it then; None: all."""
+        lag = transfer.lag if self.overlap else 0
+        if isinstance(lag, int):
+            return [(lag, None)]
+        return [(steps, tuple(own == steps for own in lag)) for steps in sorted(set(lag))]
 
     def _rest(self, parts: tuple[Part, ...], message: tuple[int, int]) -> float:
         q, m = message

@@ -27,7 +27,7 @@ class Repeated:
     def __init__(self, plan: Plan, meeting: Meeting) -> None:
         self.plan, self.meeting = plan, meeting
         last = len(plan.order) - 1
-        self.places = sorted({*(place for _, place, _ in plan.needs), last})
+        self.places = sorted({*(place for _, place, *_ in plan.needs), last})
         took, done = plan.amounts.numpy(), plan.done.numpy()  # [G, M], [M]
         total = took.cumsum(1)
         self.held = total[:, self.places].T

@@ -111,7 +111,8 @@ def save_trace(timeline: Recorded, path: str | os.PathLike[str], first: int = 0,
 
 
 def _longest_lag(timeline: Priced) -> int:
-    return 1 + max((kind.lag for kind in timeline.transfers), default=0)
+    lags = [kind.lag for kind in timeline.transfers]
+    return 1 + max((lag if isinstance(lag, int) else max(lag) for lag in lags), default=0)
 
 
 def _computing(record: Record, known: dict[int, Record]) -> Iterator[Bar]:

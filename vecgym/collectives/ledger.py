@@ -30,6 +30,8 @@ from torch import Tensor
 
 from vecgym.collectives.topology import Islands, Links, Server, plain_who, who_of
 
+Lag = int | tuple[int, ...]  # of all nodes, or of each
+
 
 class Transfer(NamedTuple):
     """One collective, as a value.
@@ -40,7 +42,7 @@ class Transfer(NamedTuple):
         num_nodes: K, all nodes of the run.
         who: `None`: all nodes; groups of node ids, each by itself (of a `broadcast`, the source first); the `Links` of
             messages from node to node; or a `Server`.
-        lag: steps after this one until the result is used; 0: in this step.
+        lag: steps after this one until the result is used; 0: in this step. Of K numbers, those of each node.
         tensors: the names of the tensors that it carries, where they have names.
         weight: how often it counts: less than 1 where a relaxed schedule makes an exchange in part.
 
@@ -53,7 +55,7 @@ class Transfer(NamedTuple):
     payload_bytes: int
     num_nodes: int
     who: Islands | Links | Server | None = None
-    lag: int = 0
+    lag: Lag = 0
     tensors: tuple[str, ...] | None = None
     weight: float | Tensor = 1.0
 
@@ -71,6 +73,17 @@ class Transfer(NamedTuple):
     def num_participants(self) -> int:
         """How many nodes take part."""
         return _cost(self)[2]
+
+
+def _later(lag: Lag, more: Lag) -> Lag:
+    """Add two lags.
+
+    >>> _later(1, 2), _later((0, 3), 1), _later(1, (0, 3))
+    (3, (1, 4), (1, 4))
+    """
+    if isinstance(lag, int):
+        return lag + more if isinstance(more, int) else tuple(lag + x for x in more)
+    return tuple(map(sum, zip(lag, (more,) * len(lag) if isinstance(more, int) else more)))
 
 
 def _cost(transfer: Transfer) -> tuple[int, int, int]:
@@ -129,7 +142,7 @@ class Ledger:
         self._step_of_entry = array("q")
         self._step = 0
         self._weight: float | Tensor | None = None
-        self._lag = 0
+        self._lag: Lag = 0
         self._steps_per_unit = 1
         self._recording: list[Transfer] | None = None
         self.num_nodes: int | None = None
@@ -178,7 +191,7 @@ class Ledger:
     def record(self, transfer: Transfer) -> None:
         """Add one collective to the present step; inside `recording`, to that list instead."""
         if self._lag:
-            transfer = transfer._replace(lag=transfer.lag + self._lag)
+            transfer = transfer._replace(lag=_later(transfer.lag, self._lag))
         if self._weight is not None:
             transfer = transfer._replace(weight=transfer.weight * self._weight)
         if self._recording is None:
@@ -225,8 +238,8 @@ class Ledger:
         """
         return self._marking(_weight=weight if self._weight is None else self._weight * weight)
 
-    def lagging(self, steps: int) -> AbstractContextManager[None]:
-        """Mark what is sent in a block as used `steps` steps later.
+    def lagging(self, steps: Lag) -> AbstractContextManager[None]:
+        """Mark what is sent in a block as used `steps` steps later, or so many by each node.
 
         >>> ledger = Ledger()
         >>> with ledger.lagging(3):
@@ -234,7 +247,9 @@ class Ledger:
         >>> next(iter(ledger)).transfer.lag
         3
         """
-        return self._marking(_lag=self._lag + steps * self._steps_per_unit)
+        unit = self._steps_per_unit
+        more = steps * unit if isinstance(steps, int) else tuple(x * unit for x in steps)
+        return self._marking(_lag=_later(self._lag, more))
 
     def stretched(self, steps: int) -> AbstractContextManager[None]:
         """Count the lags of a block in units of `steps` steps, as something does that acts at every so many only.
@@ -287,8 +302,8 @@ class Ledger:
         (True, Ledger(1 collectives, 600 bytes sent per node))
         """
         self._kinds = {
-            Transfer(kind[0], kind[1], kind[2], who_of(kind[3]), kind[4], kind[5] and tuple(kind[5]), kind[6]): i
-            for i, kind in enumerate(state["kinds"])
+            Transfer(name, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), of and tuple(of), w): i
+            for i, (name, size, K, who, lag, of, w) in enumerate(state["kinds"])
         }
         self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
         self._step_of_entry = array("q", state["step_of_entry"].tolist())

@@ -16,7 +16,7 @@ class Announced(StackedCollectives):
     >>> import torch
     >>> comm = Announced(4)
     >>> comm.mean(torch.empty(4, 3, device="meta")).shape, comm.ledger
-    (torch.Size([1, 3]), Ledger(1 collectives, 12 bytes sent per node))
+    (torch.Size([1, 3]), Ledger(1 collectives, 18 bytes sent per node))
     """
 
     shapes_only = True

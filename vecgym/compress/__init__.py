@@ -1,7 +1,7 @@
 """What is sent instead of a whole tensor, and its bytes.
 
-Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; Chain, one after the other; PowerSGD, two averages; a
-            Compressor is one of these
+Codes:      Codec, the base; TopK, RandomK, Quantise, Sign; E3M0, floats of four bits; Chain, one after the other;
+            PowerSGD, two averages; a Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
 Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
 Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
@@ -32,10 +32,12 @@ from vecgym.compress.dct import (
     to_chunks,
     topk_bytes,
 )
+from vecgym.compress.floats import E3M0
 from vecgym.compress.methods import Compressor, make_codec
 from vecgym.compress.powersgd import PowerSGD
 
 __all__ = [
+    "E3M0",
     "Chain",
     "Codec",
     "Compressor",

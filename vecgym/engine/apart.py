@@ -3,97 +3,50 @@
 What the nodes store once, outer parameters say, stays the same in all processes. A process whose nodes are all absent
 makes the same calls as the others, with a row that nobody reads; it hands over nothing, and keeps what all get alike.
 
-With a node in each process, a tensor `[1, *]` may be what all store once or what a node has of its own. Which it is,
-is found beforehand, from the exchanges of tensors that have shapes and no values.
+With a node in each process, a tensor `[1, *]` may be what all store once or what a node has of its own; see
+`vecgym.engine.once`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vecgym.collectives.distributed import DistributedCollectives
-from vecgym.collectives.shapes import Announced
 from vecgym.collectives.topology import Links
 from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Path, Tree
 from vecgym.engine import Local
-from vecgym.engine.exchanges import exchanges
 from vecgym.engine.presence import Presence
 from vecgym.engine.returning import sources_of
+from vecgym.engine.rows import replaced
 from vecgym.engine.simulation import MAX_PARTS, Metrics, Simulation, State
-from vecgym.strategy import Context, Strategy
-from vecgym.strategy.when import QUEUE
-
-ENOUGH = 8  # exchanges, after which it is known what is stored once
-
-
-class StoredOnce(NamedTuple):
-    """What all nodes store once: parameters by their names, and leaves of the modules' states by their paths."""
-
-    params: frozenset[str]
-    modules: frozenset[Path]
-
-
-def stored_once(
-    strategy: Strategy, params: Tree, num_nodes: int, max_steps: int, seed: int, trained: bool
-) -> StoredOnce:
-    """Find what all nodes store once after every step.
-
-    Args:
-        trained: whether parameters are ever stored once, by nodes that exchange gradients.
-
-    Raises:
-        ValueError: for a strategy that looks at the values of what it exchanges.
-
-    >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
-    >>> params = {"w": torch.zeros(1, 3)}
-    >>> stored_once(AllReduceStrategy("sgd"), params, 4, 10, seed=0, trained=True).params
-    frozenset({'w'})
-    >>> found = stored_once(DiLoCoStrategy("sgd", H=2), params, 4, 10, seed=0, trained=False)
-    >>> found.params, sorted(tree.path_name(path) for path in found.modules)
-    (frozenset(), ["['0']['optimizer']['momentum_buffer']['w']", "['0']['params']['w']"])
-    """
-    once = {name: torch.empty_like(p[:1], device="meta") for name, p in params.items()}
-    wide = {name: p.expand(num_nodes, *p.shape[1:]) for name, p in once.items()}
-    shared, seen, own = set(once if trained else ()), set[Path](), set[Path]()
-    try:
-        for grads, after, modules in islice(
-            exchanges(strategy, once, wide, Announced(num_nodes), max_steps, seed), ENOUGH
-        ):
-            shared -= {name for name, grad in grads.items() if len(grad) > 1}
-            shared -= {name for name, p in after.items() if p is not wide[name] and len(p) > 1}
-            for path, x in tree.flatten(modules):
-                if isinstance(x, Tensor):
-                    (own if len(x) > 1 else seen).add(path)
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
-            raise
-        raise ValueError(
-            f"availability in several processes: {strategy!r} looks at the values of what it exchanges, so that it is "
-            'not known beforehand what all nodes store once. Leave availability out, or give backend="stacked".'
-        ) from error
-    return StoredOnce(frozenset(shared), frozenset(seen - own))
+from vecgym.strategy import Context
 
 
 class PartSimulation(Simulation):
     """The training of the nodes of one of several processes, where nodes may be absent; see the module."""
 
     comm: DistributedCollectives
+    beside = False
     looks_on = False  # all nodes here are absent
     here: tuple[int, ...] = ()  # the places of those present among the nodes here
 
     def __init__(self, *args: Any, presence: Presence, **settings: Any) -> None:
         super().__init__(*args, presence=presence, **settings)
-        params = {name: p.detach()[None] for name, p in self.engine.params.items()}
-        K, T, rate = self.comm.num_nodes, self.max_steps, self._one_rate
-        self.once = stored_once(self.strategy, params, K, T, self.seed, trained=rate)
+        found = self.stored_once
+        if found is None:
+            raise ValueError(
+                f"availability in several processes: {self.strategy!r} looks at the values of what it exchanges, so "
+                "that it is not known beforehand what all nodes store once. Leave availability out, or give "
+                'backend="stacked".'
+            )
+        self.once = found
 
     def _step_of_present(
         self, presence: Presence, state: State, batch: Any, limits: Sequence[int] | None, inplace: bool,
@@ -121,7 +74,7 @@ class PartSimulation(Simulation):
         ctx = part._context(state.step, before.node_steps, inplace)
 
         def seen(params: Tree) -> None:
-            observe(self._put(part, rows, params, state.params, self._params_once, inplace=False))
+            observe(self._put(part, rows, params, state.params, self.once.has, inplace=False))
 
         after, metrics = part._step(before, batch, ctx, seen, training)
         told = self._told(metrics, rows[: len(part.here)], ids, ctx)
@@ -168,43 +121,27 @@ class PartSimulation(Simulation):
         def put(new: Any, old: Any, once: Callable[[Path], bool]) -> Any:
             return self._put(part, rows, new, old, once, inplace)
 
-        params = put(after.params, state.params, self._params_once)
-        optimizer = put(after.optimizer, state.optimizer, self._optimizer_once)
+        params = put(after.params, state.params, self.once.has)
+        optimizer = put(after.optimizer, state.optimizer, self.once.has)
         buffers = put(after.buffers, state.buffers, lambda path: False)
         modules = put(after.strategy, state.strategy, self.once.modules.__contains__)
         counts = state.node_steps if part.looks_on else state.node_steps.index_copy(0, rows, after.node_steps)
         return State(after.step, params, buffers, optimizer, modules, counts)
 
-    def _params_once(self, path: Path) -> bool:
-        return path[-1][1] in self.once.params
-
-    def _optimizer_once(self, path: Path) -> bool:
-        name = path[-1][1]  # of a parameter, or of a number that goes for all of them
-        return name in self.once.params if name in self.engine.params else bool(self.once.params)
-
     def _put(
-        self, part: PartSimulation, rows: Tensor, new: Any, old: Any, once: Callable[[Path], bool], inplace: bool,
-        path: Path = (), waits: bool = False,
-    ) -> Any:  # fmt: skip
+        self, part: PartSimulation, rows: Tensor, new: Any, old: Any, once: Callable[[Path], bool], inplace: bool
+    ) -> Any:
         """Put the rows of those present among those of the nodes here, `[L, *]`; what is stored once replaces it."""
-        if isinstance(new, dict):
-            held = old if isinstance(old, dict) else {}
-            return {
-                key: self._put(part, rows, x, held.get(key), once, inplace, (*path, (dict, key)), waits or key == QUEUE)
-                for key, x in new.items()
-            }
-        if not isinstance(new, Tensor) or once(path):
-            return new
-        # In a queue, what was in this place before is no longer due: those absent have nothing in it.
-        before = torch.zeros_like(new[:1]) if old is None or waits else old
-        wide = (
-            before
-            if inplace and len(before) == self.num_local
-            else before.repeat_interleave(self.num_local // len(before), 0)
-        )
-        if part.looks_on:
-            return wide
-        return wide.index_copy_(0, placed(rows, wide.device), new.expand(len(rows), *new.shape[1:]))
+        L = self.num_local
+
+        def put(x: Tensor, before: Tensor | None) -> Tensor:
+            before = torch.zeros_like(x[:1]) if before is None else before
+            wide = before if inplace and len(before) == L else before.repeat_interleave(L // len(before), 0)
+            if part.looks_on:
+                return wide
+            return wide.index_copy_(0, placed(rows, wide.device), x.expand(len(rows), *x.shape[1:]))
+
+        return replaced(new, old, lambda path, x, before: once(path), put)
 
     def _told(self, metrics: Metrics, rows: Tensor, ids: Sequence[int], ctx: Context) -> Metrics:
         """Return what a step has measured, for the nodes here: nan for those absent, rates too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from vecgym.core import nodes, tree
 from vecgym.core.devices import on_host
+from vecgym.core.tree import Path, Tree
+from vecgym.engine.once import StoredOnce
 from vecgym.engine.state import State
-from vecgym.strategy import Strategy
+from vecgym.strategy import Context, Strategy
 from vecgym.strategy.when import QUEUE
 
 
@@ -28,13 +31,17 @@ def taken(strategy: Strategy, state: State, rows: Tensor, alike: bool, optimizer
     return State(state.step, params, buffers, inner, modules, state.node_steps[rows])
 
 
-def put(strategy: Strategy, state: State, rows: Tensor, part: State, once: bool, inplace: bool) -> State:
+def put(
+    strategy: Strategy, state: State, rows: Tensor, part: State, once: bool, inplace: bool,
+    known: StoredOnce | None = None,
+) -> State:  # fmt: skip
     """Return the state with that of some nodes replaced by `part`; the others keep theirs.
 
     What the strategy stores once for all nodes is the nodes' together: that of `part` is it.
 
     Args:
         once: parameters and the inner optimizer's state that are stored once, before and after, are so too.
+        known: what is stored once. Without it, what is stored once in `part`: of one node this may be its own.
     """
     num_nodes = len(state.node_steps)
 
@@ -43,23 +50,62 @@ def put(strategy: Strategy, state: State, rows: Tensor, part: State, once: bool,
         found: Tensor = nodes.put_rows(before, rows, {"": x}, num_nodes, inplace)[""]
         return found
 
-    def own(x: Tensor, old: Tensor | None) -> Tensor:
-        return x if once and old is not None and len(old) == len(x) == 1 else rows_put(x, old)
+    def shared(path: Path, x: Tensor, old: Tensor | None) -> bool:
+        narrow = once and old is not None and len(old) == len(x) == 1
+        return narrow and (known is None or known.has(path))
 
-    def together(new: Any, old: Any, waits: bool = False) -> Any:
-        if isinstance(new, dict):
-            held = old if isinstance(old, dict) else {}
-            return {key: together(x, held.get(key), waits or key == QUEUE) for key, x in new.items()}
-        # In a queue, what was in this place before is no longer due: those absent have nothing in it.
-        before = {} if waits or old is None else {"": old}
-        return nodes.put_together(before, rows, {"": new}, num_nodes, inplace)[""]
+    def together(path: Path, x: Tensor, old: Tensor | None) -> bool:
+        if known is not None:
+            return path in known.modules
+        return len(x) == 1 and (len(rows) > 1 or old is None or len(old) == 1)
 
-    params = tree.map_leaves(own, part.params, state.params)
-    optimizer = tree.map_leaves(own, part.optimizer, state.optimizer) if part.optimizer else state.optimizer
+    params = replaced(part.params, state.params, shared, rows_put)
+    optimizer = replaced(part.optimizer, state.optimizer, shared, rows_put) if part.optimizer else state.optimizer
     buffers = nodes.put_rows(state.buffers, rows, part.buffers, num_nodes, inplace)
-    modules = together(part.strategy, state.strategy)
+    modules = replaced(part.strategy, state.strategy, together, rows_put)
     node_steps = state.node_steps.index_copy(0, rows, part.node_steps)
     return State(part.step, params, buffers, optimizer, modules, node_steps)
+
+
+def replaced(
+    new: Any, old: Any, once: Callable[[Path, Tensor, Tensor | None], bool],
+    put: Callable[[Tensor, Tensor | None], Tensor], path: Path = (), waits: bool = False,
+) -> Any:  # fmt: skip
+    """Return nested values in which what is stored once is the new one, and else `put(new, old)`.
+
+    In a queue, what was in a place before is no longer due: those who did not take part have nothing in it.
+
+    >>> new, old = {"mean": torch.tensor([9.0]), "own": torch.tensor([1.0])}, {"mean": torch.tensor([5.0])}
+    >>> replaced(new, old, lambda path, x, old: path[-1][1] == "mean", lambda x, old: torch.stack([x[0], 0 * x[0]]))
+    {'mean': tensor([9.]), 'own': tensor([1., 0.])}
+    """
+    if isinstance(new, dict):
+        held = old if isinstance(old, dict) else {}
+        return {
+            key: replaced(x, held.get(key), once, put, (*path, (dict, key)), waits or key == QUEUE)
+            for key, x in new.items()
+        }
+    before = None if waits else old
+    return new if not isinstance(new, Tensor) or once(path, new, before) else put(new, before)
+
+
+def row_by_row(
+    strategy: Strategy, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context
+) -> tuple[Tree, dict[str, Any]]:
+    """Take the inner optimizer's step on one node after the other.
+
+    A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others: which
+    values these are must not depend on the other nodes.
+    """
+    num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
+    if num_rows == 1:
+        return strategy.optimize(params, grads, state, ctx)
+    results = []
+    for i in range(num_rows):
+        row = torch.tensor([i])
+        p, g, s = (nodes.take_rows(x, row) for x in (params, grads, state))
+        results.append(strategy.optimize(p, g, s, ctx.of_rows(row)))
+    return nodes.join_rows([p for p, _ in results]), nodes.join_rows([s for _, s in results])
 
 
 def once_among(x: Tensor, rows: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
+from vecgym.engine.once import StoredOnce, stored_once
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments
 from vecgym.engine.returning import rejoined
-from vecgym.engine.rows import once_among, put, taken
+from vecgym.engine.rows import once_among, put, row_by_row, taken
 from vecgym.engine.state import Metrics, State
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -93,12 +95,10 @@ class Simulation:
         self.comm = comm
         self.max_steps, self.seed, self.num_examples, self.exact = max_steps, seed, num_examples, exact
         self.minibatch_size = minibatch_size
-        self.own_time = own_time or presence is not None
-        self.presence = presence
+        self.presence, self.own_time = presence, own_time or presence is not None
         self.limits = limits  # of each of the K nodes, the most examples of a batch that are its own; None: all are
         self.num_local = len(comm.node_ids)  # L
         self._node_ids: list[int] = comm.node_ids.tolist()
-        # Seeds and nodes, apart: a tuple of a thousand nodes is not made anew in every step.
         self._keys: tuple[tuple[int, ...], ...] = tuple(
             zip(*[(seed, node) for node in self._node_ids] if keys is None else keys)
         )
@@ -127,6 +127,18 @@ class Simulation:
     def length(self) -> int:
         """How many times the state of a whole run advances."""
         return self.max_steps
+
+    @cached_property
+    def stored_once(self) -> StoredOnce | None:
+        """What the strategy stores once for all nodes; None: it is not known beforehand."""
+        params = {name: p.detach()[None] for name, p in self.engine.params.items()}
+        of_run = self.comm.num_nodes, self.max_steps, self.seed
+        return stored_once(self.strategy, params, *of_run, trained=self._one_rate)
+
+    @property
+    def beside(self) -> bool:
+        """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
+        return not self.exact and not exchanges_gradients(self.strategy)
 
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
@@ -192,15 +204,15 @@ class Simulation:
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
         index = placed(rows, metrics.losses.device)
         losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        state = put(self.strategy, state, rows, after, self._one_rate, inplace)
+        known = self.stored_once if len(ids) == 1 else None
+        state = put(self.strategy, state, rows, after, self._one_rate, inplace, known)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
 
     def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
         """Whether to let the absent train too, which is undone, is faster than to take these rows out."""
-        if len(rows) < MOST * num_nodes or self.exact or exchanges_gradients(self.strategy):
-            return False
-        return self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
+        many = self.beside and len(rows) >= MOST * num_nodes
+        return many and self.strategy.active_nodes(self._context(state.step, state.node_steps[rows], True)) is None
 
     def _step_beside(
         self, part: Simulation, ids: tuple[int, ...], state: State, batch: Any, observe: Callable[[Tree], None]
@@ -357,17 +369,7 @@ class Simulation:
         """Take the inner optimizer's step on all nodes, with `exact` on one after the other."""
         if not self.exact or not self.strategy.pure:
             return self.strategy.optimize(params, grads, state, ctx)
-        num_rows = max(x.shape[0] for x in tree.leaves([params, grads, state]))
-        if num_rows == 1:
-            return self.strategy.optimize(params, grads, state, ctx)
-        # A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others:
-        # which values these are must not depend on the other nodes.
-        results = []
-        for i in range(num_rows):
-            row = torch.tensor([i])
-            p, g, s = (nodes.take_rows(x, row) for x in (params, grads, state))
-            results.append(self.strategy.optimize(p, g, s, ctx.of_rows(row)))
-        return nodes.join_rows([p for p, _ in results]), nodes.join_rows([s for _, s in results])
+        return row_by_row(self.strategy, params, grads, state, ctx)
 
     def _gradients(
         self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
@@ -384,7 +386,7 @@ class Simulation:
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
             limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
-        # The mean of the nodes here is not that of all: as a gradient of each of them it is averaged with the others'.
+        # The mean of the nodes here is not that of all: as each one's gradient it is averaged with the others'.
         grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 

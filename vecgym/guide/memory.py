@@ -82,7 +82,8 @@ gradient, and 8 P for the moments:
 |---|--:|--:|
 | AllReduce | 0 | 16 P, gradients in flight 4 P |
 | FedAvg, SPARTA | 16 P | the mean: 4 P |
-| DiLoCo | 16 P | outer parameters, momentum, movement: 12 P |
+| DiLoCo, Streaming DiLoCo | 16 P | outer parameters, momentum, movement: 12 P |
+| eager DiLoCo | 28 P | the mean: 4 P |
 | gossip | 16 P + 4 P for the mixed parameters | |
 | DeMo | gradient and residual: 8 P | parameters, mean: 8 P |
 | SGD in place of AdamW; with momentum | 8 P less; 4 P less | |

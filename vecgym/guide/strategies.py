@@ -38,6 +38,9 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
 | `PALSGDStrategy` | DiLoCo with random steps towards the outer parameters, in place of gradient steps | AR / H |
 | `NoLoCoStrategy` | an outer step over random pairs or groups of nodes, every H steps; each node has an outer state of its own | 2 b · P / H |
+| `StreamingDiLoCoStrategy` | DiLoCo's outer step for a fragment of the model at a time, used `delay` steps later, while the nodes go on | AR / H |
+| ... with `bits=4` | the movements as floats of four bits | P / 2 H |
+| `EagerDiLoCoStrategy` | the mean movement, used a round later, and a node's own part of it at once | AR / H |
 | `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late; `correct_delay` (LOSCAR) keeps what a node has moved since | p · AR |
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 p P |
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |

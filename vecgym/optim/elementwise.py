@@ -214,7 +214,7 @@ class _Group:
             numbers["step"] = steps[0]
         runs = list(_runs(columns))
         rows = self._rows(params, grads, state)
-        small = sum(row[0].numel() for row in rows) < _SMALL_RUN * len(runs)
+        small = sum(max(x.numel() for x in row) for row in rows) < _SMALL_RUN * len(runs)
         if len(runs) > 1 and (small or self.formula.of_matrices):  # products of matrices gain from being one call
             return self.step_pure(params, grads, state, lr)
         counts = {len(values) for values in columns.values()}

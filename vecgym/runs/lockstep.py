@@ -198,7 +198,7 @@ class Form:
         if presence is None:
             batch = self.batches.batch(step)
         else:
-            batch, limits = own_batch(self.batches, presence, self.state)
+            batch, limits = own_batch(self.batches, presence, self.state, self.simulation.beside)
         self.state, metrics = self.simulation.step(self.state, self.case.converted(batch), limits=limits)
         self.comm.ledger.add(step, metrics.transfers)
         self.losses = metrics.losses

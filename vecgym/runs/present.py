@@ -51,11 +51,14 @@ def check_rollout(availability: Any, strategy: Strategy) -> None:
         )
 
 
-def own_batch(train: Batches, presence: Presence, state: State) -> tuple[Any, list[int] | None]:
+def own_batch(train: Batches, presence: Presence, state: State, beside: bool = True) -> tuple[Any, list[int] | None]:
     """Return the batch of a step, each node's at its own count, and how many examples of each row are its own.
 
     Where few of the nodes here are present it has their rows only, and where none is, it is None. None in place of the
     numbers: as in every step of the run.
+
+    Args:
+        beside: whether the others may train too; see `Simulation.beside`. Without it they never have rows.
 
     >>> from vecgym.engine.availability import Trace
     >>> presence = Presence(Trace([[True, False, False]]), Facts(3, 1, seed=0))
@@ -69,7 +72,7 @@ def own_batch(train: Batches, presence: Presence, state: State) -> tuple[Any, li
         return train.batch(step), None
     if not here:
         return None, None
-    there = here if len(here) < MOST * len(counts) else list(range(len(counts)))
+    there = list(range(len(counts))) if beside and len(here) >= MOST * len(counts) else here
     return train.at([counts[node] for node in there], there)
 
 

@@ -159,7 +159,7 @@ class Run(Generic[M]):
             yield from ((batch, None) for batch in self.train.iterate(self.state.step, self.num_steps))
             return
         while self.state.step < self.num_steps:
-            yield own_batch(self.train, presence, self.state)
+            yield own_batch(self.train, presence, self.state, self.simulation.beside)
 
     def _simulation(self, num_examples: tuple[int, ...], limits: tuple[int, ...] | None) -> Simulation:
         options = self.options

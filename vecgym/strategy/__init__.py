@@ -1,8 +1,8 @@
 """Training algorithms, one file each, and the parts they are made of.
 
-Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, SPARTAStrategy,
-             SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy, LocalAdamStrategy, DESLOCStrategy,
-             MuLoCoStrategy, GPAStrategy, PALSGDStrategy
+Algorithms:  AllReduceStrategy (SimpleReduceStrategy), FedAvgStrategy, DiLoCoStrategy, StreamingDiLoCoStrategy,
+             EagerDiLoCoStrategy, SPARTAStrategy, SPARTADiLoCoStrategy, GossipStrategy, DeMoStrategy, NoLoCoStrategy,
+             LocalAdamStrategy, DESLOCStrategy, MuLoCoStrategy, GPAStrategy, PALSGDStrategy
 Asynchronous: AsyncStrategy, with a Server, the base: OuterOptimizer, DelayedNesterov, FedBuff, HeLoCo;
              HALoSStrategy, a server in each region and a global one; ADPSGDStrategy, averages in pairs;
              DecoupledDiLoCoStrategy, a server of fragments that merges those of a quorum
@@ -14,8 +14,8 @@ Bricks:      Gradients(average), Parameters(average, every), OuterStep(average, 
              how the nodes agree
 Modules:     CommunicationModule, the base, which is told by a Context where it is; GradientAveraging,
              AveragingCommunicator, ServerCommunicator (with a ServerOptimizer), ProximalTerm, DiLoCoCommunicator,
-             NoLoCoCommunicator, GossipCommunicator, SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator,
-             Moments, PALSGDCommunicator
+             StreamingCommunicator, EagerCommunicator, NoLoCoCommunicator, PALSGDCommunicator, GossipCommunicator,
+             SparseCommunicator, TopKSparseCommunicator, DeMoCommunicator, Moments
 Around one:  every(n, module), delayed(module, d), compressed(module, method)
 Coordinates: Selector, the base; RandomSelector, ScheduledSelector, ShuffledSequentialSelector, PartitionedSelector
 Optimizers:  OptimSpec
@@ -44,6 +44,7 @@ from vecgym.strategy.corrections import CorrectedOuterStep
 from vecgym.strategy.decoupled import DecoupledDiLoCoStrategy
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy, StrongestCosines
 from vecgym.strategy.diloco import DiLoCoCommunicator, DiLoCoStrategy
+from vecgym.strategy.eager import EagerCommunicator, EagerDiLoCoStrategy
 from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy, ProximalTerm, ServerCommunicator
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.gossip import GossipCommunicator, GossipStrategy, Mix
@@ -68,6 +69,7 @@ from vecgym.strategy.selectors import (
 from vecgym.strategy.servers import DelayedNesterov, FedBuff, HeLoCo, OuterOptimizer, Server
 from vecgym.strategy.sparse import Sparse
 from vecgym.strategy.sparta import SparseCommunicator, SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.streaming import StreamingCommunicator, StreamingDiLoCoStrategy
 from vecgym.strategy.when import Rounds, RoundsOf, SyncWeight, When
 
 __all__ = [
@@ -89,6 +91,8 @@ __all__ = [
     "DelayedNesterov",
     "DiLoCoCommunicator",
     "DiLoCoStrategy",
+    "EagerCommunicator",
+    "EagerDiLoCoStrategy",
     "FedAvgStrategy",
     "FedBuff",
     "GPAStrategy",
@@ -133,6 +137,8 @@ __all__ = [
     "Sparse",
     "SparseCommunicator",
     "Strategy",
+    "StreamingCommunicator",
+    "StreamingDiLoCoStrategy",
     "StrongestCosines",
     "SyncWeight",
     "TopKSparseCommunicator",

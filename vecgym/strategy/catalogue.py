@@ -19,7 +19,9 @@ from vecgym.strategy.allreduce import AllReduceStrategy
 from vecgym.strategy.base import Context, Strategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy
+from vecgym.strategy.eager import EagerDiLoCoStrategy
 from vecgym.strategy.fedavg import FedAvgStrategy
+from vecgym.strategy.fragments import cut
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
@@ -28,6 +30,7 @@ from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import RandomSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
+from vecgym.strategy.streaming import StreamingDiLoCoStrategy, first_offsets
 
 
 class Knobs(NamedTuple):
@@ -173,6 +176,23 @@ def _desynced(sent: Sent) -> float:
     return exchanges * sent.ring() * sent.model_bytes
 
 
+def _streaming(knobs: Knobs, **more: Any) -> Strategy:
+    return StreamingDiLoCoStrategy(
+        H=knobs.H, outer_optim=knobs.outer_optim, num_fragments=2, delay=min(1, knobs.H - 1),
+        **more, **knobs.inner,
+    )  # fmt: skip
+
+
+def _fragments(sent: Sent, payload: Callable[[Tensor], float]) -> float:
+    """Return the bytes of two fragments in turn; `payload` are those of one tensor."""
+    H, total = sent.knobs.H, 0.0
+    parts = cut(list(sent.params), 2)
+    for names, first in zip(parts, first_offsets(H, len(parts))):
+        times = max(0, (sent.steps - first) // H + 1)
+        total += times * sum(payload(sent.params[name]) for name in names)
+    return total
+
+
 def _pairs(sent: Sent) -> float:
     """Return the bytes of 32 values and 8-byte indices of each chunk of 64 x 64, or of all where it is smaller."""
     cuts = [(grid(tuple(x.shape), 64), x.element_size()) for x in sent.params.values()]
@@ -255,6 +275,29 @@ CATALOGUE: dict[str, Row] = {
         sends=_rounds,
         alone="nesterov",
         compared=True,
+    ),
+    "streaming": Row(
+        _streaming,
+        twin="streaming",
+        about="DiLoCo's outer step for a fragment of the model at a time, every H steps, one step late",
+        sends=lambda sent: sent.ring() * _fragments(sent, lambda x: x.numel() * x.element_size()),
+        alone=None,
+    ),
+    "streaming-4-bits": Row(
+        lambda knobs: _streaming(knobs, bits=4),
+        twin="streaming",
+        about="the same with movements in four bits, every H steps",
+        sends=lambda sent: _fragments(sent, lambda x: -(-x.numel() // 2) + 4),
+        alone=None,
+    ),
+    "eager": Row(
+        lambda knobs: EagerDiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
+        twin="eager",
+        about="the mean movement, every H steps, used a round late; a node's own at once",
+        sends=_rounds,
+        alone="nesterov",
+        averages=False,  # of several nodes, what one does is used in part a round later
+        per_node=("params", "momentum", "others"),
     ),
     "diloco-topk": Row(
         lambda knobs: DiLoCoStrategy(

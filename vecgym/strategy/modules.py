@@ -229,7 +229,7 @@ class OuterStep(Exchange):
     OuterStep(Mean(), outer_optim=OptimSpec(SGD, lr=1.0), fragments=4, delay=5, alpha=0.5)
 
     References: Douillard et al., "DiLoCo", arXiv 2311.08105, and "Streaming DiLoCo with overlapping communication",
-    arXiv 2501.18512. Deviation: a fragment is every P-th tensor, in the order of the model, not a group of layers.
+    arXiv 2501.18512. Deviation: a fragment is every P-th tensor, not a group of layers as in `StreamingCommunicator`.
     """
 
     of_values = False
@@ -372,24 +372,28 @@ class OuterStep(Exchange):
         outer, optimizer = optimizer_step(
             self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], pure
         )
-        new = outer if self.alpha == 0 else tree.map(lambda x, o: o + self.alpha * (x - o), params, outer)
+        new = self._merged(params, outer, ctx)
         changed = {**state, "params": outer, "optimizer": optimizer}
         if keeping is None:
             return new, changed
         keep = lambda old, new: old if old is new else torch.where(per_row(keeping, new), old, new)  # noqa: E731
         return kept(keeping, params, new), blended(state, changed, keep)
 
+    def _merged(self, params: Tree, outer: Tree, ctx: Context) -> Tree:
+        """Return what the nodes go on from."""
+        return outer if self.alpha == 0 else tree.map(lambda x, o: o + self.alpha * (x - o), params, outer)
+
 
 def outer_spec(
-    optim: str | OptimSpec | type[torch.optim.Optimizer] | None, outer_lr: float | Tensor | None = None
+    optim: str | OptimSpec | type[torch.optim.Optimizer] | None, outer_lr: Any = None, usual: Any = OUTER_DEFAULTS["lr"]
 ) -> OptimSpec:
-    """Return the outer optimizer: DiLoCo's for None, "sgd" and `torch.optim.SGD`.
+    """Return the outer optimizer: DiLoCo's for None, "sgd" and `torch.optim.SGD`, at the `usual` rate if none is given.
 
     >>> outer_spec("sgd", outer_lr=0.5), outer_spec(OptimSpec("sgd", lr=0.1))
     (OptimSpec(SGD, lr=0.5, momentum=0.9, nesterov=True), OptimSpec(SGD, lr=0.1))
     """
     by_name = optim is None or optim is torch.optim.SGD or (isinstance(optim, str) and optim.lower() == "sgd")
     if by_name:
-        lr = OUTER_DEFAULTS["lr"] if outer_lr is None else outer_lr
+        lr = usual if outer_lr is None else outer_lr
         return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
     return ensure_optim_spec(optim, lr=outer_lr)

@@ -87,7 +87,7 @@ class Chunk:
         self._start = time.perf_counter() - self._before
         if self.presence is not None:
             train, left = self.configs[0].train, range(self.state.step, self.num_steps)
-            return (own_batch(train, self.presence, self.state) for _ in left)
+            return (own_batch(train, self.presence, self.state, self.simulation.beside) for _ in left)
         return zip(*[source.iterate(self.state.step, self.num_steps) for source in self._sources])
 
     def step(self, batches: Sequence[Any], measured: bool) -> list[int]:

@@ -1,0 +1,80 @@
+"""What all nodes store once, and what each has of its own.
+
+A tensor `[1, *]` is the former, where there are several nodes. Of a single one, the only node of a process or the only
+one that is present, it may be either. Which it is, is found beforehand, from exchanges of tensors that have no values.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives.shapes import Announced
+from vecgym.core import tree
+from vecgym.core.tree import Path, Tree
+from vecgym.engine.exchanges import exchanges
+from vecgym.strategy import Strategy
+
+ENOUGH = 8  # exchanges, after which it is known what is stored once
+
+
+class StoredOnce(NamedTuple):
+    """What all nodes store once.
+
+    Attributes:
+        names: of all parameters.
+        params: of those that are stored once.
+        modules: leaves of the modules' states, by their paths.
+    """
+
+    names: frozenset[str]
+    params: frozenset[str]
+    modules: frozenset[Path]
+
+    def has(self, path: Path) -> bool:
+        """Whether a parameter, or what the inner optimizer keeps of it or of all of them, is stored once.
+
+        >>> once = StoredOnce(frozenset({"w", "b"}), frozenset({"w"}), frozenset())
+        >>> once.has(((dict, "exp_avg"), (dict, "b"))), once.has(((dict, "step"),))
+        (False, True)
+        """
+        named = [key for _, key in path if key in self.names]
+        return named[0] in self.params if named else bool(self.params)
+
+
+def stored_once(
+    strategy: Strategy, params: Tree, num_nodes: int, max_steps: int, seed: int, trained: bool
+) -> StoredOnce | None:
+    """Find what all nodes store once after every step; None: the strategy looks at the values of what it exchanges.
+
+    Args:
+        trained: whether parameters are ever stored once, by nodes that exchange gradients.
+
+    >>> from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+    >>> params = {"w": torch.zeros(1, 3)}
+    >>> stored_once(AllReduceStrategy("sgd"), params, 4, 10, seed=0, trained=True).params
+    frozenset({'w'})
+    >>> found = stored_once(DiLoCoStrategy("sgd", H=2), params, 4, 10, seed=0, trained=False)
+    >>> found.params, sorted(tree.path_name(path) for path in found.modules)
+    (frozenset(), ["['0']['optimizer']['momentum_buffer']['w']", "['0']['optimizer']['step']", "['0']['params']['w']"])
+    """
+    once = {name: torch.empty_like(p[:1], device="meta") for name, p in params.items()}
+    wide = {name: p.expand(num_nodes, *p.shape[1:]) for name, p in once.items()}
+    shared, seen, own = set(once if trained else ()), set[Path](), set[Path]()
+    try:
+        for grads, after, modules in islice(
+            exchanges(strategy, once, wide, Announced(num_nodes), max_steps, seed), ENOUGH
+        ):
+            shared -= {name for name, grad in grads.items() if len(grad) > 1}
+            shared -= {name for name, p in after.items() if p is not wide[name] and len(p) > 1}
+            for path, x in tree.flatten(modules):
+                if isinstance(x, Tensor):
+                    (own if len(x) > 1 else seen).add(path)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        return None
+    return StoredOnce(frozenset(once), frozenset(shared), frozenset(seen - own))

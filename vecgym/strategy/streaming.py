@@ -1,0 +1,324 @@
+"""Streaming DiLoCo: fragments of the model are exchanged in turn, while the nodes go on (arXiv 2501.18512)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch import Tensor
+
+from vecgym.compress import E3M0
+from vecgym.compress.codecs import Codec
+from vecgym.compress.floats import WideQuantise
+from vecgym.core import check, tree
+from vecgym.core.devices import placed
+from vecgym.core.tree import Tree
+from vecgym.optim import OptimSpec
+from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.strategy.average import Average, Mean, kept, shown
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
+from vecgym.strategy.codes import Compressed
+from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
+from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.modules import DEFAULT_H, OuterStep, outer_spec
+from vecgym.strategy.when import Rounds, When, check_delay, check_in_time
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+OUTER_LR = 0.4
+Delay = int | Sequence[int]
+Bits = int | str
+
+
+class StreamingCommunicator(OuterStep):
+    """Each fragment of the model has its own outer steps, and what it is sent for is used some steps later.
+
+    See `StreamingDiLoCoStrategy`, which is this with the mean of all nodes. State of each fragment, under `"0"`, `"1"`,
+    ...: as of `OuterStep`. Outer parameters and optimizer are the same on all nodes, `[1, *]`.
+
+    Args:
+        average: how the nodes agree on the movement.
+        outer_optim: SGD(lr=0.4, momentum=0.9, nesterov=True) when not given, or given as "sgd".
+        H: inner steps between two exchanges of a fragment.
+        fragments: their number, lists of names, or a function of a name; see `StreamingDiLoCoStrategy`. None: a number
+            that gives each fragment three blocks.
+        pattern, offsets, delay, alpha: see `StreamingDiLoCoStrategy`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> module = StreamingCommunicator(Mean(), OptimSpec("sgd", lr=1.0), H=2, fragments=2, delay=1, alpha=0.5)
+    >>> params = {"h.0.w": torch.tensor([1.0, 3.0]), "h.1.w": torch.tensor([0.0, 2.0])}
+    >>> state = module.init({name: torch.zeros(1) for name in params}, Context(StackedCollectives(2)))
+    >>> for step in range(3):
+    ...     params, state = module.exchange_parameters(params, state, Context(StackedCollectives(2), step=step))
+    ...     print(params["h.0.w"], params["h.1.w"])
+    tensor([1., 3.]) tensor([0., 2.])
+    tensor([1.5000, 2.5000]) tensor([0., 2.])
+    tensor([1.5000, 2.5000]) tensor([0.5000, 1.5000])
+    """
+
+    def __init__(
+        self,
+        average: Average,
+        outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        H: int = DEFAULT_H,
+        *,
+        fragments: Fragments | None = None,
+        pattern: Pattern = "strided",
+        offsets: Sequence[int] | None = None,
+        delay: Delay = 1,
+        alpha: float | Tensor = 0.5,
+    ) -> None:
+        delays = _delays(delay, check_interval("H", H))
+        # The outer step is taken, once for all, when the first node needs it; the others need it before the next one.
+        super().__init__(average, outer_spec(outer_optim, usual=OUTER_LR), H, delay=min(delays))
+        self._delays, self._apart = delays, len({*delays}) > 1
+        self.fragments = check_fragments("fragments", fragments)  # type: ignore[assignment]
+        self.pattern = check.choice("pattern", pattern, get_args(Pattern))
+        self.offsets = _offsets(offsets, fragments)
+        self.alpha = check.per_node("alpha", alpha, "[0, 1]", "what a node keeps of its own")  # type: ignore[assignment]
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        if len(self._delays) not in (1, num_nodes):
+            raise ValueError(
+                f"delay is for {len(self._delays)} nodes and the run has {num_nodes}: give a number, or [{num_nodes}]."
+            )
+        check.per_node("alpha", self.alpha, num_nodes=num_nodes)
+        self.average.check(num_nodes, max_steps)
+        self.outer_optim.check_steps(num_nodes, -(-max_steps // self.when.H), "outer optimizer")
+        Rounds(self.when.H, min(self.offsets or [1])).check(max_steps, self)
+        check_in_time(self, "delay", max(self._delays), max_steps)
+
+    def init(self, params: Tree, ctx: Context) -> State:
+        parts = self._parts(params)
+        if self.offsets is not None and len(self.offsets) != len(parts):
+            raise ValueError(
+                f"offsets={self.offsets} are {len(self.offsets)}, and the model is cut into {len(parts)} fragments: "
+                "give one for each."
+            )
+        return {str(p): self._init(part, ctx) for p, part in enumerate(parts)}
+
+    def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        parts = self._parts(params)
+        for p, part in enumerate(parts):
+            new, changed = self._exchange(self._when(p, len(parts)), part, state[str(p)], ctx)
+            params, state = {**params, **new}, {**state, str(p): changed}
+        return params, state
+
+    def idle(self, ctx: Context) -> bool:
+        return False  # how many fragments there are depends on the model
+
+    def stack_key(self) -> Hashable:
+        """Return what configurations must share to take their outer steps together, all but the outer optimizer."""
+        key, cut_as = merge_key(self.outer_optim), self.fragments
+        if key is None or not self.average.plain or isinstance(self.alpha, Tensor):
+            return None
+        lists = tuple(map(tuple, cut_as)) if isinstance(cut_as, (list, tuple)) else cut_as
+        offsets = None if self.offsets is None else tuple(self.offsets)
+        return self.when.H, key, lists, self.pattern, offsets, self._delays, self.alpha
+
+    def stacked(self, modules: Sequence[Any], num_nodes: int) -> CommunicationModule:
+        twin = copy.copy(self)
+        twin.outer_optim = merged_spec([module.outer_optim for module in modules], [num_nodes] * len(modules))
+        twin._rule = twin.outer_optim.rule()
+        return twin
+
+    def _parts(self, params: Tree) -> list[Tree]:
+        return [{name: params[name] for name in names} for names in cut(list(params), self.fragments, self.pattern)]  # type: ignore[arg-type]
+
+    def _when(self, p: int, count: int) -> When:
+        """When a fragment is sent."""
+        return Rounds(self.when.H, first_offsets(self.when.H, count)[p] if self.offsets is None else self.offsets[p])
+
+    def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        """Take the step of one fragment; nodes with a longer delay than others follow in their own time."""
+        with ctx.comm.ledger.lagging(tuple(delay - self.delay for delay in self._delays) if self._apart else 0):
+            params, state = super()._exchange(when, params, state, ctx)
+        for delay in sorted({*self._delays} - {self.delay}):
+            before = ctx.step - delay  # when what is due was sent
+            if before >= 0 and when.due(before):
+                told = replace(ctx, exchange=self.when.count(before))
+                new = self._merged(params, state["params"], told, delay)
+                new = kept(self.average.keeping(told), params, new)
+                params = kept(ctx.missing(before), params, new)
+        return params, state
+
+    def _merged(self, params: Tree, outer: Tree, ctx: Context, delay: int | None = None) -> Tree:
+        """Merge the outer parameters into those of the nodes with this delay; None: with the shortest."""
+        if not isinstance(self.alpha, Tensor) and self.alpha in (0, 1):
+            new = params if self.alpha else outer
+        else:
+            new = tree.map(lambda x, o: torch.lerp(o, x, self._share(x, ctx)), params, outer)
+        return kept(self._elsewhen(self.delay if delay is None else delay, ctx), params, new)
+
+    def _share(self, x: Tensor, ctx: Context) -> Any:
+        """Return alpha of the nodes here, to weigh x."""
+        if not isinstance(self.alpha, Tensor):
+            return self.alpha
+        own = self.alpha if self.alpha.numel() == 1 else self.alpha[placed(ctx.comm.ids, self.alpha.device)]
+        return placed(own, x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
+
+    def _elsewhen(self, delay: int, ctx: Context) -> Tensor | None:
+        """Return which of the nodes here have another delay, bool `[L]`; None: none."""
+        if not self._apart:
+            return None
+        return torch.tensor(self._delays)[ctx.comm.ids] != delay
+
+    def __repr__(self) -> str:
+        twin = copy.copy(self)
+        twin.delay = self._delays[0] if len(self._delays) == 1 else list(self._delays)  # type: ignore[assignment]
+        return shown(twin)
+
+
+class StreamingDiLoCoStrategy(Strategy):
+    """DiLoCo of one fragment of the model at a time, whose exchange takes place while the nodes go on.
+
+    The model is cut into fragments p = 0, ... F - 1. At step t with (t - t_p) mod H = 0, t counted from 1:
+    Delta_p = mean_i(theta_outer,p - theta_i,p) is sent. tau steps later, and for each fragment by itself,
+    theta_outer,p <- outer(theta_outer,p, Delta_p);  theta_i,p <- alpha theta_i,p + (1 - alpha) theta_outer,p.
+
+    With alpha = 0 what a node did to a fragment in the tau steps is given up; with alpha = 1 the others have no
+    influence. With `bits` each node sends a code of its movement, which is averaged in float32. One fragment, tau = 0
+    and alpha = 0 are DiLoCo. What is under way when the run ends is lost. Evaluated is the mean of the nodes'
+    parameters; the outer ones are in the state.
+
+    Bytes sent per node and step: 2 (K - 1) / K * b * P / H, at most one fragment's in a step (unless `offsets`
+    coincide); with `bits` an all-gather of P bits / 8 / H, and 4 bytes per tensor.
+
+    | kept for | bytes |
+    |---|---|
+    | all nodes, once | 2 b P: outer parameters and momentum (SGD's); b P' while P' parameters are under way |
+    | each node | none |
+
+    Args:
+        inner_optim: the local optimizer, AdamW when not given.
+        outer_optim: SGD(lr=0.4, momentum=0.9, nesterov=True) when not given, or given as "sgd".
+        H: inner steps between two exchanges of a fragment.
+        num_fragments: F, with that of what is outside of the transformer blocks: embedding, last norm, head. A block is
+            what a number stands for in the names of the parameters, as in `h.3.attn.weight`; a model without numbers
+            is cut by its modules. No more than there are. 1 is the whole model; None: three blocks to a fragment.
+        fragments: in its place, lists of names of parameters or modules, or a function from a parameter's name to 0, 1,
+            ...: each parameter is in one fragment.
+        pattern: "strided": block l is in fragment l mod F, with the one outside not counted; "sequential": blocks in a
+            row are together.
+        offsets: t_p of each fragment, floor((p + 1) H / F) when not given.
+        delay: tau < H, one number or one for each node.
+        alpha: in [0, 1]; a number, or `[K]`.
+        bits: 4 or "e3m0": `vecgym.compress.E3M0`; 8: integers with a scale, as `Quantise(8)`; None: as it is.
+        lr, inner_lr: two names for the inner learning rate.
+        outer_lr: the outer learning rate.
+        max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
+
+    Raises:
+        ValueError, TypeError: saying what is allowed.
+
+    >>> StreamingDiLoCoStrategy("adamw", H=100, num_fragments=4, bits=4, lr=3e-4)
+    StreamingDiLoCoStrategy(OptimSpec(AdamW, lr=0.0003), StreamingCommunicator(Compressed(Mean(), E3M0(), \
+error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov=True), fragments=4))
+    >>> from vecgym import Trainer
+    >>> from vecgym.models import Classifier
+    >>> model = Classifier(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+    >>> trainer = Trainer(model, torch.utils.data.TensorDataset(torch.randn(64, 4), torch.arange(64) % 2))
+    >>> strategy = StreamingDiLoCoStrategy("sgd", H=6, num_fragments=2, delay=2, lr=0.1)
+    >>> averaged = trainer.fit(strategy, num_nodes=2, max_steps=12, batch_size=4, device="cpu", progress=False)
+    >>> [(entry.step, entry.transfer.lag, entry.transfer.tensors) for entry in trainer.ledger][:2]
+    [(2, 2, ('net.0.weight', 'net.0.bias')), (5, 2, ('net.1.weight', 'net.1.bias'))]
+
+    Reference: Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+    arXiv 2501.18512. Deviations: `bits=8` are integers; the paper's fragments are found by its layers, here by names.
+    Two programs have other phases: torchft sends fragment p first after floor((p + 1) H / F) - tau steps; MaxText,
+    with s = H / F, fragment 0 after F s and p after p s. Both are `offsets`.
+    """
+
+    @takes_options(InnerOptions)
+    def __init__(
+        self,
+        inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
+        H: int = DEFAULT_H,
+        num_fragments: int | None = None,
+        *,
+        fragments: Fragments | None = None,
+        pattern: Pattern = "strided",
+        offsets: Sequence[int] | None = None,
+        delay: Delay = 1,
+        alpha: float | Tensor = 0.5,
+        bits: Bits | None = None,
+        inner_lr: float | Tensor | None = None,
+        outer_lr: float | Tensor | None = None,
+        **inner: Unpack[InnerOptions],
+    ) -> None:
+        if inner_lr is not None:
+            if inner.get("lr") is not None:
+                raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
+            inner["lr"] = inner_lr
+        if num_fragments is not None and fragments is not None:
+            raise ValueError(
+                f"num_fragments={num_fragments!r} and fragments both say how the model is cut: give one of them."
+            )
+        codec = codec_of(bits)
+        number = check.optional_integer("num_fragments", num_fragments, what="None is three blocks to a fragment")
+        module: CommunicationModule = StreamingCommunicator(
+            Mean() if codec is None else Compressed(Mean(), codec, error_feedback=False),
+            outer_spec(outer_optim, outer_lr, OUTER_LR),
+            H,
+            fragments=number if fragments is None else fragments,
+            pattern=pattern,
+            offsets=offsets,
+            delay=delay,
+            alpha=alpha,
+        )
+        super().__init__(inner_optim, communication_modules=[module], **inner)
+
+
+def first_offsets(H: int, count: int) -> list[int]:
+    """Return after how many steps each of the fragments is sent first, evenly staggered.
+
+    >>> first_offsets(6, 2), first_offsets(2, 3)
+    ([3, 6], [1, 1, 2])
+    """
+    return [max(1, (p + 1) * H // count) for p in range(count)]
+
+
+def codec_of(bits: Bits | None) -> Codec | None:
+    """Return the code in which movements are sent; None: they are sent as they are.
+
+    >>> codec_of(4), codec_of("e3m0"), codec_of(8), codec_of(None)
+    (E3M0(), E3M0(), WideQuantise(bits=8, stochastic=False), None)
+    """
+    if bits is None:
+        return None
+    if (isinstance(bits, str) and bits == "e3m0") or (check.is_integer(bits) and bits == 4):
+        return E3M0()
+    if check.is_integer(bits) and bits == 8:
+        return WideQuantise(8)
+    raise ValueError(f'bits={bits!r} is not possible: movements are sent in 4 bits ("e3m0"), 8, or None: as they are.')
+
+
+def _delays(given: Any, H: int) -> tuple[int, ...]:
+    """Return the delay of all nodes, or that of each."""
+    if isinstance(given, Tensor) and given.device.type == "meta":
+        raise ValueError("delay is on the device meta, where tensors have no values: create it on the CPU.")
+    values = given.tolist() if hasattr(given, "tolist") else given
+    listed = values if isinstance(values, (list, tuple)) else [values]
+    if not listed:
+        raise ValueError("delay=[] must have one number for each node.")
+    delays = tuple(check_delay("delay", x) for x in listed)
+    if max(delays) >= H:
+        raise ValueError(
+            f"delay={max(delays)} must be smaller than H={H}: a fragment arrives before it is sent again. Give a "
+            "smaller delay, or a larger H."
+        )
+    return delays
+
+
+def _offsets(offsets: Any, fragments: Any) -> list[int] | None:
+    if offsets is None:
+        return None
+    number = len(fragments) if isinstance(fragments, (list, tuple)) else fragments if check.is_integer(fragments) else 0
+    if not isinstance(offsets, (list, tuple)) or not offsets or (number and len(offsets) != number):
+        raise ValueError(f"offsets={offsets!r}: give a list of one number for each of the {number or ''} fragments.")
+    return [check.integer("offsets", offset, what="steps before a fragment is sent first") for offset in offsets]
