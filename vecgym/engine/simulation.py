@@ -53,8 +53,8 @@ class Simulation:
     tensor([0.4096, 1.6384, 3.6864, 6.5536])
     >>> state.params["w"]  # the nodes have just averaged: 2.5 (1 - 0.8^3) on each
     tensor([1.2200, 1.2200, 1.2200, 1.2200])
-    >>> simulation.length
-    3
+    >>> simulation.length, simulation.beside, simulation.stored_once.params
+    (3, True, frozenset())
     >>> simulation.close()
     """
 
