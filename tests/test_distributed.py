@@ -27,6 +27,8 @@ from vecgym.runs.lockstep import Case, compare
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    CorrectedOuterStep,
+    DiLoCoStrategy,
     Gradients,
     Mean,
     OptimSpec,
@@ -47,6 +49,7 @@ EXAMPLES = (3, 1, 4, 2)  # what each node's shard is said to hold
 
 # Those that take a value of each node another way than the rest.
 PER_NODE = ["allreduce", "fedprox-participation", "diloco", "gossip", "demo", "demo-momentum"]
+PER_NODE += ["noloco", "gpa", "palsgd"]
 EMPTY = ", and parameters without elements"
 SEVERAL = ["allreduce", "fedavg-islands", "sparta-topk-int8", "gossip", "demo"]  # one for each collective
 CASES: dict[str, Callable[[], Strategy]] = {
@@ -55,6 +58,10 @@ CASES: dict[str, Callable[[], Strategy]] = {
     "bricks": lambda: CommunicateOptimizeStrategy(
         [Parameters(Mean(island_size=2), every=2), OuterStep(Mean(), H=3)], "adamw", lr=1e-2
     ),
+    "corrected brick": lambda: CommunicateOptimizeStrategy(
+        [CorrectedOuterStep(Mean(), H=3, correction="median_norm")], "adamw", lr=1e-2
+    ),
+    "rounds of a function": lambda: DiLoCoStrategy("adamw", H=lambda step: 1 + step, lr=1e-2),
     "streaming, a delay and alpha for each node": lambda: StreamingDiLoCoStrategy(
         "adamw", H=3, num_fragments=2, delay=[1, 0, 2, 1], alpha=torch.tensor([0.0, 0.5, 0.25, 1.0]), lr=1e-2
     ),

@@ -52,8 +52,10 @@ from vecgym.strategy import (
     CommunicationModule,
     Compressed,
     Context,
+    CorrectedOuterStep,
     DeMoCommunicator,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     EagerCommunicator,
@@ -61,11 +63,18 @@ from vecgym.strategy import (
     FedAvgStrategy,
     GossipCommunicator,
     GossipStrategy,
+    GPAStrategy,
     GradientAveraging,
     Gradients,
+    LocalAdamStrategy,
     Mean,
     Moments,
+    MuLoCoStrategy,
+    NoLoCoCommunicator,
+    NoLoCoStrategy,
     OuterStep,
+    PALSGDCommunicator,
+    PALSGDStrategy,
     Parameters,
     PartitionedSelector,
     ProximalTerm,
@@ -140,7 +149,15 @@ def server_adam(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[s
         fast[name].copy_(slow[name])
 
 
-ALONE = {"nothing": stay, "nesterov": nesterov, "server adam": server_adam}
+def heavy_ball(slow: dict[str, Tensor], fast: dict[str, Tensor], memory: dict[str, Tensor]) -> None:
+    """NoLoCo: delta <- 0.5 delta + 0.7 (theta - phi); phi <- phi + delta; theta <- phi."""
+    for name in slow:
+        memory[name] = 0.5 * memory.get(name, 0.0) + 0.7 * (fast[name] - slow[name])
+        slow[name] = slow[name] + memory[name]
+        fast[name].copy_(slow[name])
+
+
+ALONE = {"nothing": stay, "nesterov": nesterov, "heavy ball": heavy_ball, "server adam": server_adam}
 
 
 def ring(*sizes: int) -> float:
@@ -226,6 +243,22 @@ def composed(*modules: CommunicationModule) -> Callable[..., Strategy]:
     return lambda **settings: CommunicateOptimizeStrategy(modules, **settings)
 
 
+def with_adam(make: Callable[..., Strategy], **own: Any) -> Callable[..., Strategy]:
+    """One that needs moments: with AdamW where it is given an optimizer of another kind."""
+
+    def made(inner_optim: Any = None, **settings: Any) -> Strategy:
+        adam = inner_optim == "adamw" or (isinstance(inner_optim, OptimSpec) and inner_optim.cls is AdamW)
+        return make(inner_optim if adam else OptimSpec(AdamW, lr=0.01), **own, **settings)
+
+    return made
+
+
+def muloco(inner_optim: Any = None, **settings: Any) -> Strategy:
+    """Of its own two optimizers; a rate of 0 is refused."""
+    still = isinstance(inner_optim, OptimSpec) and not isinstance(inner_optim.lr, Tensor) and inner_optim.lr == 0
+    return CATALOGUE["muloco"].make(H=H, inner_optim=None if still else inner_optim, **settings)
+
+
 DEMO: dict[str, Any] = {"compression_topk": 4, "compression_chunk": 8}
 
 
@@ -244,6 +277,11 @@ def pairs(params: dict[str, Tensor]) -> float:
 ROUNDS = STEPS // H
 STRATEGIES: dict[str, Row] = {
     **{name: Row.of(row) for name, row in CATALOGUE.items() if not (row.needs_moments or row.even)},
+    "local-adam": Row(with_adam(LocalAdamStrategy, H=H), 3 * ROUNDS * ring(K), outer=None),
+    "des-loc": Row(
+        with_adam(DESLOCStrategy, H=H, Hu=2, Hv=4), (ROUNDS + STEPS // 2 + STEPS // 4) * ring(K), outer=None
+    ),
+    "muloco": Row(muloco, ROUNDS * ring(K), outer=None),
     "fedavg-participation-kept": Row(
         lambda **kw: FedAvgStrategy(H=H, participation=0.6, resting="keep", **kw), ROUNDS * ring(3), averages=False
     ),
@@ -269,9 +307,23 @@ STRATEGIES: dict[str, Row] = {
     "diloco-lookahead": Row(
         lambda **kw: DiLoCoStrategy(H=H, outer_optim=OptimSpec(SGD, lr=0.6), **kw), ROUNDS * ring(K), outer=lookahead
     ),
+    "diloco-heloco": Row(lambda **kw: DiLoCoStrategy(H=2, correction="heloco", **kw), STEPS // 2 * ring(K), outer=None),
+    "diloco-median-norm": Row(
+        lambda **kw: DiLoCoStrategy(H=H, correction="median_norm", **kw),
+        lambda params: (
+            ROUNDS
+            * (ring(K) * sum(x.numel() * x.itemsize for x in params.values()) + next(iter(params.values())).itemsize)
+        ),
+        outer=nesterov,
+    ),
     "averaging-then-diloco": Row(averaging_then_diloco, STEPS // 2 * ring(2, 2, 1) + ROUNDS * ring(K), outer=lookahead),
     "sparta-partitioned-late": Row(
         lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1 / 3), delay=2, **kw), thirds, outer=None
+    ),
+    "sparta-partitioned-late-corrected": Row(
+        lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1 / 3), delay=2, correct_delay=True, **kw),
+        thirds,
+        per_node=("mean",),
     ),
     "sparta-int4": Row(
         lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1.0), quantization_bits=4, **kw),
@@ -292,6 +344,12 @@ STRATEGIES: dict[str, Row] = {
     ),
     "gossip-one-peer": Row(lambda **kw: GossipStrategy("one_peer_exponential", every=2, **kw), STEPS // 2 * 1.0),
     "gossip-exponential": Row(lambda **kw: GossipStrategy("exponential", **kw), STEPS * 3.0),
+    "fedavg-growing-rounds": Row(  # they end after steps 1, 3 and 7
+        lambda **kw: FedAvgStrategy(H=lambda step: 1 + step, **kw), 3 * ring(K)
+    ),
+    "diloco-growing-rounds": Row(
+        lambda **kw: DiLoCoStrategy(H=lambda step: 1 if step < 2 else 3, **kw), 3 * ring(K), outer=None
+    ),
     "diloco-scheduled": Row(
         lambda **kw: DiLoCoStrategy(sync_weight=[0, 0, 1, 0, 0, 1, 0], **kw), ROUNDS * ring(K), outer=nesterov
     ),
@@ -359,6 +417,12 @@ def make_per_node(name: str, num_nodes: int, spread: float = 0.5) -> Strategy:
     if name == "diloco":
         outer = OptimSpec(SGD, lr=each(0.5), momentum=each(0.6), nesterov=True)
         return DiLoCoStrategy(H=H, outer_optim=outer, **inner)
+    if name == "gpa":
+        return GPAStrategy(mu_x=each(0.6), mu_y=each(0.5), **inner)
+    if name == "palsgd":
+        return PALSGDStrategy(p=0.3, H=H, pull=each(1.0), **inner)
+    if name == "noloco":
+        return NoLoCoStrategy(H=H, outer_lr=each(0.5), momentum=each(0.6), gamma=each(0.8), **inner)
     return STRATEGIES[name].make(**inner)
 
 
@@ -516,6 +580,10 @@ def test_permuting_the_nodes_permutes_the_results(name: str, num_nodes: int, mon
         return None if drawn is None else sorted(where[i] for i in drawn)
 
     monkeypatch.setattr(strategy, "active_nodes", active_nodes)
+    for module in strategy.communication_modules:
+        if isinstance(module, PALSGDCommunicator):  # it draws for itself who trains
+            monkeypatch.setattr(module, "drawn", lambda ctx, drawn=module.drawn: drawn(ctx)[order])
+            monkeypatch.setattr(strategy, "active_nodes", draw)
     examples = tuple(EXAMPLES[i] for i in order)
     relabelled = Relabelled(num_nodes, where)
     second = run(start, strategy, reordered(batches, order), comm=relabelled, num_examples=examples)
@@ -786,7 +854,7 @@ def test_parameters_without_elements_change_nothing(name: str) -> None:
         ours = run(WithEmpty(start), make(name, max_norm=0.5), batches[: H + 1], **settings)
         for key, p in plain.params.items():
             # What is drawn for a tensor of this name differs with the name, and so does what is sent of it.
-            if name != "sparta-partitioned-late" and name != "fedavg-randomk" and "powersgd" not in name:
+            if "sparta-partitioned-late" not in name and name != "fedavg-randomk" and "powersgd" not in name:
                 assert_close({key: ours.params[f"model.{key}"]}, {key: p}, 1e-12)
             assert ours.params[f"model.{key}"].isfinite().all()
 
@@ -877,8 +945,49 @@ ARGUMENTS: dict[type, Changes] = {
             "outer_lr": 0.3,
             "compression": "topk",
             "sync_weight": WEIGHTS,
+            "correction": "heloco",
         },
         also={"sync_weight": {"H": 100}},
+    ),
+    LocalAdamStrategy: Changes(LocalAdamStrategy, {"inner_optim": "adam", "H": 2}, {**COMMON, "H": 3}),
+    DESLOCStrategy: Changes(
+        DESLOCStrategy, {"inner_optim": "adam", "H": 2, "Hv": 4}, {**COMMON, "H": 3, "Hu": 2, "Hv": 3}
+    ),
+    MuLoCoStrategy: Changes(
+        MuLoCoStrategy,
+        {"H": 2},
+        {
+            **{name: COMMON[name] for name in COMMON if name != "inner_optim"},
+            "H": 3,
+            "adamw_lr": 0.1,
+            "momentum": 0.5,
+            "weight_decay": 0.1,
+            "matrices": lambda name, p: False,
+            "outer_optim": "adam",
+            "outer_lr": 0.3,
+            "compression": "topk",
+        },
+    ),
+    GPAStrategy: Changes(GPAStrategy, {"inner_optim": "sgd", "mu_x": 0.9}, {**COMMON, "mu_x": 0.5, "mu_y": 0.3}),
+    PALSGDStrategy: Changes(
+        PALSGDStrategy,
+        {"inner_optim": "sgd", "H": 2, "p": 0.3},
+        {**COMMON, "p": 0.6, "H": 3, "outer_optim": "adam", "pull": 0.5, "outer_lr": 0.3},
+    ),
+    PALSGDCommunicator: Changes(
+        with_module(PALSGDCommunicator),
+        {"H": 2, "p": 0.3},
+        {"p": 0.6, "H": 3, "outer_optim": "adam", "pull": 0.5, "outer_lr": 0.3},
+    ),
+    NoLoCoStrategy: Changes(
+        NoLoCoStrategy,
+        {"inner_optim": "sgd", "H": 2},
+        {**COMMON, "H": 3, "group_size": 3, "outer_lr": 0.3, "momentum": 0.9, "gamma": 0.6},
+    ),
+    NoLoCoCommunicator: Changes(
+        with_module(NoLoCoCommunicator),
+        {"H": 2},
+        {"H": 3, "group_size": 3, "outer_lr": 0.3, "momentum": 0.9, "gamma": 0.6},
     ),
     StreamingDiLoCoStrategy: Changes(
         StreamingDiLoCoStrategy,
@@ -908,9 +1017,11 @@ ARGUMENTS: dict[type, Changes] = {
             "p_sparta": 0.5,
             "index_selector": PartitionedSelector(0.3),
             "delay": 2,
+            "correct_delay": True,
             "compression_method": "topk",
             "quantization_bits": 8,
         },
+        also={"correct_delay": {"delay": 2}},
     ),
     SPARTADiLoCoStrategy: Changes(
         SPARTADiLoCoStrategy,
@@ -924,7 +1035,9 @@ ARGUMENTS: dict[type, Changes] = {
             "outer_lr": 0.3,
             "index_selector": PartitionedSelector(0.3),
             "delay": 2,
+            "correct_delay": True,
         },
+        also={"correct_delay": {"delay": 1}},
     ),
     GossipStrategy: Changes(GossipStrategy, {"inner_optim": "sgd"}, {**COMMON, "topology": "complete", "every": 2}),
     GossipCommunicator: Changes(with_module(GossipCommunicator), {}, {"topology": torch.eye(K), "every": 2}),
@@ -935,10 +1048,14 @@ ARGUMENTS: dict[type, Changes] = {
             "index_selector": PartitionedSelector(0.3),
             "sparsification_rate": 0.5,
             "delay": 2,
+            "correct_delay": True,
             "interval": 2,
             "quantization_bits": 8,
         },
-        also={name: {"sparsification_rate": 0.3} for name in ("delay", "interval", "quantization_bits")},
+        also={
+            **{name: {"sparsification_rate": 0.3} for name in ("delay", "interval", "quantization_bits")},
+            "correct_delay": {"sparsification_rate": 0.3, "delay": 2},
+        },
     ),
     TopKSparseCommunicator: Changes(
         with_module(TopKSparseCommunicator), {"fraction": 0.3}, {"fraction": 0.5, "quantization_bits": 8}
@@ -980,6 +1097,16 @@ ARGUMENTS: dict[type, Changes] = {
     Parameters: Changes(
         with_module(Parameters), {"average": Mean()}, {"average": Mean(2), "every": SyncWeight(WEIGHTS), "delay": 2}
     ),
+    CorrectedOuterStep: Changes(
+        with_module(CorrectedOuterStep),
+        {"average": Mean(), "H": 2},
+        {
+            "average": Compressed(Mean(), "topk"),
+            "outer_optim": OptimSpec(SGD, lr=0.7),
+            "H": 3,
+            "correction": "median_norm",
+        },
+    ),
     OuterStep: Changes(
         with_module(OuterStep),
         {"average": Mean(), "H": 2},
@@ -1007,7 +1134,13 @@ ARGUMENTS: dict[type, Changes] = {
     DiLoCoCommunicator: Changes(
         with_module(DiLoCoCommunicator),
         {"H": 2},
-        {"H": 3, "outer_optim": OptimSpec(SGD, lr=0.7), "outer_lr": 0.3, "sync_weight": WEIGHTS},
+        {
+            "H": 3,
+            "outer_optim": OptimSpec(SGD, lr=0.7),
+            "outer_lr": 0.3,
+            "sync_weight": WEIGHTS,
+            "correction": "median_norm",
+        },
         also={"sync_weight": {"H": 100}},
     ),
 }
@@ -1049,6 +1182,85 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative warm-up": (lambda: AllReduceStrategy(warmup_steps=-1), ValueError, "warmup_steps=-1"),
     "max_norm": (lambda: DiLoCoStrategy(max_norm=0.0), ValueError, "max_norm=0.0"),
     "H": (lambda: FedAvgStrategy(H=0), ValueError, "H=0"),
+    "Hu": (lambda: DESLOCStrategy(Hu=0), ValueError, "Hu=0 must be an integer >= 1"),
+    "Hv of a wrong type": (lambda: DESLOCStrategy(Hv=2.0), ValueError, "Hv=2.0 must be an integer"),  # type: ignore[arg-type]
+    "H of Local Adam": (lambda: LocalAdamStrategy(H=0), ValueError, "H=0"),
+    "matrices": (lambda: MuLoCoStrategy(matrices="all"), TypeError, "matrices='all' must be a function"),  # type: ignore[arg-type]
+    "matrices that are none": (
+        lambda: run(setup()[0], MuLoCoStrategy(H=1, matrices=lambda name, p: True), setup()[1]),
+        ValueError,
+        "Muon takes matrices, and parameter",
+    ),
+    "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
+    "AdamW's rate": (lambda: MuLoCoStrategy(adamw_lr=-1.0), ValueError, "lr"),
+    "mu_x": (lambda: GPAStrategy(mu_x=1.0), ValueError, r"mu_x=1.0 must be a number in \[0, 1\)"),
+    "mu_y": (lambda: GPAStrategy(mu_y=0.0), ValueError, r"mu_y=0.0 must be a number in \(0, 1\]"),
+    "mu_x of other nodes": (
+        lambda: GPAStrategy(mu_x=torch.full((3,), 0.5)).check(5, 10),
+        ValueError,
+        r"mu_x has shape \[3\] and the run num_nodes=5",
+    ),
+    "p": (lambda: PALSGDStrategy(p=1.0), ValueError, r"p=1.0 must be a number in \[0, 1\)"),
+    "pull": (lambda: PALSGDStrategy(pull=-0.5), ValueError, "pull=-0.5"),
+    "pull of other nodes": (
+        lambda: PALSGDStrategy(H=2, pull=torch.ones(3)).check(5, 10),
+        ValueError,
+        r"pull has shape \[3\] and the run num_nodes=5",
+    ),
+    "a correction of no delay": (
+        lambda: SPARTAStrategy(0.1, correct_delay=True),
+        ValueError,
+        "correct_delay=True without a delay has no effect: give delay=1",
+    ),
+    "a correction that is no flag": (
+        lambda: SPARTAStrategy(0.1, delay=1, correct_delay="yes"),  # type: ignore[arg-type]
+        TypeError,
+        "correct_delay='yes' must be True or False",
+    ),
+    "a correction of the most moved": (
+        lambda: SPARTAStrategy(0.1, compression_method="topk", correct_delay=True),
+        ValueError,
+        "leave out index_selector and delay, and so correct_delay",
+    ),
+    "another correction": (lambda: DiLoCoStrategy(correction="helico"), ValueError, "did you mean 'heloco'"),
+    "HeLoCo without momentum": (
+        lambda: DiLoCoStrategy("sgd", OptimSpec(SGD, lr=1.0), correction="heloco"),
+        ValueError,
+        "goes by the outer momentum, and OptimSpec",
+    ),
+    "the median norm of islands": (
+        lambda: CorrectedOuterStep(Mean(2), correction="median_norm"),
+        ValueError,
+        "leave out islands and participation",
+    ),
+    "a group of more than all": (
+        lambda: NoLoCoStrategy(group_size=6).check(5, 100),
+        ValueError,
+        "group_size=6 is larger than the 5 nodes",
+    ),
+    "gamma of other nodes": (
+        lambda: NoLoCoStrategy(gamma=torch.ones(3)).check(5, 100),
+        ValueError,
+        r"gamma has shape \[3\] and the run num_nodes=5",
+    ),
+    "a momentum of 1": (lambda: NoLoCoStrategy(momentum=1.0), ValueError, "momentum=1.0"),
+    "H of a function": (lambda: FedAvgStrategy(H=lambda step: 0).check(5, 10), ValueError, r"H\(0\)=0 must be"),
+    "H of a function, later": (
+        lambda: DiLoCoStrategy(H=lambda step: 4 if step < 8 else 0.5).check(5, 10),  # type: ignore[arg-type,return-value]
+        ValueError,
+        r"H\(8\)=0.5 must be an integer >= 1",
+    ),
+    "H of a function and weights": (
+        lambda: FedAvgStrategy(H=lambda step: 2, sync_weight=[0, 1]),
+        ValueError,
+        "both say when the nodes exchange",
+    ),
+    "periods of a function": (lambda: DESLOCStrategy(H=lambda step: 2), ValueError, "give both"),
+    "never an exchange of a function": (
+        lambda: FedAvgStrategy(H=lambda step: 11).check(5, 10),
+        vecgym.VecgymWarning,
+        r"H\(0\)=11 is larger",
+    ),
     "H of a wrong type": (lambda: DiLoCoStrategy(H=2.0), ValueError, "H=2.0"),  # type: ignore[arg-type]
     "island_size": (lambda: FedAvgStrategy(island_size=0), ValueError, "island_size=0"),
     "participation": (lambda: FedAvgStrategy(participation=0.0), ValueError, "participation=0.0"),

@@ -48,7 +48,12 @@ from vecgym.strategy.compose import delayed, every
 from vecgym.strategy.compression import compressed
 from vecgym.strategy.demo import DeMoCommunicator, DeMoStrategy
 from vecgym.strategy.gossip import GossipStrategy
+from vecgym.strategy.gpa import GPAStrategy
+from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.most_moved import TopKSparseCommunicator
+from vecgym.strategy.muloco import MuLoCoStrategy
+from vecgym.strategy.noloco import NoLoCoStrategy
+from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import PartitionedSelector
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 
@@ -250,11 +255,59 @@ CASES: dict[str, tuple[Make, Values]] = {
         ),
         {"outer_lr": 0.05, **BETAS, "sync_weight": WEIGHTS},
     ),
+    "local-adam": (
+        lambda lr, beta1, beta2: LocalAdamStrategy(OptimSpec("adamw", lr=lr, betas=(beta1, beta2), eps=0.01), 2),
+        {"lr": 0.02, **BETAS},
+    ),
+    "des-loc": (
+        lambda lr, beta2: DESLOCStrategy(OptimSpec("adam", lr=lr, betas=(0.8, beta2), eps=0.01), 2, 3, 4),
+        {"lr": 0.02, "beta2": 0.95},
+    ),
+    "muloco": (  # one round: what Muon rounds does not depend on these
+        lambda outer_lr, momentum: MuLoCoStrategy(nesterov(lr=outer_lr, momentum=momentum), 6, lr=0.05, adamw_lr=0.02),
+        {"outer_lr": 0.8, "momentum": 0.9},
+    ),
+    "gpa": (
+        lambda lr, wd, mu_x, mu_y: GPAStrategy(OptimSpec("adamw", lr=lr, weight_decay=wd, eps=0.01), mu_x, mu_y),
+        {"lr": 0.05, "wd": 0.5, "mu_x": 0.6, "mu_y": 0.7},
+    ),
+    "palsgd": (
+        lambda lr, pull, outer_lr: PALSGDStrategy("sgd", 0.3, 4, lr=lr, pull=pull, outer_lr=outer_lr),
+        {"lr": 0.2, "pull": 0.8, "outer_lr": 0.7},
+    ),
+    "palsgd-of-each-node": (
+        lambda pull: PALSGDStrategy("sgd", 0.5, 6, lr=0.2, pull=pull),
+        {"pull": torch.tensor([0.3, 0.7, 0.5], dtype=F64)},
+    ),
+    "diloco-heloco": (
+        lambda lr, outer_lr, momentum: DiLoCoStrategy(
+            "sgd", nesterov(lr=outer_lr, momentum=momentum), 1, lr=lr, correction="heloco"
+        ),
+        {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.9},
+    ),
+    "diloco-median-norm": (
+        lambda lr, outer_lr: DiLoCoStrategy("sgd", H=2, lr=lr, outer_lr=outer_lr, correction="median_norm"),
+        {"lr": 0.3, "outer_lr": 0.7},
+    ),
+    "noloco": (
+        lambda lr, outer_lr, momentum, gamma: NoLoCoStrategy(
+            "sgd", 2, lr=lr, outer_lr=outer_lr, momentum=momentum, gamma=gamma
+        ),
+        {"lr": 0.3, "outer_lr": 0.7, "momentum": 0.5, "gamma": 0.8},
+    ),
+    "noloco-of-each-node": (
+        lambda outer_lr: NoLoCoStrategy("sgd", 2, lr=0.3, outer_lr=outer_lr),
+        {"outer_lr": torch.tensor([0.3, 0.7, 0.5], dtype=F64)},
+    ),
     "gossip": (lambda lr: GossipStrategy("ring", inner_optim="sgd", lr=lr), {"lr": 0.3}),
     "gossip-matching": (lambda lr: GossipStrategy("one_peer_exponential", 2, "sgd", lr=lr), {"lr": 0.3}),
     "sparta": (lambda lr: SPARTAStrategy(0.3, "sgd", lr=lr), {"lr": 0.3}),
     "sparta-delayed": (
         lambda lr: SPARTAStrategy(None, "adam", index_selector=PartitionedSelector(0.5), delay=1, lr=lr),
+        {"lr": 0.02},
+    ),
+    "sparta-delayed-corrected": (
+        lambda lr: SPARTAStrategy(0.5, "adam", delay=2, correct_delay=True, lr=lr),
         {"lr": 0.02},
     ),
     "sparta-diloco": (

@@ -44,13 +44,19 @@ from vecgym.strategy import (
     Context,
     DeMoCommunicator,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     EagerDiLoCoStrategy,
     FedAvgStrategy,
     GossipCommunicator,
     GossipStrategy,
+    GPAStrategy,
     GradientAveraging,
+    LocalAdamStrategy,
+    MuLoCoStrategy,
+    NoLoCoStrategy,
+    PALSGDStrategy,
     PartitionedSelector,
     RankStrategy,
     ScheduledSelector,
@@ -164,6 +170,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
         ),
         {"H": [2, 3], "lr": [1e-2, 1e-3], "outer_lr": [0.4, 1.0], "warmup": [0, 3], "seed": [0, 1]},
     ),
+    "DiLoCoStrategy corrected": (
+        lambda correction, outer_lr: DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=outer_lr, correction=correction),
+        {"correction": [None, "heloco", "median_norm"], "outer_lr": [0.4, 1.0]},
+    ),
     "DiLoCoStrategy decay": (
         lambda H, mu, decay: DiLoCoStrategy(OptimSpec("sgd", lr=0.1, momentum=mu, weight_decay=decay), H=H),
         {"H": [2, 5], "mu": [0.0, 0.9], "decay": [0.0, 0.1]},
@@ -178,6 +188,30 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
             "sgd", 2, k=k, chunk=6, outer_lr=outer_lr, average=average, lr=0.1
         ),
         {"k": [2, 5], "outer_lr": [0.5, 1.0], "average": ["all", "senders"]},
+    ),
+    "LocalAdamStrategy": (
+        lambda H, lr: LocalAdamStrategy("adamw", H, lr=lr),
+        {"H": [1, 3], "lr": [1e-2, 1e-3], "seed": [0, 1]},
+    ),
+    "DESLOCStrategy": (
+        lambda H, Hu, Hv: DESLOCStrategy("adam", H, Hu, Hv, lr=0.01),
+        {"H": [1, 3], "Hu": [2, 5], "Hv": [1, 4]},
+    ),
+    "MuLoCoStrategy": (
+        lambda H, lr, mu: MuLoCoStrategy(H=H, lr=lr, adamw_lr=0.01, momentum=mu),
+        {"H": [1, 3], "lr": [0.02, 0.05], "mu": [0.9, 0.5]},
+    ),
+    "GPAStrategy": (
+        lambda mu_x, mu_y, lr: GPAStrategy("adamw", mu_x, mu_y, lr=lr),
+        {"mu_x": [0.9, 0.5], "mu_y": [0.7, 0.3], "lr": [1e-2, 1e-3]},
+    ),
+    "PALSGDStrategy": (
+        lambda p, pull, lr: PALSGDStrategy("adamw", p, 2, pull=pull, lr=lr),
+        {"p": [0.0, 0.3], "pull": [1.0, 5.0], "lr": [1e-2, 1e-3], "seed": [0, 1]},
+    ),
+    "NoLoCoStrategy": (
+        lambda n, mu, gamma: NoLoCoStrategy("sgd", 2, n, momentum=mu, gamma=gamma, lr=0.1),
+        {"n": [2, 3], "mu": [0.5, 0.9], "gamma": [0.6, 1.0], "seed": [0, 1]},
     ),
     "StreamingDiLoCoStrategy": (
         lambda H, fragments, delay, bits: StreamingDiLoCoStrategy(
@@ -204,6 +238,10 @@ CASES: dict[str, tuple[Callable[..., Strategy], dict[str, Any]]] = {
     "SPARTAStrategy": (
         lambda p, lr, delay: SPARTAStrategy(p, "adamw", lr=lr, delay=delay),
         {"p": [0.1, 0.5], "lr": [1e-2, 1e-3], "delay": [0, 2], "seed": [0, 1]},
+    ),
+    "SPARTAStrategy corrected": (
+        lambda p, delay, correct: SPARTAStrategy(p, "sgd", lr=0.1, delay=delay, correct_delay=correct),
+        {"p": [0.1, 0.5], "delay": [1, 2], "correct": [True, False]},
     ),
     "SPARTAStrategy selectors": (
         lambda selector: SPARTAStrategy(None, "sgd", lr=0.1, index_selector=selector),

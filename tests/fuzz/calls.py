@@ -678,6 +678,12 @@ VALUES_OF |= {
         **_SERVED,
         "state": functools.partial(_state_of_server, OuterOptimizer),
     },
+    "vecgym.strategy.RoundsOf": {"H": lambda: lambda step: 1},
+    "vecgym.strategy.RoundsOf.exchange": {
+        "exchange": lambda: lambda params, state, ctx: (params, state),
+        "state": dict,
+    },
+    "vecgym.strategy.GPAStrategy": {"optimizer": lambda: {"z": tree_of_nodes()}},
     "vecgym.OptimSpec.at_each": {"by_count": lambda: lambda of_step: of_step(0)},
     "vecgym.clock.Compute.drawn": {"node": lambda: 0, "block": lambda: 0},
     "vecgym.data.Batches.at": {"steps": lambda: [0] * K},

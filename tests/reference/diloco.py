@@ -10,14 +10,18 @@
 
 The inner optimizers' state stays local and is kept across rounds, as in the paper. The outer optimizer is
 SGD with Nesterov momentum as torch defines it: m <- mu m + Delta, theta <- theta - eta (Delta + mu m).
+
+`correct` gets what each node has moved, Delta_i, and the outer momentum m, and gives what is averaged: `heloco` (arXiv
+2606.00271) and `median_norm` (arXiv 2603.08163) below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.reference import common
 from tests.reference.common import Batch, OptimizerSpec, Result, Schedule
@@ -33,6 +37,7 @@ def diloco(
     outer: OptimizerSpec = (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
     max_norm: float | None = None,
     schedule: Schedule | None = None,
+    correct: Callable[[list[dict[str, Tensor]], dict[str, Tensor]], list[dict[str, Tensor]]] | None = None,
 ) -> Result:
     models = common.copy_model(model, num_nodes)
     optimizers = common.make_optimizers(models, inner)
@@ -50,8 +55,14 @@ def diloco(
             optimizers[node].step()
 
         if (step + 1) % H == 0:
+            moved = [{name: p - theta[name].detach() for name, p in theta_outer.items()} for theta in thetas]
+            if correct is not None:
+                held = {n: outer_optimizer.state[p].get("momentum_buffer") for n, p in theta_outer.items()}
+                moved = correct(
+                    moved, {n: torch.zeros_like(theta_outer[n]) if m is None else m for n, m in held.items()}
+                )
             for name, outer_param in theta_outer.items():
-                Delta = common.mean([outer_param - theta[name].detach() for theta in thetas])
+                Delta = common.mean([Delta_i[name] for Delta_i in moved])
                 outer_param.grad = Delta
             outer_optimizer.step()
             with torch.no_grad():
@@ -66,3 +77,29 @@ def diloco(
         outer=theta_outer,
         outer_optimizer=outer_optimizer,
     )
+
+
+def heloco(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Each tensor of each node by itself; |x| is the norm of a tensor."""
+    return [{name: _against(delta, momentum[name]) for name, delta in of_node.items()} for of_node in moved]
+
+
+def _against(delta: Tensor, m: Tensor) -> Tensor:
+    size, pull = float(delta.norm()), float(m.norm())
+    if pull == 0 or size == 0:
+        return delta
+    c = float((delta * m).sum()) / (size * pull)
+    conf = size / (size + 3 * pull + 1e-8)
+    if c >= 0.2:
+        return delta
+    if c < 0:
+        return delta - min(0.5 * -c * conf, 0.5) * c * size * m / pull
+    turn = min((1 - c) * conf, 1.0)
+    direction = (1 - turn) * delta / size + turn * m / pull
+    return size * direction / direction.norm()
+
+
+def median_norm(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    norms = [sum(float(x.square().sum()) for x in of_node.values()) ** 0.5 for of_node in moved]
+    middle = statistics.median(norms)
+    return [{name: x * (middle / norm) for name, x in of_node.items()} for of_node, norm in zip(moved, norms)]

@@ -366,10 +366,10 @@ class Simulation:
 
     def _optimize(self, params: Tree, grads: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
         """Take the inner optimizer's step on all nodes, with `exact` on one after the other."""
-        optimize = self.strategy.optimize
         if not self.exact or not self.strategy.pure:
-            return optimize(params, grads, state, ctx)
-        return row_by_row(lambda i, *own: optimize(*own, ctx.of_rows(torch.tensor([i]))), params, grads, state)
+            return self.strategy.optimize(params, grads, state, ctx)
+        told = lambda i: ctx if i is None else ctx.of_rows(torch.tensor([i]))  # noqa: E731
+        return row_by_row(lambda i, p, g, s: self.strategy.optimize(p, g, s, told(i)), params, grads, state)
 
     def _gradients(
         self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context

@@ -26,16 +26,23 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | strategy | what the nodes exchange | bytes sent per node and step |
 |---|---|--:|
 | `AllReduceStrategy` (`SimpleReduceStrategy`) | the mean gradient, every step: DDP | AR |
+| `GPAStrategy` | the mean gradient, every step, at a point near a slow average of the parameters: a smooth DiLoCo | AR |
 | `FedAvgStrategy` | the mean of the parameters every H steps, over all nodes or random islands | AR / H |
 | ... with `participation=0.1` | each round, a new sample of nodes starts from the server's parameters and sends its own back | b · P / H per participant |
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | the code's / H |
+| ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or scaled to the median norm | AR / H |
+| `LocalAdamStrategy` | the means of the parameters and of Adam's two moments, every H steps | 3 AR / H |
+| `DESLOCStrategy` | the same, each at a period of its own, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
+| `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
+| `PALSGDStrategy` | DiLoCo with random steps towards the outer parameters, in place of gradient steps | AR / H |
+| `NoLoCoStrategy` | an outer step over random pairs or groups of nodes, every H steps; each node has an outer state of its own | 2 b · P / H |
 | `StreamingDiLoCoStrategy` | DiLoCo's outer step for a fragment of the model at a time, used `delay` steps later, while the nodes go on | AR / H |
 | ... with `bits=4` | the movements as floats of four bits | P / 2 H |
 | `EagerDiLoCoStrategy` | the mean movement, used a round later, and a node's own part of it at once | AR / H |
 | `SparseLoCoStrategy` | the k largest movements of each chunk, two bits each and 12 for the place, with error feedback | k (2 + 12) / 8 per chunk, / H |
-| `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late | p · AR |
+| `SPARTAStrategy` | the mean of a random fraction p of the parameters, every step, optionally `delay` steps late; `correct_delay` (LOSCAR) keeps what a node has moved since | p · AR |
 | ... with `compression_method="topk"`, `quantization_bits=8` | the parameters that moved most, in 8 bits | ≈ 5 p P |
 | `SPARTADiLoCoStrategy` | both | p · AR / `sparta_interval` + AR / H |
 | `GossipStrategy` | a weighted mean with the neighbours in a ring, torus, exponential graph, random matching, or any doubly stochastic matrix | degree · b · P / `every` |
@@ -48,6 +55,30 @@ deviation from the paper.
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10)
 >>> [(transfer.step, transfer.operation) for transfer in trainer.ledger]
 [(4, 'mean'), (9, 'mean')]
+
+## Other names
+
+Algorithms that are settings of these strategies (a test has each, written out in plain loops):
+
+| name | here |
+|---|---|
+| SlowMo (1910.00643) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=alpha, momentum=beta), H)`; gamma is the inner learning rate |
+| BMUF (Chen and Huo, 2016) | the same, with lr = zeta and momentum = eta |
+| BMUF, Nesterov | the same, with `nesterov=True` |
+| Lookahead (1907.08610) | `DiLoCoStrategy(inner, OptimSpec("sgd", lr=alpha), H)` with one node |
+| OpenDiLoCo (2407.07852) | DiLoCo with a code of half precision: `OuterStep(Compressed(Mean(), code, error_feedback=False), H=H)`, with the code below |
+| Qsparse-local-SGD (1906.02367) | `DiLoCoStrategy("sgd", OptimSpec("sgd", lr=1.0), H, compression=TopK(fraction))` |
+| post-local SGD (1808.07217) | `FedAvgStrategy("sgd", H=lambda step: 1 if step < switch else H)` |
+
+H may be a function wherever a strategy has one: it is given the step at which a round begins, and gives the round's steps.
+An object of this class is a code of half precision:
+
+>>> from vecgym.compress import Codec
+>>> class Half(Codec):
+...     def encode(self, x, draw):
+...         return {"values": x.half()}
+...     def decode(self, code, like):
+...         return code["values"].to(like.dtype)
 
 ## Composing modules
 
@@ -73,8 +104,8 @@ How nodes agree, when, and on what are three choices. Underneath, every strategy
 |---|---|
 | how nodes agree on a value | `Mean` (with islands, participation, weights), `ServerMean`, `Mix` (a topology), `Robust` (a median, a trimmed mean), `MostMoved` (each node's own choice of coordinates), `StrongestCosines` (DeMo's) |
 | ... and around one of these | `Sparse` (some coordinates), `Compressed` (codes, with error feedback, its decay and momentum), `EF21` (codes of what has changed), `Corrupted` (some nodes lie), `Private` (clipped, with noise) |
-| on what | `Gradients`, `Parameters`, `OuterStep` (the movement since the last round, for an outer optimizer), `Moments` (of the inner optimizer) |
-| when | every H steps, with an offset (`Rounds`), or weights that can be differentiated (`SyncWeight`) |
+| on what | `Gradients`, `Parameters`, `OuterStep` (the movement since the last round, for an outer optimizer; `CorrectedOuterStep` where it is corrected first), `Moments` (of the inner optimizer) |
+| when | every H steps, with an offset (`Rounds`), in rounds whose length a function gives (`RoundsOf`), or weights that can be differentiated (`SyncWeight`) |
 
 DiLoCo in islands of four, with half of the nodes in each round and 5 % of the coordinates sent:
 

@@ -84,7 +84,7 @@ def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> Non
     for i, buffer in enumerate(slots.get("momentum_buffer", [])):
         buffer.lerp_(grads[i], 1 - h.momentum)
         updates[i] = grads[i].lerp(buffer, h.momentum) if h.nesterov else buffer
-    updates = [u.bfloat16().reshape(-1, *u.shape[-2:]) for u in updates]
+    updates = [u.bfloat16().reshape(u.shape[:-2].numel(), *u.shape[-2:]) for u in updates]
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, update in enumerate(updates):
         alike.setdefault(tuple(update.shape[1:]), []).append(i)
@@ -103,7 +103,7 @@ def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> 
     >>> muon_lr_ratio("original", 8, 2), muon_lr_ratio("match_rms_adamw", 25, 4)
     (2.0, 1.0)
     """
-    ratio = num_rows / num_columns
+    ratio = num_rows / max(1, num_columns)
     ratios = {
         "match_rms_adamw": 0.2 * math.sqrt(max(num_rows, num_columns)),
         "spectral_unclamped": math.sqrt(ratio),

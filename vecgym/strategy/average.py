@@ -28,7 +28,7 @@ from vecgym.strategy.gathered import Codes, gathered_codes, shares_of
 from vecgym.strategy.when import nothing
 
 Weighting = Literal["equal", "examples"]  # of the nodes in a mean
-OPTIONAL = ("sync_weight", "resting")  # not shown where they are None
+OPTIONAL = ("sync_weight", "resting", "correction")  # not shown where they are None
 
 
 class Average(ABC):

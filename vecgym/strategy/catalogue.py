@@ -17,14 +17,18 @@ from vecgym.compress import TopK, grid
 from vecgym.compress.packing import bits_for
 from vecgym.optim import OptimSpec
 from vecgym.strategy.allreduce import AllReduceStrategy
-from vecgym.strategy.base import CommunicateOptimizeStrategy, Context, Strategy
+from vecgym.strategy.base import Context, Strategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.eager import EagerDiLoCoStrategy
-from vecgym.strategy.fedavg import AveragingCommunicator, FedAvgStrategy
+from vecgym.strategy.fedavg import FedAvgStrategy
 from vecgym.strategy.fragments import cut
 from vecgym.strategy.gossip import GossipStrategy
-from vecgym.strategy.moments import Moments
+from vecgym.strategy.gpa import GPAStrategy
+from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
+from vecgym.strategy.muloco import MuLoCoStrategy
+from vecgym.strategy.noloco import NoLoCoStrategy
+from vecgym.strategy.palsgd import PALSGDStrategy
 from vecgym.strategy.selectors import RandomSelector
 from vecgym.strategy.sparseloco import SparseLoCoStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
@@ -83,7 +87,8 @@ class Row:
         about: one line on what the nodes exchange.
         sends: the bytes that a node sends, on average, in a run.
         alone: what happens to a single node after every H steps: "nothing" (plain training), "nesterov" (an outer step
-            of SGD with Nesterov momentum), "server adam"; None where what it exchanges with itself is late or lossy.
+            of SGD with Nesterov momentum), "heavy ball", "server adam"; None where what it exchanges with itself is
+            late or lossy.
         averages: nodes with identical shards stay identical, and do what one node alone does.
         server: each participant sends to a server, even if there is only one.
         replicated: the parameters stay the same on every node.
@@ -125,9 +130,18 @@ def _demo(knobs: Knobs) -> Strategy:
     return DeMoStrategy(lr=lr / 6, **inner)
 
 
-def _local_adam(knobs: Knobs) -> Strategy:
-    modules = [AveragingCommunicator(H=knobs.H), Moments(every=knobs.H)]
-    return CommunicateOptimizeStrategy(modules, **knobs.inner)
+def _muloco(knobs: Knobs) -> Strategy:
+    """Make MuLoCo, whose inner optimizers are its own; both take the learning rate that is given."""
+    inner = dict(knobs.inner)
+    spec = inner.pop("inner_optim", None)
+    lr = inner.pop("lr", None)
+    lr = (spec.lr if isinstance(spec, OptimSpec) else 0.02) if lr is None else lr
+    return MuLoCoStrategy(knobs.outer_optim, H=knobs.H, lr=lr, adamw_lr=lr, **inner)
+
+
+def _des_loc_periods(H: int) -> dict[str, Any]:
+    """Choose periods that are apart and still short: the default ones are 3 and 6 H."""
+    return {"Hu": H + 1, "Hv": H + 2}
 
 
 def _islands_of_two(sent: Sent) -> float:
@@ -157,6 +171,11 @@ def _drawn(sent: Sent) -> float:
 
 def _rounds(sent: Sent) -> float:
     return sent.rounds * sent.ring() * sent.model_bytes
+
+
+def _desynced(sent: Sent) -> float:
+    exchanges = sent.rounds + sum(sent.steps // period for period in _des_loc_periods(sent.knobs.H).values())
+    return exchanges * sent.ring() * sent.model_bytes
 
 
 def _streaming(knobs: Knobs, **more: Any) -> Strategy:
@@ -212,6 +231,15 @@ CATALOGUE: dict[str, Row] = {
         replicated=True,
         compared=True,
     ),
+    "gpa": Row(
+        lambda knobs: GPAStrategy(mu_x=0.9 ** (1 / knobs.H), **knobs.inner),
+        twin="gpa",
+        about="the mean gradient, every step, at a point near a slow average of the parameters",
+        sends=lambda sent: sent.steps * sent.ring() * sent.model_bytes,
+        alone=None,
+        replicated=True,
+        compared=True,
+    ),
     "fedavg": Row(
         lambda knobs: FedAvgStrategy(H=knobs.H, **knobs.inner),
         twin="fedavg",
@@ -244,10 +272,17 @@ CATALOGUE: dict[str, Row] = {
         server=True,
     ),
     "local-adam": Row(
-        _local_adam,
+        lambda knobs: LocalAdamStrategy(H=knobs.H, **knobs.inner),
         twin="local_adam",
         about="the mean of the parameters and of the optimizer's moments, every H steps",
         sends=lambda sent: 3 * _rounds(sent),  # Adam's
+        needs_moments=True,
+    ),
+    "des-loc": Row(
+        lambda knobs: DESLOCStrategy(H=knobs.H, **_des_loc_periods(knobs.H), **knobs.inner),
+        twin="local_adam",
+        about="the mean of the parameters, every H steps, and of each moment at a period of its own",
+        sends=_desynced,
         needs_moments=True,
     ),
     "diloco": Row(
@@ -299,12 +334,45 @@ CATALOGUE: dict[str, Row] = {
         alone=None,
         per_node=("residual",),
     ),
+    "muloco": Row(
+        _muloco,
+        twin="muloco",
+        about="DiLoCo with Muon: a step of an outer optimizer on the mean movement, every H steps",
+        sends=_rounds,
+        alone=None,
+        compared=True,
+    ),
+    "palsgd": Row(
+        lambda knobs: PALSGDStrategy(p=0.3, H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
+        twin="palsgd",
+        about="DiLoCo with random steps towards the outer parameters; an outer step every H steps",
+        sends=_rounds,
+        alone=None,
+        averages=False,
+        compared=True,
+    ),
+    "noloco": Row(
+        lambda knobs: NoLoCoStrategy(H=knobs.H, **knobs.inner),
+        twin="noloco",
+        about="an outer step with a random partner, every H steps",
+        sends=lambda sent: 2 * _islands_of_two(sent),
+        alone="heavy ball",
+        per_node=("params", "momentum"),
+        compared=True,
+    ),
     "sparta": Row(
         lambda knobs: SPARTAStrategy(knobs.p, **knobs.inner),
         twin="sparta",
         about="the mean of a random fraction p of the parameters, every step",
         sends=_drawn,
         compared=True,
+    ),
+    "loscar": Row(
+        lambda knobs: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **knobs.inner),
+        twin="sparta",
+        about="SPARTA's mean two steps late, with what each node has moved since",
+        sends=_drawn,
+        per_node=("mean",),
     ),
     "sparta-diloco": Row(
         lambda knobs: SPARTADiLoCoStrategy(knobs.p, 1, knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),

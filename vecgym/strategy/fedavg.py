@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +12,11 @@ from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.strategy.average import Mean, ServerMean, Weighting
-from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
+from vecgym.strategy.base import CommunicationModule, Context, State, Strategy
 from vecgym.strategy.fedopt import ServerOptimizer
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import OuterStep, Parameters
-from vecgym.strategy.when import Rounds, SyncWeight, make_sync_weight
+from vecgym.strategy.when import SyncWeight, as_when, interval, make_sync_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,7 +31,7 @@ class AveragingCommunicator(Parameters):
     Args:
         island_size: nodes per island; None: all in one. At each exchange the nodes are shuffled (seeded) into
             islands; when `island_size` does not divide their number, the last island is smaller.
-        H: optimizer steps between two exchanges.
+        H: optimizer steps between two exchanges: a number, or a function of the step at which a round begins.
         participation: the fraction of the nodes, drawn anew for each round of H steps (at least one), that
             trains and averages in it; the others keep optimizer state and buffers.
         weighting: "equal", or "examples": w_k is the number of examples of node k.
@@ -58,21 +58,21 @@ class AveragingCommunicator(Parameters):
     def __init__(
         self,
         island_size: int | None = None,
-        H: int = 1,
+        H: int | Callable[[int], int] = 1,
         participation: float = 1.0,
         weighting: Weighting = "equal",
         sync_weight: Tensor | Sequence[float] | SyncWeight | None = None,
         resting: str | None = None,
     ) -> None:
         mean = Mean(island_size, weighting, participation)
-        self.H = check_interval("H", H)
+        self.H = interval(H, "H")
         self.sync_weight = make_sync_weight(sync_weight, self.H, default=1)
         rounds_of_all = island_size is None and sync_weight is None
         resting = check_resting(resting, rounds_of_all or participation == 1)
         self.island_size, self.participation, self.weighting = mean.island_size, mean.participation, mean.weighting
         self.resting = resting if participation < 1 else None
         average = ServerMean(weighting, participation) if self.resting == "server" else mean
-        super().__init__(average, Rounds(self.H) if self.sync_weight is None else self.sync_weight)
+        super().__init__(average, self.H if self.sync_weight is None else self.sync_weight)
 
 
 class ServerCommunicator(OuterStep):
@@ -100,7 +100,7 @@ class ServerCommunicator(OuterStep):
     def __init__(
         self,
         server: ServerOptimizer,
-        H: int = 1,
+        H: int | Callable[[int], int] = 1,
         participation: float = 1.0,
         weighting: Weighting = "equal",
     ) -> None:
@@ -133,10 +133,10 @@ class ProximalTerm(CommunicationModule):
     number of local steps is fixed.
     """
 
-    def __init__(self, mu: float | Tensor, H: int = 1) -> None:
+    def __init__(self, mu: float | Tensor, H: int | Callable[[int], int] = 1) -> None:
         self.mu = check.per_node("proximal_mu", mu, "[0, inf)", "0 is no proximal term")
-        self.H = check_interval("H", H)
-        self._when = Rounds(H)
+        self.H = interval(H, "H")
+        self._when = as_when(self.H, "H")
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         check.per_node("proximal_mu", self.mu, "[0, inf)", num_nodes=num_nodes)
@@ -173,7 +173,7 @@ class FedAvgStrategy(Strategy):
 
     Args:
         inner_optim: the local optimizer, AdamW when not given.
-        H: local steps per round.
+        H: local steps per round: a number, or a function of the step at which a round begins (post-local SGD).
         island_size, participation, weighting, sync_weight, resting: see `AveragingCommunicator`.
         proximal_mu: FedProx's mu; 0: none.
         server_optim: None, "avg", "avgm" (FedAvgM), "adam" (FedAdam), "yogi" (FedYogi) or "adagrad" (FedAdagrad).
@@ -193,7 +193,7 @@ AveragingCommunicator(island_size=4, H=5, participation=1.0, weighting='equal'))
     def __init__(
         self,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int = 1,
+        H: int | Callable[[int], int] = 1,
         island_size: int | None = None,
         participation: float = 1.0,
         *,

@@ -84,7 +84,9 @@ def optimizer_step(
         same = rule if now is spec else now.rule()
         if not ctx.exact:
             return same.update(params, grads, state, lr=lr, inplace=ctx.inplace)
-        new, kept = row_by_row(lambda i, *own: same.update(*own, lr=lr, inplace=ctx.inplace), params, grads, state)
+        new, kept = row_by_row(
+            lambda i, p, g, s: same.update(p, g, s, lr=lr, inplace=ctx.inplace), params, grads, state
+        )
         return new, {**kept, "step": kept["step"][:1]} if len(state["step"]) == 1 else kept
     rows = ctx.comm.ids if ctx.rows is None else ctx.rows
     # Exactly: each node by itself, or where all still share their parameters the bits would depend on who is here.
@@ -101,9 +103,11 @@ def optimizer_step(
 
 
 def row_by_row(
-    step: Callable[[int, Tree, Tree, State], tuple[Tree, State]], params: Tree, grads: Tree, state: State
+    step: Callable[[int | None, Tree, Tree, State], tuple[Tree, State]], params: Tree, grads: Tree, state: State
 ) -> tuple[Tree, State]:
     """Take an optimizer's step on one row after the other: `step` gets its place, parameters, gradients and state.
+
+    What is the same on all nodes is one row, and its place None.
 
     A kernel rounds the last values of a tensor, which fill no vector register, in another way than the others: which
     values these are must not depend on the other nodes.
@@ -114,7 +118,7 @@ def row_by_row(
     """
     num_rows = max(x.shape[0] for x in leaves([params, grads, state]))
     if num_rows == 1:
-        return step(0, params, grads, state)
+        return step(None, params, grads, state)
     found = []
     for i in range(num_rows):
         p, g, s = (nodes.take_rows(x, torch.tensor([i])) for x in (params, grads, state))

@@ -12,7 +12,7 @@ outer_optim=OptimSpec(SGD, lr=0.7), H=50)
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,7 +122,7 @@ class Parameters(Exchange):
 
     Args:
         average: how the nodes agree.
-        every: optimizer steps between two exchanges, or a `SyncWeight`: how far after each step.
+        every: optimizer steps between two exchanges, as a number or a function of the step, or a `SyncWeight`.
         delay: optimizer steps until what was agreed on is written.
 
     Raises:
@@ -138,10 +138,10 @@ class Parameters(Exchange):
     tensor([2.])
     """
 
-    def __init__(self, average: Average, every: int | When = 1, delay: int = 0) -> None:
+    def __init__(self, average: Average, every: int | When | Callable[[int], int] = 1, delay: int = 0) -> None:
         self.average = check_average("average", average)
         self.when = as_when(every, "every")
-        self.every = every
+        self.every = self.when if callable(every) else every
         self._late = Late(delay)
         self.delay = self._late.delay
         if self.delay and isinstance(self.when, SyncWeight):
@@ -205,7 +205,7 @@ class OuterStep(Exchange):
         average: how the nodes agree on the movement.
         outer_optim: "sgd" and `torch.optim.SGD` mean DiLoCo's SGD(lr=0.7, momentum=0.9, nesterov=True); an `OptimSpec`
             is taken as it is, so is any other optimizer.
-        H: inner steps between two outer steps, or a `SyncWeight`: how far the outer step is taken after each.
+        H: inner steps between two outer steps, as a number or a function of the step (`RoundsOf`), or a `SyncWeight`.
         fragments: P, the parts into which the parameters are cut.
         offsets: for each fragment the steps before its first exchange; H + p H / P when not given.
         delay: optimizer steps from the exchange to its effect.
@@ -238,7 +238,7 @@ class OuterStep(Exchange):
         self,
         average: Average,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
-        H: int | When = DEFAULT_H,
+        H: int | When | Callable[[int], int] = DEFAULT_H,
         *,
         fragments: int = 1,
         offsets: Sequence[int] | None = None,
@@ -249,7 +249,7 @@ class OuterStep(Exchange):
         self.average = check_average("average", average)
         self.outer_optim = outer_spec(outer_optim)
         self.when = as_when(H, "H")
-        self.H = H
+        self.H = self.when if callable(H) else H
         self.fragments = check.integer("fragments", fragments, what="the parts into which the parameters are cut")
         self._late = Late(delay)
         self.delay = self._late.delay

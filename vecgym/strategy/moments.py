@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,12 +47,15 @@ Moments(average=Mean(), slots=('exp_avg',), every=24))
     """
 
     def __init__(
-        self, average: Average | None = None, slots: str | Sequence[str] | None = None, every: int | When = 1
+        self,
+        average: Average | None = None,
+        slots: str | Sequence[str] | None = None,
+        every: int | When | Callable[[int], int] = 1,
     ) -> None:
         self.average = Mean() if average is None else check_average("average", average)
         self.slots = None if slots is None else _names(slots)
-        self.every = every
         self.when = as_when(every, "every")
+        self.every = self.when if callable(every) else every
 
     def init(self, params: Tree, ctx: Context) -> State:
         zeros = tree.map(torch.zeros_like, params)  # as moments begin

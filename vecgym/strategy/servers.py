@@ -20,7 +20,7 @@ from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.optim.merge import merge_key, merged_spec, per_row
-from vecgym.strategy.average import shown
+from vecgym.strategy.average import flat, shown
 from vecgym.strategy.communication import State
 from vecgym.strategy.modules import OUTER_DEFAULTS, outer_spec
 
@@ -322,14 +322,14 @@ class HeLoCo(OuterOptimizer):
 
 
 def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
-    """Correct a movement `[1, *]` by the momentum of the same tensor; see `HeLoCo`. Nothing is read on the host.
+    """Correct movements `[L, *]` by the momentum `[1 or L, *]` of the same tensor; see `HeLoCo`. Nothing is read.
 
     >>> corrected(torch.tensor([[-1.0, 1.0]]), torch.tensor([[1.0, 0.0]]))
     tensor([[-0.8867,  1.0000]])
     """
     size, pull = _norm(delta), _norm(momentum)
     toward, along = delta / _nonzero(size), momentum / _nonzero(pull)
-    cosine = (toward * along).sum()
+    cosine = _total(toward * along)
     confidence = size / (size + 3 * pull + 1e-8)
     away = delta - (-0.5 * cosine * confidence).clamp(max=0.5) * cosine * size * along
     turn = ((1 - cosine) * confidence).clamp(max=1)
@@ -340,9 +340,14 @@ def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """The 2-norm; its derivative at 0 is 0."""
-    square = (x * x).sum()
+    """The 2-norm of each row; its derivative at 0 is 0."""
+    square = _total(x * x)
     return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+
+
+def _total(x: Tensor) -> Tensor:
+    """Sum each row, `[L, *]` -> `[L, 1, ...]`."""
+    return flat(x).sum(1).view(-1, *[1] * (x.dim() - 1))
 
 
 def _nonzero(x: Tensor) -> Tensor:

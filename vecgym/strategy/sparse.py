@@ -79,6 +79,34 @@ class Sparse(Around):
         return {"index": _no_index(values), "mean": nothing(values)}
 
 
+class SparseChange(Sparse):
+    """A `Sparse` that gives by how much each node's coordinates change, which is then added to what they are by then.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import Mean
+    >>> ctx, values = Context(StackedCollectives(2)), {"w": torch.tensor([[1.0], [3.0]])}
+    >>> change = SparseChange(1.0, Mean())
+    >>> agreed, _ = change.agree(values, change.init(values, ctx), ctx)
+    >>> change.write(agreed, {"w": torch.tensor([[1.5], [3.0]])}, ctx)["w"]  # the first node has moved on
+    tensor([[2.5000],
+            [2.0000]])
+    """
+
+    def agree(self, values: Tree, state: State, ctx: Context) -> tuple[State, State]:
+        agreed, state = super().agree(values, state, ctx)
+        return _shifted(agreed, values, -1), state
+
+    def write(self, agreed: State, values: Tree, ctx: Context) -> Tree:
+        return super().write(_shifted(agreed, values, 1), values, ctx)
+
+
+def _shifted(agreed: State, values: Tree, sign: int) -> State:
+    """Add the nodes' own values, times `sign`, to what they agreed on: -1 makes it a change, and 1 undoes that."""
+    index = {name: at[0] for name, at in agreed["index"].items() if at.numel()}
+    own = _taken(values, index)
+    return {**agreed, "mean": agreed["mean"] | {name: agreed["mean"][name] + sign * x for name, x in own.items()}}
+
+
 def _taken(values: Tree, index: Tree) -> Tree:
     """Take the flat coordinates `index`, `[m]`, of each tensor `[1 or L, *]`: `[1 or L, m]`."""
     return {name: flat(values[name]).index_select(1, where) for name, where in index.items()}

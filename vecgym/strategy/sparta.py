@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vecgym.compress import Quantise, check_bits
+from vecgym.core import check
 from vecgym.optim import OptimSpec
 from vecgym.strategy.average import Average, Mean
 from vecgym.strategy.base import CommunicationModule, Strategy, check_interval
@@ -17,7 +19,7 @@ from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Parameters
 from vecgym.strategy.most_moved import TopKSparseCommunicator
 from vecgym.strategy.selectors import RandomSelector, Selector, check_rate
-from vecgym.strategy.sparse import Sparse
+from vecgym.strategy.sparse import Sparse, SparseChange
 from vecgym.strategy.when import Rounds
 
 if TYPE_CHECKING:
@@ -38,8 +40,12 @@ class SparseCommunicator(Parameters):
     t is written at step t + d, over whatever the nodes hold on M_t by then; within a step the new mean is taken first,
     then the late one is written. What is still under way when the run ends is lost.
 
+    With `correct_delay` what a node has moved since then is kept:
+    theta_i(t + d)[M] <- mean_j theta_j(t)[M] + theta_i(t + d)[M] - theta_i(t)[M].
+
     State: `selector`, the selector's; with a delay under `average`, and `queue`, d slots with the `index` and `mean` of
-    each tensor, `[1, m]`: d times m indices and values.
+    each tensor, `[1, m]`: d times m indices and values, once for all nodes. With `correct_delay` the `mean`, `[L, m]`,
+    is each node's own, minus what it held.
 
     Bytes sent per node and exchange: 2 (K - 1) / K * b * m for m selected coordinates; with `quantization_bits` the
     values go through an all-gather instead: m + 4 bytes per tensor with 8 bits, ceil(m / 2) + 4 with 4.
@@ -48,12 +54,13 @@ class SparseCommunicator(Parameters):
         index_selector: a `Selector`, such as `PartitionedSelector(0.01)`; a number is the p of a `RandomSelector`.
         sparsification_rate: another name for this number; 0.01 when neither is given.
         delay: optimizer steps until the mean is written.
+        correct_delay: whether what a node has moved in between is added to it.
         interval: optimizer steps between two exchanges.
         quantization_bits: each node sends its values in 8 or 4 bits, with one scale per tensor; None: as they are.
 
     Raises:
-        ValueError, TypeError: for rates outside [0, 1], delay < 0, interval < 1, other bits, and a rate that is not the
-            selector's.
+        ValueError, TypeError: for rates outside [0, 1], delay < 0, interval < 1, other bits, a rate that is not the
+            selector's, and `correct_delay` without a delay.
 
     >>> SparseCommunicator(0.02)
     SparseCommunicator(RandomSelector(p=0.02), delay=0, interval=1)
@@ -65,6 +72,7 @@ class SparseCommunicator(Parameters):
         *,
         sparsification_rate: float | None = None,
         delay: int = 0,
+        correct_delay: bool = False,
         interval: int = 1,
         quantization_bits: int | None = None,
     ) -> None:
@@ -76,13 +84,21 @@ class SparseCommunicator(Parameters):
         if quantization_bits is not None:
             codec = Quantise(check_bits("quantization_bits", quantization_bits))
             inner = Compressed(inner, codec, error_feedback=False)
-        super().__init__(Sparse(self.index_selector, inner), when, delay)
+        self.correct_delay = check.flag("correct_delay", correct_delay)
+        sparse = SparseChange if self.correct_delay else Sparse
+        super().__init__(sparse(self.index_selector, inner), when, delay)
+        if self.correct_delay and not self.delay:
+            raise ValueError(
+                "correct_delay=True without a delay has no effect: give delay=1, or more, or leave it out."
+            )
         self.interval = when.H
         self.quantization_bits = quantization_bits
 
     def __repr__(self) -> str:
-        bits = "" if self.quantization_bits is None else f", quantization_bits={self.quantization_bits}"
-        return f"SparseCommunicator({self.index_selector!r}, delay={self.delay}, interval={self.interval}{bits})"
+        more = ", correct_delay=True" if self.correct_delay else ""
+        more += f", interval={self.interval}"
+        more += "" if self.quantization_bits is None else f", quantization_bits={self.quantization_bits}"
+        return f"SparseCommunicator({self.index_selector!r}, delay={self.delay}{more})"
 
 
 # ----------------------------------------------------------------------------------------- strategies
@@ -101,14 +117,15 @@ class SPARTAStrategy(Strategy):
         inner_optim: the local optimizer, AdamW when not given.
         index_selector: another choice of the coordinates, instead of `RandomSelector(p_sparta)`.
         delay: asynchronous SPARTA: the mean of a step is written that many steps later; see `SparseCommunicator`.
+        correct_delay: LOSCAR: what a node has moved in these steps is added to it.
         compression_method: "topk": each node sends the coordinates that moved most instead of random ones; see
             `TopKSparseCommunicator`. "random", or None: SPARTA itself.
         quantization_bits: send the values in 8 or 4 bits; None: as they are.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: see `Strategy`.
 
     Raises:
-        ValueError, TypeError: for a rate outside [0, 1], delay < 0, other methods or bits, and for an `index_selector`
-            or `delay` with "topk".
+        ValueError, TypeError: for a rate outside [0, 1], delay < 0, other methods or bits, for `correct_delay` without
+            a delay, and for an `index_selector` or `delay` with "topk".
 
     >>> SPARTAStrategy(p_sparta=0.001, inner_optim="adamw", lr=1e-4)
     SPARTAStrategy(OptimSpec(AdamW, lr=0.0001), SparseCommunicator(RandomSelector(p=0.001), delay=0, interval=1))
@@ -116,7 +133,8 @@ class SPARTAStrategy(Strategy):
     SPARTAStrategy(OptimSpec(AdamW), TopKSparseCommunicator(fraction=0.005, quantization_bits=8))
 
     Reference: "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging",
-    openreview stFPf3gzq1. Deviation: the mask comes from a seed that the nodes share; nobody sends it.
+    openreview stFPf3gzq1. Deviation: the mask comes from a seed that the nodes share; nobody sends it. The correction
+    of the delay: arXiv 2605.20866.
     """
 
     @takes_options(InnerOptions)
@@ -127,11 +145,12 @@ class SPARTAStrategy(Strategy):
         *,
         index_selector: Selector | None = None,
         delay: int = 0,
+        correct_delay: bool = False,
         compression_method: str | None = None,
         quantization_bits: int | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        module = _exchange(p_sparta, index_selector, delay, compression_method, quantization_bits)
+        module = _exchange(p_sparta, index_selector, delay, correct_delay, compression_method, quantization_bits)
         super().__init__(inner_optim, communication_modules=[module], **inner)
 
 
@@ -150,7 +169,7 @@ class SPARTADiLoCoStrategy(Strategy):
         H: optimizer steps between two outer steps.
         inner_optim: the local optimizer, AdamW when not given.
         outer_optim: SGD(lr=0.7, momentum=0.9, nesterov=True) when not given, or given as "sgd".
-        index_selector, delay: see `SPARTAStrategy`.
+        index_selector, delay, correct_delay: see `SPARTAStrategy`.
         lr: the inner learning rate.
         outer_lr: the outer learning rate.
         max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
@@ -168,18 +187,19 @@ interval=2), DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9,
         self,
         p_sparta: float | None = None,
         sparta_interval: int = 1,
-        H: int = 100,
+        H: int | Callable[[int], int] = 100,
         inner_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         outer_optim: str | OptimSpec | type[torch.optim.Optimizer] | None = None,
         *,
         index_selector: Selector | None = None,
         delay: int = 0,
+        correct_delay: bool = False,
         outer_lr: float | Tensor | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
         selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
         check_interval("sparta_interval", sparta_interval)
-        sparse = SparseCommunicator(selector, delay=delay, interval=sparta_interval)
+        sparse = SparseCommunicator(selector, delay=delay, correct_delay=correct_delay, interval=sparta_interval)
         diloco = DiLoCoCommunicator(outer_optim, H, outer_lr)
         super().__init__(inner_optim, communication_modules=[sparse, diloco], **inner)
 
@@ -205,6 +225,7 @@ def _exchange(
     p_sparta: float | None,
     index_selector: Selector | None,
     delay: int,
+    correct_delay: bool,
     compression_method: str | None,
     quantization_bits: int | None,
 ) -> CommunicationModule:
@@ -216,11 +237,11 @@ def _exchange(
             "be compressed: compressed(module, method)."
         )
     if compression_method == "topk":
-        if index_selector is not None or delay != 0:
+        if index_selector is not None or delay != 0 or correct_delay:
             raise ValueError(
                 'compression_method="topk" chooses the coordinates by itself and exchanges at once: leave out '
-                "index_selector and delay."
+                "index_selector and delay, and so correct_delay."
             )
         return TopKSparseCommunicator(DEFAULT_RATE if p_sparta is None else p_sparta, quantization_bits)
     selector = _selector(index_selector, "p_sparta", p_sparta, DEFAULT_RATE)
-    return SparseCommunicator(selector, delay=delay, quantization_bits=quantization_bits)
+    return SparseCommunicator(selector, delay=delay, correct_delay=correct_delay, quantization_bits=quantization_bits)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ class When(ABC):
     """The steps at which nodes exchange.
 
     Attributes:
-        H: optimizer steps from one exchange to the next.
+        H: optimizer steps from one exchange to the next, where these are always as many.
 
     Example: more and more rarely.
 
@@ -110,13 +112,85 @@ class Rounds(When):
         return str(self.H) if self.usual else f"Rounds({self.H}, offset={self.offset})"
 
 
-def as_when(value: int | When, name: str) -> When:
-    """Return `Rounds` of so many steps, or the `When` given.
+class RoundsOf(When):
+    """Rounds whose length is a function of the step at which they begin.
+
+    Args:
+        H: a function of the step, counted from 0; it gives the steps of the round that begins there, an integer >= 1.
+        name: the argument that it was given as, for messages.
+
+    Raises:
+        TypeError: for what is no function; ValueError: for what it gives, at `check` for a whole run.
+
+    Example: post-local SGD, which exchanges at every step first.
+
+    >>> when = RoundsOf(lambda step: 1 if step < 3 else 4)
+    >>> [step for step in range(12) if when.due(step)], when.count(7)
+    ([0, 1, 2, 6, 10], 4)
+    """
+
+    def __init__(self, H: Callable[[int], int], name: str = "H") -> None:
+        if not callable(H):
+            raise TypeError(
+                f"{name}={H!r} must be a function of the step, such as lambda step: 1 if step < 100 else 8."
+            )
+        self.function = H
+        self._name = name
+
+    def _ends(self, until: int) -> list[int]:
+        """Return the steps that are done at each exchange, as far as one after `until`."""
+        ends = _ENDS.setdefault(self, [])
+        while not ends or ends[-1] <= until:
+            begin = ends[-1] if ends else 0
+            ends.append(
+                begin + check_interval(f"{self._name}({begin})", check.called(self._name, self.function, begin))
+            )
+        return ends
+
+    def due(self, step: int) -> bool:
+        ends = self._ends(step + 1)
+        return ends[bisect_left(ends, step + 1)] == step + 1
+
+    def count(self, step: int) -> int:
+        return bisect_right(self._ends(step), step)
+
+    def exchange(self, exchange: Exchange, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        return exchange(params, state, ctx) if self.due(ctx.step) else (params, state)
+
+    def check(self, max_steps: int, who: object = "the module") -> None:
+        first = self._ends(max_steps)[0]
+        if max_steps < first:
+            warn(
+                f"{self._name}(0)={first} is larger than the run's {max_steps} steps: {who!r} never exchanges anything."
+            )
+
+    def __repr__(self) -> str:
+        return f"RoundsOf({getattr(self.function, '__name__', repr(self.function))})"
+
+
+# What the functions have given: no part of the objects, which are compared and sent to other processes.
+_ENDS: WeakKeyDictionary[RoundsOf, list[int]] = WeakKeyDictionary()
+
+
+def interval(value: Any, name: str) -> Any:
+    """Return an integer >= 1, a `When`, or the `RoundsOf` a function of the step.
+
+    >>> interval(5, "H"), interval(int, "H")
+    (5, RoundsOf(int))
+    """
+    if isinstance(value, When):
+        return value
+    return RoundsOf(value, name) if callable(value) else check_interval(name, value)
+
+
+def as_when(value: int | When | Callable[[int], int], name: str) -> When:
+    """Return `Rounds` of so many steps, the `When` given, or the `RoundsOf` a function.
 
     >>> as_when(5, "every"), as_when(SyncWeight([0, 1]), "every")
     (5, SyncWeight([0, 1]))
     """
-    return value if isinstance(value, When) else Rounds(value, name=name)
+    found = interval(value, name)
+    return found if isinstance(found, When) else Rounds(found, name=name)
 
 
 class Late:
@@ -261,7 +335,7 @@ class SyncWeight(When):
         return f"SyncWeight([{shown}{'' if len(whole) <= 20 else f', ... {len(whole)} in all'}])"
 
 
-def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: int, default: int) -> SyncWeight | None:
+def make_sync_weight(weights: Tensor | Sequence[float] | SyncWeight | None, H: Any, default: int) -> SyncWeight | None:
     """Return the `SyncWeight` of a module's arguments; H must then be left at its default.
 
     >>> make_sync_weight([0, 1], H=5, default=1)
