@@ -6,75 +6,29 @@ benchmarks take their strategies from here: a new one is its file, its naive twi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
-
-from vecgym.collectives import StackedCollectives
-from vecgym.compress import TopK, grid
-from vecgym.compress.packing import bits_for
+from vecgym.compress import TopK
 from vecgym.optim import OptimSpec
+from vecgym.strategy import payloads
 from vecgym.strategy.allreduce import AllReduceStrategy
-from vecgym.strategy.base import Context, Strategy
+from vecgym.strategy.base import Strategy
 from vecgym.strategy.demo import DeMoStrategy
 from vecgym.strategy.diloco import DiLoCoStrategy
 from vecgym.strategy.eager import EagerDiLoCoStrategy
 from vecgym.strategy.fedavg import FedAvgStrategy
-from vecgym.strategy.fragments import cut
 from vecgym.strategy.gossip import GossipStrategy
 from vecgym.strategy.gpa import GPAStrategy
 from vecgym.strategy.local_adam import DESLOCStrategy, LocalAdamStrategy
 from vecgym.strategy.muloco import MuLoCoStrategy
 from vecgym.strategy.noloco import NoLoCoStrategy
 from vecgym.strategy.palsgd import PALSGDStrategy
-from vecgym.strategy.selectors import RandomSelector
+from vecgym.strategy.payloads import Knobs, Sent
 from vecgym.strategy.sparseloco import SparseLoCoStrategy
 from vecgym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
-from vecgym.strategy.streaming import StreamingDiLoCoStrategy, first_offsets
-
-
-class Knobs(NamedTuple):
-    """What strategies are made with, each as far as it has it.
-
-    Attributes:
-        H: optimizer steps between two exchanges.
-        p: the fraction of the coordinates that is exchanged.
-        outer_optim: DiLoCo's; None: its default.
-        inner: the arguments that all strategies share (`inner_optim`, `lr`, `max_norm`, ...).
-    """
-
-    H: int = 3
-    p: float = 0.1
-    outer_optim: OptimSpec | None = None
-    inner: Mapping[str, Any] = {}
-
-
-class Sent(NamedTuple):
-    """What the bytes of a run depend on: `params` are a node's trainable parameters, `[*]`."""
-
-    params: Mapping[str, Tensor]
-    num_nodes: int
-    steps: int
-    knobs: Knobs = Knobs()
-    seed: int = 42
-
-    @property
-    def model_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.params.values())
-
-    @property
-    def rounds(self) -> int:
-        return self.steps // self.knobs.H
-
-    def ring(self, *sizes: int) -> float:
-        """Return the payloads that a node sends, on average, when rings of these sizes, or one of all, reduce one.
-
-        >>> Sent({}, num_nodes=4, steps=1).ring(), Sent({}, num_nodes=5, steps=1).ring(2, 2, 1)
-        (1.5, 0.8)
-        """
-        return sum(2 * (n - 1) for n in sizes or (self.num_nodes,)) / self.num_nodes
+from vecgym.strategy.streaming import StreamingDiLoCoStrategy
 
 
 @dataclass(frozen=True)
@@ -139,45 +93,6 @@ def _muloco(knobs: Knobs) -> Strategy:
     return MuLoCoStrategy(knobs.outer_optim, H=knobs.H, lr=lr, adamw_lr=lr, **inner)
 
 
-def _des_loc_periods(H: int) -> dict[str, Any]:
-    """Choose periods that are apart and still short: the default ones are 3 and 6 H."""
-    return {"Hu": H + 1, "Hv": H + 2}
-
-
-def _islands_of_two(sent: Sent) -> float:
-    whole, rest = divmod(sent.num_nodes, 2)
-    return sent.rounds * sent.ring(*[2] * whole, *[1] * rest) * sent.model_bytes
-
-
-def _participants(sent: Sent) -> float:
-    return sent.rounds * round(0.6 * sent.num_nodes) / sent.num_nodes * sent.model_bytes
-
-
-def _strongest(sent: Sent) -> float:
-    """Return the bytes of the largest part of every tensor: values and indices."""
-    sizes = [(max(1, round(sent.knobs.p * x.numel())), x.element_size()) for x in sent.params.values()]
-    return sent.rounds * sum(count * (size + 4) for count, size in sizes)
-
-
-def _drawn(sent: Sent) -> float:
-    """Return the bytes of SPARTA's random coordinates, which the seed draws anew in every exchange."""
-    shapes = {name: x.shape for name, x in sent.params.items()}
-    selector, comm, total = RandomSelector(sent.knobs.p), StackedCollectives(sent.num_nodes), 0
-    for step in range(sent.steps):
-        indices, _ = selector.select(shapes, {}, step, Context(comm, step=step, seed=sent.seed))
-        total += sum(len(index) * sent.params[name].element_size() for name, index in indices.items())
-    return sent.ring() * total
-
-
-def _rounds(sent: Sent) -> float:
-    return sent.rounds * sent.ring() * sent.model_bytes
-
-
-def _desynced(sent: Sent) -> float:
-    exchanges = sent.rounds + sum(sent.steps // period for period in _des_loc_periods(sent.knobs.H).values())
-    return exchanges * sent.ring() * sent.model_bytes
-
-
 def _streaming(knobs: Knobs, **more: Any) -> Strategy:
     return StreamingDiLoCoStrategy(
         H=knobs.H, outer_optim=knobs.outer_optim, num_fragments=2, delay=min(1, knobs.H - 1),
@@ -185,35 +100,9 @@ def _streaming(knobs: Knobs, **more: Any) -> Strategy:
     )  # fmt: skip
 
 
-def _fragments(sent: Sent, payload: Callable[[Tensor], float]) -> float:
-    """Return the bytes of two fragments in turn; `payload` are those of one tensor."""
-    H, total = sent.knobs.H, 0.0
-    parts = cut(list(sent.params), 2)
-    for names, first in zip(parts, first_offsets(H, len(parts))):
-        times = max(0, (sent.steps - first) // H + 1)
-        total += times * sum(payload(sent.params[name]) for name in names)
-    return total
-
-
-def _pairs(sent: Sent) -> float:
-    """Return the bytes of 32 values and 8-byte indices of each chunk of 64 x 64, or of all where it is smaller."""
-    cuts = [(grid(tuple(x.shape), 64), x.element_size()) for x in sent.params.values()]
-    return sent.steps * sum(cut.chunks * min(32, cut.area) * (8 + size) for cut, size in cuts)
-
-
 def _sparseloco(knobs: Knobs) -> Strategy:
     """Make SparseLoCo with a fraction p of each chunk of 8 x 8, which small models have too."""
     return SparseLoCoStrategy(H=knobs.H, k=max(1, round(64 * knobs.p)), chunk=8, **knobs.inner)
-
-
-def _packed(sent: Sent) -> float:
-    """Return the bytes of values of two bits, of their places, in as few bits as a chunk needs, and of four bins."""
-    total = 0
-    for x in sent.params.values():
-        cut = grid(tuple(x.shape), 8 if x.dim() > 1 else 64)
-        count = cut.chunks * min(max(1, round(64 * sent.knobs.p)), cut.area)
-        total += -(-count * 2 // 8) + 16 + -(-count * bits_for(cut.area) // 8)
-    return float(sent.rounds * total)
 
 
 CATALOGUE: dict[str, Row] = {
@@ -244,20 +133,20 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: FedAvgStrategy(H=knobs.H, **knobs.inner),
         twin="fedavg",
         about="the mean of the parameters, every H steps",
-        sends=_rounds,
+        sends=payloads.rounds,
         compared=True,
     ),
     "fedavg-islands": Row(
         lambda knobs: FedAvgStrategy(H=knobs.H, island_size=2, **knobs.inner),
         twin="fedavg",
         about="the mean of the parameters over random pairs of nodes, every H steps",
-        sends=_islands_of_two,
+        sends=payloads.islands_of_two,
     ),
     "fedavg-participation": Row(
         lambda knobs: FedAvgStrategy(H=knobs.H, participation=0.6, **knobs.inner),
         twin="fedavg",
         about="the mean of the parameters of a sample of the nodes, at a server, every H steps",
-        sends=_participants,
+        sends=payloads.participants,
         averages=False,
         server=True,
     ),
@@ -275,21 +164,21 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: LocalAdamStrategy(H=knobs.H, **knobs.inner),
         twin="local_adam",
         about="the mean of the parameters and of the optimizer's moments, every H steps",
-        sends=lambda sent: 3 * _rounds(sent),  # Adam's
+        sends=lambda sent: 3 * payloads.rounds(sent),  # Adam's
         needs_moments=True,
     ),
     "des-loc": Row(
-        lambda knobs: DESLOCStrategy(H=knobs.H, **_des_loc_periods(knobs.H), **knobs.inner),
+        lambda knobs: DESLOCStrategy(H=knobs.H, **payloads.des_loc_periods(knobs.H), **knobs.inner),
         twin="local_adam",
         about="the mean of the parameters, every H steps, and of each moment at a period of its own",
-        sends=_desynced,
+        sends=payloads.desynced,
         needs_moments=True,
     ),
     "diloco": Row(
         lambda knobs: DiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
         twin="diloco",
         about="a step of an outer optimizer on the mean movement, every H steps",
-        sends=_rounds,
+        sends=payloads.rounds,
         alone="nesterov",
         compared=True,
     ),
@@ -297,21 +186,21 @@ CATALOGUE: dict[str, Row] = {
         _streaming,
         twin="streaming",
         about="DiLoCo's outer step for a fragment of the model at a time, every H steps, one step late",
-        sends=lambda sent: sent.ring() * _fragments(sent, lambda x: x.numel() * x.element_size()),
+        sends=lambda sent: sent.ring() * payloads.fragments(sent, lambda x: x.numel() * x.element_size()),
         alone=None,
     ),
     "streaming-4-bits": Row(
         lambda knobs: _streaming(knobs, bits=4),
         twin="streaming",
         about="the same with movements in four bits, every H steps",
-        sends=lambda sent: _fragments(sent, lambda x: -(-x.numel() // 2) + 4),
+        sends=lambda sent: payloads.fragments(sent, lambda x: -(-x.numel() // 2) + 4),
         alone=None,
     ),
     "eager": Row(
         lambda knobs: EagerDiLoCoStrategy(H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
         twin="eager",
         about="the mean movement, every H steps, used a round late; a node's own at once",
-        sends=_rounds,
+        sends=payloads.rounds,
         alone="nesterov",
         averages=False,  # of several nodes, what one does is used in part a round later
         per_node=("params", "momentum", "others"),
@@ -322,7 +211,7 @@ CATALOGUE: dict[str, Row] = {
         ),
         twin="compression",
         about="a step of an outer optimizer on the largest movements, with error feedback, every H steps",
-        sends=_strongest,
+        sends=payloads.strongest,
         alone=None,
         per_node=("residual",),
     ),
@@ -330,7 +219,7 @@ CATALOGUE: dict[str, Row] = {
         _sparseloco,
         twin="sparseloco",
         about="the largest movements of each chunk in two bits, with error feedback, every H steps",
-        sends=_packed,
+        sends=payloads.packed,
         alone=None,
         per_node=("residual",),
     ),
@@ -338,7 +227,7 @@ CATALOGUE: dict[str, Row] = {
         _muloco,
         twin="muloco",
         about="DiLoCo with Muon: a step of an outer optimizer on the mean movement, every H steps",
-        sends=_rounds,
+        sends=payloads.rounds,
         alone=None,
         compared=True,
     ),
@@ -346,7 +235,7 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: PALSGDStrategy(p=0.3, H=knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
         twin="palsgd",
         about="DiLoCo with random steps towards the outer parameters; an outer step every H steps",
-        sends=_rounds,
+        sends=payloads.rounds,
         alone=None,
         averages=False,
         compared=True,
@@ -355,7 +244,7 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: NoLoCoStrategy(H=knobs.H, **knobs.inner),
         twin="noloco",
         about="an outer step with a random partner, every H steps",
-        sends=lambda sent: 2 * _islands_of_two(sent),
+        sends=lambda sent: 2 * payloads.islands_of_two(sent),
         alone="heavy ball",
         per_node=("params", "momentum"),
         compared=True,
@@ -364,21 +253,21 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: SPARTAStrategy(knobs.p, **knobs.inner),
         twin="sparta",
         about="the mean of a random fraction p of the parameters, every step",
-        sends=_drawn,
+        sends=payloads.drawn,
         compared=True,
     ),
     "loscar": Row(
         lambda knobs: SPARTAStrategy(knobs.p, delay=2, correct_delay=True, **knobs.inner),
         twin="sparta",
         about="SPARTA's mean two steps late, with what each node has moved since",
-        sends=_drawn,
+        sends=payloads.drawn,
         per_node=("mean",),
     ),
     "sparta-diloco": Row(
         lambda knobs: SPARTADiLoCoStrategy(knobs.p, 1, knobs.H, outer_optim=knobs.outer_optim, **knobs.inner),
         twin="sparta_diloco",
         about="SPARTA at every step, and DiLoCo's outer step every H",
-        sends=lambda sent: _drawn(sent) + _rounds(sent),
+        sends=lambda sent: payloads.drawn(sent) + payloads.rounds(sent),
         alone="nesterov",
         compared=True,
     ),
@@ -400,7 +289,7 @@ CATALOGUE: dict[str, Row] = {
         _demo,
         twin="demo",
         about="the strongest cosine components of a local momentum; the sign of their mean is the update",
-        sends=_pairs,
+        sends=payloads.pairs,
         alone=None,
         replicated=True,
         per_node=("residual",),
