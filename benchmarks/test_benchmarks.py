@@ -287,6 +287,17 @@ def test_rollout(tmp_path: Path) -> None:
         assert row["plain"] > 0
 
 
+def test_zoo(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be, or not to be: that is the question. " * 60)
+    only = ["DiLoCo", "Streaming", "Streaming, 4 bits"]
+    table, result = run_quick("zoo.py", tmp_path, "--text", str(text), "--only", *only)
+    assert "| algorithm | K | rate | validation loss | sent per node | seconds |" in table
+    assert "4-bit outer gradients lose nothing" in table
+    assert list(result["algorithms"]) == only
+    assert all(row["sent_bytes"] > 0 for row in result["algorithms"].values())
+
+
 # ------------------------------------------------------------------------------------- comparisons of training
 
 SIX = ["AllReduce", "FedAvg", "DiLoCo", "SPARTA", "SPARTA + DiLoCo", "DeMo"]

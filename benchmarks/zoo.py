@@ -92,7 +92,7 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
         f"{name}, K={n}": Case(make, rates, n)
         for name, make, rates in (
             ("DiLoCo", diloco, ADAMW),
-            ("MuLoCo", lambda lr: MuLoCoStrategy(H=H, lr=lr, **inner), MUON),
+            ("MuLoCo", lambda lr: MuLoCoStrategy(H=H, lr=lr, adamw_lr=6e-3, **inner), MUON),
         )
         for n in (1, 8)
     }
@@ -106,7 +106,7 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
         **late,
         "Streaming, 4 bits": Case(streaming(delay=0, alpha=0.0, bits=4)),
         "SparseLoCo": Case(lambda lr: SparseLoCoStrategy(H=H, **adamw(lr))),
-        "MuLoCo": Case(lambda lr: MuLoCoStrategy(H=H, lr=lr, **inner), MUON),
+        "MuLoCo": Case(lambda lr: MuLoCoStrategy(H=H, lr=lr, adamw_lr=6e-3, **inner), MUON),
         **scaled,
         "GPA": Case(lambda lr: GPAStrategy(**adamw(lr))),
         "NoLoCo": Case(lambda lr: NoLoCoStrategy(H=H, **adamw(lr))),
@@ -211,7 +211,7 @@ def main() -> None:
     args = parser.parse_args()
     context, width, interval, warmup, args.seeds = CONTEXT, WIDTH, H, WARMUP, SEEDS
     if args.quick:
-        context, width, interval, warmup, args.steps, args.seeds = 16, 16, 3, 2, 6, SEEDS[:1]
+        context, width, interval, warmup, args.steps, args.seeds = 16, 16, 6, 2, 12, SEEDS[:1]
     torch.set_num_threads(args.threads)
     print(header(), flush=True)
     start = time.perf_counter()
