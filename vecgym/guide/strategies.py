@@ -136,7 +136,7 @@ them (`"neighbour"`). What a strategy keeps once for all, DiLoCo's outer paramet
 in any case. AllReduce only exchanges gradients: a node that returns with its own parameters stays apart for good, so give
 `rejoin="shared"`. Federated learning's participation is `Sampled(fraction, H)`, which begins a round from the shared model.
 
->>> from vecgym.engine.availability import Dropout
+>>> from vecgym.availability import Dropout
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10,
 ...                        availability=Dropout(0.3, mean_steps=5, rejoin="shared"))
 
