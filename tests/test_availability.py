@@ -321,6 +321,18 @@ def test_what_one_node_alone_keeps_is_its_own(name: str, model: nn.Module) -> No
     assert any(bool(x[1].any()) for x in residuals)
 
 
+def test_what_those_present_agree_on_is_not_what_the_absent_have(model: nn.Module) -> None:
+    """Two of three nodes are NoLoCo's one group, so that they end equal; the third keeps its outer parameters."""
+    table = torch.ones(4, 3, dtype=torch.bool)
+    table[2:, 0] = False
+    strategy = CATALOGUE["noloco"].make(H=2, inner_optim="sgd", lr=0.1)
+    taken = Taken(strategy, batches_of(3, 4), Trace(table), model=model).run(4, keep=True)
+    before, after = (flat(state.strategy) for state in (taken.states[1], taken.states[3]))
+    for path, x in after.items():
+        assert torch.equal(x[0], before[path][0 if len(before[path]) > 1 else -1])
+        assert not torch.equal(x[1], before[path][1 if len(before[path]) > 1 else -1])
+
+
 @pytest.mark.parametrize("name", ["allreduce", "diloco"])
 def test_bytes_of_three_of_four(name: str, model: nn.Module) -> None:
     """A ring of 3 nodes: each sends 2 * 2 / 3 of the model, on average over the 4 nodes 1 time the model."""

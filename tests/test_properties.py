@@ -84,6 +84,7 @@ from vecgym.strategy import (
     ServerCommunicator,
     ServerOptimizer,
     SparseCommunicator,
+    SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
@@ -1003,6 +1004,11 @@ ARGUMENTS: dict[type, Changes] = {
         },
         also={"pattern": {"num_fragments": 2}},
         models={"pattern": "CNN"},
+    ),
+    SparseLoCoStrategy: Changes(
+        SparseLoCoStrategy,
+        {"inner_optim": "sgd", "H": 2, "k": 3, "chunk": 4},
+        {**COMMON, "H": 3, "k": 5, "chunk": 3, "bits": 4, "decay": 0.5, "outer_lr": 0.3, "average": "senders"},
     ),
     EagerDiLoCoStrategy: Changes(
         EagerDiLoCoStrategy,

@@ -41,6 +41,7 @@ from vecgym.strategy import (
     EagerDiLoCoStrategy,
     FedAvgStrategy,
     GradientAveraging,
+    SparseLoCoStrategy,
     Strategy,
     StreamingDiLoCoStrategy,
 )
@@ -240,6 +241,10 @@ CASES: dict[str, tuple[Make, Values]] = {
     "streaming-of-each-node": (
         lambda alpha: StreamingDiLoCoStrategy("sgd", H=3, num_fragments=2, delay=[2, 0, 1], alpha=alpha, lr=0.3),
         {"alpha": torch.tensor([0.2, 0.5, 0.9], dtype=F64)},
+    ),
+    "sparseloco": (  # what a code leaves behind is a constant to derivatives: exact for one exchange
+        lambda outer_lr: SparseLoCoStrategy("sgd", H=4, k=3, chunk=4, bits=None, outer_lr=outer_lr, lr=0.3),
+        {"outer_lr": 0.7},
     ),
     "eager": (
         lambda lr, outer_lr, momentum: EagerDiLoCoStrategy("sgd", nesterov(lr=outer_lr, momentum=momentum), H=2, lr=lr),

@@ -41,7 +41,7 @@ def put(
 
     Args:
         once: parameters and the inner optimizer's state that are stored once, before and after, are so too.
-        known: what is stored once. Without it, what is stored once in `part`: of one node this may be its own.
+        known: what is stored once. Without it, what is stored once in `part`, which these nodes may have of their own.
     """
     num_nodes = len(state.node_steps)
 

@@ -203,8 +203,7 @@ class Simulation:
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
         index = placed(rows, metrics.losses.device)
         losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        known = self.stored_once if len(ids) == 1 else None
-        state = put(self.strategy, state, rows, after, self._one_rate, inplace, known)
+        state = put(self.strategy, state, rows, after, self._one_rate, inplace, self.stored_once)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
 
@@ -241,7 +240,7 @@ class Simulation:
         else:
             of_part = taken(strategy, state, rows, alike=False, optimizer=exchanges_moments(strategy))
             after = part._exchanged(of_part, of_part.strategy, ctx)
-            state = put(strategy, state, rows, after, once=False, inplace=True)
+            state = put(strategy, state, rows, after, False, inplace=True, known=self.stored_once)
         losses = local.losses.index_fill(0, placed(absent, local.losses.device), torch.nan)
         metrics = part._metrics(losses, ctx)
         return state, metrics._replace(active=list(ids), lr=ctx.own(metrics.lr), num_present=len(ids))

@@ -273,7 +273,7 @@ def advance(bar: tqdm, row: Mapping[str, Any]) -> None:
 def mean_rate(lr: float | Tensor) -> float:
     """Return a learning rate; where nodes differ, their mean.
 
-    >>> mean_rate(torch.tensor([0.1, 0.3]))
+    >>> round(mean_rate(torch.tensor([0.1, 0.3])), 6)
     0.2
     """
     return float(lr.detach().double().mean()) if isinstance(lr, Tensor) else float(lr)

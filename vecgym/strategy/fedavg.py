@@ -72,7 +72,7 @@ class AveragingCommunicator(Parameters):
         self.island_size, self.participation, self.weighting = mean.island_size, mean.participation, mean.weighting
         self.resting = resting if participation < 1 else None
         average = ServerMean(weighting, participation) if self.resting == "server" else mean
-        super().__init__(average, self.H if self.sync_weight is None else self.sync_weight)
+        super().__init__(average, as_when(self.H, "H") if self.sync_weight is None else self.sync_weight)
 
 
 class ServerCommunicator(OuterStep):
