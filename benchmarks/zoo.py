@@ -9,7 +9,7 @@ with 100 million parameters.
 
 At the end: findings of the papers, and whether they appear here, where differences are larger than the seeds'.
 
-About a quarter of an hour on two cores: python benchmarks/zoo.py --text tinyshakespeare.txt
+About half an hour on one core: python benchmarks/zoo.py --text tinyshakespeare.txt
 """
 
 from __future__ import annotations
