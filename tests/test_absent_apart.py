@@ -14,14 +14,22 @@ from torch import nn
 
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import Trainer, verify
+from vecgym import ProcessError, Trainer, verify
 from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.runs import links, multiprocess
 from vecgym.runs.lockstep import Case, Check, compare
-from vecgym.strategy import CommunicateOptimizeStrategy, CommunicationModule, DeMoStrategy, DiLoCoStrategy, Strategy
+from vecgym.strategy import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    DeMoStrategy,
+    DiLoCoStrategy,
+    Mean,
+    OuterStep,
+    Strategy,
+)
 from vecgym.strategy.catalogue import CATALOGUE
 
 F64, STEPS, H = torch.float64, 7, 2
@@ -217,6 +225,15 @@ def test_a_strategy_that_looks_at_values_is_refused() -> None:
             fitted("looks", trace(4, "own"), backend="processes", num_processes=2)
     finally:
         del MADE["looks"]
+
+
+def test_lost_messages_are_refused() -> None:
+    MADE["lossy"] = partial(CommunicateOptimizeStrategy, [OuterStep(Mean(), H=2, lost=0.3)], "sgd", lr=0.1)
+    try:
+        with pytest.raises((ValueError, ProcessError), match="only where all nodes are in one process"):
+            fitted("lossy", None, backend="processes", num_processes=2)
+    finally:
+        del MADE["lossy"]
 
 
 def test_some_of_some_nodes() -> None:

@@ -20,6 +20,8 @@ def arrived(lost: float, values: Tree, ctx: Context) -> Tensor | None:
     >>> arrived(0.5, {"w": torch.zeros(4)}, Context(StackedCollectives(4), step=1, seed=2))
     tensor([False,  True, False, False])
     """
+    if len(ctx.comm.node_ids) < ctx.comm.num_nodes:
+        raise ValueError(f"lost={lost}: messages may be lost only where all nodes are in one process.")
     generator = ctx.generator(f"lost {next(iter(values), '')}", ctx.step)
     heard = torch.rand(ctx.comm.run_nodes, generator=generator)[ctx.comm.ids] >= lost
     return None if bool(heard.all()) else heard
