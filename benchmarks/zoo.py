@@ -31,12 +31,15 @@ from workloads import header, machine, markdown
 from vecgym import OptimSpec, sweep
 from vecgym.clock import Compute, Network
 from vecgym.collectives.ledger import readable_bytes
+from vecgym.core.tree import Tree
 from vecgym.data import TokenWindows, encode_text
 from vecgym.data.text import read_text
 from vecgym.models import GPT
 from vecgym.strategy import (
     AllReduceStrategy,
+    Average,
     CommunicateOptimizeStrategy,
+    Context,
     DeMoStrategy,
     DESLOCStrategy,
     EagerDiLoCoStrategy,
@@ -55,6 +58,7 @@ from vecgym.strategy import (
     Strategy,
     StreamingDiLoCoStrategy,
 )
+from vecgym.strategy.base import State
 
 K, H, STEPS, WARMUP, BATCH, VAL_SIZE = 4, 15, 300, 20, 4, 96
 CONTEXT, LAYERS, HEADS, WIDTH = 32, 2, 2, 48
@@ -81,8 +85,9 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
     def adamw(lr: Any) -> dict[str, Any]:
         return {"inner_optim": OptimSpec("adamw", lr=lr, betas=(0.9, 0.95), weight_decay=0.1), **inner}
 
-    def diloco(lr: Any, **more: Any) -> Strategy:
-        return CommunicateOptimizeStrategy([OuterStep(Mean(), H=H, outer_optim=NESTEROV, **more)], **adamw(lr))
+    def diloco(lr: Any, average: Average | None = None) -> Strategy:
+        step = OuterStep(average or Mean(), H=H, outer_optim=NESTEROV)
+        return CommunicateOptimizeStrategy([step], **adamw(lr))
 
     def streaming(**more: Any) -> Make:
         return lambda lr: StreamingDiLoCoStrategy(H=H, num_fragments=3, **{"alpha": 0.5, **more}, **adamw(lr))
@@ -100,7 +105,7 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
         "AllReduce": Case(lambda lr: AllReduceStrategy(**adamw(lr))),
         "FedAvg": Case(lambda lr: FedAvgStrategy(H=H, **adamw(lr))),
         "DiLoCo": Case(diloco),
-        "DiLoCo, mean a round late": Case(lambda lr: diloco(lr, delay=H - 1)),
+        "DiLoCo, mean a round late": Case(lambda lr: diloco(lr, RoundBefore(H))),
         "Eager DiLoCo": Case(lambda lr: EagerDiLoCoStrategy(H=H, **adamw(lr))),
         "Streaming": Case(streaming(delay=0, alpha=0.0)),
         **late,
@@ -118,6 +123,20 @@ def cases(H: int, steps: int, warmup: int) -> dict[str, Case]:
         "Gossip, ring": Case(lambda lr: GossipStrategy("ring", **adamw(lr))),
         "DeMo": Case(lambda lr: DeMoStrategy(lr=lr, **inner), SIGNS),
     }
+
+
+class RoundBefore(Average):
+    """The mean of the round before: the naive way to let the exchange last as long as a round. At first 0."""
+
+    def __init__(self, H: int) -> None:
+        self.H = H
+
+    def init(self, values: Tree, ctx: Context) -> State:
+        return {"last": values}
+
+    def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
+        with ctx.comm.ledger.lagging(self.H):
+            return state["last"], {"last": ctx.comm.mean(values)}
 
 
 @dataclass

@@ -153,7 +153,7 @@ standard deviation. Outer optimizers are those of the papers, and were not tuned
 | AllReduce | 4 | 0.02 | 2.289 ± 0.007 | 108 MB | 1715 |
 | FedAvg | 4 | 0.006 | 2.426 ± 0.011 | 7.22 MB | 128 |
 | DiLoCo | 4 | 0.006 | 2.473 ± 0.019 | 7.22 MB | 128 |
-| DiLoCo, mean a round late | 4 | 0.006 | 2.661 ± 0.028 | 7.22 MB | 109 |
+| DiLoCo, mean a round late | 4 | 0.002 | 3.750 ± 0.152 | 7.22 MB | 109 |
 | Eager DiLoCo | 4 | 0.006 | 3.057 ± 0.082 | 7.22 MB | 109 |
 | Streaming | 4 | 0.006 | 2.432 ± 0.016 | 7.22 MB | 127 |
 | Streaming, tau=1 | 4 | 0.006 | 2.424 ± 0.014 | 7.22 MB | 122 |
@@ -176,8 +176,8 @@ standard deviation. Outer optimizers are those of the papers, and were not tuned
 | DeMo | 4 | 0.003 | 2.415 ± 0.005 | 3.57 MB | 417 |
 
 Rows with other K read the same from each node, so 1/4 and twice the text. Findings of the papers, and whether they
-appear in so short a training of so small a model (the eager updates have DiLoCo's outer optimizer and are unstable
-with it in rounds as short as these):
+appear in so short a training of so small a model. (The mean of the round before is unstable with DiLoCo's outer
+optimizer in rounds as short as these, and the eager updates are less so.)
 
 | finding | difference | here |
 |---|--:|--:|
@@ -185,7 +185,7 @@ with it in rounds as short as these):
 | overlap costs little at tau = 1 | -0.008 ± 0.012 | yes |
 | overlap costs little at tau = 5 | +0.001 ± 0.013 | yes |
 | 4-bit outer gradients lose nothing | +0.002 ± 0.013 | yes |
-| eager beats naive delay | +0.396 ± 0.050 | no |
+| eager beats naive delay | -0.693 ± 0.100 | yes |
 | MuLoCo degrades less with K (8 against 1) than DiLoCo | -0.157 ± 0.030 | yes |
 
 More comparisons: `benchmarks/mnist.py` and `benchmarks/cifar10.py` on images (MNIST where torchvision has it on disk,
