@@ -14,12 +14,12 @@ LARGEST = 64  # 2^6: of the eight exponents one stands for zero
 SIGN = 8  # the fourth bit
 
 
-class _InFloat32(Codec):
+class InFloat32(Codec):
     def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
         return super().average(codes, like.to(_wider(like.dtype)), weights).to(like.dtype)
 
 
-class E3M0(_InFloat32):
+class E3M0(InFloat32):
     """Four-bit floats with a sign, 3 bits of exponent and no mantissa: x ~ scale s, s in {0, +-1, +-2, +-4, ... +-64}.
 
     scale = max |x| / 64, for each tensor and node, sent in float32. Values go to the nearest level, half-way ones to
@@ -56,7 +56,7 @@ class E3M0(_InFloat32):
         return decoded.to(like.dtype).view(len(bits), *like.shape[1:])
 
 
-class WideQuantise(_InFloat32, Quantise):
+class WideQuantise(InFloat32, Quantise):
     """`Quantise`, with averages that are summed in float32, or in the type of the values where that is wider.
 
     >>> WideQuantise(8).encode(torch.tensor([[127.0, -20.4]]))["values"]
