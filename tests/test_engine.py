@@ -781,12 +781,61 @@ BUSY = replace(SMALL, flop=2 * 10**8)
         (replace(BUSY, largest_bytes=2**20), 62, 2, "cpu", ("vmap", 2, None)),  # 31 nodes a thread
         (replace(BUSY, largest_bytes=2**20), 64, 2, "cpu", ("vmap", 2, 31)),
         (replace(SMALL, largest_bytes=2**30), 4, 1, "cpu", ("vmap", 1, 1)),
+        (replace(BUSY, convolution_flop=10**8), 16, 2, "cpu", ("vmap", 2, None)),
+        (replace(BUSY, convolution_flop=10**8 + 1), 16, 2, "cpu", ("loop", 2, None)),
+        (replace(BUSY, convolution_flop=2 * 10**8), 16, 2, "cuda", ("vmap", 1, None)),
     ],
 )
 def test_the_rule_of_auto(facts: ModelFacts, num_nodes: int, num_threads: int, device: str, expected: Any) -> None:
     plan = choose_plan(facts, num_nodes, torch.device(device), num_threads, "auto")
     assert (plan.engine, plan.node_threads, plan.chunk_size) == expected
     assert plan.reason
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+def test_channels_are_last_where_the_rule_takes_a_loop_for_the_convolutions(engine: EngineName) -> None:
+    convolving = replace(BUSY, convolution_flop=2 * 10**8)
+    assert choose_plan(convolving, 16, torch.device("cpu"), 2, engine).channels_last == (engine == "auto")
+
+
+@pytest.mark.parametrize("node_threads", [1, 2])
+@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg", "FedAvg participation"])
+def test_channels_last_change_nothing_but_rounding(
+    strategy: str, node_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run("CNN", strategy, engine="loop")
+    monkeypatch.setattr(plan, "MAX_CONVOLUTION_FLOP_IN_STACK", 0)
+    seen = []
+    pooled = F.max_pool2d
+
+    def watched(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(x.stride(1) == 1)
+        return pooled(x, *args, **kwargs)
+
+    monkeypatch.setattr(F, "max_pool2d", watched)
+    found = run("CNN", strategy, engine="auto", node_threads=node_threads)
+    assert_equal_runs(found, expected)
+    assert found.history.settings["channels_last"]
+    assert not expected.history.settings["channels_last"]
+    # The first passes only look at the model; then it pools twice for each node and step, and in evaluations.
+    assert sum(seen) >= 2 * 3 * 5
+    assert all(seen[-10:])
+
+
+def test_the_arithmetic_of_convolutions_is_counted_by_itself() -> None:
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Conv2d(2, 4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x).mean((2, 3))).square().mean()
+
+    engine = Engine(Seeing())
+    engine.prepare(torch.zeros(3, 8, 2, 6, 6))
+    assert engine.facts is not None
+    assert engine.facts.convolution_flop == 3 * 2 * 8 * (4 * 4 * 4) * (2 * 3 * 3)
+    assert engine.facts.flop == engine.facts.convolution_flop + 3 * 2 * 8 * 4 * 3
 
 
 @pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg", "FedAvg participation"])

@@ -185,6 +185,8 @@ class Engine:
         names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
         counts = {1} if one_thread(facts, self.device) else {1, torch.get_num_threads()}
         candidates = [Plan(name, min(t, num_nodes), plan.chunk_size) for name in names for t in sorted(counts)]
+        if facts.convolution_flop and self.device.type == "cpu":
+            candidates += [replace(each, channels_last=True) for each in candidates if each.engine == "loop"]
         key = remembered.key_of(self.model, batch, torch.get_num_threads())
         if (before := remembered.recall(key, candidates)) is not None:
             return before
@@ -259,9 +261,10 @@ class Engine:
         pieces = []
         total: Tree | None = None
         for a, b in self.plan.chunks(part.size, 1):
-            for grads, losses in self._backend.mean_gradients(part.nodes(a, b), part.size):
-                total = grads if total is None else tree.map(torch.add, total, grads)
-                pieces.append(losses)
+            with self.plan.layout():
+                for grads, losses in self._backend.mean_gradients(part.nodes(a, b), part.size):
+                    total = grads if total is None else tree.map(torch.add, total, grads)
+                    pieces.append(losses)
         assert total is not None
         return Local(tree.map(lambda g: g[None], total), torch.cat(pieces), part.buffers)
 
@@ -269,7 +272,8 @@ class Engine:
         """Compute the gradient of every node, chunk after chunk and on all node threads."""
         chunks = self.plan.chunks(part.size, self.plan.node_threads)
         if len(chunks) == 1:
-            return self._backend.gradients(part, lambda: self._gradient_storage(part.params, part.size))
+            with self.plan.layout():
+                return self._backend.gradients(part, lambda: self._gradient_storage(part.params, part.size))
         storage = self._gradient_storage(part.params, part.size)
         losses = [torch.empty(0)] * len(chunks)
 
@@ -277,7 +281,8 @@ class Engine:
             for index in range(thread, len(chunks), self.plan.node_threads):
                 a, b = chunks[index]
                 grads = {name: g[a:b] for name, g in storage.items()}
-                local = self._backend.gradients(part.nodes(a, b), lambda: grads, thread)  # noqa: B023
+                with self.plan.layout():  # of this thread
+                    local = self._backend.gradients(part.nodes(a, b), lambda: grads, thread)  # noqa: B023
                 for name, g in local.grads.items():
                     if g is not grads[name]:
                         grads[name].copy_(g)
@@ -377,6 +382,7 @@ class Engine:
             backend = loop if b - a == 1 else self._backend
             with (
                 self._stateless.seeded(rng.key(0, "evaluation", a)),
+                self.plan.layout(),
                 self._explaining(lambda: loop.measures(*arguments)),  # noqa: B023
             ):
                 measured.append(backend.measures(*arguments))

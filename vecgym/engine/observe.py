@@ -36,6 +36,7 @@ class ModelFacts:
     random: bool  # draws random numbers (dropout)
     hooked: bool = False  # has hooks on its gradients
     flop: int = 0  # floating-point operations of one node's forward and backward pass
+    convolution_flop: int = 0  # the part of it in convolutions of images
     largest_bytes: int = 0  # of one node's tensors: parameters, and what its operations give
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
@@ -52,8 +53,11 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     with seeded(0, model.device), Observer() as observer, first_call(model.model, batch):
         facts = _facts(model, batch)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
-    flop = 3 * observer.flop  # a backward pass costs about two forward passes
-    facts = replace(facts, hooked=bool(hooked), flop=flop, largest_bytes=largest)
+    # A backward pass costs about two forward passes.
+    facts = replace(
+        facts, hooked=bool(hooked), flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop,
+        largest_bytes=largest,
+    )  # fmt: skip
     if stacked is None:
         return facts
     if unsafe := observer.unsafe or (hooked and f"{hooked}, which sees one node at a time"):
@@ -110,13 +114,14 @@ class Observer(TorchFunctionMode):
 
     Attributes:
         flop: floating-point operations of the calls seen.
+        convolution_flop: the part of it in convolutions of images.
         largest_bytes: of the tensors that the calls gave.
         unsafe: what vmap would do wrong without a word; empty if nothing.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.flop = 0
+        self.flop = self.convolution_flop = 0
         self.largest_bytes = 0
         self.unsafe = ""
 
@@ -135,7 +140,9 @@ class Observer(TorchFunctionMode):
         elif func is Tensor.register_hook:
             self.unsafe = "its forward puts a hook on a tensor's gradient (register_hook), which would be left out"
         elif isinstance(out, Tensor) and func in _PRODUCTS:
-            self.flop += _PRODUCTS[func](out, [x for x in args if isinstance(x, Tensor)])
+            flop = _PRODUCTS[func](out, [x for x in args if isinstance(x, Tensor)])
+            self.flop += flop
+            self.convolution_flop += flop if func is F.conv2d else 0
         return out
 
 

@@ -6,6 +6,7 @@ after run.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import torch
 
 from vecgym.core import check
 from vecgym.engine.backend import Backend
+from vecgym.engine.layouts import ChannelsLast
 from vecgym.engine.loop import Loop
 from vecgym.engine.observe import ModelFacts
 from vecgym.engine.vmap import Vmap
@@ -29,6 +31,9 @@ BACKENDS: dict[str, type[Backend]] = {"vmap": Vmap, "loop": Loop}
 MIN_FLOP_PER_THREAD = 1e9
 # On a CPU, a node with more arithmetic than this in a step is computed faster by itself, within the cache.
 MAX_FLOP_IN_STACK = 2e9
+# Convolutions of images gain nothing from being stacked: from this much of them in a node's step on, a loop over the
+# nodes with the channels last in memory is faster, in spite of its Python.
+MAX_CONVOLUTION_FLOP_IN_STACK = 1e8
 # On a CPU, memory for a larger tensor is mapped afresh at every operation (glibc's allocator keeps no more), and the
 # page faults cost as much as the arithmetic: so the nodes are taken in chunks whose largest tensor is smaller.
 MAX_TENSOR_BYTES = 2**25 - 2**16
@@ -38,6 +43,8 @@ MAX_TENSOR_BYTES = 2**25 - 2**16
 class Plan:
     """How the nodes are computed: `engine` "vmap" or "loop", nodes per call, and threads over nodes.
 
+    `channels_last`: each node's images lie so in memory from its first convolution on; see `ChannelsLast`.
+
     >>> print(Plan("loop", node_threads=2, reason="asked for"))
     loop, 2 node threads (asked for)
     """
@@ -46,6 +53,7 @@ class Plan:
     node_threads: int = 1
     chunk_size: int | None = None
     reason: str = ""
+    channels_last: bool = False
 
     def chunks(self, num_nodes: int, num_threads: int) -> list[tuple[int, int]]:
         """Cut the nodes into equal parts, (first, after last): one for each thread, or more to respect `chunk_size`.
@@ -56,17 +64,23 @@ class Plan:
         size = min(-(-num_nodes // num_threads), self.chunk_size or num_nodes)
         return [(a, min(a + size, num_nodes)) for a in range(0, num_nodes, size)]
 
+    def layout(self) -> contextlib.AbstractContextManager:
+        """Enter the order of tensors in memory, in the thread that computes."""
+        return ChannelsLast() if self.channels_last else contextlib.nullcontext()
+
     def __str__(self) -> str:
         threads = f", {self.node_threads} node threads" if self.node_threads > 1 else ""
         chunk = f", chunks of {self.chunk_size}" if self.chunk_size else ""
-        return f"{self.engine}{threads}{chunk} ({self.reason})"
+        layout = ", channels last" if self.channels_last else ""
+        return f"{self.engine}{threads}{chunk}{layout}" + (f" ({self.reason})" if self.reason else "")
 
 
 def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str) -> Plan:
     """Choose how to compute the nodes from what is known of the model and the machine; nothing is measured.
 
     1. `loop` where vmap cannot run the model, or would run part of it node by node anyway; and on CPU where each node
-       has much arithmetic (`MAX_FLOP_IN_STACK`).
+       has much arithmetic (`MAX_FLOP_IN_STACK`), above all in convolutions (`MAX_CONVOLUTION_FLOP_IN_STACK`), whose
+       channels are then last in memory.
     2. On CPU the nodes are spread over the threads when each gets enough arithmetic
        (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
     3. On CPU `vmap` takes as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
@@ -75,6 +89,7 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
     >>> print(choose_plan(facts, num_nodes=8, device=torch.device("cpu"), num_threads=2, engine="auto"))
     vmap, 2 node threads (all nodes in one call; 8 GFLOP a step are worth 2 node threads)
     """
+    many_convolutions = device.type == "cpu" and facts.convolution_flop > MAX_CONVOLUTION_FLOP_IN_STACK
     if engine in BACKENDS:
         chosen, reason = engine, "asked for"
     elif facts.vmap_error is not None:
@@ -83,6 +98,8 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
         chosen, reason = "loop", f"vmap has no fast form of {', '.join(facts.vmap_slow)}"
     elif device.type == "cpu" and facts.flop > MAX_FLOP_IN_STACK:
         chosen, reason = "loop", f"{facts.flop / 1e9:.2g} GFLOP a node and step"
+    elif many_convolutions:
+        chosen, reason = "loop", f"{facts.convolution_flop / 1e9:.2g} GFLOP of convolutions a node and step"
     else:
         chosen, reason = "vmap", "all nodes in one call"
     flop = facts.flop * num_nodes
@@ -94,7 +111,7 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
     chunk_size = None
     if device.type == "cpu" and chosen != "loop" and facts.largest_bytes * num_nodes > MAX_TENSOR_BYTES * threads:
         chunk_size = max(1, MAX_TENSOR_BYTES // facts.largest_bytes)
-    return Plan(chosen, threads, chunk_size, reason)
+    return Plan(chosen, threads, chunk_size, reason, channels_last=many_convolutions and engine not in BACKENDS)
 
 
 def check_engine(name: str, value: Any) -> str:
@@ -156,7 +173,7 @@ def fastest(plans: Sequence[Plan], step: Callable[[Plan], None]) -> Plan:
             seconds.append(time.perf_counter() - start)
         timed.append(min(seconds[1:]))
     best = plans[min(range(len(timed)), key=timed.__getitem__)]
-    report = ", ".join(f"{p.engine} x{p.node_threads}: {1e3 * s:.1f} ms" for p, s in zip(plans, timed))
+    report = ", ".join(f"{plan}: {1e3 * s:.1f} ms" for plan, s in zip(plans, timed))
     return replace(best, reason=f"fastest measured: {report}")
 
 

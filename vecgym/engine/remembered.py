@@ -63,7 +63,7 @@ def recall(key: str, possible: list[Plan]) -> Plan | None:
     if not isinstance(entry, dict):
         return None
     for plan in possible:
-        if [plan.engine, plan.node_threads, plan.chunk_size] == entry.get("plan"):
+        if _choice(plan) == entry.get("plan"):
             return replace(plan, reason=f"fastest when measured on {entry.get('date')}; remembered in {cache_file()}")
     return None
 
@@ -71,7 +71,7 @@ def recall(key: str, possible: list[Plan]) -> Plan | None:
 def remember(key: str, plan: Plan) -> None:
     """Write a plan down; a cache that cannot be written is none."""
     entry = {
-        "plan": [plan.engine, plan.node_threads, plan.chunk_size],
+        "plan": _choice(plan),
         "date": datetime.datetime.now().astimezone().date().isoformat(),
     }
     try:
@@ -80,6 +80,10 @@ def remember(key: str, plan: Plan) -> None:
             json.dump(_entries() | {key: entry}, file, indent=1)
     except OSError:
         pass
+
+
+def _choice(plan: Plan) -> list[Any]:
+    return [plan.engine, plan.node_threads, plan.chunk_size, plan.channels_last]
 
 
 def _entries() -> dict[str, Any]:

@@ -6,8 +6,8 @@
   again, links have no other traffic, and headers take nothing.
 - A node is never split over devices, and all nodes of a process are in its memory at once.
 - About 1 ms of a step is spent in Python. AllReduce takes 2.2 times as long as one big batch on the tiny MLP, 1.3 times
-  on the MLP. Convolution and max-pooling take as long as in a loop, and stacking cannot reduce the arithmetic of a
-  large model: see `vecgym.guide.performance`.
+  on the MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model: see
+  `vecgym.guide.performance`.
 - Processes are tested with gloo on CPUs, and have never been run on GPUs.
 - Asynchronous strategies, and messages that are lost (`OuterStep(lost=)`), are for runs in one process.
 

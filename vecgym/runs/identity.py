@@ -141,6 +141,7 @@ def _arithmetic(options: FitOptions, simulation: Simulation, session: Session) -
         "engine": plan.engine,
         "chunk_size": plan.chunk_size,
         "node_threads": plan.node_threads,
+        **({"channels_last": True} if plan.channels_last else {}),
         "minibatch_size": options.minibatch_size,
         "exact": options.exact,
         **({} if options.exact else {"num_processes": session.num_processes}),

@@ -206,7 +206,7 @@ class Run(Generic[M]):
             "num_nodes": options.num_nodes, "max_steps": self.num_steps, **options.recorded,
             "device": str(self.engine.device), "backend": options.backend, "num_processes": self.session.num_processes,
             "engine": plan.engine, "node_threads": plan.node_threads, "chunk_size": plan.chunk_size,
-            "engine_reason": plan.reason,
+            "channels_last": plan.channels_last, "engine_reason": plan.reason,
         }  # fmt: skip
 
 

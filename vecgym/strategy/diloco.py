@@ -14,7 +14,7 @@ from vecgym.strategy.average import Mean
 from vecgym.strategy.base import Strategy
 from vecgym.strategy.compression import with_compression
 from vecgym.strategy.corrections import CorrectedOuterStep, Correction
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
 from vecgym.strategy.modules import DEFAULT_H, outer_spec
 from vecgym.strategy.when import RoundsOf, SyncWeight, make_sync_weight
 
@@ -109,9 +109,6 @@ DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=Tru
         correction: str | Correction | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        if inner_lr is not None:
-            if inner.get("lr") is not None:
-                raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
-            inner["lr"] = inner_lr
+        inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         module = DiLoCoCommunicator(outer_optim, H, outer_lr, sync_weight, correction)
         super().__init__(inner_optim, communication_modules=[with_compression(module, compression)], **inner)

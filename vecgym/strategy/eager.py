@@ -15,7 +15,7 @@ from vecgym.optim import OptimSpec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Mean
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
 from vecgym.strategy.modules import DEFAULT_H, Exchange, outer_spec
 from vecgym.strategy.when import Rounds
 
@@ -158,8 +158,5 @@ EagerCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True
         outer_lr: float | Tensor | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        if inner_lr is not None:
-            if inner.get("lr") is not None:
-                raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
-            inner["lr"] = inner_lr
+        inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         super().__init__(inner_optim, communication_modules=[EagerCommunicator(outer_optim, H, outer_lr)], **inner)

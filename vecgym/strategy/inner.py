@@ -74,6 +74,21 @@ lr_scheduler, warmup_steps, cosine_anneal.
     return decorate
 
 
+def inner_rate(lr: float | Tensor | None, inner_lr: float | Tensor | None) -> float | Tensor | None:
+    """Return the inner learning rate of a strategy that takes it by two names.
+
+    >>> inner_rate(None, 0.1)
+    0.1
+    >>> inner_rate(0.1, 0.1)
+    Traceback (most recent call last):
+    ...
+    ValueError: lr and inner_lr are two names for the inner learning rate: give one of them.
+    """
+    if lr is not None and inner_lr is not None:
+        raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
+    return lr if inner_lr is None else inner_lr
+
+
 def optimizer_step(
     spec: OptimSpec, rule: Rule, step: int, params: Tree, grads: Tree, state: State, ctx: Context, lr: Any = None
 ) -> tuple[Tree, State]:

@@ -22,7 +22,7 @@ from vecgym.strategy.average import Average, Mean, kept, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.codes import Compressed
 from vecgym.strategy.fragments import Fragments, Pattern, check_fragments, cut
-from vecgym.strategy.inner import InnerOptions, takes_options
+from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
 from vecgym.strategy.modules import DEFAULT_H, OuterStep, outer_spec
 from vecgym.strategy.when import Rounds, When, check_delay, check_in_time
 
@@ -251,10 +251,7 @@ error_feedback=False), outer_optim=OptimSpec(SGD, lr=0.4, momentum=0.9, nesterov
         outer_lr: float | Tensor | None = None,
         **inner: Unpack[InnerOptions],
     ) -> None:
-        if inner_lr is not None:
-            if inner.get("lr") is not None:
-                raise ValueError("lr and inner_lr are two names for the inner learning rate: give one of them.")
-            inner["lr"] = inner_lr
+        inner["lr"] = inner_rate(inner.get("lr"), inner_lr)
         if num_fragments is not None and fragments is not None:
             raise ValueError(
                 f"num_fragments={num_fragments!r} and fragments both say how the model is cut: give one of them."
