@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.slow import SLOW
 
 PACKAGE = Path(__file__).parent.parent / "vecgym"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -127,3 +130,12 @@ def f(a, *, b):
     [(name, function)] = functions(source)
     assert (name, length(function), num_parameters(function), code_lines(source)) == ("f", 6, 2, 5)
     assert [name for name, _ in functions("class A:\n  def f(self):\n    def g(): pass")] == ["A.f", "A.f.g"]
+
+
+def test_what_is_called_slow_is_there() -> None:
+    for file, name, cases in SLOW:
+        module = ast.parse((Path(__file__).parent / f"{file}.py").read_text())
+        tests = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"]
+        found = [test for test in tests if re.search(name, test)]
+        assert found, f"tests/slow.py: no test of {file} is called {name!r}"
+        assert re.compile(cases)

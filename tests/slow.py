@@ -1,0 +1,72 @@
+"""Which tests are slow ones: of the many cases of a test those that say again what the others say, and what is long.
+
+`pytest` runs the others, with every strategy and every property among them; `pytest -m slow` runs these. A test may
+also carry the mark itself.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Strategies of the table in tests/test_properties.py that are a row of the catalogue with other settings.
+VARIANTS = (
+    "(fedavg-participation-kept|fedprox|fedavg-participants|fedavg-weighted|fedavg-server-participation|diloco-lookahead|"
+    "diloco-heloco|diloco-median-norm|averaging-|sparta-partitioned|sparta-int4|sparta-topk|sparta-diloco-rare|"
+    "gossip-one-peer|gossip-exponential|fedavg-growing|diloco-growing|diloco-scheduled|allreduce-|fedavg-powersgd|"
+    "fedavg-randomk|demo-momentum).*"
+)
+
+# File and test (a part of its name): which of its cases, a regular expression of the whole id.
+SLOW = [
+    ("test_absent_apart", "every_strategy", "4-4-.*|4-2-(own|neighbour)"),
+    ("test_absent_apart", "rates_of_nodes", ""),
+    ("test_async_more", "decoupled_is_its_twin", "[05-9]|1"),
+    ("test_async_more", "halos_is_its_twin", "[0-4]|[7-9]|1."),
+    ("test_async_more", "ad_psgd_is_its_twin", ".*[2-7].*"),
+    ("test_async_more", "resumed_run", "CNN.*"),
+    ("test_async_more", "derivatives", "adamw"),
+    ("test_async_more", "together", "loop.*|.*-loop"),
+    ("test_asynchronous", "twins", "[1-9].*"),
+    ("test_asynchronous", "together", ".*(loop|adamw).*"),
+    ("test_availability", "never_there", ".*(taken out|shared).*|" + VARIANTS),
+    ("test_checkpoint", "every_strategy", VARIANTS),
+    ("test_cli", "as_a_program", ""),
+    ("test_cli", "threads_sleep", "environment[12].*"),
+    ("test_codecs", "mean_of_many", ".*(heavy tails|one of many).*"),
+    ("test_compiled", "traced", "(CNN|DictBatch|Dropout|WithFrozen|Quadratic)"),
+    ("test_compiled", "a_fit|a_sweep", "|strategy1"),
+    ("test_compression", "exchanges_equal_their_twins", ".*(K5|K1|forget).*"),
+    ("test_demo", "equals_its_twin", ".*(GPT|CNN|LSTM|one-of-each).*"),
+    ("test_design", "forward_mode|second_derivatives", "GPT.*"),
+    ("test_documents", "checks_the_installation", ""),
+    ("test_family", "twin", ".*(GPT|loop).*"),
+    ("test_fuzz", "configurations|rows", "[1-9]"),
+    ("test_fuzz_hostile", "a_share", ".*[1-3]"),
+    ("test_gossip", "equals_its_twin", ".*-(8|4|1)-.*|.*loop"),
+    ("test_gossip", "derivatives_by_the_matrix", ".*inner1"),
+    ("test_launch", "notebook", ""),
+    ("test_launch", "order_of_ranks", "spawn"),
+    ("test_memory", "the_peak", "GPT.*|.*minibatches of chunks"),
+    ("test_no_waits", "no_model_waits", ".*GPT"),
+    ("test_no_waits", "no_optimizer|no_option", "minibatch_size|limits|.*(nesterov|amsgrad|centered).*"),
+    (
+        "test_no_waits",
+        "a_step_waits|paths_of_a_device",
+        "[^-]* .*|powersgd|sign|randomk|natural|late|weights|liars|codes",
+    ),
+    ("test_optim", "differences", ".*(amsgrad|nesterov|radam-extra|adamax|nadam).*"),
+    ("test_properties", "", VARIANTS),
+    ("test_properties", "same_bits|saved_state", ".*Dropout-.*"),
+    ("test_properties", "pure_step", ".*(Dropout|CNN)"),
+    ("test_properties", "permuting", ".*-[58]"),
+    ("test_properties", "a_value_for_each", ".*loop, exact"),
+    ("test_rollout", "segments", "(1|6)-.*"),
+    ("test_rollout", "finite_differences", ".*(of-each-step|adam).*"),
+    ("test_sparta", "twin", ".*loop"),
+    ("test_twins", "every_strategy_equals", ".*loop|.*-CNN-.*"),
+]
+
+
+def is_slow(file: str, test: str, case: str) -> bool:
+    """Return whether one case of a test is slow; `case` is its id, "" where the test has only one."""
+    return any(where == file and re.search(name, test) and re.fullmatch(cases, case) for where, name, cases in SLOW)
