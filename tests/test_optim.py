@@ -2,15 +2,18 @@
 
 import contextlib
 import copy
+import functools
 import io
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import vecgym.optim.elementwise as elementwise
+import vecgym.optim.formulas as formulas
 from tests.reference import optimizers as reference
 from vecgym.core.errors import VecgymWarning
 from vecgym.core.tree import map_leaves
@@ -1231,3 +1234,45 @@ def test_a_step_taken_twice_from_one_state_gives_the_same(cls):
             assert_close(other[0], params, rtol=0)
             assert map_leaves(torch.Tensor.tolist, other[1]) == map_leaves(torch.Tensor.tolist, state)
     assert state["attributes"]["optimizer"]["count"].tolist() == [3.0] * K
+
+
+# ------------------------------------------------------------------------------------------------ Adam by hand
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["a number", "of each node"])
+def test_adams_step_by_hand_is_the_formula(
+    shape: tuple[int, ...], twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values to the bit; derivatives of everything, also where the gradient depends on the parameters and v is 0."""
+
+    def derivatives(by_hand: bool) -> list[Tensor]:
+        monkeypatch.setattr(formulas.by_hand, "applies", applies if by_hand else lambda tensors: False)
+        generator = torch.Generator().manual_seed(0)
+        p, m, v = torch.randn(3, 3, 4, 2, generator=generator, dtype=torch.float64).unbind()
+        v.square_()[0, 0] = 0
+        m[0, 0] = 0
+        moments = [x.requires_grad_() for x in (p, m, v)]
+        settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1}
+        numbers = {name: torch.full(shape, x, dtype=torch.float64).requires_grad_() for name, x in settings.items()}
+        h = SimpleNamespace(**numbers, decoupled_weight_decay=True)
+        g = p.sin() * torch.tensor([0.0, 1.0, 1.0, 1.0]).double()[:, None]  # 0 where v and m are
+        for t in (1, 2):
+            x = functools.partial(elementwise._shaped, like=p)
+            p, slots = formulas.adam(p, g, {"exp_avg": m, "exp_avg_sq": v}, t, h, x)
+            m, v = slots.values()
+            g = p.sin() * g.detach().sign().abs()
+        weights = torch.linspace(-1, 1, p.numel(), dtype=torch.float64).view_as(p)
+        loss = ((p**3 + m.sin() + v.cos()) * weights).sum()
+        inputs = [*moments, *numbers.values()]
+        first = torch.autograd.grad(loss, inputs, create_graph=twice)
+        if not twice:
+            return [p, m, v, *first]
+        return [p, m, v, *torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), inputs)]
+
+    applies = formulas.by_hand.applies
+    ours, theirs = derivatives(True), derivatives(False)
+    assert "AdamStep" in type(ours[0].grad_fn).__name__
+    assert "AdamStep" not in type(theirs[0].grad_fn).__name__
+    assert all(torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3]))
+    torch.testing.assert_close(ours[3:], theirs[3:], rtol=1e-11, atol=1e-11)

@@ -47,6 +47,9 @@ class Plan:
 
     >>> print(Plan("loop", node_threads=2, reason="asked for"))
     loop, 2 node threads (asked for)
+    >>> with Plan("loop", channels_last=True).layout() as mode:
+    ...     type(mode).__name__
+    'ChannelsLast'
     """
 
     engine: str

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.optim import kernels
+from vecgym.optim import by_hand, kernels
 from vecgym.optim.kernels import BETAS, COEFFICIENTS, Moment, muon_lr_ratio, orthogonalised
 from vecgym.optim.optimizers import FedAdagrad, FedAdam, FedYogi, Lion, Muon
 
@@ -107,13 +107,18 @@ def adam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tupl
     AdamW: p <- (1 - lr wd) p first. arXiv 1412.6980; AdamW 1711.05101; AMSGrad openreview ryQu7f-RZ.
     """
     p, g = _decay(p, g, h, x)
-    m = _lerp(s["exp_avg"], g, x(1 - h.beta1))
-    v = x(h.beta2) * s["exp_avg_sq"] + x(1 - h.beta2) * g * g
+    numbers = x(1 - h.beta1), x(h.beta2), x(1 - h.beta2), x(root(1 - h.beta2**t)), x(h.lr / (1 - h.beta1**t)), x(h.eps)
+    tensors = [p, g, s["exp_avg"], s["exp_avg_sq"]]
+    if "max_exp_avg_sq" not in s and by_hand.applies(tensors):
+        p, m, v = by_hand.AdamStep.apply(*tensors, *numbers)
+        return p, {**s, "exp_avg": m, "exp_avg_sq": v}
+    w1, b2, w2, c2, a, eps = numbers
+    m = _lerp(s["exp_avg"], g, w1)
+    v = b2 * s["exp_avg_sq"] + w2 * g * g
     s = {**s, "exp_avg": m, "exp_avg_sq": v}
     if "max_exp_avg_sq" in s:
         s["max_exp_avg_sq"] = v = torch.maximum(s["max_exp_avg_sq"], v)
-    denominator = root(v) / x(root(1 - h.beta2**t)) + x(h.eps)
-    return p - x(h.lr / (1 - h.beta1**t)) * m / denominator, s
+    return p - a * m / (root(v) / c2 + eps), s
 
 
 def rmsprop(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:

@@ -1,0 +1,114 @@
+"""Adam's step with its backward pass written by hand, for gradients through whole runs.
+
+The formula leaves a tensor behind for each of its operations, and autograd walks through all of them. This keeps what
+is there anyway (the gradient, and the state before and after), and takes half the passes over memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+Scalar = Any  # a number, or a tensor [] or [L, 1, ...]
+
+
+class AdamStep(torch.autograd.Function):
+    """m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps).
+
+    In the formula's order of operations: the same bits. Where the gradient is itself differentiated, it is that of the
+    formula, operation by operation.
+
+    >>> p, g, zero = torch.tensor([1.0]), torch.tensor([2.0], requires_grad=True), torch.zeros(1)
+    >>> p, m, v = AdamStep.apply(p, g, zero, zero, 0.5, 0.5, 0.5, 1.0, 0.1, 0.0)
+    >>> p, torch.autograd.grad((p + m + v).sum(), g)[0]  # m' / sqrt(v') does not depend on g here
+    (tensor([0.9293], grad_fn=<AdamStepBackward>), tensor([2.5000]))
+    """
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, *scalars: Scalar) -> tuple[Tensor, ...]:
+        w1, b2, w2, c2, a, eps = scalars
+        new_m = (g - m).mul_(w1).add_(m)
+        new_v = (b2 * v).add_((w2 * g).mul_(g))
+        new_p = p - (a * new_m).div_(_denominator(new_v, c2, eps))
+        tensors = [x for x in scalars if isinstance(x, Tensor)]
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in scalars]
+        ctx.save_for_backward(p, g, m, v, new_m, new_v, *tensors)
+        ctx.set_materialize_grads(False)
+        return new_p, new_m, new_v
+
+    @staticmethod
+    def backward(ctx: Any, *by: Tensor | None) -> Any:
+        p, g, m, v, new_m, new_v, *tensors = ctx.saved_tensors
+        held = iter(tensors)
+        scalars = [next(held) if x is None else x for x in ctx.numbers]
+        if torch.is_grad_enabled():  # this will be differentiated too
+            return _by_the_formula([p, g, m, v, *scalars], ctx.needs_input_grad, by)
+        return _slopes((g, m, v, new_m, new_v), scalars, ctx.needs_input_grad, by)
+
+
+def applies(tensors: list[Tensor]) -> bool:
+    """Whether the step of these can be taken by hand: of one shape, and outside of forward mode and of `torch.func`."""
+    plain = _functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
+    return plain and torch.is_grad_enabled() and len({x.shape for x in tensors}) == 1
+
+
+def _denominator(v: Tensor, c2: Scalar, eps: Scalar) -> Tensor:
+    return v.sqrt().div_(c2).add_(eps)
+
+
+def _slopes(kept: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
+    """Return the derivatives by p, g, m, v and the scalars, given those by p', m' and v'."""
+    g, m, v, new_m, new_v = kept
+    w1, b2, w2, c2, a, eps = scalars
+    by_p, by_m, by_v = (torch.zeros_like(g) if x is None else x for x in by)
+    root = new_v.sqrt()
+    denominator = (root / c2).add_(eps)
+    over = by_p / denominator
+    by_m = by_m - a * over
+    by_denominator = (over * new_m).div_(denominator).mul_(a)
+    # The root has derivative 0 at 0, as in the formula.
+    by_v = by_v + (by_denominator / (2 * c2)).div_(root).masked_fill_(new_v == 0, 0)
+    slopes: list[Tensor | None] = [
+        by[0],
+        (w1 * by_m).addcmul_(w2 * g, by_v, value=2) if needed[1] else None,
+        by_m - w1 * by_m if needed[2] else None,
+        b2 * by_v if needed[3] else None,
+    ]
+    of_scalars = (
+        lambda: by_m * (g - m),
+        lambda: by_v * v,
+        lambda: by_v * g * g,
+        lambda: by_denominator * root / (-c2 * c2),
+        lambda: -over * new_m,
+        lambda: by_denominator,
+    )
+    for x, wanted, slope in zip(scalars, needed[4:], of_scalars):
+        slopes.append(slope().sum_to_size(_wide(x, g)).view_as(x).to(x.dtype) if wanted else None)
+    return tuple(slopes)
+
+
+def _wide(x: Tensor, like: Tensor) -> list[int]:
+    """Return the shape of x with a dimension for each of `like`."""
+    return [1] * (like.dim() - x.dim()) + list(x.shape)
+
+
+@torch.enable_grad()
+def _by_the_formula(inputs: list[Any], needed: Any, by: Any) -> tuple[Tensor | None, ...]:
+    # Of their own, since one may depend on another, as g does on p: that is not a part of this step.
+    inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
+    p, g, m, v, w1, b2, w2, c2, a, eps = inputs
+    new_m = m + w1 * (g - m)
+    new_v = b2 * v + w2 * g * g
+    zero = new_v == 0
+    root = torch.where(zero, 0.0, torch.where(zero, 1.0, new_v).sqrt())
+    new_p = p - a * new_m / (root / c2 + eps)
+    outputs = [(out, x) for out, x in zip((new_p, new_m, new_v), by) if x is not None]
+    wanted = [x for x, is_wanted in zip(inputs, needed) if is_wanted]
+    outs, grads = zip(*outputs)
+    found = torch.autograd.grad(outs, wanted, grads, create_graph=True, allow_unused=True)
+    slopes = iter(found)
+    return tuple(next(slopes) if is_wanted else None for is_wanted in needed)
