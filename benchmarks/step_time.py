@@ -90,7 +90,7 @@ class Bare:
 
         model = workload.model()
         self.engine = Engine(model, **engine)
-        self.plan = self.engine.prepare(workload.batch(num_nodes))
+        self.plan = self.engine.prepare(workload.batch(num_nodes), mean=strategy.mean_gradient)
         self.simulation = Simulation(model, strategy, StackedCollectives(num_nodes), engine=self.engine)
         self.state = self.simulation.init()
 

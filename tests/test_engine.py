@@ -796,10 +796,11 @@ def test_the_rule_of_auto(facts: ModelFacts, num_nodes: int, num_threads: int, d
 def test_channels_are_last_where_the_rule_takes_a_loop_for_the_convolutions(engine: EngineName) -> None:
     convolving = replace(BUSY, convolution_flop=2 * 10**8)
     assert choose_plan(convolving, 16, torch.device("cpu"), 2, engine).channels_last == (engine == "auto")
+    assert not choose_plan(convolving, 16, torch.device("cpu"), 2, engine, mean=True).channels_last
 
 
 @pytest.mark.parametrize("node_threads", [1, 2])
-@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg", "FedAvg participation"])
+@pytest.mark.parametrize("strategy", ["DiLoCo", "FedAvg", "FedAvg participation"])
 def test_channels_last_change_nothing_but_rounding(
     strategy: str, node_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,7 @@ class Engine:
 
         Args:
             agree: maps what this process has seen to what all processes use.
-            mean: whether the gradient of the nodes' mean loss will be asked for, and so be compiled.
+            mean: whether what will be asked for is the gradient of the nodes' mean loss.
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
@@ -125,7 +125,7 @@ class Engine:
         self._stateless.freeze(facts.unused)
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
-        plan = self._settled(facts, sizes_of(batch)[0])
+        plan = self._settled(facts, sizes_of(batch)[0], mean)
         compiled = self._backends.get("compiled")
         if isinstance(compiled, Compiled) and facts.vmap_error is None:
             self.use(self._compiled_plan(compiled, batch, plan, mean))
@@ -159,10 +159,10 @@ class Engine:
         """Free the memory that is kept from one call to the next."""
         self._grads = {}
 
-    def _settled(self, facts: ModelFacts, num_nodes: int) -> Plan:
+    def _settled(self, facts: ModelFacts, num_nodes: int, mean: bool) -> Plan:
         """Return the plan of the rule, apart from what the user has chosen."""
         engine, chunk_size, node_threads = self.settings
-        plan = choose_plan(facts, num_nodes, self.device, torch.get_num_threads(), engine)
+        plan = choose_plan(facts, num_nodes, self.device, torch.get_num_threads(), engine, mean)
         if node_threads is not None:
             plan = replace(plan, node_threads=min(node_threads, num_nodes))
             if node_threads > 1 and (why := one_thread(facts, self.device)):

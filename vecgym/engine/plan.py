@@ -78,12 +78,14 @@ class Plan:
         return f"{self.engine}{threads}{chunk}{layout}" + (f" ({self.reason})" if self.reason else "")
 
 
-def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str) -> Plan:
+def choose_plan(
+    facts: ModelFacts, num_nodes: int, device: torch.device, num_threads: int, engine: str, mean: bool = False
+) -> Plan:
     """Choose how to compute the nodes from what is known of the model and the machine; nothing is measured.
 
     1. `loop` where vmap cannot run the model, or would run part of it node by node anyway; and on CPU where each node
        has much arithmetic (`MAX_FLOP_IN_STACK`), above all in convolutions (`MAX_CONVOLUTION_FLOP_IN_STACK`), whose
-       channels are then last in memory.
+       channels are then last in memory. The gradient of all nodes' mean loss, `mean`, is no faster so.
     2. On CPU the nodes are spread over the threads when each gets enough arithmetic
        (`MIN_FLOP_PER_THREAD`), unless the model draws random numbers, whose order threads would mix up.
     3. On CPU `vmap` takes as many nodes at a time as keep its tensors small (`MAX_TENSOR_BYTES`).
@@ -92,7 +94,7 @@ def choose_plan(facts: ModelFacts, num_nodes: int, device: torch.device, num_thr
     >>> print(choose_plan(facts, num_nodes=8, device=torch.device("cpu"), num_threads=2, engine="auto"))
     vmap, 2 node threads (all nodes in one call; 8 GFLOP a step are worth 2 node threads)
     """
-    many_convolutions = device.type == "cpu" and facts.convolution_flop > MAX_CONVOLUTION_FLOP_IN_STACK
+    many_convolutions = facts.convolution_flop > MAX_CONVOLUTION_FLOP_IN_STACK and device.type == "cpu" and not mean
     if engine in BACKENDS:
         chosen, reason = engine, "asked for"
     elif facts.vmap_error is not None:

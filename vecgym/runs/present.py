@@ -17,7 +17,7 @@ from vecgym.engine.presence import Presence
 from vecgym.engine.simulation import MOST, Simulation
 from vecgym.engine.state import State
 from vecgym.strategy import Strategy
-from vecgym.strategy.communication import innermost, overrides
+from vecgym.strategy.base import lets_rest
 
 
 def presence_of(options: Any, num_steps: int, num_examples: tuple[int, ...] | None) -> Presence | None:
@@ -44,7 +44,7 @@ def check_rollout(availability: Any, strategy: Strategy) -> None:
     if strategy.asynchronous:
         raise ValueError(f"availability is not there for {type(strategy).__name__}: leave it out.")
     modules = strategy.communication_modules
-    if any(overrides(module, "active_nodes") and innermost(module).lets_rest for module in modules):
+    if any(map(lets_rest, modules)):
         raise ValueError(
             f"availability={availability!r} and {strategy!r} both say who sits out: in a rollout give one, such "
             "as availability=Sampled(0.5, H) in place of participation=0.5."

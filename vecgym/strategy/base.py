@@ -241,7 +241,7 @@ class Strategy:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none."""
         own = type(self).exchange_gradients is not Strategy.exchange_gradients
         exchanging = [m for m in self.communication_modules if overrides(m, "exchange_gradients")]
-        resting = [m for m in self.communication_modules if _lets_rest(m)]
+        resting = [m for m in self.communication_modules if lets_rest(m)]
         if resting and (exchanging or own):
             who = repr(exchanging[0]) if exchanging else type(self).__name__
             raise ValueError(
@@ -340,6 +340,6 @@ def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[Communicat
     return tuple(modules)
 
 
-def _lets_rest(module: CommunicationModule) -> bool:
+def lets_rest(module: CommunicationModule) -> bool:
     """Whether some nodes may sit out."""
     return overrides(module, "active_nodes") and innermost(module).lets_rest

@@ -179,6 +179,8 @@ class Merged(Strategy):
             params = nodes.widened(params, self.num_rows)
         ends = self._ends(params, ctx)
         for exchange in self.exchanges:
+            if exchange.strategy.idle(contexts[exchange.start]):
+                continue
             part, before = exchange.part(params, ends), state[exchange.name]
             new, after = exchange.strategy.exchange_parameters(part, before, exchange.context(contexts))
             changed[exchange.name] = _unchanged(before, after)
@@ -259,8 +261,8 @@ class Merged(Strategy):
     # ------------------------------------------------------------------------------------------- helpers
 
     def _contexts(self, ctx: Context) -> list[Context]:
-        """Return the context of each configuration; made once for each context `ctx` of all."""
-        if self._last_contexts[0] is not ctx:
+        """Return the context of each configuration; made once for contexts `ctx` of all that say the same to them."""
+        if not _alike(self._last_contexts[0], ctx):
             rows: list[Any] = [None] * len(self.members)
             node_steps = ctx.node_steps.split(self.num_nodes)
             if ctx.rows is not None:
@@ -320,6 +322,13 @@ def _has_numbers_of_nodes(strategy: Strategy, params: Tree) -> bool:
     specs = [spec for spec, _, _ in strategy.inner_optim.groups(params)]
     numbers = [*tree.leaves([spec.kwargs for spec in specs]), strategy.max_norm]
     return any(isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] > 1 for x in numbers)
+
+
+def _alike(a: Context | None, b: Context) -> bool:
+    """Whether two contexts of all configurations differ in nothing but a learning rate, of which each has its own."""
+    if a is None or (a.step, a.active, a.inplace, a.own_time) != (b.step, b.active, b.inplace, b.own_time):
+        return False
+    return a.node_steps is b.node_steps and a.rows is b.rows
 
 
 def _unchanged(before: State, after: State) -> State:

@@ -17,7 +17,7 @@ from vecgym.core.tree import Tree
 from vecgym.optim import clip_grad_norm
 from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
 from vecgym.strategy import Context, Strategy
-from vecgym.strategy.base import State
+from vecgym.strategy.base import State, lets_rest
 from vecgym.strategy.communication import overrides
 
 # An exchange of several configurations holds what would be one row for each, such as outer parameters, once for each
@@ -44,7 +44,8 @@ class Member:
     rests: bool = field(init=False)  # whether some of its nodes may sit out
 
     def __post_init__(self) -> None:
-        self.rests = _has_own(self.strategy, "active_nodes")
+        resting = any(map(lets_rest, self.strategy.communication_modules))
+        self.rests = resting or _is_overridden(self.strategy, "active_nodes")
 
     def context(self, ctx: Context, node_steps: Tensor, active: tuple[int, ...] | None, rows: Tensor | None) -> Context:
         """Return the strategy's context at a step, from the context `ctx` of all and what its own nodes do."""

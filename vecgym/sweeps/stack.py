@@ -124,5 +124,6 @@ def prepared_engine(configs: list[Configuration], options: SweepOptions) -> Engi
         model, engine=options.engine, chunk_size=options.chunk_size, node_threads=options.node_threads,
         compile=options.compile,
     )  # fmt: skip
-    engine.prepare(nodes.join_rows([config.train.batch(0) for config in configs]))
+    mean = len(configs) == 1 and configs[0].strategy.mean_gradient
+    engine.prepare(nodes.join_rows([config.train.batch(0) for config in configs]), mean=mean)
     return engine
