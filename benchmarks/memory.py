@@ -85,7 +85,7 @@ def take_steps(name: str, strategy: str, num_nodes: int, chunk_size: int | None,
     batch = (x.to(device), y.to(device))
     peak = Peak(device)
     engine = Engine(model, chunk_size=chunk_size)
-    engine.prepare(batch)
+    engine.prepare(batch, mean=strategy == "allreduce")
     comm = StackedCollectives(num_nodes)
     simulation = Simulation(model, make_strategy(strategy), comm, engine=engine, max_steps=4)
     state = simulation.init()

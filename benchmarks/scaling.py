@@ -62,7 +62,7 @@ def measure_here(name: str, strategy_name: str, num_nodes: int, threads: int, re
         model, batch = workload.model(), workload.batch(num_nodes)
         peak = Peak(torch.device("cpu"))
         engine = Engine(model)
-        engine.prepare(batch)
+        engine.prepare(batch, mean=strategy_name == "allreduce")
         simulation = Simulation(model, make_strategy(), StackedCollectives(num_nodes), engine=engine)
         state = simulation.init()
         wall, cpu = [], []

@@ -68,14 +68,15 @@ In units of the plain steps, for DiLoCo on 8 nodes of the MLP (2 threads of a 2-
 
 | | SGD inside | AdamW inside |
 |---|--:|--:|
-| loss and gradient, 100 steps | 3.9 times | 8.2 times |
-| memory per step | 6.9 MB | 33 MB |
-| loss and gradient, 1000 steps in 32 segments | 5.9 times | 13 times |
-| memory of that run | 0.54 GB | 1.9 GB |
-| forward mode, for each number | 5 times | 13 to 15 times |
+| loss and gradient, 100 steps | 4.3 times | 6.2 times |
+| memory per step | 11 MB | 23 MB |
+| loss and gradient, 1000 steps in 32 segments | 6.6 times | 8.0 times |
+| memory of that run | 0.52 GB | 1.3 GB |
+| forward mode, for each number | 6 to 9 times | 14 to 15 times |
 
-AdamW needs more memory because each of its formulas leaves tensors behind when it runs out of place. About half of the
-time is the run itself. The first call takes two seconds more, in which torch imports its compiler.
+AdamW needs more memory because it has more state. Its backward pass is written by hand; the other optimizers' formulas
+leave a tensor behind for each of their operations. About half of the time is the run itself. The first call takes two
+seconds more, in which torch imports its compiler.
 
 Known gap: torch 2.6 has no second derivative of `grid_sample`, and the backward pass of a rollout says so.
 The notebook `notebooks/3_differentiable_schedules.ipynb` is a longer example.

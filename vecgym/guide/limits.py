@@ -5,7 +5,7 @@
 - Seconds on a network are computed from what was sent (`vecgym.guide.clock`). In the model nothing is lost or sent
   again, links have no other traffic, and headers take nothing.
 - A node is never split over devices, and all nodes of a process are in its memory at once.
-- About 1 ms of a step is spent in Python. AllReduce takes 2.2 times as long as one big batch on the tiny MLP, 1.3 times
+- About 1 ms of a step is spent in Python. AllReduce takes 1.5 times as long as one big batch on the tiny MLP, 1.3 times
   on the MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model: see
   `vecgym.guide.performance`.
 - Processes are tested with gloo on CPUs, and have never been run on GPUs.

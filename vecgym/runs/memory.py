@@ -176,7 +176,8 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
         with torch.enable_grad():
             one.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, options.minibatch_size)))
         assert one.facts is not None
-        plan = choose_plan(one.facts, num_nodes, device, torch.get_num_threads(), options.engine)
+        mean = as_strategy(options.strategy, options.model).mean_gradient
+        plan = choose_plan(one.facts, num_nodes, device, torch.get_num_threads(), options.engine, mean)
     if options.chunk_size is not None:
         plan = replace(plan, chunk_size=options.chunk_size)
     estimator = Estimator(one, options.strategy, num_nodes, options.max_steps, batch)
