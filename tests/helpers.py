@@ -90,10 +90,12 @@ def simulation(
     minibatch_size: int | None = None,
     num_examples: tuple[int, ...] | None = None,
     exact: bool = False,
+    compile: bool = False,
 ) -> Simulation:
     """A simulation, ready to step, of as many nodes as `batches[step]`, `[K, B, ...]`, has."""
-    local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=node_threads)
-    local.prepare(batches[0])
+    threads = None if compile else node_threads
+    local = Engine(model, engine=engine, chunk_size=chunk_size, node_threads=threads, compile=compile)
+    local.prepare(batches[0], mean=strategy.mean_gradient)
     return Simulation(
         model,
         strategy,

@@ -749,6 +749,18 @@ def test_engines_agree(name: str) -> None:
         assert_close(result.state, expected.state, 1e-12, f"{how}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_compiled_engine_agrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and differentiated as `torch.compile` does it; without generating code, which takes ten times as long."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    start, batches = setup("MLP", steps=H + 1)
+    expected, found = (run(start, make(name), batches, engine="vmap", compile=compile) for compile in (False, True))
+    assert_close(found.losses, expected.losses, 1e-10, "losses")
+    assert_close(found.state, expected.state, 1e-10, "state")
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["fedavg-participation", "diloco"])
 def test_every_model_trains_with_the_chosen_engine(name: str, model: str) -> None:
