@@ -6,6 +6,7 @@ is there anyway (the gradient, and the state before and after), and takes half t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,18 +17,27 @@ from torch.autograd import forward_ad
 Scalar = Any  # a number, or a tensor [] or [L, 1, ...]
 
 
-class AdamStep(torch.autograd.Function):
+def adam_step(
+    tensors: Sequence[Tensor], w1: Scalar, b2: Scalar, w2: Scalar, c2: Scalar, a: Scalar, eps: Scalar
+) -> tuple[Tensor, Tensor, Tensor]:
     """m' = m + w1 (g - m);  v' = b2 v + w2 g^2;  p' = p - a m' / (sqrt(v') / c2 + eps).
 
     In the formula's order of operations: the same bits. Where the gradient is itself differentiated, it is that of the
     formula, operation by operation.
 
-    >>> p, g, zero = torch.tensor([1.0]), torch.tensor([2.0], requires_grad=True), torch.zeros(1)
-    >>> p, m, v = AdamStep.apply(p, g, zero, zero, 0.5, 0.5, 0.5, 1.0, 0.1, 0.0)
-    >>> p, torch.autograd.grad((p + m + v).sum(), g)[0]  # m' / sqrt(v') does not depend on g here
-    (tensor([0.9293], grad_fn=<AdamStepBackward>), tensor([2.5000]))
-    """
+    Args:
+        tensors: p, g, m, v, for which `applies`.
 
+    >>> g, zero = torch.tensor([2.0], requires_grad=True), torch.zeros(1)
+    >>> p, m, v = adam_step([torch.tensor([1.0]), g, zero, zero], w1=0.5, b2=0.5, w2=0.5, c2=1.0, a=0.1, eps=0.0)
+    >>> p.item(), torch.autograd.grad((p + m + v).sum(), g)[0]  # m' / sqrt(v') does not depend on g here
+    (0.9292893409729004, tensor([2.5000]))
+    """
+    found: tuple[Tensor, Tensor, Tensor] = _AdamStep.apply(*tensors, w1, b2, w2, c2, a, eps)
+    return found
+
+
+class _AdamStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, *scalars: Scalar) -> tuple[Tensor, ...]:
         w1, b2, w2, c2, a, eps = scalars

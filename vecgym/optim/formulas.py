@@ -110,7 +110,7 @@ def adam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tupl
     numbers = x(1 - h.beta1), x(h.beta2), x(1 - h.beta2), x(root(1 - h.beta2**t)), x(h.lr / (1 - h.beta1**t)), x(h.eps)
     tensors = [p, g, s["exp_avg"], s["exp_avg_sq"]]
     if "max_exp_avg_sq" not in s and by_hand.applies(tensors):
-        p, m, v = by_hand.AdamStep.apply(*tensors, *numbers)
+        p, m, v = by_hand.adam_step(tensors, *numbers)
         return p, {**s, "exp_avg": m, "exp_avg_sq": v}
     w1, b2, w2, c2, a, eps = numbers
     m = _lerp(s["exp_avg"], g, w1)
