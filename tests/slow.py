@@ -12,7 +12,7 @@ import re
 VARIANTS = (
     "(fedavg-participation-kept|fedprox|fedavg-participants|fedavg-weighted|fedavg-server-participation|diloco-lookahead|"
     "diloco-heloco|diloco-median-norm|averaging-|sparta-partitioned|sparta-int4|sparta-topk|sparta-diloco-rare|"
-    "gossip-one-peer|gossip-exponential|fedavg-growing|diloco-growing|diloco-scheduled|allreduce-|fedavg-powersgd|"
+    "gossip-one-peer|gossip-exponential|fedavg-growing|diloco-growing|diloco-scheduled|allreduce-(int8|sign)|fedavg-powersgd|"
     "fedavg-randomk|demo-momentum).*"
 )
 
