@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
 
 
 def readable() -> contextlib.AbstractContextManager:
@@ -40,6 +43,14 @@ def outside(fn: Callable[[], Any]) -> Any:
         return fn()
     with temporarily_pop_interpreter_stack():
         return outside(fn)
+
+
+def in_own_thread(fn: Callable[[], T]) -> T:
+    """Call `fn` outside of all transforms, which apply to the thread that entered them."""
+    if _functorch.peek_interpreter_stack() is None:
+        return fn()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
 
 
 def _unwrapped(x: Tensor) -> Tensor:

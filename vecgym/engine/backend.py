@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from vecgym.core import rng, tree
@@ -110,12 +111,13 @@ class Backend(Protocol):
     def pure(self, part: Part) -> Local:
         """Compute gradients that can be differentiated. Nothing given is overwritten; parameters are `[n, *]`."""
 
-    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
+    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int, several: bool) -> Tree:
         """Compute the validation metrics of `size` nodes in eval mode, `[size]` each.
 
         Args:
             tensors: parameters and buffers, `[1 or size, *]`.
             batch: an ordinary one for all, or with `own_batches` leaves `[size, B, ...]`.
+            several: the leaves are `[G, B, ...]` or `[size, G, B, ...]`, and the metrics `[size, G]`.
         """
 
 
@@ -127,6 +129,17 @@ def rows(values: Tree, a: int, b: int) -> Tree:
 def row(values: Tree, i: int) -> Tree:
     """Take one node, `[*]`."""
     return {name: x[i if x.shape[0] > 1 else 0] for name, x in values.items()}
+
+
+def stacked(trees: Sequence[Tree], dim: int = 0) -> Tree:
+    """Stack what has been computed in turn."""
+    return {name: torch.stack([each[name] for each in trees], dim) for name in trees[0]}
+
+
+def unstacked(batch: Any, dim: int = 0) -> list[Any]:
+    """Split what several have in one, `[n, *]`, or `[L, n, *]` along `dim` 1."""
+    count = next(tree.leaves(batch)).shape[dim]
+    return [tree.map_leaves(lambda x: x.select(dim, i), batch) for i in range(count)]  # noqa: B023
 
 
 def settle(buffers: Tree, after: Tree) -> None:

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym.core import nodes, rng, tree
 from vecgym.core.errors import warn
-from vecgym.core.transforms import plain
+from vecgym.core.transforms import in_own_thread, plain
 from vecgym.core.tree import Tree
 from vecgym.engine import contract, hooks, remembered
-from vecgym.engine.backend import Backend, Keys, Local, Part, rows
+from vecgym.engine.backend import Backend, Keys, Local, Part, rows, stacked, unstacked
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.compiled import Compiled, tried
 from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import BACKENDS, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
 from vecgym.engine.stateless import StatelessModel, plain_attention
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -119,7 +117,7 @@ class Engine:
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
         stacked = None if engine == "loop" else self._backends.get(engine, self._backends["vmap"])
         required = engine in BACKENDS
-        facts = _outside_transforms(lambda: examine(self._stateless, of_one, stacked, required))
+        facts = in_own_thread(lambda: examine(self._stateless, of_one, stacked, required))
         self.facts = facts = facts if agree is None else agree(facts)
         self._stateless.learn(facts.random, facts.mutated)
         self._stateless.freeze(facts.unused)
@@ -331,7 +329,7 @@ class Engine:
             if describe is None and self.plan.engine == "loop":
                 raise
             contract.check_memory(error)
-            _outside_transforms(by_node)
+            in_own_thread(by_node)
             raise (describe or contract.vmap_error)(contract.cause(error)) from error
 
     def _run_plainly(self, part: Part) -> None:
@@ -361,7 +359,9 @@ class Engine:
         return self.measures(params, buffers, batch, own_batches=own_batches)["loss"]
 
     @torch.no_grad()
-    def measures(self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False) -> Tree:
+    def measures(
+        self, params: Tree, buffers: Tree, batch: Any, *, own_batches: bool = False, several: bool = False
+    ) -> Tree:
         """Compute the validation metrics of each row of `params` in eval mode, `[L]` each; nothing is changed.
 
         The only metric is the loss, unless the model defines `val_metrics(batch)`: a dict of scalars, each a mean over
@@ -370,16 +370,26 @@ class Engine:
         Args:
             params, buffers: `[L, *]` or `[1, *]`.
             batch: one ordinary batch for all, or `[L, B, ...]` with `own_batches`.
+            several: there are G batches of one size, `[G, B, ...]` or `[L, G, B, ...]`; the metrics are `[L, G]`.
         """
+        if not several:
+            return self._measured(params, buffers, batch, own_batches)
+        try:
+            return self._measured(params, buffers, batch, own_batches, several)
+        except Exception:  # what cannot be done at once may be possible in turn, or else says there what is wrong
+            batches = unstacked(batch, dim=int(own_batches))
+            return stacked([self._measured(params, buffers, each, own_batches) for each in batches], dim=1)
+
+    def _measured(self, params: Tree, buffers: Tree, batch: Any, own_batches: bool, several: bool = False) -> Tree:
         params, buffers = self._stateless.spared(params, buffers)
         sizes = [x.shape[0] for x in tree.leaves([params, buffers])]
         num_nodes = sizes_of(batch)[0] if own_batches else max(sizes, default=1)
         measured = []
         for a, b in self.plan.chunks(num_nodes, 1):
             examples = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
-            arguments = {**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a
+            arguments = {**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a, several
             loop = self._backends["loop"]
-            backend = loop if b - a == 1 else self._backend
+            backend = loop if b - a == 1 and not several else self._backend
             with (
                 self._stateless.seeded(rng.key(0, "evaluation", a)),
                 self.plan.layout(),
@@ -387,14 +397,3 @@ class Engine:
             ):
                 measured.append(backend.measures(*arguments))
         return {name: torch.cat([each[name] for each in measured]) for name in measured[0]}
-
-
-# ------------------------------------------------------------------------------------------- small helpers
-
-
-def _outside_transforms(fn: Callable[[], T]) -> T:
-    """Call `fn` outside of all transforms of `torch.func`, which apply to the thread that entered them."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return fn()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(fn).result()

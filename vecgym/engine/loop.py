@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.func import grad_and_value
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, Part, row, settle
+from vecgym.engine.backend import Local, Part, row, settle, stacked, unstacked
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.contract import naming
 from vecgym.engine.stateless import StatelessModel
@@ -60,16 +60,14 @@ class Loop:
                     results.append(of_one(row(part.params, i), own, shared, batch))
         grads, values = zip(*results)
         losses, after = zip(*values)
-        return Local(_stacked(grads), torch.stack(losses), {**part.buffers, **_stacked(after)})
+        return Local(stacked(grads), torch.stack(losses), {**part.buffers, **stacked(after)})
 
-    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
+    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int, several: bool) -> Tree:
         measured = []
         for i in range(size):
             examples = tree.map_leaves(lambda x: x[i], batch) if own_batches else batch  # noqa: B023
+            each = unstacked(examples) if several else [examples]
             with self.model.casting(), naming("in validation"):
-                measured.append(self.model.measure(row(tensors, i), examples))
-        return _stacked(measured)
-
-
-def _stacked(trees: Sequence[Tree]) -> Tree:
-    return {name: torch.stack([each[name] for each in trees]) for name in trees[0]}
+                of_one = [self.model.measure(row(tensors, i), one) for one in each]
+            measured.append(stacked(of_one) if several else of_one[0])
+        return stacked(measured)

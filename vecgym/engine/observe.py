@@ -38,6 +38,7 @@ class ModelFacts:
     flop: int = 0  # floating-point operations of one node's forward and backward pass
     convolution_flop: int = 0  # the part of it in convolutions of images
     largest_bytes: int = 0  # of one node's tensors: parameters, and what its operations give
+    output_bytes: int = 0  # the largest of those that its operations give
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 
@@ -56,7 +57,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     # A backward pass costs about two forward passes.
     facts = replace(
         facts, hooked=bool(hooked), flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop,
-        largest_bytes=largest,
+        largest_bytes=largest, output_bytes=observer.largest_bytes,
     )  # fmt: skip
     if stacked is None:
         return facts

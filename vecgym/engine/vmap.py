@@ -67,15 +67,20 @@ class Vmap:
             grads, (losses, after) = on_all(of_one, part.size, part.params, own, part.batch)
         return Local(grads, losses, {**part.buffers, **after})
 
-    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int) -> Tree:
-        own = {name: x for name, x in tensors.items() if x.shape[0] == size}
+    def measures(self, tensors: Tree, batch: Any, own_batches: bool, size: int, several: bool) -> Tree:
+        own = {name: x for name, x in tensors.items() if x.shape[0] == size > 1}
         shared = {name: x[0] for name, x in tensors.items() if name not in own}
 
         def of_one(own: Tree, batches: tuple[Any, ...]) -> Tree:
-            return self.model.measure({**shared, **own}, batches[0] if own_batches else batch)
+            given = batches[0] if own_batches else batch
+            measure = functools.partial(self.model.measure, {**shared, **own})
+            return on_all(measure, len(next(tree.leaves(given))), given) if several else measure(given)
 
+        batches = (batch,) if own_batches else ()
         with Folding(), self.model.casting(), plain_attention():
-            return on_all(of_one, size, own, (batch,) if own_batches else ())
+            if size > 1:
+                return on_all(of_one, size, own, batches)
+            return tree.map(lambda x: x[None], of_one({}, tree.map_leaves(lambda x: x[0], batches)))
 
 
 def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:

@@ -37,6 +37,24 @@ def adam_step(
     return found
 
 
+def adam_moments(g: Tensor, m: Tensor, v: Tensor, w1: Scalar, b2: Scalar, w2: Scalar) -> tuple[Tensor, Tensor]:
+    """Return m' and v' of `adam_step`, operation by operation."""
+    return m + w1 * (g - m), b2 * v + w2 * g * g
+
+
+def adam_moved(p: Tensor, m: Tensor, v: Tensor, c2: Scalar, a: Scalar, eps: Scalar) -> Tensor:
+    """Return p' of `adam_step`, given m' and v'."""
+    return p - a * m / (root(v) / c2 + eps)
+
+
+def root(v: Scalar) -> Scalar:
+    """Take the square root, with derivative 0 at 0."""
+    if not isinstance(v, Tensor):
+        return v**0.5
+    zero = v == 0
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, v).sqrt())
+
+
 class _AdamStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: Tensor, g: Tensor, m: Tensor, v: Tensor, *scalars: Scalar) -> tuple[Tensor, ...]:
@@ -75,13 +93,13 @@ def _slopes(kept: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: An
     g, m, v, new_m, new_v = kept
     w1, b2, w2, c2, a, eps = scalars
     by_p, by_m, by_v = (torch.zeros_like(g) if x is None else x for x in by)
-    root = new_v.sqrt()
-    denominator = (root / c2).add_(eps)
+    root_v = new_v.sqrt()
+    denominator = (root_v / c2).add_(eps)
     over = by_p / denominator
     by_m = by_m - a * over
     by_denominator = (over * new_m).div_(denominator).mul_(a)
     # The root has derivative 0 at 0, as in the formula.
-    by_v = by_v + (by_denominator / (2 * c2)).div_(root).masked_fill_(new_v == 0, 0)
+    by_v = by_v + (by_denominator / (2 * c2)).div_(root_v).masked_fill_(new_v == 0, 0)
     slopes: list[Tensor | None] = [
         by[0],
         (w1 * by_m).addcmul_(w2 * g, by_v, value=2) if needed[1] else None,
@@ -92,7 +110,7 @@ def _slopes(kept: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: An
         lambda: by_m * (g - m),
         lambda: by_v * v,
         lambda: by_v * g * g,
-        lambda: by_denominator * root / (-c2 * c2),
+        lambda: by_denominator * root_v / (-c2 * c2),
         lambda: -over * new_m,
         lambda: by_denominator,
     )
@@ -111,12 +129,8 @@ def _by_the_formula(inputs: list[Any], needed: Any, by: Any) -> tuple[Tensor | N
     # Of their own, since one may depend on another, as g does on p: that is not a part of this step.
     inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     p, g, m, v, w1, b2, w2, c2, a, eps = inputs
-    new_m = m + w1 * (g - m)
-    new_v = b2 * v + w2 * g * g
-    zero = new_v == 0
-    root = torch.where(zero, 0.0, torch.where(zero, 1.0, new_v).sqrt())
-    new_p = p - a * new_m / (root / c2 + eps)
-    outputs = [(out, x) for out, x in zip((new_p, new_m, new_v), by) if x is not None]
+    new_m, new_v = adam_moments(g, m, v, w1, b2, w2)
+    outputs = [(out, x) for out, x in zip((adam_moved(p, new_m, new_v, c2, a, eps), new_m, new_v), by) if x is not None]
     wanted = [x for x, is_wanted in zip(inputs, needed) if is_wanted]
     outs, grads = zip(*outputs)
     found = torch.autograd.grad(outs, wanted, grads, create_graph=True, allow_unused=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vecgym.core import check
 from vecgym.core.tree import Tree, per_node
-from vecgym.optim.formulas import root
+from vecgym.optim.by_hand import root
 
 
 def check_max_norm(max_norm: float | Tensor) -> float | Tensor:

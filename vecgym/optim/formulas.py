@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vecgym.optim import by_hand, kernels
+from vecgym.optim.by_hand import root
 from vecgym.optim.kernels import BETAS, COEFFICIENTS, Moment, muon_lr_ratio, orthogonalised
 from vecgym.optim.optimizers import FedAdagrad, FedAdam, FedYogi, Lion, Muon
 
@@ -62,14 +63,6 @@ def _where(condition: bool | Tensor, yes: Scalar, no: Scalar) -> Scalar:
     if not isinstance(yes, Tensor):  # of two Python numbers torch makes the default type, float32
         yes = torch.tensor(yes, dtype=torch.float64)
     return torch.where(condition, yes, no)
-
-
-def root(v: Scalar) -> Scalar:
-    """Take the square root, with derivative 0 at 0."""
-    if not isinstance(v, Tensor):
-        return v**0.5
-    zero = v == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, v).sqrt())
 
 
 def _lerp(m: Tensor, g: Tensor, weight: Scalar) -> Tensor:
@@ -112,13 +105,11 @@ def adam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tupl
     if "max_exp_avg_sq" not in s and by_hand.applies(tensors):
         p, m, v = by_hand.adam_step(tensors, *numbers)
         return p, {**s, "exp_avg": m, "exp_avg_sq": v}
-    w1, b2, w2, c2, a, eps = numbers
-    m = _lerp(s["exp_avg"], g, w1)
-    v = b2 * s["exp_avg_sq"] + w2 * g * g
+    m, v = by_hand.adam_moments(g, s["exp_avg"], s["exp_avg_sq"], *numbers[:3])
     s = {**s, "exp_avg": m, "exp_avg_sq": v}
     if "max_exp_avg_sq" in s:
         s["max_exp_avg_sq"] = v = torch.maximum(s["max_exp_avg_sq"], v)
-    return p - a * m / (root(v) / c2 + eps), s
+    return by_hand.adam_moved(p, m, v, *numbers[3:]), s
 
 
 def rmsprop(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:

@@ -5,7 +5,9 @@ None of this is a part of the training: nothing is recorded in the ledger.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
 from vecgym.data.chosen import chosen_batches, places
 from vecgym.engine import Engine
+from vecgym.engine.plan import batches_at_once
 from vecgym.engine.simulation import State
 from vecgym.runs.memory import peak_bytes
 
@@ -82,6 +85,7 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     return _evaluations(fetched(measured), sizes, sets, comm, engine)
 
 
+Piece = tuple[Any, Any, bool, int]  # see `_batches`
 Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
 
 
@@ -100,14 +104,37 @@ def _measured(
     each_node = values if C == 1 else tuple(nodes.expand(x, num_local) for x in values)
     measured: Measured = {}
     sizes = []
-    for batch, batch_of_each, own_batches, size in _batches(sets, num_local):
-        of_means = of_nodes = engine.measures(means[0], means[1], batch, own_batches=own_batches)
+    most = batches_at_once(engine.plan, engine.facts, comm.num_nodes, engine.device)
+    for batches in _at_once(_batches(sets, num_local), most):
+        several = len(batches) > 1
+        batch, batch_of_each, own_batches = _joined(batches) if several else batches[0][:3]
+        settings = {"own_batches": own_batches, "several": several}
+        of_means = of_nodes = engine.measures(means[0], means[1], batch, **settings)
         if not same:
-            of_nodes = engine.measures(each_node[0], each_node[1], batch_of_each, own_batches=own_batches)
+            of_nodes = engine.measures(each_node[0], each_node[1], batch_of_each, **settings)
         for name, x in of_means.items():
-            measured.setdefault(name, []).append((x, of_nodes[name]))
-        sizes.append(size)
+            pair = (x, of_nodes[name])
+            measured.setdefault(name, []).extend(zip(*[each.unbind(1) for each in pair]) if several else [pair])
+        sizes += [size for *_, size in batches]
     return measured, sizes
+
+
+def _at_once(batches: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
+    """Put batches of one size together, `most` of them at most."""
+    for _, alike in itertools.groupby(batches, key=itemgetter(3)):
+        while found := list(itertools.islice(alike, most)):
+            yield found
+
+
+def _joined(batches: Sequence[Piece]) -> tuple[Any, Any, bool]:
+    """Join G batches: `[B, ...]` to `[G, B, ...]`, each model's own to `[n, G, B, ...]`."""
+    for_means, for_nodes, (own_batches, *_), _ = zip(*batches)
+
+    def join(each: Sequence[Any]) -> Any:
+        return tree.map_leaves(lambda *x: torch.stack(x, dim=int(own_batches)), *each)
+
+    joined = join(for_means)
+    return joined, joined if for_means[0] is for_nodes[0] else join(for_nodes), own_batches
 
 
 def _evaluations(
@@ -138,7 +165,7 @@ def _evaluation(measured: dict[str, tuple[float, Tensor]], model: nn.Module) -> 
     return Evaluation(loss, losses, measured)
 
 
-def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[tuple[Any, Any, bool, int]]:
+def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[Piece]:
     """Yield a batch for the averaged models, one for the nodes, whether each model has its own, and the examples."""
     distinct, which = places(sets)
     for batches_and_sizes in zip(*distinct):

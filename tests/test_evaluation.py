@@ -1,0 +1,165 @@
+"""Batches of an evaluation that are computed in one call, against one after the other."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from tests.fitting import dataset, fit
+from tests.models import MLP, make_model
+from vecgym import sweep
+from vecgym.engine import Engine
+from vecgym.runs import evaluation
+from vecgym.strategy import FedAvgStrategy
+
+Calls = list[bool]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Of each call of the engine, whether it computes several batches at once."""
+    found: Calls = []
+    measured = Engine._measured
+
+    def noted(engine: Engine, params: Any, buffers: Any, batch: Any, own: bool, several: bool = False) -> Any:
+        found.append(several)
+        return measured(engine, params, buffers, batch, own, several)
+
+    monkeypatch.setattr(Engine, "_measured", noted)
+    return found
+
+
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "batches_at_once", lambda *_: 1)
+
+
+def losses(model: str | nn.Module, strategy: str, val: Any, **settings: Any) -> list[Any]:
+    name = model if isinstance(model, str) else "MLP"
+    settings = {"data": dataset(name, dtype=torch.float64), "dtype": torch.float64, **settings}
+    history = fit(model, strategy, val=val, max_steps=3, val_interval=1, **settings)[0].history
+    columns = [name for name in history.columns if name.startswith("val_") and name != "val_losses"]
+    return [np.stack(history.series("val_losses")[1]), *[history.series(name)[1] for name in columns]]
+
+
+def same_at_once(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, model: Any, strategy: str, val: Any, **settings: Any
+) -> None:
+    """Of the batches all but the last, smaller one are computed at once."""
+    at_once = losses(model, strategy, val, **settings)
+    assert calls.count(True) >= (1 if isinstance(model, Writing) else calls.count(False))
+    in_turn(monkeypatch)
+    calls.clear()
+    alone = losses(model, strategy, val, **settings)
+    assert not any(calls)
+    for x, y in zip(at_once, alone):
+        np.testing.assert_allclose(x, y, rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg", "Alone"])
+@pytest.mark.parametrize("model", ["MLP", "CNN", "GPT", "Quadratic", "WithFrozen", "DictBatch"])
+def test_batches_at_once_are_those_in_turn(
+    model: str, strategy: str, monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    """Batches of 4, 4, 4 and 2; without torch's warning of operations that are run one by one."""
+    val = dataset(model, 14, seed=1, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same_at_once(monkeypatch, calls, model, strategy, val, engine="vmap")
+
+
+@pytest.mark.parametrize("settings", [{"chunk_size": 2}, {"minibatch_size": 2}, {"num_nodes": 1}])
+def test_batches_at_once_however_nodes_and_examples_are_cut(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, calls: Calls
+) -> None:
+    val = dataset("MLP", 14, seed=1, dtype=torch.float64)
+    same_at_once(monkeypatch, calls, "MLP", "Alone", val, **settings)
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "Alone"])
+def test_batches_of_each_node_at_once(strategy: str, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    def val(rank: int, num_nodes: int, train: bool) -> Dataset[Any]:
+        return dataset("MLP", 11, seed=rank, dtype=torch.float64)
+
+    same_at_once(monkeypatch, calls, "MLP", strategy, val)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_batches_of_a_sweep_at_once(same: bool, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    """Whether the configurations have one validation set or, of another seed each, several orders of it."""
+
+    def swept() -> list[float]:
+        result = sweep(
+            make_model("MLP", dtype=torch.float64), dataset("MLP", dtype=torch.float64),
+            dataset("MLP", 14, seed=1, dtype=torch.float64), val_size=9, num_nodes=2, max_steps=2, batch_size=4,
+            strategy=lambda lr: FedAvgStrategy("sgd", H=2, lr=lr), progress=False, device="cpu",
+            grid={"lr": [0.1, 0.2], "seed": [0] if same else [0, 1]},
+        )  # fmt: skip
+        return [row["val_loss"] for row in result.rows]
+
+    at_once = swept()
+    assert any(calls)
+    in_turn(monkeypatch)
+    np.testing.assert_allclose(at_once, swept(), rtol=1e-12)
+
+
+class Summed(MLP):
+    """Its loss is a sum: that of a larger batch would be larger."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch) * len(batch[0])
+
+
+class Writing(MLP):
+    """Writes in evaluation, from the batch: not possible for several batches at once."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        self.seen += batch[0].mean().detach()
+        return super().forward(batch) + self.seen
+
+
+class Measuring(MLP):
+    """With metrics of its own."""
+
+    def val_metrics(self, batch: Any) -> dict[str, Tensor]:
+        loss = self(batch)
+        return {"loss": loss, "square": loss.square(), "largest": batch[0].max()}
+
+
+@pytest.mark.parametrize("model", [Summed, Writing, Measuring])
+def test_odd_models_at_once(model: type[nn.Module], monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    val = dataset("MLP", 14, seed=1, dtype=torch.float64)
+    same_at_once(monkeypatch, calls, model().double(), "Alone", val)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"), [("Dropout", {}), ("MLP", {"exact": True}), ("MLP", {"engine": "loop"})]
+)
+def test_in_turn_where_the_order_matters(model: str, settings: dict[str, Any], calls: Calls) -> None:
+    """Random numbers are drawn in the order of the batches; exact runs and the loop compute node after node."""
+    losses(model, "Alone", dataset(model, 14, seed=1, dtype=torch.float64), **settings)
+    assert calls
+    assert not any(calls)
+
+
+def test_an_error_in_evaluation_is_the_models_own(calls: Calls) -> None:
+    class Wrong(MLP):
+        def forward(self, batch: Any) -> Tensor:
+            if not self.training:
+                raise RuntimeError("not in evaluation")
+            return super().forward(batch)
+
+    with pytest.raises(RuntimeError, match="not in evaluation"):
+        losses(Wrong().double(), "Alone", dataset("MLP", 14, dtype=torch.float64))
+    assert calls == [True, False]
