@@ -51,8 +51,9 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         required: raise the error of that, instead of noting it.
     """
     hooked = hooks.on_gradients(model.model)
+    params = {name: p.detach().requires_grad_() for name, p in model.params.items()}
     with seeded(0, model.device), Observer() as observer, first_call(model.model, batch):
-        facts = _facts(model, batch)
+        facts = _facts(model, params, batch)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
     # A backward pass costs about two forward passes.
     facts = replace(
@@ -73,8 +74,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         return replace(facts, vmap_error=refusal)
 
 
-def _facts(model: StatelessModel, batch: Any) -> ModelFacts:
-    params = {name: p.detach().requires_grad_() for name, p in model.params.items()}
+def _facts(model: StatelessModel, params: Tree, batch: Any) -> ModelFacts:
     before = clones(model.buffers)
     states = torch.get_rng_state(), _device_rng_state(model.device)
     _, after, grads = model.gradient(params, clones(before), batch)

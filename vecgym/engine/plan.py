@@ -37,9 +37,9 @@ MAX_CONVOLUTION_FLOP_IN_STACK = 1e8
 # On a CPU, memory for a larger tensor is mapped afresh at every operation (glibc's allocator keeps no more), and the
 # page faults cost as much as the arithmetic: so the nodes are taken in chunks whose largest tensor is smaller.
 MAX_TENSOR_BYTES = 2**25 - 2**16
-# An evaluation takes several batches in one call up to so much arithmetic, on a CPU and elsewhere: beyond, what a call
-# costs by itself is small.
-MAX_EVALUATION_FLOP = (2e9, 1e12)
+# An evaluation takes several batches in one call up to so much arithmetic and so large a tensor: beyond, what a call
+# costs by itself is small, and on a CPU the tensors leave the cache.
+MAX_EVALUATION = {"cpu": (2e9, 2**22), "other": (1e12, 2**30)}
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,15 @@ def batches_at_once(plan: Plan, facts: ModelFacts | None, num_nodes: int, device
 
     >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=False, flop=10**6, output_bytes=2**12)
     >>> [batches_at_once(Plan("vmap"), facts, K, torch.device("cpu")) for K in (1, 100, 10_000)]
-    [6000, 60, 1]
+    [1024, 10, 1]
     >>> batches_at_once(Plan("loop"), facts, 1, torch.device("cpu"))
     1
     """
     if facts is None or facts.random or plan.engine == "loop" or plan.chunk_size == 1:
         return 1
-    on_cpu = device.type == "cpu"
-    flop, held = facts.flop / 3 * num_nodes, facts.output_bytes * num_nodes  # of a batch: a forward pass
-    most = min(MAX_EVALUATION_FLOP[not on_cpu] / max(flop, 1), MAX_TENSOR_BYTES * (1 if on_cpu else 64) / max(held, 1))
-    return max(1, int(most))
+    most_flop, most_bytes = MAX_EVALUATION["cpu" if device.type == "cpu" else "other"]
+    flop, largest = max(1, facts.flop / 3 * num_nodes), max(1, facts.output_bytes * num_nodes)  # of a forward pass
+    return max(1, int(min(most_flop / flop, most_bytes / largest)))
 
 
 def check_engine(name: str, value: Any) -> str:

@@ -26,7 +26,7 @@ CNN, and 1.4 and 1.7 x for the small GPT. The last row is an older measurement. 
 takes 0.92 to 1.07 times as long as without.
 
 An evaluation computes as many batches in one call as it takes to make the Python of a call small, at most 2 GFLOP and
-32 MB to a tensor; each batch still has a loss of its own, whatever a model's loss is. Models that draw random numbers, runs
+4 MB to a tensor; each batch still has a loss of its own, whatever a model's loss is. Models that draw random numbers, runs
 with `exact=True` and the loop take them in turn.
 
 Where it is not fast: about a millisecond of a step is spent in Python, so AllReduce takes 1.5 times as long as *big* on the
