@@ -235,7 +235,7 @@ class AsyncSimulation(Simulation):
             differentiable=not inplace, num_examples=self.num_examples, rows=torch.tensor(rows), own_time=True,
             exact=self.exact,
         )  # fmt: skip
-        return replace(ctx, lr=self.strategy.lr(ctx))
+        return ctx.replace(lr=self.strategy.lr(ctx))
 
     def gradients(
         self, params: Tree, buffers: Tree, here: Sequence[int], counts: Sequence[int], inplace: bool

@@ -295,7 +295,7 @@ class Simulation:
         if training is not None:
             active = sorted(set(training).intersection(training if active is None else active))
         if active is not None:
-            return self._partial_step(state, batch, active, replace(ctx, active=tuple(active)), observe)
+            return self._partial_step(state, batch, active, ctx.replace(active=tuple(active)), observe)
 
         # 1. Gradients: each node by itself.
         local = self._gradients(state.params, state.buffers, batch, range(self.num_local), state.strategy, ctx)
@@ -396,4 +396,4 @@ class Simulation:
             own_time=self.own_time and not self._one_rate, missed=None if self.presence is None else self._missed,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
-        return replace(ctx, lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx
+        return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx

@@ -98,9 +98,10 @@ class OptimSpec:
         >>> OptimSpec("sgd", lr=0.1).lr, OptimSpec("adamw").lr
         (0.1, 0.001)
         """
-        if "lr" not in self.hyper:
-            raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
-        return self.hyper["lr"]
+        for given in (self.kwargs, self._defaults):
+            if "lr" in given:
+                return given["lr"]
+        raise AttributeError(f"{self.cls.__name__} has no learning rate lr; it has {list(self.hyper)}")
 
     def lr_at(self, step: int) -> Any:
         """Return the base learning rate of one step, counted from 0: `self.at(step).lr`.
@@ -109,7 +110,8 @@ class OptimSpec:
         tensor(0.0100)
         """
         check.integer("step", step, 0, "counted from 0")
-        return _at(self.lr, step) if isinstance(self.lr, Tensor) else self.lr
+        lr = self.lr
+        return _at(lr, step) if isinstance(lr, Tensor) else lr
 
     def replace(self, **kwargs: Any) -> OptimSpec:
         """Return the same optimizer with other hyperparameters (or `param_groups`)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,7 +234,7 @@ class Strategy:
 
     def _told(self, ctx: Context) -> Context:
         """Return the context that modules are told, which has the inner learning rate."""
-        return ctx if ctx.lr is not None or not self.communication_modules else replace(ctx, lr=self.lr(ctx))
+        return ctx if ctx.lr is not None or not self.communication_modules else ctx.replace(lr=self.lr(ctx))
 
     def _check_resting(self) -> None:
         """Raise a ValueError where gradients would be exchanged, and some nodes have none."""

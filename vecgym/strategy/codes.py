@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,7 +164,7 @@ class Compressed(Around):
         """Return the average of what the nodes send of p, what each sends (for its residual), and the codec's state."""
         draws = _draws(self.purpose, ctx)
         if isinstance(self.codec, PowerSGD):
-            return self.codec.reduce(p, state, lambda y: self.inner(y, {}, replace(ctx, inplace=False))[0], draws)
+            return self.codec.reduce(p, state, lambda y: self.inner(y, {}, ctx.replace(inplace=False))[0], draws)
         codec = self.codec
         codes = {name: codec.encode(x, draws(name)) for name, x in p.items()}
         average = self.inner.of_codes(codes, codec, p, ctx)
@@ -214,7 +213,7 @@ def straight_through(read: Tree, values: Tree, ctx: Context, smooth: Callable[[C
         return read
     comm = copy.copy(ctx.comm)
     comm.ledger = Ledger()
-    exact = smooth(replace(ctx, comm=comm))
+    exact = smooth(ctx.replace(comm=comm))
     return {name: x + (exact[name] - exact[name].detach()) for name, x in read.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -45,13 +45,12 @@ class Context:
         exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
         missed: where nodes may be absent: step -> which of the nodes here were absent in it; see `missing`.
 
-    >>> from dataclasses import replace
     >>> from vecgym.collectives import StackedCollectives
     >>> ctx = Context(StackedCollectives(4), step=3, seed=7)
     >>> a, b = (torch.rand(3, generator=ctx.generator("mask", ctx.step)) for _ in range(2))
     >>> torch.equal(a, b)  # the same (seed, purpose, ids), the same numbers
     True
-    >>> replace(ctx, rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    >>> ctx.replace(rows=torch.tensor([1, 3])).own(torch.tensor([0.1, 0.2, 0.3, 0.4]))
     tensor([0.2000, 0.4000])
     >>> ctx.node_steps, ctx.missing(2)
     (tensor([3, 3, 3, 3]), None)
@@ -78,6 +77,19 @@ class Context:
         if self.node_steps is None:
             object.__setattr__(self, "node_steps", torch.full((len(self.comm.node_ids),), self.step))
 
+    def replace(self, **changes: Any) -> Context:
+        """Return a copy in which some values are others, as `dataclasses.replace` does in ten times the time.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> Context(StackedCollectives(3)).replace(step=5, lr=0.1).step
+        5
+        """
+        if unknown := changes.keys() - vars(self).keys():
+            raise TypeError(f"a Context has no {', '.join(sorted(unknown))}; it has {', '.join(vars(self))}.")
+        new = object.__new__(Context)
+        vars(new).update(vars(self), **changes)
+        return new
+
     def of_rows(self, rows: Tensor) -> Context:
         """Return the context of some of the nodes here, given by their places among these.
 
@@ -87,7 +99,7 @@ class Context:
         (tensor([0, 2]), tensor([5, 2]))
         """
         ids = rows if self.rows is None else self.rows[rows]
-        return replace(self, rows=ids, node_steps=self.node_steps[rows])
+        return self.replace(rows=ids, node_steps=self.node_steps[rows])
 
     def by_count(self, of_step: Callable[[int], Any]) -> Any:
         """Return what a function of the step, or with `own_time` of a node's own count, gives: for all nodes, or `[K]`.

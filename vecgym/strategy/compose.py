@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from vecgym.core.tree import Tree
@@ -103,7 +102,7 @@ class _Every(Wrapper):
     def told(self, ctx: Context) -> Context:
         missed = ctx.missed
         of_exchange = None if missed is None else lambda exchange: missed((exchange + 1) * self.n - 1)
-        return replace(ctx, step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n), missed=of_exchange)
+        return ctx.replace(step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n), missed=of_exchange)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self._when.check(max_steps, self)
@@ -160,7 +159,7 @@ class _Delayed(Wrapper):
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         # Not in place: the parameters from before the exchange are needed after it.
-        pure = replace(ctx, inplace=False)
+        pure = ctx.replace(inplace=False)
         with ctx.comm.ledger.lagging(self.d):
             new, changed = contract.exchange_parameters(self.module, params, state["module"], pure)
         moved = {name: x for name, x in new.items() if x is not params[name]}

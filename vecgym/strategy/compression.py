@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,7 +186,7 @@ class _Compressed(_WithCodes):
             return self._average(phase, _Asked(groups, weights), "reference" in own)(x, own, ctx)
 
         comm = _OneMean(ctx.comm, repr(self), mean, state[phase])
-        result, changed = PHASES[phase](self.module, given, state["module"], replace(ctx, comm=comm))
+        result, changed = PHASES[phase](self.module, given, state["module"], ctx.replace(comm=comm))
         return result, {**state, "module": changed, phase: comm.state}
 
     def _check(self, x: Any, given: Tree, state: State, phase: str, groups: Groups | None) -> None:

@@ -6,7 +6,6 @@ Cheap enough for every step: what a module leaves as it was is not looked at.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -50,7 +49,7 @@ def local_gradients(
     """Call `module.local_gradients`; `silent`: some nodes sit out, so that nobody may communicate."""
     if silent:
         who = _who(module, "local_gradients")
-        ctx = replace(ctx, comm=Refusing(ctx.comm, lambda name: f"{who} calls ctx.comm.{name} {SILENT}"))
+        ctx = ctx.replace(comm=Refusing(ctx.comm, lambda name: f"{who} calls ctx.comm.{name} {SILENT}"))
     found = module.local_gradients(grads, params, state, ctx)
     num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
     _check_tree(found, grads, module, "local_gradients", "gradients", num_rows)

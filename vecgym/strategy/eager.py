@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,7 +92,7 @@ class EagerCommunicator(Exchange):
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         moved, held, K = tree.map(torch.sub, state["params"], params), state.get("average", {}), ctx.comm.num_nodes
         with ctx.comm.ledger.lagging(self.when.H):
-            mean, held = self.average(moved, held, replace(ctx, inplace=False))
+            mean, held = self.average(moved, held, ctx.replace(inplace=False))
         delta = tree.map(lambda others, own: others + own / K, state["others"], moved)
         outer, optimizer = optimizer_step(
             self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], ctx

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypedDict, TypeVar, cast
 
 import torch
@@ -108,7 +107,7 @@ def optimizer_step(
     parts = rows.split(1) if ctx.exact and len(rows) > 1 else [rows]
     found = []
     for i, part in enumerate(parts):
-        here = replace(ctx, rows=part)
+        here = ctx.replace(rows=part)
         own = now.mapped(here.own).rule()
         if len(parts) == 1:
             return own.update(params, grads, state, lr=here.own(lr), inplace=ctx.inplace)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -43,7 +41,7 @@ def average_among(
     rows = heard.nonzero().flatten()
     members, given = rows.tolist(), ctx.num_examples
     examples = None if given is None else tuple(given[i] for i in members)
-    told = replace(ctx.of_rows(rows), comm=ctx.comm.among(members), num_examples=examples, inplace=False)
+    told = ctx.of_rows(rows).replace(comm=ctx.comm.among(members), num_examples=examples, inplace=False)
     agreed, changed = average(nodes.take_rows(values, rows), nodes.take_rows(state, rows), told)
     return agreed, nodes.put_together(state, rows, changed, len(heard), inplace=False)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ class Exchange(CommunicationModule):
 
     def _counted(self, ctx: Context) -> Context:
         """Return the context for the average, with the exchanges counted: those who train now take part in the next."""
-        return replace(ctx, exchange=self.when.count(ctx.step))
+        return ctx.replace(exchange=self.when.count(ctx.step))
 
     def __repr__(self) -> str:
         return shown(self, self.shows_defaults)
@@ -161,13 +160,13 @@ class Parameters(Exchange):
         new, average = self.average.empty(params), state["average"]
         if self.when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
-                new, average = self.average.agree(params, average, replace(self._counted(ctx), inplace=False))
+                new, average = self.average.agree(params, average, self._counted(ctx).replace(inplace=False))
         due, queue = self._late.turn(new, state[QUEUE], ctx.step)
         before = ctx.step - self.delay  # when what is due was agreed on
-        keeping = self.average.keeping(replace(ctx, exchange=self.when.count(before))) if before >= 0 else None
+        keeping = self.average.keeping(ctx.replace(exchange=self.when.count(before))) if before >= 0 else None
         missing = ctx.missing(before)
         keeping = missing if keeping is None else keeping if missing is None else keeping | missing
-        written = self.average.write(due, params, ctx if keeping is None else replace(ctx, inplace=False))
+        written = self.average.write(due, params, ctx if keeping is None else ctx.replace(inplace=False))
         return kept(keeping, params, written), {"average": average, QUEUE: queue}
 
     def idle(self, ctx: Context) -> bool:
@@ -346,7 +345,7 @@ class OuterStep(Exchange):
         before = ctx.step - self.delay  # when what is due was sent
         if before < 0 or not when.due(before):
             return params, state
-        new, state = self._moved(params, due, state, replace(ctx, exchange=self.when.count(before)))
+        new, state = self._moved(params, due, state, ctx.replace(exchange=self.when.count(before)))
         return kept(ctx.missing(before), params, new), state
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
@@ -368,7 +367,7 @@ class OuterStep(Exchange):
     def _moved(self, params: Tree, delta: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Take an outer step; return the parameters and the state after it."""
         keeping = self.average.keeping(ctx)
-        pure = ctx if keeping is None else replace(ctx, inplace=False)
+        pure = ctx if keeping is None else ctx.replace(inplace=False)
         outer, optimizer = optimizer_step(
             self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], pure
         )

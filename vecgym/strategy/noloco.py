@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,7 +90,7 @@ class NoLoCoCommunicator(CommunicationModule):
         return self.outer_lr if left else None
 
     def _outer_step(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        ctx = replace(ctx, inplace=False)
+        ctx = ctx.replace(inplace=False)
         average = Mean(self.group_size if self.group_size < ctx.comm.num_nodes else None)
         moved = tree.map(torch.sub, params, state["params"])
         together, _ = average(moved, {}, ctx)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -140,7 +139,7 @@ class StreamingCommunicator(OuterStep):
         for delay in sorted({*self._delays} - {self.delay}):
             before = ctx.step - delay  # when what is due was sent
             if before >= 0 and when.due(before):
-                told = replace(ctx, exchange=self.when.count(before))
+                told = ctx.replace(exchange=self.when.count(before))
                 new = self._merged(params, state["params"], told, delay)
                 new = kept(self.average.keeping(told), params, new)
                 params = kept(ctx.missing(before), params, new)

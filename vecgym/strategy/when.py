@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -325,7 +324,7 @@ class SyncWeight(When):
         # A run that is not differentiated sends all of what it then uses in part.
         weight = weight if ctx.differentiable else weight.detach()
         with ctx.comm.ledger.weighted(weight if ctx.differentiable else 1.0):
-            new, changed = exchange(params, state, replace(ctx, inplace=False))
+            new, changed = exchange(params, state, ctx.replace(inplace=False))
         return _between(params, new, weight), _between(state, changed, weight)
 
     def __repr__(self) -> str:

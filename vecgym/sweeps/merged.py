@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -76,7 +77,7 @@ class Merged(Strategy):
         self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(self._parts(sizes[1]))]
         self._adds = any(exchange.adds for exchange in self.exchanges)
         self.exchanges_where_some_rest = any(exchange.exchanges_gradients for exchange in self.exchanges)
-        self._last_contexts: tuple[Context | None, list[Context]] = (None, [])
+        self._last_contexts: tuple[Context | None, Any] = (None, None)
         self._has_numbers: bool | None = None  # whether nodes of a configuration differ in a number; None: not known
 
     def _parts(self, sizes: list[int]) -> Iterator[tuple[int, list[Member]]]:
@@ -105,7 +106,7 @@ class Merged(Strategy):
         if not any(member.rests for member in self.members):
             return None
         contexts, K = self._contexts(ctx), self.num_nodes
-        each = [m.strategy.active_nodes(own) if m.rests else None for m, own in zip(self.members, contexts)]
+        each = [m.strategy.active_nodes(contexts(c)) if m.rests else None for c, m in enumerate(self.members)]
         if all(active is None for active in each):
             return None
         return [c * K + i for c, active in enumerate(each) for i in (range(K) if active is None else active)]
@@ -179,7 +180,7 @@ class Merged(Strategy):
             params = nodes.widened(params, self.num_rows)
         ends = self._ends(params, ctx)
         for exchange in self.exchanges:
-            if exchange.strategy.idle(contexts[exchange.start]):
+            if exchange.strategy.idle(contexts(exchange.start)):
                 continue
             part, before = exchange.part(params, ends), state[exchange.name]
             new, after = exchange.strategy.exchange_parameters(part, before, exchange.context(contexts))
@@ -230,8 +231,7 @@ class Merged(Strategy):
 
     def rates(self) -> list[float]:
         """Return the inner learning rate of each configuration in the last step; where nodes differ, their mean."""
-        contexts = zip(self.members, self._last_contexts[1])
-        return [_mean(member.strategy.lr(ctx) if ctx.lr is None else ctx.lr) for member, ctx in contexts]
+        return [self._rate(c) if member.rate is None else member.rate for c, member in enumerate(self.members)]
 
     def select(self, state: SimulationState, chosen: Sequence[int]) -> tuple[Merged, SimulationState]:
         """Return the strategy and the state of some of the configurations, in their order."""
@@ -260,7 +260,11 @@ class Merged(Strategy):
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _contexts(self, ctx: Context) -> list[Context]:
+    def _rate(self, c: int) -> float:
+        ctx = self._last_contexts[1](c)
+        return _mean(self.members[c].strategy.lr(ctx) if ctx.lr is None else ctx.lr)
+
+    def _contexts(self, ctx: Context) -> Callable[[int], Context]:
         """Return the context of each configuration; made once for contexts `ctx` of all that say the same to them."""
         if not _alike(self._last_contexts[0], ctx):
             rows: list[Any] = [None] * len(self.members)
@@ -269,8 +273,8 @@ class Merged(Strategy):
                 each = self._split_rows(ctx.rows)
                 node_steps = ctx.node_steps.split([len(x) for x in each])
                 rows = [None if len(x) == self.num_nodes else x for x in each]
-            what_differs = zip(self.members, node_steps, self._active(ctx), rows)
-            self._last_contexts = (ctx, [member.context(ctx, *values) for member, *values in what_differs])
+            what_differs = list(zip(node_steps, self._active(ctx), rows))
+            self._last_contexts = (ctx, cache(lambda c: self.members[c].context(ctx, *what_differs[c])))
         return self._last_contexts[1]
 
     def _active(self, ctx: Context) -> list[tuple[int, ...] | None]:
@@ -289,7 +293,8 @@ class Merged(Strategy):
     def _ends(self, values: Tree, ctx: Context) -> list[int]:
         """Return where the rows of each configuration begin, and where the last one's end."""
         if ctx.rows is not None:
-            counts = (self.num_nodes if x.rows is None else len(x.rows) for x in self._contexts(ctx))
+            contexts = map(self._contexts(ctx), range(len(self.members)))
+            counts = (self.num_nodes if x.rows is None else len(x.rows) for x in contexts)
             return list(accumulate(counts, initial=0))
         return self._ends_of(len(next(iter(values.values()))) // len(self.members))
 

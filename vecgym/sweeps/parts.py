@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
 
@@ -42,19 +42,24 @@ class Member:
     comm: StackedCollectives
     num_examples: tuple[int, ...] | None = None
     rests: bool = field(init=False)  # whether some of its nodes may sit out
+    rate: float | None = field(init=False)  # the inner learning rate, if it is one number for all nodes and steps
 
     def __post_init__(self) -> None:
         resting = any(map(lets_rest, self.strategy.communication_modules))
         self.rests = resting or _is_overridden(self.strategy, "active_nodes")
+        self.rate = _steady_rate(self.strategy)
 
     def context(self, ctx: Context, node_steps: Tensor, active: tuple[int, ...] | None, rows: Tensor | None) -> Context:
         """Return the strategy's context at a step, from the context `ctx` of all and what its own nodes do."""
-        new = Context(
-            self.comm, step=ctx.step, node_steps=node_steps, active=active, max_steps=ctx.max_steps, seed=self.seed,
-            inplace=ctx.inplace, num_examples=self.num_examples, rows=rows, own_time=ctx.own_time,
+        new = ctx.replace(
+            comm=self.comm, node_steps=node_steps, active=active, seed=self.seed, num_examples=self.num_examples,
+            rows=rows, lr=None,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
-        return replace(new, lr=self.strategy.lr(new)) if self.strategy.pure else new
+        return new.replace(lr=self.strategy.lr(new)) if self.strategy.pure else new
+
+
+Contexts = Callable[[int], Context]  # the context of configuration c, made when it is asked for: most never are
 
 
 class Part:
@@ -111,10 +116,10 @@ class Exchange(Part):
             modules = [column[0].stacked(column, self.num_nodes) for column in columns]
             self.strategy = Strategy(self.strategy.inner_optim, communication_modules=modules)
 
-    def context(self, contexts: list[Context]) -> Context:
+    def context(self, contexts: Contexts) -> Context:
         """Return their context."""
-        first = contexts[self.start]
-        return first if self.size == 1 else replace(first, comm=self.comm)
+        first = contexts(self.start)
+        return first if self.size == 1 else first.replace(comm=self.comm)
 
 
 class Optimizer(Part):
@@ -123,6 +128,7 @@ class Optimizer(Part):
     def __init__(self, name: str, start: int, members: Sequence[Member]) -> None:
         super().__init__(name, start, members)
         self.strategies = [member.strategy for member in members]
+        self.steady_rates = [member.rate for member in members]
         self.is_shared = optimizer_key(self.strategies[0]) is not None
         self._lr: tuple[Any, Any] = (None, None)  # the last rates and counts, and `per_row` of them
         self._rules: dict[tuple[int, ...], Any] = {}
@@ -132,13 +138,13 @@ class Optimizer(Part):
         return self.rule([1] * self.size).init(params)
 
     def update(
-        self, params: Tree, grads: Tree, state: State, contexts: list[Context], ends: list[int]
+        self, params: Tree, grads: Tree, state: State, contexts: Contexts, ends: list[int]
     ) -> tuple[Tree, State]:
         """Clip, then step every member's optimizer; the members have the rows between `ends`."""
         if not self.is_shared:
-            return self.strategies[0].optimize(params, grads, state, contexts[self.start])
+            return self.strategies[0].optimize(params, grads, state, contexts(self.start))
         counts = [b - a for a, b in pairwise(ends[self.start : self.stop + 1])]
-        rates = [_rate(ctx) for ctx in contexts[self.start : self.stop]]
+        rates = [_rate(contexts(c)) if rate is None else rate for c, rate in enumerate(self.steady_rates, self.start)]
         if self._lr[0] != (rates, counts):  # most often they stay
             self._lr = (rates, counts), _of_rows(rates, counts)
         if self.strategies[0].max_norm is not None:
@@ -153,6 +159,12 @@ class Optimizer(Part):
                 self._rules.clear()
             self._rules[key] = merged_spec([strategy.inner_optim for strategy in self.strategies], counts).rule()
         return self._rules[key]
+
+
+def _steady_rate(strategy: Strategy) -> float | None:
+    scheduled = strategy.lr_scheduler is not None or strategy.warmup_steps or strategy.cosine_anneal
+    lr = None if scheduled or _is_overridden(strategy, "lr") else strategy.inner_optim.hyper.get("lr")
+    return float(lr) if isinstance(lr, (int, float)) else None
 
 
 def _rate(ctx: Context) -> float | tuple[float, ...]:

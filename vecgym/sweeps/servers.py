@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -114,12 +115,12 @@ class AsyncMerged(Merged):
         """Return None: the members have their own."""
         return None
 
-    def _contexts(self, ctx: Context) -> list[Context]:
+    def _contexts(self, ctx: Context) -> Callable[[int], Context]:
         if ctx.rows is None:
             return super()._contexts(ctx)
         if self._last_contexts[0] is not ctx:  # the same nodes of each, at the same times
             rows, counts = (x.view(len(self.members), -1)[0] for x in (ctx.rows, ctx.node_steps))
-            self._last_contexts = (ctx, [member.context(ctx, counts, None, rows) for member in self.members])
+            self._last_contexts = (ctx, cache(lambda c: self.members[c].context(ctx, counts, None, rows)))
         return self._last_contexts[1]
 
     def _selected(self, state: State, kept: Callable[[State], State], chosen: Sequence[int]) -> State:

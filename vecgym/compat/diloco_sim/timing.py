@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from vecgym.core.errors import warn
@@ -32,7 +31,7 @@ class BeforeSteps(CommunicationModule):
         state = self.module.init(params, ctx)
         if not isinstance(self.module, SparseCommunicator):
             return state  # the outer step needs a local one before it
-        return self.module.exchange_parameters(params, state, replace(ctx, step=-1))[1]
+        return self.module.exchange_parameters(params, state, ctx.replace(step=-1))[1]
 
     def exchange_parameters(self, params: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
         if ctx.step + 1 == ctx.max_steps:
