@@ -10,7 +10,8 @@ A block of H = 20 steps is timed until the GPU has done it. Arithmetic: the matr
 pass, K times that of one node, as torch counts it; the GPU's rate is that of a product of two large matrices, measured
 in the same precision. gpt2 computes in bfloat16, under autocast; the others in float32.
 
-There are no CUDA graphs yet. Without a GPU it says so, and ends; `--device cpu --quick` tells whether it works at all.
+The compiled gradients are launched as a CUDA graph. Without a GPU it says so, and ends; `--device cpu --quick` tells
+whether it works at all.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from torch import nn
 from tests.fitting import dataset, fit
 from tests.models import MODELS, NO_VMAP, make_model
 from vecgym import Trainer, VecgymWarning, sweep
+from vecgym.core import tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, compiled
 from vecgym.engine.backend import Local
 from vecgym.engine.compiled import Compiled
+from vecgym.engine.stateless import StatelessModel
 from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
@@ -197,3 +200,54 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.Monkey
 def test_what_cannot_be_combined(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="compile=True"):
         Engine(make_model("MLP"), compile=True, **settings)
+
+
+class Graph:
+    """What a CUDA graph does, on a CPU: after the first call it computes with the memory of that call.
+
+    Args:
+        stale: what is given later is not copied there, as if it had been recorded wrongly.
+    """
+
+    def __init__(self, fn: Callable[..., Any], stale: bool = False, **settings: Any) -> None:
+        self.fn, self.stale, self.settings = fn, stale, settings
+        self.given: Any = None
+
+    def __call__(self, *given: Any) -> Any:
+        if self.given is None or not self.stale:
+            self.given = tree.map_leaves(torch.clone, given)
+        return self.fn(*self.given)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_recording_that_computes_with_what_it_was_first_given_is_refused(
+    stale: bool, mean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(Graph, stale=stale))
+    engine = Engine(make_model("MLP", dtype=torch.float64), compile=True)
+    batch = Batches(dataset("MLP", 40, dtype=torch.float64), K, 4).batch(0)
+    if not stale:
+        assert engine.prepare(batch, mean=mean).engine == "compiled"
+        return
+    with pytest.warns(VecgymWarning, match="uncompiled: compiled, the loss is off by"):
+        assert engine.prepare(batch, mean=mean).engine == "vmap"
+
+
+@pytest.mark.parametrize(("device", "mode"), [("cpu", None), ("cuda", "reduce-overhead")])
+def test_where_gradients_are_recorded_as_a_graph(
+    device: str, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step begins before each call, so that the results of the last one may be written over."""
+    calls = []
+    monkeypatch.setattr(torch, "compile", Graph)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("begun"))
+    monkeypatch.setattr(StatelessModel, "device", property(lambda _: torch.device(device)))
+    model = StatelessModel(make_model("MLP"))
+    backend = Compiled(model)
+    assert {graph.settings["mode"] for graph in (backend._each, backend._of_mean)} == {mode}  # type: ignore[attr-defined]
+    monkeypatch.setattr(StatelessModel, "device", property(lambda _: torch.device("cpu")))
+    batch = Batches(dataset("MLP", 40), K, 4).batch(0)
+    for _ in range(2):
+        backend.gradients(compiled._part(model, batch, mean=False), dict)
+    assert calls == ["begun"] * (2 if device == "cuda" else 0)

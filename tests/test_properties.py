@@ -761,6 +761,32 @@ def test_the_compiled_engine_agrees(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert_close(found.state, expected.state, 1e-10, "state")
 
 
+class Overwriting:
+    """Computes into the same memory at every call, as a CUDA graph does."""
+
+    def __init__(self, fn: Callable[..., Any], **settings: Any) -> None:
+        self.fn = fn
+        self.memory: dict[Any, Any] = {}
+
+    def __call__(self, *given: Any) -> Any:
+        result = self.fn(*given)
+        kept = self.memory.setdefault(str([x.shape for x in tree.leaves(result)]), tree.map_leaves(torch.clone, result))
+        tree.map_leaves(torch.Tensor.copy_, kept, result)
+        return kept
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_kept_of_memory_that_the_next_gradients_are_written_to(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the compiled gradients are those of a graph, whose results are always in the same place."""
+    monkeypatch.setattr(torch, "compile", Overwriting)
+    start, batches = setup("MLP", steps=H + 2)
+    expected, found = (run(start, make(name), batches, engine="vmap", compile=compile) for compile in (False, True))
+    assert_close(found.losses, expected.losses, 1e-10, "losses")
+    assert_close(found.state, expected.state, 1e-10, "state")
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", ["fedavg-participation", "diloco"])
 def test_every_model_trains_with_the_chosen_engine(name: str, model: str) -> None:

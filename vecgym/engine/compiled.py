@@ -36,13 +36,17 @@ LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 wher
 class Compiled(Vmap):
     """All nodes at once, as one compiled function; evaluation and derivatives of gradients as `vmap` does them.
 
-    A batch of another size, or another number of nodes, is compiled anew when it first comes.
+    A batch of another size, or another number of nodes, is compiled anew when it first comes. On CUDA the kernels of a
+    pass are recorded as a CUDA graph, which launches them in one call, and whose next call writes over its results:
+    they must not be kept. (torch says so if they are.) A model that changes its buffers is not recorded.
     """
 
     def __init__(self, model: StatelessModel) -> None:
         super().__init__(model)
-        self._each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False)
-        self._of_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False)
+        self.recorded = model.device.type == "cuda"
+        mode = "reduce-overhead" if self.recorded else None
+        self._each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False, mode=mode)
+        self._of_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False, mode=mode)
 
     def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
         # Contiguous also where it is stored once: strides of 0 would be another function to compile.
@@ -61,9 +65,11 @@ class Compiled(Vmap):
             self.model.seeded(part.keys.of(0)), self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
             _eager_random_numbers(),
         ):  # fmt: skip
+            if self.recorded:
+                torch.compiler.cudagraph_mark_step_begin()  # what the last call has returned is not needed any more
             grads, losses, after = compiled(params, changed, {**self.model.frozen, **shared}, part.batch)
         settle(changed, after)
-        return grads, losses
+        return grads, losses.clone()  # they are read some steps later
 
     def _gradients_of_each(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
         of_one = grad_and_value(self.model.traceable_loss, has_aux=True)
@@ -112,6 +118,11 @@ def tried(compiled: Compiled, model: StatelessModel, batch: Any, mean: bool, aut
     plain_s, compiled_s = (
         min(_timed(backend, _part(model, batch, mean), mean)[1] for _ in range(3)) for backend in (reference, compiled)
     )
+    # The last calls have launched a recording, on CUDA: with other batches it must compute what belongs to them.
+    turned = tree.map_leaves(lambda x: x.flip(0, *([1] if x.dim() > 1 else [])), batch)
+    expected, found = (_timed(each, _part(model, turned, mean), mean)[0] for each in (reference, compiled))
+    if wrong := _difference(expected, found, autocast):
+        return Trial(wrong, "")
     steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
     earned = "no faster here" if steps is None else f"earned after {steps} steps"
     return Trial("", f"compiled in {compile_s:.1f} s, {earned}")

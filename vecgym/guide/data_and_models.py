@@ -75,7 +75,8 @@ gradients, and embeddings with `max_norm` or `scale_grad_by_freq`. Hooks on `p.g
 `history.settings["engine_reason"]` says how long it took, and after how many steps that is earned. The compiled
 gradients of the first batch are compared with those of `vmap`. A model that cannot be traced whole, or whose compiled
 gradients differ by more than rounding, runs uncompiled, with a warning that says why. `vecgym run` takes it as
-`--set compile=True`. The optimizer's step is not compiled: for the models in `benchmarks/` that gained nothing.
+`--set compile=True`. The optimizer's step is not compiled: for the models in `benchmarks/` that gained nothing. On CUDA the
+compiled gradients are recorded as a CUDA graph, which one call launches, unless the model changes its buffers.
 
 Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
 They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over

@@ -30,6 +30,9 @@ On CUDA the allocator's peak is measured. On CPU and MPS it is the estimate; `hi
 To the estimate a quarter is added, and on a CPU half a gigabyte: Python and torch take 300 MB, and glibc keeps freed
 memory.
 
+Of activations only those of one chunk are alive at a time. A model that computes parts of itself again in the backward
+pass (`torch.utils.checkpoint`) runs node after node, so that they are those of one node's checkpointed pass.
+
 ## How good the estimate is
 
 It counts tensors: one node, or two and three, take a forward and backward pass, and a cut-down model takes the
