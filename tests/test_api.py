@@ -277,3 +277,18 @@ def test_the_classes_and_functions_in_readme_and_guide_exist() -> None:
     public = {name for module in MODULES for name in public_names(module_of(module))}
     assert len(mentioned) >= 8
     assert sorted(mentioned - public - set(dir(builtins))) == []
+
+
+def test_a_fit_imports_neither_torchs_compiler_nor_what_it_needs() -> None:
+    """They take seconds."""
+    code = """if True:
+        import sys, torch
+        from vecgym import Trainer
+        from vecgym.models import Line
+        from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
+        assert "torch._dynamo" not in sys.modules, "imported by torch itself"
+        for strategy in (AllReduceStrategy("adamw", lr=0.1), DiLoCoStrategy("sgd", H=2, lr=0.1)):
+            Trainer(Line(), torch.ones(64), torch.ones(8)).fit(strategy, 2, max_steps=4, device="cpu", progress=False)
+        assert not {"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

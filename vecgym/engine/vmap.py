@@ -31,8 +31,8 @@ class Vmap:
         leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
         with self.model.seeded(part.keys.of(0)):
             losses = self._losses(leaves, {}, part, thread)
-            ones = torch.ones_like(losses)
-            grads = torch.autograd.grad(losses, list(leaves.values()), ones, materialize_grads=True)
+            # Of the sum, so that torch makes the ones: for those that are given it imports sympy, half a second.
+            grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
         return Local(dict(zip(leaves, grads)), losses.detach(), part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
@@ -40,8 +40,7 @@ class Vmap:
         leaves = {name: self.model.leaf(name, p[0]) for name, p in part.params.items()}
         with self.model.seeded(part.keys.of(0)):
             losses = self._losses({}, leaves, part, thread=0)
-            share = losses.new_full(losses.shape, 1 / num_nodes)
-            grads = torch.autograd.grad(losses, list(leaves.values()), share, materialize_grads=True)
+            grads = torch.autograd.grad(losses.sum() / num_nodes, list(leaves.values()), materialize_grads=True)
         yield dict(zip(leaves, grads)), losses.detach()
 
     def _losses(self, leaves: Tree, shared_leaves: Tree, part: Part, thread: int) -> Tensor:

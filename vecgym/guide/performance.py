@@ -44,7 +44,7 @@ K=64). With a tenth absent a step takes as long as with a tenth of the nodes les
 ## A whole run
 
 `Trainer.fit` takes 2 to 14 % longer than its bare steps. A whole process, from `python` to the end of 420 steps of the MLP on
-16 nodes, took 8 s on the Xeon, of which importing torch took 2.4.
+16 nodes, takes 7.5 s, of which importing torch takes 2.0 and vecgym 0.7.
 
 ## Thousands of nodes
 

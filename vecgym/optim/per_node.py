@@ -5,6 +5,7 @@ For rules that look at a whole tensor (its norm, its rank) and so are not elemen
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,11 @@ from vecgym.optim.elementwise import check_names, count_nodes
 from vecgym.optim.formulas import stacked_names
 from vecgym.optim.interface import OptState, Spec
 
-_OF_TORCH = vars(torch.optim.SGD([torch.zeros(1)])).keys()  # the attributes that every optimizer has
+
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    """Return the attributes that every optimizer has; the first one that is made imports torch._dynamo, for seconds."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 class PerNodeRule:
@@ -133,7 +138,7 @@ class _Node:
         self._shapes = _shapes(params)
         self._changing = [*self.places().values(), self.optimizer.defaults]
         self._new = [dict(there) for there in self._changing]
-        own, groups = {key: x for key, x in vars(self.optimizer).items() if key not in _OF_TORCH}, self._new[1:]
+        own, groups = {key: x for key, x in vars(self.optimizer).items() if key not in _of_torch()}, self._new[1:]
         held = [*own.values(), *(x for group in groups for key, x in group.items() if key != "params")]
         # Whether a step can change nothing that `begin` could not set back.
         self.renewable = all(isinstance(x, (bool, int, float, str, tuple, NoneType)) for x in held)
