@@ -108,6 +108,27 @@ def test_batches_of_a_sweep_at_once(same: bool, monkeypatch: pytest.MonkeyPatch,
     np.testing.assert_allclose(at_once, swept(), rtol=1e-12)
 
 
+def test_batches_of_unlike_shapes_are_computed_by_themselves(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    """Texts that are padded to the longest of their batch: of 3, 3, 5, 5 and 5 tokens."""
+
+    class Texts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w - x).square().mean()
+
+    def padded(texts: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+    texts = [torch.full((3 + 2 * (i >= 8),), i, dtype=torch.float64) for i in range(20)]
+    monkeypatch.setattr(torch, "randperm", lambda n, generator: torch.arange(n))
+    same_at_once(
+        monkeypatch, calls, Texts(), "Alone", texts, data=texts, dataloader_kwargs={"collate_fn": padded}, shuffle=False
+    )
+
+
 class Summed(MLP):
     """Its loss is a sum: that of a larger batch would be larger."""
 

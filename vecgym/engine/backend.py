@@ -105,7 +105,7 @@ class Backend(Protocol):
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield what these nodes add to the gradient `[*]` of the mean of `num_nodes` losses, and their losses `[n]`.
 
-        In as many pieces as suit the backend. The parameters are `[1, *]`.
+        In as many pieces as suit the backend; the caller empties them. The parameters are `[1, *]`.
         """
 
     def pure(self, part: Part) -> Local:

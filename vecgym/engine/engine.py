@@ -261,7 +261,7 @@ class Engine:
         for a, b in self.plan.chunks(part.size, 1):
             with self.plan.layout():
                 for grads, losses in self._backend.mean_gradients(part.nodes(a, b), part.size):
-                    total = grads if total is None else tree.map(torch.add, total, grads)
+                    total = grads if total is None else {n: total.pop(n) + grads.pop(n) for n in list(total)}
                     pieces.append(losses)
         assert total is not None
         return Local(tree.map(lambda g: g[None], total), torch.cat(pieces), part.buffers)

@@ -35,7 +35,8 @@ class Loop:
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         for i in range(part.size):
             loss, gradient = self._one(part, i, thread=0)
-            yield tree.map(lambda g: g / num_nodes, gradient), loss[None]
+            # One tensor after the other is freed, here and by the engine: all of them are as large as the model.
+            yield {name: gradient.pop(name) / num_nodes for name in list(gradient)}, loss[None]
 
     def _one(self, part: Part, i: int, thread: int) -> tuple[Tensor, Tree]:
         """Compute the loss and gradient of one node; its row of the buffers is overwritten."""

@@ -41,35 +41,39 @@ strategy's steps, while every tensor that is made or freed is counted. From thes
 Measured is the peak of resident memory over that of a process in which two nodes had taken these steps and the data
 were there, plus the batch. *In use*: glibc gives freed memory back at once, so this is what tensors and operations
 take. *Resident*: glibc as it is, which keeps freed pieces of up to 32 MB, with gaps between them. One thread, AMD EPYC,
-2 cores, torch 2.13, a process for each figure (`python benchmarks/memory.py`):
+2 cores, torch 2.13, a process for each figure; the last three rows are whole fits (`python benchmarks/memory.py`):
 
 | run | K | chunk | estimated MB | in use | ratio | resident | ratio |
 |---|--:|--:|--:|--:|--:|--:|--:|
-| tiny, allreduce | 5000 | - | 18.3 | 19.1 | 0.96 | 30.7 | 0.60 |
-| tiny, diloco | 5000 | - | 84.4 | 85.6 | 0.99 | 92.0 | 0.92 |
-| tiny, demo | 5000 | - | 46.5 | 47.8 | 0.97 | 65.6 | 0.71 |
-| mlp, allreduce | 64 | - | 10.8 | 12.3 | 0.88 | 15.0 | 0.72 |
-| mlp, diloco | 64 | - | 190.1 | 190.2 | 1.00 | 194.7 | 0.98 |
-| mlp, demo | 64 | - | 68.0 | 68.0 | 1.00 | 86.7 | 0.78 |
-| mlp, allreduce | 64 | 8 | 8.6 | 9.5 | 0.91 | 10.9 | 0.79 |
-| mlp, diloco | 64 | 8 | 190.1 | 190.3 | 1.00 | 193.1 | 0.98 |
-| mlp, demo | 64 | 8 | 67.7 | 67.7 | 1.00 | 99.6 | 0.68 |
-| cnn, allreduce | 16 | - | 86.8 | 89.0 | 0.98 | 126.1 | 0.69 |
-| cnn, diloco | 16 | - | 148.1 | 148.6 | 1.00 | 222.0 | 0.67 |
-| cnn, demo | 16 | - | 134.1 | 134.8 | 0.99 | 216.5 | 0.62 |
-| cnn, allreduce | 64 | 2 | 19.0 | 23.1 | 0.82 | 44.8 | 0.42 |
-| cnn, diloco | 64 | 2 | 195.4 | 195.6 | 1.00 | 205.7 | 0.95 |
-| cnn, demo | 64 | 2 | 76.7 | 77.9 | 0.98 | 96.2 | 0.80 |
-| gpt, allreduce | 16 | - | 79.7 | 80.0 | 1.00 | 115.2 | 0.69 |
-| gpt, diloco | 16 | - | 110.3 | 111.2 | 0.99 | 160.0 | 0.69 |
-| gpt, demo | 16 | - | 96.2 | 96.6 | 1.00 | 142.3 | 0.68 |
-| gpt, allreduce | 64 | 4 | 21.8 | 23.1 | 0.94 | 40.5 | 0.54 |
-| gpt, diloco | 64 | 4 | 147.9 | 148.4 | 1.00 | 171.3 | 0.86 |
-| gpt, demo | 64 | 4 | 77.9 | 80.3 | 0.97 | 100.2 | 0.78 |
-| gpt256, allreduce | 4 | - | 88.6 | 114.8 | 0.77 | 132.1 | 0.67 |
-| gpt256, diloco | 4 | - | 328.2 | 328.8 | 1.00 | 382.3 | 0.86 |
+| tiny, allreduce | 5000 | - | 18.3 | 19.0 | 0.96 | 25.1 | 0.73 |
+| tiny, diloco | 5000 | - | 84.4 | 85.3 | 0.99 | 104.7 | 0.81 |
+| tiny, demo | 5000 | - | 35.0 | 36.1 | 0.97 | 61.4 | 0.57 |
+| mlp, allreduce | 64 | - | 10.8 | 11.9 | 0.91 | 14.4 | 0.75 |
+| mlp, diloco | 64 | - | 190.1 | 190.0 | 1.00 | 220.4 | 0.86 |
+| mlp, demo | 64 | - | 67.7 | 67.5 | 1.00 | 99.6 | 0.68 |
+| mlp, allreduce | 64 | 8 | 8.6 | 9.3 | 0.93 | 11.0 | 0.78 |
+| mlp, diloco | 64 | 8 | 190.1 | 190.2 | 1.00 | 192.7 | 0.99 |
+| mlp, demo | 64 | 8 | 67.7 | 67.5 | 1.00 | 87.9 | 0.77 |
+| cnn, allreduce | 16 | - | 86.8 | 88.8 | 0.98 | 160.6 | 0.54 |
+| cnn, diloco | 16 | - | 50.4 | 50.5 | 1.00 | 61.6 | 0.82 |
+| cnn, demo | 16 | - | 24.0 | 24.0 | 1.00 | 36.9 | 0.65 |
+| cnn, allreduce | 64 | 2 | 19.0 | 23.0 | 0.83 | 46.6 | 0.41 |
+| cnn, diloco | 64 | 2 | 195.4 | 195.5 | 1.00 | 206.1 | 0.95 |
+| cnn, demo | 64 | 2 | 69.7 | 70.0 | 1.00 | 118.8 | 0.59 |
+| gpt, allreduce | 16 | - | 79.7 | 79.8 | 1.00 | 118.1 | 0.67 |
+| gpt, diloco | 16 | - | 110.3 | 111.1 | 0.99 | 149.3 | 0.74 |
+| gpt, demo | 16 | - | 96.2 | 96.4 | 1.00 | 144.2 | 0.67 |
+| gpt, allreduce | 64 | 4 | 21.8 | 22.9 | 0.95 | 36.1 | 0.61 |
+| gpt, diloco | 64 | 4 | 147.9 | 148.2 | 1.00 | 179.7 | 0.82 |
+| gpt, demo | 64 | 4 | 77.9 | 80.8 | 0.96 | 101.0 | 0.77 |
+| gpt256, allreduce | 4 | - | 88.6 | 109.0 | 0.81 | 125.6 | 0.71 |
+| gpt256, diloco | 4 | - | 328.2 | 328.5 | 1.00 | 377.2 | 0.87 |
+| gpt256, demo | 4 | - | 153.5 | 166.5 | 0.92 | 187.2 | 0.82 |
+| mlp, diloco, fit | 64 | - | 190.1 | 189.8 | 1.00 | 201.7 | 0.94 |
+| cnn, diloco, fit | 16 | - | 50.4 | 50.1 | 1.01 | 64.7 | 0.78 |
+| gpt, diloco, fit | 16 | - | 110.3 | 111.5 | 0.99 | 156.0 | 0.71 |
 
-So the estimate is 0.77 to 1.00 of what is in use, and 0.42 to 0.98 of what is resident. What glibc keeps was 260 MB at
+So the estimate is 0.81 to 1.01 of what is in use, and 0.41 to 0.99 of what is resident. What glibc keeps was 260 MB at
 most in all that was measured: 2000 nodes of the MLP are estimated as 5.88 GB, and 5.89 GB were resident.
 
 One thing is not in the estimate: before a run, unless `engine="loop"`, two nodes are tried in one call on a whole batch.

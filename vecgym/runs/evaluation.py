@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -120,8 +119,12 @@ def _measured(
 
 
 def _at_once(batches: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Put batches of one size together, `most` of them at most."""
-    for _, alike in itertools.groupby(batches, key=itemgetter(3)):
+    """Put neighbouring batches of the same shapes together, `most` of them at most."""
+
+    def shapes(piece: Piece) -> list[Any]:
+        return [(x.shape, x.dtype) for x in tree.leaves(piece[0])]
+
+    for _, alike in itertools.groupby(batches, key=shapes):
         while found := list(itertools.islice(alike, most)):
             yield found
 
