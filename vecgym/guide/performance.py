@@ -21,9 +21,9 @@ of arithmetic at the rate of a large matrix product, and bytes at the bandwidth 
 | GPT, 2 layers, width 64, context 64, batch 8 | 16 | 168 | 113 | 1.5 x | 106 | 36.2 | 99.3 | 123 | 1.24 |
 | GPT, 4 layers, width 256, context 128, batch 4 | 4 | 528 | 435 | 1.2 x | 432 | 279 | 458 | 500 | 1.09 |
 
-Medians move by a tenth from run to run: others gave 81 and 95 x for the tiny MLP, 3.0 and 3.4 x for the MLP, 1.6 x for the
-CNN, and 1.4 and 1.7 x for the small GPT. The last row is an older measurement. A plain loop beside an idle vecgym engine
-takes 0.92 to 1.07 times as long as without.
+Medians move by a tenth and more from run to run: others gave 81 to 95 x for the tiny MLP, 2.8 to 3.4 x for the MLP, 1.6
+x for the CNN, and 1.4 to 1.7 x for the small GPT; AllReduce took 2.0, 1.2, 1.2 and 1.0 times as long as *big*. The last
+row is an older measurement. A plain loop beside an idle vecgym engine takes 0.92 to 1.07 times as long as without.
 
 An evaluation computes as many batches in one call as it takes to make the Python of a call small, at most 2 GFLOP and
 4 MB to a tensor; each batch still has a loss of its own, whatever a model's loss is. Models that draw random numbers, runs
@@ -66,8 +66,8 @@ distance of the nodes; beside it `estimate_memory`. A process for each row
 
 ![Left, processor time of a step against K for two models under DiLoCo and AllReduce; right, memory at the peak, measured and estimated, both linear in K from some ten nodes on](../../notebooks/figures/scaling.png)
 
-A sweep of 32 configurations on 8 nodes takes 2.2 s for the tiny MLP, against 23 s one after the other; for the MLP,
-10 s against 18 s (`python benchmarks/sweep.py`).
+A sweep of 32 configurations on 8 nodes takes 1.5 s for the tiny MLP, against 18 s one after the other; for the MLP,
+9 s against 16 s (`python benchmarks/sweep.py`).
 
 ## Against EXO Gym
 
@@ -105,6 +105,14 @@ The MLP's step on 16 nodes, in ms (`python benchmarks/backends.py`, `benchmarks/
 | AllReduce | 5.6 | 12 | 113 |
 
 Two forked processes start in 0.07 s, two new interpreters in 2.8 s.
+
+Under torchrun, 64 nodes of the MLP on W processes that share the two cores of an AMD EPYC, in ms (`python
+benchmarks/torchrun.py`):
+
+| | stacked | W = 1 | W = 2 | W = 4 |
+|---|--:|--:|--:|--:|
+| DiLoCo, H=20 | 20.6 | 21.5 | 20.9 | 23.2 |
+| AllReduce | 11.8 | 12.1 | 21.7 | 29.7 |
 
 ## On a busy machine
 
