@@ -983,3 +983,25 @@ def test_validation_is_cast_however_many_nodes_there_are(num_rows: int, engine: 
         params = {n: p.detach()[None].expand(num_rows, *p.shape) for n, p in local.params.items()}
         assert local.losses(params, {}, torch.ones(4, 16)).tolist() == [loss] * num_rows
         assert local.loss({n: p[0] for n, p in params.items()}, {}, torch.ones(4, 16)).item() == loss
+
+
+class Sum(nn.Module):
+    """Autograd gives a and b the same tensor as their gradients, and c a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.linspace(i, 1, n).double()) for i, n in enumerate((4, 4, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a + self.b + torch.cat([self.c, self.c.detach()])).square().sum() * x.mean()
+
+
+@pytest.mark.parametrize("strategy", [AllReduceStrategy, FedAvgStrategy])
+def test_gradients_that_are_one_tensor_are_clipped_once(strategy: Any) -> None:
+    batch, params = torch.rand(3, 2, 1).double(), {}
+    for engine in ("vmap", "loop"):
+        trainer = Trainer(Sum(), batch.flatten(0, 1))
+        trainer.fit(strategy("sgd", lr=0.1, max_norm=0.05), 3, max_steps=4, batch_size=2, engine=engine, device="cpu",
+                    progress=False)  # fmt: skip
+        params[engine] = trainer.nodes.params
+    torch.testing.assert_close(params["vmap"], params["loop"], rtol=0, atol=1e-14)

@@ -470,6 +470,16 @@ class Halves(CommunicationModule):
         return tree.map(lambda p, m: (p + m) / 2, params, ctx.comm.mean(params)), state
 
 
+def with_own_rate(lr: float) -> Strategy:
+    strategy = outer(lr)
+    strategy.lr = lambda ctx: lr / (1 + ctx.step)  # type: ignore[method-assign]
+    return strategy
+
+
+def test_a_learning_rate_of_a_strategys_own() -> None:
+    check_all(run_sweep(with_own_rate, {"lr": [1e-2, 1e-3]}))
+
+
 def test_a_users_own_strategies() -> None:
     check_all(run_sweep(lambda lr: PerRank("sgd", lr=lr), {"lr": [0.1, 0.02], "seed": [0, 1]}))
     check_all(run_sweep(lambda H, lr: composed(Halves(H), lr=lr), {"H": [1, 2, 3], "lr": [0.1, 0.02]}))

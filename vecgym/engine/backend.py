@@ -142,6 +142,17 @@ def unstacked(batch: Any, dim: int = 0) -> list[Any]:
     return [tree.map_leaves(lambda x: x.select(dim, i), batch) for i in range(count)]  # noqa: B023
 
 
+def apart(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Clone gradients that share memory, as those of a and b in f(a + b) do: later each is changed in place."""
+    seen: set[int] = set()
+    found = []
+    for g in grads:
+        memory = g.untyped_storage().data_ptr()
+        found.append(g.clone() if memory in seen else g)
+        seen.add(memory)
+    return found
+
+
 def settle(buffers: Tree, after: Tree) -> None:
     """Write the buffers after a pass into their storage, where the model has not changed them in place."""
     for name, new in after.items():

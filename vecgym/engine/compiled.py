@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Keys, Local, Part, settle
+from vecgym.engine.backend import Keys, Local, Part, apart, settle
 from vecgym.engine.contract import cause
 from vecgym.engine.minibatches import sizes_of
 from vecgym.engine.stateless import StatelessModel
@@ -69,7 +69,7 @@ class Compiled(Vmap):
                 torch.compiler.cudagraph_mark_step_begin()  # what the last call has returned is not needed any more
             grads, losses, after = compiled(params, changed, {**self.model.frozen, **shared}, part.batch)
         settle(changed, after)
-        return grads, losses.clone()  # they are read some steps later
+        return dict(zip(grads, apart(list(grads.values())))), losses.clone()  # losses are read some steps later
 
     def _gradients_of_each(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tree, Tensor, Tree]:
         of_one = grad_and_value(self.model.traceable_loss, has_aux=True)

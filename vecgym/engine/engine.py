@@ -377,6 +377,7 @@ class Engine:
         try:
             return self._measured(params, buffers, batch, own_batches, several)
         except Exception:  # what cannot be done at once may be possible in turn, or else says there what is wrong
+            self.facts = self.facts and replace(self.facts, at_once=False)
             batches = unstacked(batch, dim=int(own_batches))
             return stacked([self._measured(params, buffers, each, own_batches) for each in batches], dim=1)
 

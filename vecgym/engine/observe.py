@@ -39,6 +39,7 @@ class ModelFacts:
     convolution_flop: int = 0  # the part of it in convolutions of images
     largest_bytes: int = 0  # of one node's tensors: parameters, and what its operations give
     output_bytes: int = 0  # the largest of those that its operations give
+    at_once: bool = True  # whether several batches can be evaluated in one call; known when it was tried
     vmap_error: Exception | None = None
     vmap_slow: tuple[str, ...] = ()  # operations that vmap runs node by node, serially
 

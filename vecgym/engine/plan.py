@@ -134,7 +134,7 @@ def batches_at_once(plan: Plan, facts: ModelFacts | None, num_nodes: int, device
     >>> batches_at_once(Plan("loop"), facts, 1, torch.device("cpu"))
     1
     """
-    if facts is None or facts.random or plan.engine == "loop" or plan.chunk_size == 1:
+    if facts is None or facts.random or not facts.at_once or plan.engine == "loop" or plan.chunk_size == 1:
         return 1
     most_flop, most_bytes = MAX_EVALUATION["cpu" if device.type == "cpu" else "other"]
     flop, largest = max(1, facts.flop / 3 * num_nodes), max(1, facts.output_bytes * num_nodes)  # of a forward pass

@@ -190,7 +190,7 @@ class StatelessModel:
     def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
         """Copy what a forward pass in eval mode may change."""
         params = clones(params) if self._writes_params else params
-        return params, {name: b.clone() if self.changes(name) else b for name, b in buffers.items()}
+        return params, clones(buffers)
 
     # --------------------------------------------------------------------------------------------- around a call
 

@@ -14,7 +14,7 @@ from torch.func import grad_and_value
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, Part, settle
+from vecgym.engine.backend import Local, Part, apart, settle
 from vecgym.engine.batching_rules import Folding, TwiceDifferentiable
 from vecgym.engine.stateless import StatelessModel, plain_attention
 
@@ -33,7 +33,7 @@ class Vmap:
             losses = self._losses(leaves, {}, part, thread)
             # Of the sum, so that torch makes the ones: for those that are given it imports sympy, half a second.
             grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
-        return Local(dict(zip(leaves, grads)), losses.detach(), part.buffers)
+        return Local(dict(zip(leaves, apart(grads))), losses.detach(), part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield one piece, of parameters stored once: the cost of one model on all batches."""
@@ -41,7 +41,7 @@ class Vmap:
         with self.model.seeded(part.keys.of(0)):
             losses = self._losses({}, leaves, part, thread=0)
             grads = torch.autograd.grad(losses.sum() / num_nodes, list(leaves.values()), materialize_grads=True)
-        yield dict(zip(leaves, grads)), losses.detach()
+        yield dict(zip(leaves, apart(grads))), losses.detach()
 
     def _losses(self, leaves: Tree, shared_leaves: Tree, part: Part, thread: int) -> Tensor:
         """Return losses `[n]`, differentiable in `leaves` `[n, *]` and `shared_leaves` `[*]`; write the buffers."""

@@ -84,6 +84,8 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     return _evaluations(fetched(measured), sizes, sets, comm, engine)
 
 
+MAX_JOINED_BYTES = 2**25  # of batches that are evaluated in one call
+
 Piece = tuple[Any, Any, bool, int]  # see `_batches`
 Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of the averaged models, and of the nodes
 
@@ -119,14 +121,17 @@ def _measured(
 
 
 def _at_once(batches: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Put neighbouring batches of the same shapes together, `most` of them at most."""
+    """Put neighbouring batches of the same form together, `most` of them at most and no more than are small."""
 
-    def shapes(piece: Piece) -> list[Any]:
-        return [(x.shape, x.dtype) for x in tree.leaves(piece[0])]
+    def form(piece: Piece) -> list[Any]:
+        leaves = tree.flatten(piece[0])
+        return [(path, x.shape, x.dtype) if isinstance(x, Tensor) else (path, x) for path, x in leaves]
 
-    for _, alike in itertools.groupby(batches, key=shapes):
-        while found := list(itertools.islice(alike, most)):
-            yield found
+    for _, group in itertools.groupby(batches, key=form):
+        alike = iter(group)
+        for first in alike:
+            small = MAX_JOINED_BYTES // max(1, *(tree.num_bytes(values) for values in first[:2]))
+            yield [first, *itertools.islice(alike, max(0, min(most, small) - 1))]
 
 
 def _joined(batches: Sequence[Piece]) -> tuple[Any, Any, bool]:

@@ -163,7 +163,8 @@ class Optimizer(Part):
 
 def _steady_rate(strategy: Strategy) -> float | None:
     scheduled = strategy.lr_scheduler is not None or strategy.warmup_steps or strategy.cosine_anneal
-    lr = None if scheduled or _is_overridden(strategy, "lr") else strategy.inner_optim.hyper.get("lr")
+    own = "lr" in vars(strategy) or _is_overridden(strategy, "lr")
+    lr = None if scheduled or own else strategy.inner_optim.hyper.get("lr")
     return float(lr) if isinstance(lr, (int, float)) else None
 
 
