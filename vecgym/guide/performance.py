@@ -25,9 +25,9 @@ Medians move by a tenth and more from run to run: others gave 81 to 95 x for the
 x for the CNN, and 1.4 to 1.7 x for the small GPT; AllReduce took 2.0, 1.2, 1.2 and 1.0 times as long as *big*. The last
 row is an older measurement. A plain loop beside an idle vecgym engine takes 0.92 to 1.07 times as long as without.
 
-An evaluation computes as many batches in one call as it takes to make the Python of a call small, at most 2 GFLOP and
-4 MB to a tensor; each batch still has a loss of its own, whatever a model's loss is. Models that draw random numbers, runs
-with `exact=True` and the loop take them in turn.
+An evaluation computes as many batches in one call as it takes to make the Python of a call small, at most 2 GFLOP, 4 MB
+to a tensor, and 32 MB of batches; each batch still has a loss of its own, whatever a model's loss is. Models that draw
+random numbers, runs with `exact=True` and the loop take them in turn.
 
 Where it is not fast: about a millisecond of a step is spent in Python, so AllReduce takes 1.5 times as long as *big* on the
 tiny MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model. Convolutions run node after node, with
@@ -44,7 +44,7 @@ K=64). With a tenth absent a step takes as long as with a tenth of the nodes les
 ## A whole run
 
 `Trainer.fit` takes 2 to 14 % longer than its bare steps. A whole process, from `python` to the end of 420 steps of the MLP on
-16 nodes, takes 7.5 s, of which importing torch takes 2.0 and vecgym 0.7.
+16 nodes, takes 7.5 s on the AMD EPYC, of which importing torch takes 2.0 and vecgym 0.7.
 
 ## Thousands of nodes
 
