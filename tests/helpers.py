@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import _CheckpointFrame
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.base import T
@@ -19,7 +20,10 @@ from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.strategy import Strategy
 
-NEEDS_LOOP = ("Checkpointed", "DataDependent", "LSTM")  # the models that vmap cannot run
+# Activation checkpointing under vmap needs a torch whose checkpoint() keeps its arguments without an autograd.Function.
+STACKS_CHECKPOINTS = hasattr(_CheckpointFrame, "save_inputs")
+# The models that vmap cannot run.
+NEEDS_LOOP = (*(() if STACKS_CHECKPOINTS else ("Checkpointed",)), "DataDependent", "LSTM")
 
 
 # --------------------------------------------------------------------------------------------- batches

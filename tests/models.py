@@ -171,7 +171,7 @@ class Dropout(nn.Module):
 
 
 class Checkpointed(MLP):
-    """An MLP that recomputes its activations in the backward pass: vmap cannot run it."""
+    """An MLP that recomputes its activations in the backward pass: torch.func.vmap cannot run it."""
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch

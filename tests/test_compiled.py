@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.fitting import dataset, fit
+from tests.helpers import NEEDS_LOOP
 from tests.models import MODELS, NO_VMAP, make_model
 from vecgym import Trainer, VecgymWarning, sweep
 from vecgym.core import tree
@@ -161,7 +162,7 @@ def test_a_model_that_cannot_be_compiled_runs_and_says_why() -> None:
     assert computed(engine, batch).losses.shape == (K,)
 
 
-@pytest.mark.parametrize("name", NO_VMAP[:1])
+@pytest.mark.parametrize("name", NEEDS_LOOP[:1])
 def test_a_model_that_vmap_cannot_run_is_not_compiled(name: str) -> None:
     engine = Engine(make_model(name), compile=True)
     with pytest.warns(VecgymWarning, match=r"(?s)vmap cannot run"):

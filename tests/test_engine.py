@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.fitting import STRATEGIES, alone, dataset, fit, params, same, same_run
-from tests.models import MODELS, NO_VMAP, RANDOM, make_model
+from tests.helpers import NEEDS_LOOP
+from tests.models import MODELS, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
 from vecgym.engine import Engine, EngineName, Local, ModelFacts, Plan, choose_plan, plan, remembered
@@ -30,7 +31,7 @@ from vecgym.engine.loop import Loop
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
 ENGINES = ["vmap", "loop", "auto", "fastest"]
-FALL_BACK = [*NO_VMAP, "LSTM"]
+FALL_BACK = NEEDS_LOOP
 EXACT = [name for name in MODELS if name not in FALL_BACK and name not in RANDOM]
 
 
@@ -209,7 +210,7 @@ def test_threads_for_a_model_that_draws_random_numbers() -> None:
 
 
 CAUSES = {
-    "Checkpointed": r"checkpoint\(",  # the line of the model
+    "Checkpointed": r"checkpoint\(",  # the line of the model; older torch
     "DataDependent": r"\.item\(\)",
     "LSTM": r"lstm",
 }

@@ -56,6 +56,7 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
     with seeded(0, model.device), Observer() as observer, first_call(model.model, batch):
         facts = _facts(model, params, batch)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
+    model.recomputes = observer.recomputes
     # A backward pass costs about two forward passes.
     facts = replace(
         facts, hooked=bool(hooked), flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop,
@@ -118,6 +119,7 @@ class Observer(TorchFunctionMode):
         flop: floating-point operations of the calls seen.
         convolution_flop: the part of it in convolutions of images.
         largest_bytes: of the tensors that the calls gave.
+        recomputes: whether functions were called in the backward pass.
         unsafe: what vmap would do wrong without a word; empty if nothing.
     """
 
@@ -125,10 +127,14 @@ class Observer(TorchFunctionMode):
         super().__init__()
         self.flop = self.convolution_flop = 0
         self.largest_bytes = 0
+        self.recomputes = False
         self.unsafe = ""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:
+            self.recomputes = True
+            return out
         if isinstance(out, Tensor):
             self.largest_bytes = max(self.largest_bytes, out.numel() * out.element_size())
         if func is F.scaled_dot_product_attention:

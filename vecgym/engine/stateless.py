@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from vecgym.core import tree
 from vecgym.core.tree import Tree
@@ -39,20 +40,16 @@ class Skeleton:
                         self._places[names[id(x)]].append((holder, key))
         self._buffers = [name for name, _ in model.named_buffers()]
 
-    def call(self, tensors: Tree, batch: Any, wrt: Tree) -> tuple[Tensor, Tree, tuple[Tensor | None, ...]]:
-        """Return the loss, the buffers after it, and its gradient with respect to each of `wrt`; None: unused."""
+    def call(self, tensors: Tree, batch: Any, backward: Callable[[Tensor], Any] | None) -> tuple[Tensor, Tree, Any]:
+        """Return the loss, the buffers after it, and what `backward(loss)` returns.
+
+        Activation checkpointing runs the model again in the backward pass, which must find these tensors.
+        """
         with self._holding(tensors):
             loss = self.model(batch)
-            # Activation checkpointing runs the model again in the backward pass, which must find these tensors.
-            grads = self._gradient_of(loss, wrt) if wrt else ()
+            found = backward(loss) if backward else None
             places = {name: self._places[name][0] for name in self._buffers}
-            return loss, {name: holder[key] for name, (holder, key) in places.items()}, grads
-
-    def _gradient_of(self, loss: Any, wrt: Tree) -> tuple[Tensor | None, ...]:
-        check_loss(loss, self.model)
-        grads = torch.autograd.grad(loss, list(wrt.values()), allow_unused=True)
-        # An embedding may give a sparse one, which has no place in stacked storage.
-        return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
+            return loss, {name: holder[key] for name, (holder, key) in places.items()}, found
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
         """Return the validation metrics: the loss, or all that the model's own `val_metrics` returns."""
@@ -85,6 +82,8 @@ class StatelessModel:
         frozen: parameters that are not: those without `requires_grad`, and those that get no gradient.
         buffers: before training.
         random: whether it draws random numbers in training; True until that is known.
+        recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
+            everything as it was in the forward pass.
 
     >>> model = StatelessModel(nn.Linear(2, 1).requires_grad_(True))
     >>> list(model.params), model.device, model.changes("bias")
@@ -97,6 +96,7 @@ class StatelessModel:
         self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self.buffers = {name: b.detach() for name, b in model.named_buffers()}
         self.random = True
+        self.recomputes = False
         self._autocast = autocast
         self._mutated: Collection[str] | None = None
         self._hooks = hooks.of_parameters(model)
@@ -138,10 +138,18 @@ class StatelessModel:
         shared = {name: b[0] for name, b in buffers.items() if not self.changes(name)}
         return {name: b for name, b in buffers.items() if name not in shared}, shared
 
-    def loss(self, params: Tree, changed: Tree, shared: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree]:
-        """Compute the loss in training mode, and the buffers `changed` after it; `shared` are all other tensors."""
+    def loss(
+        self, params: Tree, changed: Tree, shared: Tree, batch: Any, thread: int = 0,
+        backward: Callable[[Tensor], Any] | None = None,
+    ) -> tuple[Tensor, Tree]:  # fmt: skip
+        """Compute the loss in training mode, and the buffers `changed` after it.
+
+        Args:
+            shared: all other tensors.
+            backward: called with the loss, while the model still holds these tensors.
+        """
         tensors = {**self.frozen, **shared, **changed, **params}
-        loss, after, _ = self._train[thread].call(tensors, batch, {})
+        loss, after, _ = self._train[thread].call(tensors, batch, backward)
         return loss, {name: after[name] for name in changed}
 
     def traceable_loss(self, params: Tree, changed: Tree, shared: Tree, batch: Any) -> tuple[Tensor, Tree]:
@@ -156,8 +164,15 @@ class StatelessModel:
 
     def gradient(self, leaves: Tree, buffers: Tree, batch: Any, thread: int = 0) -> tuple[Tensor, Tree, Any]:
         """Compute the loss in training mode, buffers after it, and the gradient of each of `leaves`; None: unused."""
+
+        def backward(loss: Any) -> tuple[Tensor | None, ...]:
+            check_loss(loss, self.model)
+            grads = gradients_within_modes(loss, list(leaves.values()))
+            # An embedding may give a sparse one, which has no place in stacked storage.
+            return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
+
         with self.casting():
-            return self._train[thread].call({**leaves, **self.frozen, **buffers}, batch, leaves)
+            return self._train[thread].call({**leaves, **self.frozen, **buffers}, batch, backward if leaves else None)
 
     def leaf(self, name: str, p: Tensor) -> Tensor:
         """Return one node's parameter as a leaf of the graph, with the parameter's hooks."""
@@ -181,7 +196,7 @@ class StatelessModel:
 
     def eval_loss(self, params: Tree, buffers: Tree, batch: Any) -> Tensor:
         """Compute the loss in eval mode."""
-        return self._eval.call({**params, **self.frozen, **clones(buffers)}, batch, {})[0]
+        return self._eval.call({**params, **self.frozen, **clones(buffers)}, batch, None)[0]
 
     def measure(self, tensors: Tree, batch: Any) -> Tree:
         """Return the validation metrics of one node in eval mode: name -> scalar."""
@@ -201,6 +216,16 @@ class StatelessModel:
     def seeded(self, key: int) -> contextlib.AbstractContextManager:
         """Seed the random numbers of a pass; do nothing for a model that draws none."""
         return seeded(key, self.device) if self.random else contextlib.nullcontext()
+
+
+def gradients_within_modes(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradient of a scalar with respect to each of `leaves`; None: unused.
+
+    torch.autograd.grad leaves all function modes, but what a model runs again in the backward pass needs them.
+    """
+    return _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
 
 
 _GENERATORS = threading.RLock()  # torch's global generators, while a run has seeded them: two runs may share a process

@@ -16,7 +16,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, Part, apart, settle
 from vecgym.engine.batching_rules import Folding, TwiceDifferentiable
-from vecgym.engine.stateless import StatelessModel, plain_attention
+from vecgym.engine.stateless import StatelessModel, gradients_within_modes, plain_attention
 
 _load_decompositions = functools.cache(lazy_load_decompositions)  # what vmap makes of some operations
 
@@ -29,31 +29,41 @@ class Vmap:
 
     def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
         leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
-        with self.model.seeded(part.keys.of(0)):
-            losses = self._losses(leaves, {}, part, thread)
-            # Of the sum, so that torch makes the ones: for those that are given it imports sympy, half a second.
-            grads = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
-        return Local(dict(zip(leaves, apart(grads))), losses.detach(), part.buffers)
+        grads, losses = self._gradients(leaves, {}, part, thread)
+        return Local(grads, losses, part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield one piece, of parameters stored once: the cost of one model on all batches."""
         leaves = {name: self.model.leaf(name, p[0]) for name, p in part.params.items()}
-        with self.model.seeded(part.keys.of(0)):
-            losses = self._losses({}, leaves, part, thread=0)
-            grads = torch.autograd.grad(losses.sum() / num_nodes, list(leaves.values()), materialize_grads=True)
-        yield dict(zip(leaves, apart(grads))), losses.detach()
+        yield self._gradients({}, leaves, part, 0, num_nodes)
 
-    def _losses(self, leaves: Tree, shared_leaves: Tree, part: Part, thread: int) -> Tensor:
-        """Return losses `[n]`, differentiable in `leaves` `[n, *]` and `shared_leaves` `[*]`; write the buffers."""
+    def _gradients(
+        self, own_leaves: Tree, shared_leaves: Tree, part: Part, thread: int, divisor: int = 1
+    ) -> tuple[Tree, Tensor]:
+        """Differentiate the sum of the losses `[n]` in `own_leaves` `[n, *]` and `shared_leaves` `[*]`.
+
+        Return the gradients of what it is over `divisor`, and the losses; write the buffers.
+        """
         changed, shared = self.model.split(part.buffers)
+        leaves = {**own_leaves, **shared_leaves}
+        grads: list[Tensor] = []
+
+        def backward(loss: Tensor) -> None:
+            grads.extend(_gradients_within(loss, part.size, divisor, list(leaves.values())))
 
         def loss_of_one(params: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
-            return self.model.loss(params, buffers, {**shared, **shared_leaves}, batch, thread)
+            within = backward if self.model.recomputes else None
+            return self.model.loss(params, buffers, {**shared, **shared_leaves}, batch, thread, within)
 
-        with Folding(), self.model.casting():
-            losses, after = on_all(loss_of_one, part.size, leaves, changed, part.batch)
-        settle(changed, after)
-        return losses
+        with self.model.seeded(part.keys.of(0)):
+            with Folding(), self.model.casting():
+                losses, after = on_all(loss_of_one, part.size, own_leaves, changed, part.batch)
+            settle(changed, after)
+            if not self.model.recomputes:
+                # Of the sum, so that torch makes the ones: for those that are given it imports sympy, half a second.
+                total = losses.sum() if divisor == 1 else losses.sum() / divisor
+                grads.extend(torch.autograd.grad(total, list(leaves.values()), materialize_grads=True))
+        return dict(zip(leaves, apart(grads))), losses.detach()
 
     def pure(self, part: Part) -> Local:
         changed, shared = self.model.split(part.buffers)
@@ -80,6 +90,14 @@ class Vmap:
             if size > 1:
                 return on_all(of_one, size, own, batches)
             return tree.map(lambda x: x[None], of_one({}, tree.map_leaves(lambda x: x[0], batches)))
+
+
+def _gradients_within(loss: Tensor, size: int, divisor: int, leaves: list[Tensor]) -> list[Tensor]:
+    """Differentiate inside of the vmap that gave `loss`, where parts of the model may be run again."""
+    level = _functorch.peek_interpreter_stack().level()
+    total = _functorch._remove_batch_dim(loss, level, size, 0).sum() / divisor
+    grads = gradients_within_modes(total, leaves)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads)]
 
 
 def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:

@@ -68,8 +68,9 @@ channels be last in memory, which is a third faster than the order in which they
 settings).
 
 Where `vmap` cannot run a model, a message names the line of the model, and the loop takes over. The CPU cores then work
-on different nodes. This happens with LSTMs, activation checkpointing, Python branches on tensor values, hooks on
-gradients, and embeddings with `max_norm` or `scale_grad_by_freq`. Hooks on `p.grad` are refused.
+on different nodes. This happens with LSTMs, Python branches on tensor values, hooks on gradients, embeddings with
+`max_norm` or `scale_grad_by_freq`, and, with an older torch such as 2.6, activation checkpointing. Hooks on `p.grad`
+are refused.
 
 `compile=True` compiles the gradients of all nodes with `torch.compile`. That takes 10 to 60 seconds and a C++ compiler;
 `history.settings["engine_reason"]` says how long it took, and after how many steps that is earned. The compiled

@@ -13,8 +13,8 @@
 
 ## Models
 
-- `vmap` has no fast form of some operations (LSTMs, activation checkpointing, Python branches on tensor values). Such
-  models run node by node, and the CPU cores work on different nodes.
+- `vmap` has no fast form of some operations (LSTMs, Python branches on tensor values; activation checkpointing with an
+  older torch, such as 2.6). Such models run node by node, and the CPU cores work on different nodes.
 - Models with hooks on gradients run node by node. They cannot be rolled out, and hooks on `p.grad` are refused.
 - Embeddings with `max_norm` or `scale_grad_by_freq` run node by node, because vmap would compute them wrongly.
 - Random numbers of a model, such as dropout, are keyed by seed, step and node, but engines and chunk sizes draw them in

@@ -30,8 +30,27 @@ On CUDA the allocator's peak is measured. On CPU and MPS it is the estimate; `hi
 To the estimate a quarter is added, and on a CPU half a gigabyte: Python and torch take 300 MB, and glibc keeps freed
 memory.
 
-Of activations only those of one chunk are alive at a time. A model that computes parts of itself again in the backward
-pass (`torch.utils.checkpoint`) runs node after node, so that they are those of one node's checkpointed pass.
+Of activations only those of one chunk are alive at a time. A model may keep fewer, and compute parts of itself again in
+the backward pass, with torch's own means:
+
+>>> class Recomputed(torch.nn.Module):
+...     def __init__(self, block):
+...         super().__init__()
+...         self.block = block
+...     def forward(self, x):
+...         return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+>>> model = vecgym.models.GPT(vocab_size=65, context=32, num_layers=4)
+>>> tokens = torch.randint(65, (1000, 33))
+>>> text = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+>>> plain = vecgym.estimate_memory(model, strategy, num_nodes=8, batch_size=16, data=text)
+>>> model.blocks = torch.nn.ModuleList(Recomputed(block) for block in model.blocks)
+>>> recomputed = vecgym.estimate_memory(model, strategy, num_nodes=8, batch_size=16, data=text)
+>>> recomputed.parts["activations"].total_bytes < plain.parts["activations"].total_bytes / 2
+True
+
+All nodes do so at once, and the gradients are the same bits as without. Eight nodes of a GPT with 8 layers, width 128 and
+context 64, 8 texts each, need 142 MB for parameters, gradients and activations in place of 333, and take 1.3 times as
+long. An older torch, such as 2.6, cannot do this under vmap: such a model then runs node after node.
 
 ## How good the estimate is
 
