@@ -21,6 +21,7 @@ from vecgym.engine import Engine, compiled
 from vecgym.engine.backend import Local
 from vecgym.engine.compiled import Compiled
 from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.trial import first_part
 from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
@@ -246,9 +247,9 @@ def test_where_gradients_are_recorded_as_a_graph(
     monkeypatch.setattr(StatelessModel, "device", property(lambda _: torch.device(device)))
     model = StatelessModel(make_model("MLP"))
     backend = Compiled(model)
-    assert {graph.settings["mode"] for graph in (backend._each, backend._of_mean)} == {mode}  # type: ignore[attr-defined]
+    assert {graph.settings["mode"] for graph in (backend._compiled_each, backend._compiled_mean)} == {mode}  # type: ignore[attr-defined]
     monkeypatch.setattr(StatelessModel, "device", property(lambda _: torch.device("cpu")))
     batch = Batches(dataset("MLP", 40), K, 4).batch(0)
     for _ in range(2):
-        backend.gradients(compiled._part(model, batch, mean=False), dict)
+        backend.gradients(first_part(model, batch, mean=False), dict)
     assert calls == ["begun"] * (2 if device == "cuda" else 0)

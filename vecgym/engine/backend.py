@@ -120,6 +120,9 @@ class Backend(Protocol):
             several: the leaves are `[G, B, ...]` or `[size, G, B, ...]`, and the metrics `[size, G]`.
         """
 
+    def forget(self) -> None:
+        """Free what is kept from one call to the next."""
+
 
 def rows(values: Tree, a: int, b: int) -> Tree:
     """View nodes a to b; what is the same on every node stays `[1, *]`."""

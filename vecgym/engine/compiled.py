@@ -1,16 +1,16 @@
 """The backend `compiled`: that of `vmap`, with the gradients of all nodes traced and compiled by `torch.compile`.
 
-Whether a model can be compiled is tried before training, on the first batch: `tried` compares the compiled gradients
-with those of `vmap`, and says how long compiling took and when that is earned.
+Whether a model can be compiled is tried before training, on the first batch: `Compiled.tried` compares the compiled
+gradients with those of `vmap`, and says how long compiling took and when that is earned.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Keys, Local, Part, apart, settle
+from vecgym.engine.backend import Local, Part, apart, settle
 from vecgym.engine.contract import cause
-from vecgym.engine.minibatches import sizes_of
 from vecgym.engine.stateless import StatelessModel
+from vecgym.engine.trial import Trial, Tried, difference, first_line, first_part, timed, turned
 from vecgym.engine.vmap import Vmap
 
-# How far compiled gradients may be from those of vmap, since sums are taken in another order: as a part of the largest
-# value of the tensor, and of that of all tensors (a gradient that is 0 in exact arithmetic is nothing but rounding).
-# A model that is traced wrongly is off by far more.
-TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
-LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
 
-
-class Compiled(Vmap):
+class Compiled(Tried):
     """All nodes at once, as one compiled function; evaluation and derivatives of gradients as `vmap` does them.
 
     A batch of another size, or another number of nodes, is compiled anew when it first comes. On CUDA the kernels of a
@@ -41,21 +35,23 @@ class Compiled(Vmap):
     they must not be kept. (torch says so if they are.) A model that changes its buffers is not recorded.
     """
 
+    name, option, otherwise = "compiled", "compile=True", "uncompiled"
+
     def __init__(self, model: StatelessModel) -> None:
         super().__init__(model)
         self.recorded = model.device.type == "cuda"
         mode = "reduce-overhead" if self.recorded else None
-        self._each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False, mode=mode)
-        self._of_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False, mode=mode)
+        self._compiled_each = torch.compile(self._gradients_of_each, fullgraph=True, dynamic=False, mode=mode)
+        self._compiled_mean = torch.compile(self._gradient_of_mean, fullgraph=True, dynamic=False, mode=mode)
 
     def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
         # Contiguous also where it is stored once: strides of 0 would be another function to compile.
         params = tree.map(torch.Tensor.contiguous, expand(part.params, part.size))
-        grads, losses = self._run(self._each, part, params)
+        grads, losses = self._run(self._compiled_each, part, params)
         return Local(grads, losses, part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
-        grads, losses = self._run(self._of_mean, part, {name: p[0] for name, p in part.params.items()})
+        grads, losses = self._run(self._compiled_mean, part, {name: p[0] for name, p in part.params.items()})
         share = part.size / num_nodes
         yield (grads if share == 1 else tree.map(lambda g: g * share, grads)), losses
 
@@ -86,87 +82,27 @@ class Compiled(Vmap):
         grads, (losses, after) = grad(mean_loss, has_aux=True)(params)
         return grads, losses, after
 
-
-class Trial(NamedTuple):
-    """What a trial has shown: `refusal`, why the model is not compiled, or how it went, in words."""
-
-    refusal: str
-    report: str
-
-
-def tried(compiled: Compiled, model: StatelessModel, batch: Any, mean: bool, autocast: bool) -> Trial:
-    """Compile, compare with `vmap`, and time both.
-
-    Args:
-        batch: of the nodes in one call, leaves `[n, B, ...]`.
-        mean: try the gradient of the mean loss instead of those of each node.
-
-    Raises:
-        RuntimeError: if there is no compiler.
-    """
-    reference = Vmap(model)
-    expected, _ = _timed(reference, _part(model, batch, mean), mean)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch.compile about itself
-            found, compile_s = _timed(compiled, _part(model, batch, mean), mean)
-    except Exception as error:  # whatever the compiler raises: without it the model runs
-        _check_compiler(error)
-        return Trial(_first_line(cause(error)), "")
-    if wrong := _difference(expected, found, autocast):
-        return Trial(wrong, "")
-    plain_s, compiled_s = (
-        min(_timed(backend, _part(model, batch, mean), mean)[1] for _ in range(3)) for backend in (reference, compiled)
-    )
-    # The last calls have launched a recording, on CUDA: with other batches it must compute what belongs to them.
-    turned = tree.map_leaves(lambda x: x.flip(0, *([1] if x.dim() > 1 else [])), batch)
-    expected, found = (_timed(each, _part(model, turned, mean), mean)[0] for each in (reference, compiled))
-    if wrong := _difference(expected, found, autocast):
-        return Trial(wrong, "")
-    steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
-    earned = "no faster here" if steps is None else f"earned after {steps} steps"
-    return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
-
-
-def _part(model: StatelessModel, batch: Any, mean: bool) -> Part:
-    """Return the work of a first step; buffers are copies."""
-    size, _ = sizes_of(batch)
-    params = {name: p.detach()[None] for name, p in model.params.items()}
-    buffers = {name: b[None].clone() for name, b in model.buffers.items()}
-    params = params if mean else expand(params, size)
-    return Part(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
-
-
-def _timed(backend: Vmap, part: Part, mean: bool) -> tuple[Local, float]:
-    start = time.perf_counter()
-    if mean:
-        ((grads, losses),) = backend.mean_gradients(part, part.size)
-        local = Local(grads, losses, part.buffers)
-    else:
-        local = backend.gradients(part, dict)
-    if local.losses.device.type == "cuda":
-        torch.cuda.synchronize(local.losses.device)
-    return local, time.perf_counter() - start
-
-
-def _difference(expected: Local, found: Local, autocast: bool) -> str:
-    """Say which tensor is another one; "" if none is."""
-    largest = max([_largest(g) for g in expected.grads.values()], default=0.0)
-    for name, a, b in [
-        ("the loss", expected.losses, found.losses),
-        *((f"the gradient of {name}", g, found.grads[name]) for name, g in expected.grads.items()),
-        *((f"the buffer {name}", x, found.buffers[name]) for name, x in expected.buffers.items()),
-    ]:
-        of_own, of_all = LOW_PRECISION if autocast else TOLERANCE.get(a.dtype, LOW_PRECISION)
-        allowed = of_own * _largest(a) + of_all * largest if a.is_floating_point() else 0
-        if not torch.allclose(a.double(), b.double(), rtol=0, atol=allowed, equal_nan=True):
-            off = _largest(a.double() - b.double())
-            return f"compiled, {name} is off by {off:.1e}, where rounding explains at most {allowed:.1e}"
-    return ""
-
-
-def _largest(x: Tensor) -> float:
-    return x.abs().nan_to_num().amax().item() if x.numel() else 0.0
+    def tried(self, batch: Any, mean: bool, autocast: bool) -> Trial:
+        """Compile, compare with `vmap`, and time both; raise a RuntimeError if there is no compiler."""
+        reference, work = Vmap(self.model), functools.partial(first_part, self.model, mean=mean)
+        expected, _ = timed(reference, work(batch), mean)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch.compile about itself
+                found, compile_s = timed(self, work(batch), mean)
+        except Exception as error:  # whatever the compiler raises: without it the model runs
+            _check_compiler(error)
+            return Trial(first_line(cause(error), "torch.compile gives no reason"), "")
+        if wrong := difference(expected, found, autocast):
+            return Trial(f"compiled, {wrong}", "")
+        plain_s, compiled_s = (min(timed(each, work(batch), mean)[1] for _ in range(3)) for each in (reference, self))
+        # The last calls have launched a recording, on CUDA: with other batches it must compute what belongs to them.
+        expected, found = (timed(each, work(turned(batch)), mean)[0] for each in (reference, self))
+        if wrong := difference(expected, found, autocast):
+            return Trial(f"compiled, {wrong}", "")
+        steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
+        earned = "no faster here" if steps is None else f"earned after {steps} steps"
+        return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
 
 
 def _check_compiler(error: BaseException) -> None:
@@ -179,13 +115,9 @@ def _check_compiler(error: BaseException) -> None:
                 "compile=True needs a C++ compiler, and torch.compile finds none that works: install one (g++ or "
                 "clang++; for CUDA also Triton), or set the environment variable CXX to it, or leave out "
                 "compile=True.\n"
-                f"{_first_line(str(seen))}"
+                f"{first_line(str(seen), '')}"
             ) from error
         seen = seen.__cause__ or seen.__context__
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "torch.compile gives no reason")
 
 
 def _eager_random_numbers() -> Any:

@@ -4,10 +4,10 @@ A backend runs the L nodes of this process on the same stacked state; the result
 
 - `vmap`: all nodes in one vectorised call (or in chunks of `chunk_size` nodes, to bound memory);
 - `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster;
-- `compiled`: that of `vmap`, compiled, where `compile=True` asks for it and the model can be.
+- `compiled` and `graph`: that of `vmap`, compiled (`compile=True`), or recorded as a CUDA graph, if the model can be.
 
-Either way the nodes can be spread over CPU threads, `node_threads` of them, each of which then uses one thread
-inside its operations. Which way is taken is a `Plan`.
+The first two can be spread over CPU threads, `node_threads` of them, each of which then uses one thread inside its
+operations. Which way is taken is a `Plan`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vecgym.core.tree import Tree
 from vecgym.engine import contract, hooks, remembered
 from vecgym.engine.backend import Backend, Keys, Local, Part, rows, stacked, unstacked
 from vecgym.engine.batching_rules import TwiceDifferentiable
-from vecgym.engine.compiled import Compiled, tried
 from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
-from vecgym.engine.plan import BACKENDS, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
+from vecgym.engine.plan import BACKENDS, TRIED, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
 from vecgym.engine.stateless import StatelessModel, plain_attention
+from vecgym.engine.trial import Tried
 
 
 class Engine:
@@ -42,7 +42,7 @@ class Engine:
 
     Args:
         model: returns a scalar loss from a batch; only its structure and its frozen parameters are used.
-        engine: "vmap", "loop", "auto" (a deterministic rule) or "fastest" (measures when it starts).
+        engine: "vmap", "loop", "auto" (a deterministic rule), "fastest" (measures when it starts), or "graph" on CUDA.
         chunk_size: the most nodes in one vectorised call; None: no bound.
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
@@ -94,11 +94,11 @@ class Engine:
         self.facts: ModelFacts | None = None
         self.autocast = autocast
         self._stateless = StatelessModel(model, autocast)
-        self.params, self.frozen = self._stateless.params, self._stateless.frozen
-        self.buffers = self._stateless.buffers
+        self.params, self.frozen, self.buffers = self._stateless.params, self._stateless.frozen, self._stateless.buffers
         self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
-        if compile:
-            self._backends["compiled"] = Compiled(self._stateless)
+        self._special: Tried | None = None
+        if (name := "compiled" if compile else engine) in TRIED:
+            self._backends[name] = self._special = TRIED[name](self._stateless)
         by_node = engine == "loop" or bool(hooks.on_gradients(model))
         self.plan = Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for")
         self._pool: ThreadPoolExecutor | None = None
@@ -115,8 +115,8 @@ class Engine:
         """
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
-        stacked = None if engine == "loop" else self._backends.get(engine, self._backends["vmap"])
-        required = engine in BACKENDS
+        stacked = None if engine == "loop" else self._backends["vmap"]
+        required = engine not in ("auto", "fastest")
         facts = in_own_thread(lambda: examine(self._stateless, of_one, stacked, required))
         self.facts = facts = facts if agree is None else agree(facts)
         self._stateless.learn(facts.random, facts.mutated)
@@ -124,9 +124,8 @@ class Engine:
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0], mean)
-        compiled = self._backends.get("compiled")
-        if isinstance(compiled, Compiled) and facts.vmap_error is None:
-            self.use(self._compiled_plan(compiled, batch, plan, mean))
+        if self._special is not None and facts.vmap_error is None:
+            self.use(self._tried_plan(self._special, batch, plan, mean))
             return self.plan
         if facts.vmap_error is not None and engine in ("auto", "fastest"):
             warn(
@@ -156,6 +155,8 @@ class Engine:
     def release(self) -> None:
         """Free the memory that is kept from one call to the next."""
         self._grads = {}
+        for backend in self._backends.values():
+            backend.forget()
 
     def _settled(self, facts: ModelFacts, num_nodes: int, mean: bool) -> Plan:
         """Return the plan of the rule, apart from what the user has chosen."""
@@ -168,14 +169,13 @@ class Engine:
                 plan = replace(plan, node_threads=1)
         return plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
 
-    def _compiled_plan(self, compiled: Compiled, batch: Any, plan: Plan, mean: bool) -> Plan:
-        """Return `plan` with the compiled backend, whose own threads replace node threads, if it can have that."""
-        some = tree.map_leaves(lambda x: x[: plan.chunk_size], batch)
-        refusal, report = tried(compiled, self._stateless, some, mean, self.autocast)
+    def _tried_plan(self, special: Tried, batch: Any, plan: Plan, mean: bool) -> Plan:
+        """Return `plan` with a backend that must be tried, without node threads, if the model can have that."""
+        refusal, report = special.tried(tree.map_leaves(lambda x: x[: plan.chunk_size], batch), mean, self.autocast)
         if refusal:
-            warn(f"compile=True has no effect, the model runs uncompiled: {refusal}.")
+            warn(f"{special.option} has no effect, the model runs {special.otherwise}: {refusal}.")
             return plan
-        return Plan("compiled", chunk_size=plan.chunk_size, reason=report)
+        return Plan(special.name, chunk_size=plan.chunk_size, reason=report)
 
     def _measured_plan(self, batch: Any, facts: ModelFacts, plan: Plan) -> Plan:
         """Measure the possible plans, and return the fastest."""

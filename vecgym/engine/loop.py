@@ -38,6 +38,9 @@ class Loop:
             # One tensor after the other is freed, here and by the engine: all of them are as large as the model.
             yield {name: gradient.pop(name) / num_nodes for name in list(gradient)}, loss[None]
 
+    def forget(self) -> None:
+        """Keep nothing; see `Backend.forget`."""
+
     def _one(self, part: Part, i: int, thread: int) -> tuple[Tensor, Tree]:
         """Compute the loss and gradient of one node; its row of the buffers is overwritten."""
         leaves = {name: self.model.leaf(name, p) for name, p in row(part.params, i).items()}

@@ -17,14 +17,18 @@ import torch
 
 from vecgym.core import check
 from vecgym.engine.backend import Backend
+from vecgym.engine.compiled import Compiled
 from vecgym.engine.layouts import ChannelsLast
 from vecgym.engine.loop import Loop
 from vecgym.engine.observe import ModelFacts
+from vecgym.engine.recorded import Recorded
+from vecgym.engine.trial import Tried
 from vecgym.engine.vmap import Vmap
 
-EngineName = Literal["auto", "vmap", "loop", "fastest"]
+EngineName = Literal["auto", "vmap", "loop", "fastest", "graph"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 BACKENDS: dict[str, type[Backend]] = {"vmap": Vmap, "loop": Loop}
+TRIED: dict[str, type[Tried]] = {"compiled": Compiled, "graph": Recorded}  # before training: not every model can
 
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
 # the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
@@ -147,9 +151,10 @@ def check_engine(name: str, value: Any) -> str:
     >>> check_engine("engine", "lop")
     Traceback (most recent call last):
     ...
-    ValueError: engine='lop' is not known; did you mean 'loop'? Allowed: 'auto', 'vmap', 'loop', 'fastest'.
+    ValueError: engine='lop' is not known; did you mean 'loop'? Allowed: 'auto', 'vmap', 'loop', 'fastest', \
+'graph'.
     """
-    return check.choice(name, value, ("auto", *BACKENDS, "fastest"))
+    return check.choice(name, value, ("auto", *BACKENDS, "fastest", "graph"))
 
 
 def check_settings(engine: str, chunk_size: int | None, node_threads: int | None, compile: bool = False) -> None:
@@ -165,6 +170,8 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
         check.optional_integer(name, value, what="None lets vecgym choose")
     if compile and engine not in ("auto", "vmap"):
         raise ValueError(f'compile=True compiles all nodes at once, and engine={engine!r} does not: use engine="auto".')
+    if engine == "graph" and node_threads not in (None, 1):
+        raise ValueError(f'node_threads={node_threads} is of CPUs, and engine="graph" of CUDA: leave out one of them.')
     if compile and node_threads is not None:
         raise ValueError(
             f"node_threads={node_threads} with compile=True: compiled code uses torch's threads by itself. "

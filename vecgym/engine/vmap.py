@@ -28,14 +28,26 @@ class Vmap:
         self.model = model
 
     def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
-        leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
-        grads, losses = self._gradients(leaves, {}, part, thread)
+        with self.model.seeded(part.keys.of(0)):
+            grads, losses = self._of_each(part, thread)
         return Local(grads, losses, part.buffers)
 
     def mean_gradients(self, part: Part, num_nodes: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield one piece, of parameters stored once: the cost of one model on all batches."""
+        with self.model.seeded(part.keys.of(0)):
+            piece = self._of_mean(part, num_nodes)
+        yield piece
+
+    def forget(self) -> None:
+        """Keep nothing; see `Backend.forget`."""
+
+    def _of_each(self, part: Part, thread: int) -> tuple[Tree, Tensor]:
+        leaves = {n: p.detach().expand(part.size, *p.shape[1:]).requires_grad_() for n, p in part.params.items()}
+        return self._gradients(leaves, {}, part, thread)
+
+    def _of_mean(self, part: Part, num_nodes: int) -> tuple[Tree, Tensor]:
         leaves = {name: self.model.leaf(name, p[0]) for name, p in part.params.items()}
-        yield self._gradients({}, leaves, part, 0, num_nodes)
+        return self._gradients({}, leaves, part, 0, num_nodes)
 
     def _gradients(
         self, own_leaves: Tree, shared_leaves: Tree, part: Part, thread: int, divisor: int = 1
@@ -55,14 +67,13 @@ class Vmap:
             within = backward if self.model.recomputes else None
             return self.model.loss(params, buffers, {**shared, **shared_leaves}, batch, thread, within)
 
-        with self.model.seeded(part.keys.of(0)):
-            with Folding(), self.model.casting():
-                losses, after = on_all(loss_of_one, part.size, own_leaves, changed, part.batch)
-            settle(changed, after)
-            if not self.model.recomputes:
-                # Of the sum, so that torch makes the ones: for those that are given it imports sympy, half a second.
-                total = losses.sum() if divisor == 1 else losses.sum() / divisor
-                grads.extend(torch.autograd.grad(total, list(leaves.values()), materialize_grads=True))
+        with Folding(), self.model.casting():
+            losses, after = on_all(loss_of_one, part.size, own_leaves, changed, part.batch)
+        settle(changed, after)
+        if not self.model.recomputes:
+            # Of the sum, so that torch makes the ones: for those that are given it imports sympy, half a second.
+            total = losses.sum() if divisor == 1 else losses.sum() / divisor
+            grads.extend(torch.autograd.grad(total, list(leaves.values()), materialize_grads=True))
         return dict(zip(leaves, apart(grads))), losses.detach()
 
     def pure(self, part: Part) -> Local:

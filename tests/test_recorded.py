@@ -1,0 +1,265 @@
+"""The backend `graph`, with graphs that are replayed on the CPU (`tests.replays`)."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.fitting import dataset, fit, same_run
+from tests.helpers import NEEDS_LOOP, STACKS_CHECKPOINTS, assert_same_bits
+from tests.models import MLP, MODELS, make_model
+from tests.replays import Replayed
+from tests.test_properties import NAMES, H, make, run, setup
+from vecgym import Trainer, VecgymWarning
+from vecgym.core import tree
+from vecgym.data import Batches
+from vecgym.engine import Engine, Local, recorded
+from vecgym.engine.recorded import MAX_RECORDINGS, Recorded
+
+K = 3
+RECORDABLE = [name for name in MODELS if name not in (*NEEDS_LOOP, "Checkpointed")]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(recorded, "record", Replayed)
+    monkeypatch.setattr(recorded, "check_recordable", lambda device: None)
+    monkeypatch.setattr(Replayed, "made", [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VecgymWarning)
+        yield
+
+
+def replays() -> int:
+    return sum(graph.replays for graph in Replayed.made)
+
+
+def passes(model: nn.Module, engine: str, batches: list[Any], mean: bool = False, **settings: Any) -> list[Local]:
+    """One after the other, each from parameters that the last has moved, and the buffers that it has left."""
+    computed = Engine(model, engine=engine)
+    assert computed.prepare(batches[0], mean=mean).engine == engine
+    Replayed.made.clear()
+    num_nodes = 1 if mean else K
+    params = {n: p.detach()[None].repeat(num_nodes, *[1] * p.dim()) for n, p in computed.params.items()}
+    buffers = {n: b[None].repeat(K, *[1] * b.dim()) for n, b in computed.buffers.items()}
+    found = []
+    for step, batch in enumerate(batches):
+        local = computed.gradients(params, buffers, batch, seed=1, step=step, mean=mean, **settings)
+        found.append(tree.map_leaves(torch.clone, local))
+        for name, p in params.items():
+            p.sub_(0.1 * local.grads[name])
+    return found
+
+
+def batches_of(name: str, count: int = 5, size: int = 4) -> list[Any]:
+    batches = Batches(dataset(name, 72, dtype=torch.float64), K, size)
+    return [batches.batch(step) for step in range(count)]
+
+
+def compare(name: str, num_replays: int, mean: bool = False, **settings: Any) -> None:
+    model, batches = make_model(name, dtype=torch.float64), batches_of(name)
+    found = passes(model, "graph", batches, mean, **settings)
+    assert replays() == num_replays
+    expected = passes(model, "vmap", batches, mean, **settings)
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", RECORDABLE)
+def test_replayed_gradients_are_those_of_vmap(name: str) -> None:
+    """To the bit, from the second pass on: dropout and the buffers of batch norm, too."""
+    compare(name, num_replays=4)
+
+
+@pytest.mark.parametrize("name", ["MLP", "CNN", "Dropout"])
+def test_of_the_mean_loss(name: str) -> None:
+    compare(name, num_replays=4, mean=True)
+
+
+def test_examples_in_parts() -> None:
+    """The parts of a batch are launches of one recording, each of which writes over the gradients of the last."""
+    compare("MLP", num_replays=9, minibatch_size=2)
+
+
+def test_nodes_in_chunks() -> None:
+    model, batches = make_model("MLP", dtype=torch.float64), batches_of("MLP")
+    for mean in (False, True):
+        results = []
+        for engine in ("graph", "vmap"):
+            computed = Engine(model, engine=engine, chunk_size=1)
+            assert computed.prepare(batches[0], mean=mean).engine == engine
+            Replayed.made.clear()
+            num_rows = 1 if mean else K
+            params = {n: p.detach()[None].repeat(num_rows, *[1] * p.dim()) for n, p in computed.params.items()}
+            locals_ = [computed.gradients(params, {}, batch, seed=0, step=0, mean=mean) for batch in batches]
+            assert replays() == (0 if engine == "vmap" else 14 if mean else 12)  # one recording, or one for each chunk
+            results.append(locals_[-1])
+        torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strategies_train_to_the_same_bits(name: str) -> None:
+    start, batches = setup("MLP", steps=H + 3)
+    expected = run(start, make(name), batches, engine="vmap")
+    found = run(start, make(name), batches, engine="graph")
+    assert_same_bits(found.losses, expected.losses)
+    assert_same_bits(found.state, expected.state)
+
+
+def test_parameters_stay_where_they_are() -> None:
+    """Exchanges leave them in place: of 20 steps of DiLoCo all but the first few are launches."""
+    start, batches = setup("MLP", steps=20)
+    Replayed.made.clear()
+    run(start, make("diloco"), batches, engine="graph")
+    assert Replayed.made[-1].replays >= 17
+
+
+def test_a_whole_run_with_a_smaller_last_batch() -> None:
+    def once(engine: str) -> Trainer:
+        data, val = dataset("CNN", 30, dtype=torch.float64), dataset("CNN", 6, seed=1, dtype=torch.float64)
+        model = make_model("CNN", dtype=torch.float64)
+        return fit(model, "FedAvg", num_nodes=K, data=data, val=val, max_steps=12, batch_size=4, engine=engine)[0]
+
+    found = once("graph")
+    assert found.history.settings["engine"] == "graph"
+    assert str(found.history.settings["engine_reason"]).startswith("recorded: ")
+    assert len({graph.result[1].shape for graph in Replayed.made}) == 1
+    assert len(Replayed.made) == 3, "of the trial, of the batches, of the smaller ones"
+    assert same_run(found, once("vmap"))
+
+
+# ------------------------------------------------------------------------------------------- what is not recorded
+
+
+class Waiting(MLP):
+    """Looks at a value that is the same on every node, which vmap allows and a recording does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().forward(batch) * self.get_buffer("scale").item()
+
+
+class Counting(MLP):
+    """Computes something else at each call, by Python's means."""
+
+    calls = 0
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        Counting.calls += 1
+        return super().forward(batch) * (1 + Counting.calls % 7)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Waiting(), "not permitted when stream is capturing"), (Counting(), "off by")]
+)
+def test_what_cannot_be_recorded_runs_without(model: nn.Module, why: str) -> None:
+    engine = Engine(model.double(), engine="graph")
+    with pytest.warns(VecgymWarning, match=rf'engine="graph" has no effect, the model runs without a graph: .*{why}'):
+        assert engine.prepare(batches_of("MLP")[0]).engine == "vmap"
+
+
+def test_what_vmap_cannot_run_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="vmap cannot run this model"):
+        Engine(make_model("DataDependent", dtype=torch.float64), engine="graph").prepare(batches_of("MLP")[0])
+
+
+@pytest.mark.skipif(not STACKS_CHECKPOINTS, reason="this torch's checkpoint() cannot run under vmap")
+def test_activation_checkpointing() -> None:
+    """A checkpoint keeps the state of the random numbers, which is on the CPU and costs no waiting."""
+    compare("Checkpointed", num_replays=4)
+
+
+def backend(engine: Engine) -> Recorded:
+    found = engine._backends["graph"]
+    assert isinstance(found, Recorded)
+    return found
+
+
+def test_other_memory_is_not_recorded_and_old_recordings_make_room() -> None:
+    model, batch = make_model("MLP", dtype=torch.float64), batches_of("MLP")[0]
+    engine = Engine(model, engine="graph")
+    engine.prepare(batch)
+    Replayed.made.clear()
+    sets = [{n: p.detach()[None].clone() for n, p in engine.params.items()} for _ in range(MAX_RECORDINGS + 1)]
+    for params in sets:
+        engine.gradients(params, {}, batch, seed=0, step=0)
+    assert not Replayed.made, "met once"
+    for params in sets:
+        engine.gradients(params, {}, batch, seed=0, step=0)
+    assert len(Replayed.made) == MAX_RECORDINGS, "there is no room for the last"
+    for _ in range(16 * MAX_RECORDINGS + 2):
+        engine.gradients(sets[-1], {}, batch, seed=0, step=0)
+    assert len(Replayed.made) == MAX_RECORDINGS + 1
+    assert len(backend(engine)._recordings) == MAX_RECORDINGS
+    engine.release()
+    assert not backend(engine)._recordings
+
+
+def test_each_recording_is_taken_for_what_it_computes() -> None:
+    """The same parameters, but now other buffers, now the mean of the losses."""
+    model, batch = make_model("CNN", dtype=torch.float64), batches_of("CNN")[0]
+    kinds = [(0, False), (1, False), (0, True)]  # what is added to the buffers, and whether it is the mean
+    results: dict[str, list[Local]] = {}
+    for kind in ("graph", "vmap"):
+        engine = Engine(model, engine=kind)
+        engine.prepare(batch)
+        params = {n: p.detach()[None].clone() for n, p in engine.params.items()}
+        sets = {x: {n: (b + x)[None].repeat(K, *[1] * b.dim()) for n, b in engine.buffers.items()} for x in (0, 1)}
+        results[kind] = [
+            tree.map_leaves(torch.clone, engine.gradients(params, sets[x], batch, seed=0, step=0, mean=mean))
+            for _ in range(3)
+            for x, mean in kinds
+        ]
+    for ours, theirs in zip(results["graph"], results["vmap"]):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert replays() >= 6
+
+
+def test_a_recording_that_computes_with_an_old_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(self: recorded.Recording, batch: Any) -> Any:
+        self._graph.replay()
+        return self._graph.result
+
+    monkeypatch.setattr(recorded.Recording, "launch", launch)
+    engine = Engine(make_model("MLP", dtype=torch.float64), engine="graph")
+    with pytest.warns(VecgymWarning, match="the loss is off by"):
+        engine.prepare(batches_of("MLP")[0])
+
+
+def test_a_failure_in_the_middle_of_a_run_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = make_model("MLP", dtype=torch.float64), batches_of("MLP")
+    engine = Engine(model, engine="graph")
+    engine.prepare(batches[0])
+
+    def failing(fn: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(recorded, "record", failing)
+    params = {n: p.detach()[None].clone() for n, p in engine.params.items()}
+    expected = Engine(model, engine="vmap").gradients(params, {}, batches[0], seed=0, step=0)
+    once = functools.partial(engine.gradients, params, {}, batches[0], seed=0, step=0)
+    torch.testing.assert_close(once(), expected)
+    with pytest.warns(VecgymWarning, match="without a graph: out of memory"):
+        torch.testing.assert_close(once(), expected)
+    torch.testing.assert_close(once(), expected)  # and no second warning
+
+
+def test_there_are_graphs_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r'engine="graph" records CUDA graphs, and the model is on cpu'):
+        Engine(make_model("MLP"), engine="graph")
+    with pytest.raises(ValueError, match=r'engine="graph" records CUDA graphs, and the model is on cpu'):
+        fit(make_model("MLP"), "FedAvg", data=dataset("MLP"), engine="graph")
+    with pytest.raises(ValueError, match=r"node_threads=2 is of CPUs"):
+        Engine(make_model("MLP"), engine="graph", node_threads=2)
+    with pytest.raises(ValueError, match="compile=True compiles all nodes at once"):
+        Engine(make_model("MLP"), engine="graph", compile=True)
