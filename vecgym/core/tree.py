@@ -92,6 +92,8 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Ten
     >>> map_leaves(lambda x, y: (x, y), {"a": 1, "b": [2]}, {"b": [3]}, kind=int)
     {'a': (1, None), 'b': [(2, 3)]}
     """
+    if not others:
+        return _mapped(fn, tree, kind)
     if isinstance(tree, kind):
         return fn(tree, *others)
     if isinstance(tree, dict):
@@ -104,6 +106,18 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *others: Any, kind: type = Ten
         return _sequence(
             type(tree), [map_leaves(fn, x, *(_at(y, (list, tuple), i) for y in others), kind=kind) for i, x in parts]
         )
+    return tree
+
+
+def _mapped(fn: Callable[..., Any], tree: Any, kind: type) -> Any:
+    """`map_leaves` of one tree, which is most of its calls."""
+    if isinstance(tree, kind):
+        return fn(tree)
+    if isinstance(tree, dict):
+        new = {key: fn(x) if isinstance(x, kind) else _mapped(fn, x, kind) for key, x in tree.items()}
+        return new if type(tree) is dict else type(tree)(new)
+    if isinstance(tree, (list, tuple)):
+        return _sequence(type(tree), [fn(x) if isinstance(x, kind) else _mapped(fn, x, kind) for x in tree])
     return tree
 
 

@@ -221,7 +221,8 @@ class StatelessModel:
 def gradients_within_modes(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Return the gradient of a scalar with respect to each of `leaves`; None: unused.
 
-    torch.autograd.grad leaves all function modes, but what a model runs again in the backward pass needs them.
+    torch.autograd.grad leaves all function modes, but what a model runs again in the backward pass needs them. It also
+    looks through what it is given for as long as a small model takes.
     """
     return _engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False

@@ -60,20 +60,24 @@ class Vmap:
         leaves = {**own_leaves, **shared_leaves}
         grads: list[Tensor] = []
 
-        def backward(loss: Tensor) -> None:
-            grads.extend(_gradients_within(loss, part.size, divisor, list(leaves.values())))
+        def backward(losses: Tensor) -> None:
+            total = losses.sum() if divisor == 1 else losses.sum() / divisor
+            found = gradients_within_modes(total, list(leaves.values()))
+            grads.extend(torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found))
+
+        def backward_within(loss: Tensor) -> None:
+            level = _functorch.peek_interpreter_stack().level()
+            backward(_functorch._remove_batch_dim(loss, level, part.size, 0))
 
         def loss_of_one(params: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
-            within = backward if self.model.recomputes else None
+            within = backward_within if self.model.recomputes else None
             return self.model.loss(params, buffers, {**shared, **shared_leaves}, batch, thread, within)
 
         with Folding(), self.model.casting():
             losses, after = on_all(loss_of_one, part.size, own_leaves, changed, part.batch)
         settle(changed, after)
         if not self.model.recomputes:
-            # Of the sum, so that torch makes the ones: for those that are given it imports sympy, half a second.
-            total = losses.sum() if divisor == 1 else losses.sum() / divisor
-            grads.extend(torch.autograd.grad(total, list(leaves.values()), materialize_grads=True))
+            backward(losses)
         return dict(zip(leaves, apart(grads))), losses.detach()
 
     def pure(self, part: Part) -> Local:
@@ -101,14 +105,6 @@ class Vmap:
             if size > 1:
                 return on_all(of_one, size, own, batches)
             return tree.map(lambda x: x[None], of_one({}, tree.map_leaves(lambda x: x[0], batches)))
-
-
-def _gradients_within(loss: Tensor, size: int, divisor: int, leaves: list[Tensor]) -> list[Tensor]:
-    """Differentiate inside of the vmap that gave `loss`, where parts of the model may be run again."""
-    level = _functorch.peek_interpreter_stack().level()
-    total = _functorch._remove_batch_dim(loss, level, size, 0).sum() / divisor
-    grads = gradients_within_modes(total, leaves)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads)]
 
 
 def on_all(fn: Callable[..., Any], size: int, *trees: Any) -> Any:

@@ -258,6 +258,9 @@ class _Group:
         if products:
             slots[NUMBER] = [product[:1] for product in products]
         fused, foreach = self.implementation(params[0])
+        if fused and self.formula.fused is not None and len({p.dtype for p in params}) == 1:
+            self.formula.fused(params, grads, slots, numbers)
+            return
         keywords: dict[str, Any] = {key: numbers[key] for key in self.keywords}
         if self.takes_fused:
             keywords["fused"] = fused

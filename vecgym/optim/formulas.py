@@ -38,7 +38,8 @@ class Formula:
 
     `pairs` names the parts of a hyperparameter that is a tuple; `prepare(slots, numbers, t)` adjusts the
     numbers or the state lists before the kernel makes step `t`. `kernel(params, grads, slots, h)`: a step in place;
-    None: torch's functional one. `first`: slot -> its first value, from the hyperparameters; 0 where there is none.
+    None: torch's functional one. `fused`: what that does where torch has a fused kernel. `first`: slot -> its first
+    value, from the hyperparameters; 0 where there is none.
     """
 
     slots: tuple[str, ...]
@@ -46,6 +47,7 @@ class Formula:
     pairs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prepare: Callable[[dict[str, list[Tensor]], dict[str, Any], int], None] = lambda slots, numbers, t: None
     kernel: Callable[..., None] | None = None
+    fused: Callable[..., None] | None = None
     decoupled: bool = False  # weight decay shrinks the parameter, unless the hyperparameters say otherwise
     first: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
     of_matrices: bool = False  # not elementwise: every parameter of a node must be a matrix
@@ -280,10 +282,11 @@ _RPROP = {"etas": ("etaminus", "etaplus"), "step_sizes": ("step_size_min", "step
 
 # The classes whose rule treats every element by itself, so that it is exact on stacked tensors. A subclass is
 # not its parent: it may have changed the rule.
+_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
-    torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first),
-    torch.optim.Adam: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, BETAS),
-    torch.optim.AdamW: Formula(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), adam, BETAS, decoupled=True),
+    torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first, fused=kernels.fused_sgd),
+    torch.optim.Adam: Formula(_ADAM, adam, BETAS, fused=kernels.fused_adam),
+    torch.optim.AdamW: Formula(_ADAM, adam, BETAS, fused=kernels.fused_adam, decoupled=True),
     torch.optim.RMSprop: Formula(("square_avg", "grad_avg", "momentum_buffer"), rmsprop),
     torch.optim.Adagrad: Formula(("sum",), adagrad, first={"sum": lambda h: h["initial_accumulator_value"]}),
     torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam, BETAS),

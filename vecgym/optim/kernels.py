@@ -41,6 +41,29 @@ def lion(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> Non
     torch._foreach_lerp_(slots["exp_avg"], grads, 1 - h.beta2)
 
 
+def fused_adam(params: list[Tensor], grads: list[Tensor], slots: Slots, h: dict[str, Any]) -> None:
+    """Take one step of Adam or AdamW by torch's fused kernel.
+
+    `torch.optim`'s functional form calls it too, after it has sorted the tensors, which takes longer than a small step.
+    """
+    kernel = torch._fused_adamw_ if h["decoupled_weight_decay"] else torch._fused_adam_
+    count = torch.full((), h["step"] + 1.0, dtype=torch.float32, device=params[0].device)
+    kernel(
+        params, grads, slots["exp_avg"], slots["exp_avg_sq"], slots.get("max_exp_avg_sq", []), [count] * len(params),
+        lr=h["lr"], beta1=h["beta1"], beta2=h["beta2"], weight_decay=h["weight_decay"], eps=h["eps"],
+        amsgrad=bool(h["amsgrad"]), maximize=bool(h["maximize"]),
+    )  # fmt: skip
+
+
+def fused_sgd(params: list[Tensor], grads: list[Tensor], slots: Slots, h: dict[str, Any]) -> None:
+    """Take one step of SGD by torch's fused kernel; see `fused_adam`."""
+    torch._fused_sgd_(
+        params, grads, [] if h["momentum"] == 0 else slots["momentum_buffer"], lr=h["lr"], momentum=h["momentum"],
+        weight_decay=h["weight_decay"], dampening=h["dampening"], nesterov=bool(h["nesterov"]),
+        maximize=bool(h["maximize"]), is_first_step=False,
+    )  # fmt: skip
+
+
 def adaptive(moment: Moment) -> Callable[..., None]:
     """Make the step of FedAdam and the like; `vecgym.optim.formulas.adaptive` says what it computes."""
 
