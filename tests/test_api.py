@@ -284,11 +284,16 @@ def test_a_fit_imports_neither_torchs_compiler_nor_what_it_needs() -> None:
     code = """if True:
         import sys, torch
         from vecgym import Trainer
-        from vecgym.models import Line
+        from vecgym.models import Classifier, Line
         from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
         assert "torch._dynamo" not in sys.modules, "imported by torch itself"
         for strategy in (AllReduceStrategy("adamw", lr=0.1), DiLoCoStrategy("sgd", H=2, lr=0.1)):
             Trainer(Line(), torch.ones(64), torch.ones(8)).fit(strategy, 2, max_steps=4, device="cpu", progress=False)
+        data = torch.utils.data.TensorDataset(torch.ones(64, 3), torch.zeros(64, dtype=torch.long))
+        strategy = DiLoCoStrategy("adamw", H=2, lr=0.1)
+        Trainer(Classifier(torch.nn.Linear(3, 2)), data, data).fit(
+            strategy, 2, max_steps=4, batch_size=8, device="cpu", progress=False
+        )
         assert not {"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -141,9 +141,19 @@ def _cross_entropy(
         return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     with temporarily_pop_interpreter_stack():
         logits, classes = opened.front(0), opened.front(1)  # [L, N, C], [L, N]
-        rows = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), ignore_index=ignore_index, reduction="none")
+        rows = _of_rows(logits.flatten(0, 1), classes.flatten(), ignore_index)
         loss = rows.view(opened.size, -1).sum(1) / (classes != ignore_index).sum(1)
     return opened.close(loss)
+
+
+def _of_rows(logits: Tensor, classes: Tensor, ignore_index: int) -> Tensor:
+    """Compute the cross-entropy of each row, `[N]`; of a vmap around this one, too, in one call."""
+    opened = _open(logits, classes)
+    if opened is None:
+        return F.cross_entropy(logits, classes, ignore_index=ignore_index, reduction="none")
+    logits, classes = opened.front(0), opened.front(1)
+    rows = _of_rows(logits.flatten(0, 1), classes.flatten(), ignore_index)
+    return opened.close(rows.view(opened.size, -1))
 
 
 # --------------------------------------------------------------------------------------------------- linear
