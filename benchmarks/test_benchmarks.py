@@ -242,7 +242,7 @@ def test_busy(tmp_path: Path) -> None:
 def test_optimizers(tmp_path: Path) -> None:
     table, result = run_quick("optimizers.py", tmp_path)
     assert "| ratio | target | met |" in table
-    assert set(result["optimizers"]) == {"muon", "lion", "adamw"}
+    assert set(result["optimizers"]) == {"muon", "fullprecisionmuon", "lion", "adamw"}
     assert all(seconds > 0 for row in result["optimizers"].values() for seconds in row.values())
 
 

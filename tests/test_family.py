@@ -234,6 +234,9 @@ def test_muloco_is_diloco_with_muon_and_without_matrices_with_adamw() -> None:
         param_groups=lambda name, p: {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4, "weight_decay": 0.0},
     )  # fmt: skip
     assert_close(trained(MuLoCoStrategy()).params, trained(DiLoCoStrategy(muon, nesterov, 30)).params, EXACT)
+    full = OptimSpec("fullprecisionmuon", **muon.kwargs, param_groups=muon.param_groups)
+    found = trained(MuLoCoStrategy(full_precision=True)).params
+    assert_close(found, trained(DiLoCoStrategy(full, nesterov, 30)).params, EXACT)
     none = MuLoCoStrategy(H=4, lr=0.5, adamw_lr=0.01, matrices=lambda name, p: False)
     adamw = DiLoCoStrategy(OptimSpec(AdamW, lr=0.01, weight_decay=0.0), nesterov, 4)
     assert_close(trained(none).params, trained(adamw).params, EXACT)

@@ -849,6 +849,8 @@ def on_layers(step):
 @pytest.mark.parametrize(("name", "twin", "options"), [
     ("lion", reference.Lion, {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1}),
     ("muon", reference.Muon, {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.3, "ns_steps": 4}),
+    ("fullprecisionmuon", functools.partial(reference.Muon, rounded=False),
+     {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.3, "ns_steps": 4}),
 ])  # fmt: skip
 def test_lion_and_muon_are_those_of_the_papers(name, twin, options):
     expected = draw(0, shapes=LAYERS)
@@ -880,6 +882,23 @@ def test_muon_equals_torchs_node_by_node(options):
             assert_close(stacked(spec, draw(0, shapes=LAYERS), grad=on_layers, lrs=lrs, inplace=inplace)[0], expected)
 
 
+@pytest.mark.parametrize("options", MUON_CASES)
+def test_muon_in_full_precision_is_muon_but_for_its_rounding(options):
+    spec = OptimSpec("fullprecisionmuon", **options)
+    assert isinstance(spec.rule(), ElementwiseRule)
+    expected = separate(spec, draw(0, shapes=LAYERS), grad=on_layers)
+    for inplace in (True, False):
+        assert_close(stacked(spec, draw(0, shapes=LAYERS), grad=on_layers, inplace=inplace)[0], expected, rtol=1e-9)
+    start = draw(0, shapes=LAYERS)
+    (rounded, _), (full, _) = (
+        stacked(OptimSpec(name, **options), draw(0, shapes=LAYERS), grad=on_layers, steps=1)
+        for name in ("muon", "fullprecisionmuon")
+    )
+    for name in LAYERS:
+        gap, update = (full[name] - rounded[name]).norm(), (full[name] - start[name]).norm()
+        assert 1e-6 * update < gap < 0.05 * update
+
+
 def test_muon_takes_nodes_and_equal_layers_together(monkeypatch):
     shapes = []
     newton_schulz = kernels._newton_schulz
@@ -908,9 +927,9 @@ def test_muon_stored_once_stays_one_and_goes_through_a_checkpoint():
     assert_close(params, stacked(spec, draw(0, num_nodes=1, shapes=LAYERS), grad=same)[0], rtol=0, atol=0)
 
 
-def smooth_muon(lr, momentum, decay, a, eps, p, g):
+def smooth_muon(lr, momentum, decay, a, eps, p, g, optim="muon"):
     numbers = {"lr": lr, "momentum": momentum, "weight_decay": decay, "eps": eps, "ns_coefficients": (a, -1.5, 0.5)}
-    rule = OptimSpec("muon", **numbers, ns_steps=2).rule()
+    rule = OptimSpec(optim, **numbers, ns_steps=2).rule()
     params, state = {"w": p}, rule.init({"w": p})
     for step in range(2):
         params, state = rule.update(params, {"w": g[step]}, state, inplace=False)
@@ -935,6 +954,12 @@ def test_derivatives_of_muon_are_those_of_its_polynomial(monkeypatch):
     grads = torch.func.grad(lambda *a: smooth_muon(*a).sin().sum(), argnums=tuple(range(7)))(*arguments)
     expected = torch.autograd.grad(smooth_muon(*arguments).sin().sum(), arguments)
     assert_close(dict(enumerate(grads)), dict(enumerate(expected)), rtol=1e-10)
+
+
+def test_derivatives_of_muon_in_full_precision_are_those_of_what_it_computes():
+    torch.manual_seed(0)
+    in_full = functools.partial(smooth_muon, optim="fullprecisionmuon")
+    assert torch.autograd.gradcheck(in_full, muon_arguments(), check_forward_ad=True, fast_mode=True)
 
 
 def test_the_derivative_of_muon_is_finite_where_the_gradient_is_zero():

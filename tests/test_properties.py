@@ -1001,6 +1001,7 @@ ARGUMENTS: dict[type, Changes] = {
             "adamw_lr": 0.1,
             "momentum": 0.5,
             "weight_decay": 0.1,
+            "full_precision": True,
             "matrices": lambda name, p: False,
             "outer_optim": "adam",
             "outer_lr": 0.3,

@@ -166,6 +166,18 @@ def muon(
     )  # fmt: skip
 
 
+def full_precision_muon(
+    lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
+    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float | Tensor = 1e-7, ns_steps: float | Tensor = 5, adjust_lr_fn: str | None = None,
+) -> vecgym.OptimSpec:  # fmt: skip
+    """The keywords of `OptimSpec("fullprecisionmuon", ...)`."""
+    return vecgym.OptimSpec(
+        "fullprecisionmuon", lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps,
+        ns_steps=ns_steps, ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
+    )  # fmt: skip
+
+
 def steps() -> list[Tensor]:
     return [examples(K * 2).view(K, 2, DIM) + t for t in range(STEPS)]
 
@@ -498,6 +510,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.core.nodes.fill": {"values": lambda: {"w": torch.ones(DIM)}},
     "vecgym.optim.ElementwiseRule.update": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
     "vecgym.optim.Lion": {"params": lambda: Line().parameters()},
+    "vecgym.optim.FullPrecisionMuon": {"params": lambda: Matrix().parameters()},
     "vecgym.optim.PerNodeRule": {"spec": lambda: vecgym.OptimSpec(torch.optim.ASGD)},
     "vecgym.optim.PerNodeRule.update": {
         "state": lambda: vecgym.OptimSpec(torch.optim.ASGD).rule().init(tree_of_nodes())},
@@ -771,7 +784,7 @@ def targets() -> dict[str, Target]:
             seen.add(id(value))
             for target in (Target(full, "", value, True), *_methods(full, value)):
                 found.setdefault(target.name, target)
-    for spec in (lion, muon):
+    for spec in (lion, muon, full_precision_muon):
         found[f'vecgym.OptimSpec("{spec.__name__}")'] = Target(f'vecgym.OptimSpec("{spec.__name__}")', "", spec, True)
     return found
 

@@ -23,8 +23,8 @@ class Lion:
 class Muon:
     """Jordan et al. 2024, kellerjordan.github.io/posts/muon, with the conventions of `torch.optim.Muon`."""
 
-    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, ns_steps=5):
-        self.params, self.lr, self.weight_decay = list(params), lr, weight_decay
+    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95, ns_steps=5, rounded=True):
+        self.params, self.lr, self.weight_decay, self.rounded = list(params), lr, weight_decay, rounded
         self.momentum, self.ns_steps = momentum, ns_steps
         self.moments = [torch.zeros_like(p) for p in self.params]
 
@@ -38,7 +38,7 @@ class Muon:
 
     def orthogonal(self, update):
         a, b, c = 3.4445, -4.7750, 2.0315
-        x = update.bfloat16()
+        x = update.bfloat16() if self.rounded else update
         x = x.T if x.shape[0] > x.shape[1] else x
         x = x / x.norm().clamp(min=1e-7)
         for _ in range(self.ns_steps):

@@ -16,8 +16,9 @@ is the limit and not only a convention.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from vecgym.optim import by_hand, kernels
 from vecgym.optim.by_hand import root
 from vecgym.optim.kernels import BETAS, COEFFICIENTS, Moment, muon_lr_ratio, orthogonalised
-from vecgym.optim.optimizers import FedAdagrad, FedAdam, FedYogi, Lion, Muon
+from vecgym.optim.optimizers import FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
 
 Scalar = Any  # a number, or a tensor [] or [L]
 Slots = dict[str, Tensor]
@@ -246,7 +247,9 @@ def adaptive(moment: Moment) -> Callable[..., tuple[Tensor, Slots]]:
     return body
 
 
-def muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+def muon(
+    p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable, full_precision: bool = False
+) -> tuple[Tensor, Slots]:
     """m <- mu m + (1 - mu) g;  u = mu m + (1 - mu) g (Nesterov), or m;  p <- (1 - lr wd) p - lr r NS(u).
 
     NS: Newton-Schulz iteration, roughly the orthogonal factor of u, see `kernels.orthogonalised`; r: sqrt(max(1, rows /
@@ -258,7 +261,7 @@ def muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tupl
         m = _lerp(s["momentum_buffer"], u, x(1 - h.momentum))
         s = {"momentum_buffer": m}
         u = _lerp(u, m, x(h.momentum)) if h.nesterov else m
-    update = orthogonalised(u, (h.a, h.b, h.c), h.eps, h.ns_steps)
+    update = orthogonalised(u, (h.a, h.b, h.c), h.eps, h.ns_steps, full_precision)
     return p - x(h.lr * muon_lr_ratio(h.adjust_lr_fn, *p.shape[-2:])) * update, s
 
 
@@ -299,14 +302,13 @@ ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
     FedYogi: _adaptive(kernels.yogi_moment),
     FedAdagrad: _adaptive(kernels.adagrad_moment),
 }
+_MUON = Formula(
+    ("momentum_buffer",), muon, COEFFICIENTS, kernel=kernels.muon, decoupled=True, of_matrices=True
+)  # fmt: skip
 _OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
-    Muon: Formula(
-        ("momentum_buffer",),
-        muon,
-        COEFFICIENTS,
-        kernel=kernels.muon,
-        decoupled=True,
-        of_matrices=True,
+    Muon: _MUON,
+    FullPrecisionMuon: replace(
+        _MUON, body=functools.partial(muon, full_precision=True), kernel=kernels.full_precision_muon
     ),
 }
 # All that run stacked.

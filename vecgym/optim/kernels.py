@@ -101,23 +101,30 @@ def tau_squared(h: dict[str, Any]) -> Any:
     return h["tau"] ** 2
 
 
-def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
+def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any, full_precision: bool = False) -> None:
     """Take one step of Muon; `vecgym.optim.formulas.muon` says what it computes. Equal layers are taken together."""
     updates = list(grads)
     for i, buffer in enumerate(slots.get("momentum_buffer", [])):
         buffer.lerp_(grads[i], 1 - h.momentum)
         updates[i] = grads[i].lerp(buffer, h.momentum) if h.nesterov else buffer
-    updates = [u.bfloat16().reshape(u.shape[:-2].numel(), *u.shape[-2:]) for u in updates]
+    updates = [u if full_precision else u.bfloat16() for u in updates]
+    updates = [u.reshape(u.shape[:-2].numel(), *u.shape[-2:]) for u in updates]
+    iterated = _smooth if full_precision else _newton_schulz
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, update in enumerate(updates):
         alike.setdefault(tuple(update.shape[1:]), []).append(i)
     num_steps = check_num_steps(h.ns_steps)
     for shape, layers in alike.items():
         joined = torch.cat([updates[i] for i in layers]) if len(layers) > 1 else updates[layers[0]]
-        orthogonal = _newton_schulz(joined, h.a, h.b, h.c, h.eps, num_steps).split([len(updates[i]) for i in layers])
+        orthogonal = iterated(joined, h.a, h.b, h.c, h.eps, num_steps).split([len(updates[i]) for i in layers])
         for i, update in zip(layers, orthogonal):
             params[i].mul_(1 - h.lr * h.weight_decay)
             params[i].add_(update.reshape(params[i].shape), alpha=-h.lr * muon_lr_ratio(h.adjust_lr_fn, *shape))
+
+
+def full_precision_muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
+    """Take one step of `FullPrecisionMuon`."""
+    muon(params, grads, slots, h, full_precision=True)
 
 
 def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> float:
@@ -134,14 +141,16 @@ def muon_lr_ratio(adjust_lr_fn: str | None, num_rows: int, num_columns: int) -> 
     return ratios.get(adjust_lr_fn or "original", math.sqrt(max(1, ratio)))
 
 
-def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, steps: Any) -> Tensor:
+def orthogonalised(
+    u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, steps: Any, full_precision: bool = False
+) -> Tensor:
     """Run the Newton-Schulz iteration on each matrix of `[L, m, n]`, in bfloat16 as `torch.optim.Muon` does.
 
     With X = u / max(|u|, eps), `steps` times X <- a X + (b A + c A A) X, A = X X^T: U V^T roughly, of u = U S V^T.
     A setting may have a value for each node, `[L]`.
 
     Derivatives are those of the same polynomial in the precision of `u`: bfloat16 has 3 digits, and a derivative
-    through it would have none.
+    through it would have none. With `full_precision` the values are, too.
 
     >>> u = torch.tensor([[[2.0, 0.0], [0.0, 0.1]]])
     >>> singular = torch.linalg.svdvals(orthogonalised(u, (3.4445, -4.7750, 2.0315), eps=1e-7, steps=5))
@@ -153,9 +162,14 @@ def orthogonalised(u: Tensor, coefficients: tuple[Any, Any, Any], eps: Any, step
     if counts:
         each = [[x[i] if isinstance(x, Tensor) and x.dim() == 1 else x for x in settings] for i in range(counts[0])]
         matrices = u.expand(counts[0], *u.shape[1:])
-        return torch.cat([orthogonalised(m[None], (a, b, c), *rest) for m, (a, b, c, *rest) in zip(matrices, each)])
+        return torch.cat([
+            orthogonalised(m[None], (a, b, c), eps, steps, full_precision)
+            for m, (a, b, c, eps, steps) in zip(matrices, each)
+        ])  # fmt: skip
     a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
     count = check_num_steps(count)
+    if full_precision:
+        return _smooth(u, *coefficients, eps, count)
     rounded = _newton_schulz(u.detach(), a, b, c, least, count).to(u.dtype)
     if not any(differentiated(x) for x in (u, *settings)):
         return rounded

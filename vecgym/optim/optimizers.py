@@ -142,19 +142,23 @@ class FedAdagrad(AdaptiveOptimizer):
     _kernel = kernels.adaptive(kernels.adagrad_moment)
 
 
-class Muon(KernelOptimizer):
-    """`torch.optim.Muon`, for versions of torch that do not have it: the same arguments, defaults and steps.
+class FullPrecisionMuon(KernelOptimizer):
+    """`torch.optim.Muon`, whose Newton-Schulz iteration keeps the parameters' precision: torch's rounds it to bfloat16.
+
+    The arguments and defaults are torch's. On a processor without products in bfloat16 a step takes a tenth of the
+    time; the update differs from torch's by bfloat16's rounding, about a hundredth of it.
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
     >>> p = torch.nn.Parameter(torch.zeros(2, 2))
     >>> p.grad = torch.tensor([[2.0, 0.0], [0.0, 0.5]])
-    >>> Muon([p], lr=1.0).step()  # nearly the orthogonal factor of the gradient
-    >>> bool((p.data + torch.eye(2)).abs().max() < 0.4)
-    True
+    >>> FullPrecisionMuon([p], lr=1.0, ns_coefficients=(2.0, -1.5, 0.5), ns_steps=20).step()
+    >>> p.data.round(decimals=3) + 0  # the orthogonal factor of the gradient, the unit matrix
+    tensor([[-1.,  0.],
+            [ 0., -1.]])
     """
 
-    _kernel, _slots = kernels.muon, {"momentum_buffer": kernels.zero}
+    _kernel, _slots = kernels.full_precision_muon, {"momentum_buffer": kernels.zero}
     _pairs = kernels.COEFFICIENTS
 
     def __init__(
@@ -180,6 +184,21 @@ class Muon(KernelOptimizer):
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.dim() != 2:
                 raise ValueError(f"Muon takes matrices, and a parameter has the shape {list(p.shape)}")
+
+
+class Muon(FullPrecisionMuon):
+    """`torch.optim.Muon`, for versions of torch that do not have it: the same arguments, defaults and steps.
+
+    Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+
+    >>> p = torch.nn.Parameter(torch.zeros(2, 2))
+    >>> p.grad = torch.tensor([[2.0, 0.0], [0.0, 0.5]])
+    >>> Muon([p], lr=1.0).step()  # nearly the orthogonal factor of the gradient
+    >>> bool((p.data + torch.eye(2)).abs().max() < 0.4)
+    True
+    """
+
+    _kernel: Callable[..., None] = kernels.muon
 
 
 if hasattr(torch.optim, "Muon"):
