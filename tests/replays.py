@@ -60,7 +60,7 @@ class Replayed:
 
     made: ClassVar[list[Replayed]] = []
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
+    def __init__(self, fn: Callable[[], Any], device: torch.device, pool: Any) -> None:
         with Recorder() as recorder:
             self.result = fn()
         self._operations = recorder.operations

@@ -63,6 +63,8 @@ def test_strategies_train_as_on_the_cpu(name: str, engine: str) -> None:
 def test_models_train_as_on_the_cpu(model: str, engine: str) -> None:
     if model in NEEDS_LOOP and engine != "loop":
         pytest.skip("vmap cannot run it")
+    if model == "Checkpointed" and engine == "graph":
+        pytest.skip("it is not recorded")
     start, batches = setup(model, steps=H + 1)
     expected = run(start, make("diloco"), batches, engine="loop")
     found = run(start.to(DEVICE), make("diloco"), there(batches), engine=engine)

@@ -18,7 +18,7 @@ from vecgym import MemoryEstimate, Trainer, estimate_memory
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.core.nodes import squared_consensus_distance
-from vecgym.engine import Engine
+from vecgym.engine import Engine, Plan
 from vecgym.engine.simulation import Simulation
 from vecgym.models import GPT, Classifier
 from vecgym.runs.footprint import Live
@@ -253,6 +253,19 @@ def test_the_largest_cut_that_fits(monkeypatch: pytest.MonkeyPatch, chunk: int |
     torch.testing.assert_close(params(trainer), params(plain), rtol=1e-4, atol=1e-6)
     asked, _ = fit(model, alone(), **given, chunk_size=chunk, minibatch_size=minibatch)
     assert same_run(trainer, asked)
+
+
+def test_backends_that_take_all_nodes_at_once_are_cut_into_chunks() -> None:
+    model, data = wide()
+    engine = Engine(model, engine="vmap")
+    engine.prepare(tuple(x[None].expand(4, *x.shape) for x in data[:16]))
+    cuts = {}
+    for name in ("vmap", "compiled", "graph", "loop"):
+        engine.plan = Plan(name)
+        cuts[name] = [(plan.chunk_size, size) for plan, size in fitting._cuts(engine, 4, 16, None)]
+    assert cuts["vmap"][:4] == [(None, None), (2, None), (1, None), (1, 8)]
+    assert cuts["vmap"] == cuts["compiled"] == cuts["graph"]
+    assert cuts["loop"][:2] == [(None, None), (None, 8)]
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:

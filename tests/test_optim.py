@@ -829,6 +829,21 @@ def test_state_that_no_checkpoint_can_hold_is_refused():
         rule.update(draw(0), gradient(0), rule.init(draw(0)))
 
 
+@pytest.mark.parametrize(("name", "options", "dtype"), [
+    ("sgd", {"lr": 0.1}, torch.bfloat16), ("sgd", {"lr": 0.1}, torch.float16),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, torch.bfloat16), ("adamw", {"lr": 0.1}, torch.bfloat16),
+])  # fmt: skip
+def test_parameters_of_half_precision_train(name, options, dtype):
+    """torch's fused SGD leaves them as they are on a CPU; torch.optim does not take it unless it is told to."""
+    lower = lambda tree: {n: x.to(dtype) for n, x in tree.items()}  # noqa: E731
+    spec, start, grad = OptimSpec(name, **options), lower(draw(0)), lambda step: lower(gradient(step))
+    expected = separate(spec, start, grad=grad)
+    found, _ = stacked(spec, start, grad=grad)
+    for key, p in found.items():
+        assert (p - start[key]).abs().max() > 0.1
+        torch.testing.assert_close(p, expected[key], rtol=0.05, atol=0.05)
+
+
 # Lion and Muon
 
 LAYERS = {"w": (4, 3), "v": (3, 5), "s": (20, 24), "t": (24, 20), "again": (20, 24)}

@@ -166,6 +166,52 @@ class Doubled(torch.autograd.Function):
         return grad.mul(2)
 
 
+class Linear(torch.autograd.Function):
+    """Its backward pass calls a function that vecgym computes for all nodes at once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return F.linear(grad, weight.T), grad.T @ x
+
+
+def test_an_operation_that_calls_functions_in_its_backward_pass_runs_nothing_again() -> None:
+    class Own(Blocks):
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(Linear.apply(self.hidden(batch[0]), self.head.weight) + self.head.bias, batch[1])
+
+    assert_same(gradients(Own("no"), "vmap"), gradients(Blocks("no"), "vmap"), 1e-14)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_the_backward_pass_is_not_cast(engine: str) -> None:
+    """What computes in float32 under autocast has gradients of that precision."""
+
+    class Precise(Blocks):
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(batch)
+
+    results = []
+    for autocast in (True, False):
+        computed = Engine(Precise(), engine=engine, autocast=autocast)
+        batch = tree.map_leaves(lambda x: x.float() if x.is_floating_point() else x, batches())
+        computed.prepare(batch)
+        params = {n: p.detach()[None] for n, p in computed.params.items()}
+        results.append(computed.gradients(params, {}, batch, seed=0, step=0))
+    assert_same(results[0], results[1])
+
+
 @pytest.mark.parametrize("mean", [False, True])
 def test_operations_with_a_backward_pass_in_python(mean: bool) -> None:
     class Own(Blocks):

@@ -119,7 +119,7 @@ class Observer(TorchFunctionMode):
         flop: floating-point operations of the calls seen.
         convolution_flop: the part of it in convolutions of images.
         largest_bytes: of the tensors that the calls gave.
-        recomputes: whether functions were called in the backward pass.
+        recomputes: whether the backward pass ran parts of the model again.
         unsafe: what vmap would do wrong without a word; empty if nothing.
     """
 
@@ -132,8 +132,8 @@ class Observer(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if torch._C._current_graph_task_id() != -1:
-            self.recomputes = True
+        if torch._C._current_graph_task_id() != -1:  # in the backward pass; an operation's own keeps no graph
+            self.recomputes |= torch.is_grad_enabled()
             return out
         if isinstance(out, Tensor):
             self.largest_bytes = max(self.largest_bytes, out.numel() * out.element_size())

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vecgym.core import tree
 from vecgym.core.errors import warn
@@ -22,7 +24,14 @@ from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.trial import Trial, Tried, difference, first_line, first_part, timed, turned
 from vecgym.engine.vmap import Vmap
 
-MAX_RECORDINGS = 8  # each holds the memory of a pass: its chunks and the last, smaller batch of an epoch have their own
+MAX_RECORDINGS = 8  # chunks, and the last, smaller batch of an epoch, have their own
+# Passes over the same memory before it is recorded: what is used for a moment is rarely met so often.
+MEETINGS = 3
+
+# Operations that wait for values, which a capture does not survive.
+WAITING = {
+    "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
+}  # fmt: skip
 
 Result = tuple[Tree, Tensor]
 
@@ -36,18 +45,58 @@ class Graph(Protocol):
 
 
 class CUDAGraph:
-    """Records the kernels that a function launches, without running them; the function must not wait for the GPU."""
+    """Records the kernels that a function launches, without running them; the function must not wait for the GPU.
 
-    def __init__(self, fn: Callable[[], Result]) -> None:
+    Graphs share the memory of what is computed in between, `pool`.
+    """
+
+    def __init__(self, fn: Callable[[], Result], device: torch.device, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.result = fn()
+        with torch.cuda.device(device):
+            before, own = torch.cuda.current_stream(), torch.cuda.Stream()
+            try:
+                # Other threads may do as they like meanwhile.
+                with torch.cuda.graph(self._graph, pool=pool, stream=own, capture_error_mode="thread_local"):
+                    self.result = fn()
+            finally:
+                torch.cuda.set_stream(before)  # a capture that fails does not go back to it
 
     def replay(self) -> None:
         self._graph.replay()
 
 
-record: Callable[[Callable[[], Result]], Graph] = CUDAGraph
+record: Callable[[Callable[[], Result], torch.device, Any], Graph] = CUDAGraph
+
+
+class Watch(TorchDispatchMode):
+    """Notes what a function waits for, and which tensors it takes from outside.
+
+    Attributes:
+        waits: the name of an operation that waits; "" if there is none.
+        outside: the first tensor in each memory that the function has not made itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = ""
+        self.outside: dict[int, Tensor] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name in WAITING:
+            self.waits = name
+        for x in tensors_in((args, kwargs or {})):
+            if (memory := x.untyped_storage().data_ptr()) not in self._made:
+                self.outside.setdefault(memory, x)
+        results = func(*args, **(kwargs or {}))
+        self._made.update(x.untyped_storage().data_ptr() for x in tensors_in(results))
+        return results
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in the arguments or results of an operation."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def check_recordable(device: torch.device) -> None:
@@ -66,12 +115,20 @@ def check_recordable(device: torch.device) -> None:
 
 
 class Recording:
-    """A pass over tensors that stay where they are, and over batches that are copied to one place."""
+    """A pass over tensors that stay where they are, and over batches that are copied to one place.
 
-    def __init__(self, part: Part, compute: Callable[[Part], Result]) -> None:
-        self.last = 0  # the pass that used it last
+    Attributes:
+        last: the pass that used it last.
+        held: what it reads besides, which the model may drop: a mask that it has made for this length, say.
+    """
+
+    def __init__(self, part: Part, compute: Callable[[Part], Result], device: torch.device, pool: Any) -> None:
+        self.last = 0
         self._batch = tree.map_leaves(torch.clone, part.batch)
-        self._graph = record(lambda: compute(part._replace(batch=self._batch)))
+        with Watch() as watch:
+            self._graph = record(lambda: compute(part._replace(batch=self._batch)), device, pool)
+        given = {x.untyped_storage().data_ptr() for x in tensors_in((part.params, part.buffers, self._batch))}
+        self.held = [x for memory, x in watch.outside.items() if memory not in given]
 
     def launch(self, batch: Any) -> Result:
         """Compute with another batch of the same shape."""
@@ -84,8 +141,8 @@ class Recorded(Tried):
     """All nodes at once, launched as one CUDA graph; evaluation and derivatives of gradients as `vmap` does them.
 
     Training leaves parameters and buffers where they are in memory, so a recording reads and writes them there. It is
-    made when a pass meets the same memory for the second time; a pass over other memory, such as that of a few nodes
-    that train by themselves, runs as under `vmap`. The next launch writes over the gradients of the last.
+    made when a pass has met the same memory a few times; a pass over other memory, such as that of a few nodes that
+    train by themselves, runs as under `vmap`. The next launch writes over the gradients of the last.
 
     Python code of the model runs when a pass is recorded, not when it is launched: what it counts, or draws by other
     means than torch, stays as it was.
@@ -103,8 +160,10 @@ class Recorded(Tried):
     def forget(self) -> None:
         """Free the recordings and their memory."""
         self._recordings: dict[Any, Recording] = {}
-        self._met: dict[Any, None] = {}  # the last keys of passes that were not recorded
+        self._met: dict[Any, int] = {}  # how often the last passes that were not recorded were met
+        self._watched: set[Any] = set()  # what has been looked at for operations that wait
         self._passes = 0
+        self._pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
 
     def _of_each(self, part: Part, thread: int) -> Result:
         grads, losses = self._launched("each", part, lambda some: super(Recorded, self)._of_each(some, thread))
@@ -117,23 +176,44 @@ class Recorded(Tried):
 
     def _launched(self, kind: Any, part: Part, compute: Callable[[Part], Result]) -> Result:
         self._passes += 1
-        batch = tuple((path, x.shape, x.dtype) for path, x in tree.flatten(part.batch))
-        key = (kind, _places(part.params), _places(part.buffers), batch)
+        form = (kind, *(_form(path, x) for path, x in tree.flatten(part.batch)))
+        key = (form, _places(part.params), _places(part.buffers))
         recording = self._recordings.get(key)
         if recording is None:
-            if self.refusal or key not in self._met or not self._has_room():
-                self._met = dict.fromkeys([*[k for k in self._met if k != key][1 - 4 * MAX_RECORDINGS :], key])
-                return compute(part)
+            if self.refusal or not self._often(key) or not self._has_room():
+                return self._watching(form, part, compute)
             try:
-                recording = Recording(part, compute)
+                recording = Recording(part, compute, self.model.device, self._pool)
             except Exception as error:  # whatever cannot be recorded runs without it
-                self.refusal = first_line(cause(error), type(error).__name__)
-                if self._warns:
-                    warn(f"From here on the model runs {self.otherwise}: {self.refusal}.")
+                self._refuse(first_line(cause(error), type(error).__name__))
                 return compute(part)
             self._recordings[key] = recording
         recording.last = self._passes
         return recording.launch(part.batch)
+
+    def _often(self, key: Any) -> bool:
+        """Whether this memory has been met often enough; note that it was once more."""
+        count = self._met.pop(key, 0)
+        self._met[key] = count + 1
+        while len(self._met) > 4 * MAX_RECORDINGS:
+            del self._met[next(iter(self._met))]
+        return count >= MEETINGS
+
+    def _watching(self, form: Any, part: Part, compute: Callable[[Part], Result]) -> Result:
+        """Compute; the first time refuse to record what would wait, which a capture does not survive."""
+        if self.refusal or form in self._watched:
+            return compute(part)
+        self._watched.add(form)
+        with Watch() as watch:
+            result = compute(part)
+        if watch.waits:
+            self._refuse(f"it waits for values ({watch.waits})")
+        return result
+
+    def _refuse(self, why: str) -> None:
+        self.refusal = why
+        if self._warns:
+            warn(f"From here on the model runs {self.otherwise}: {why}.")
 
     def _has_room(self) -> bool:
         """Make room for one more recording, if there is one that has long not been used."""
@@ -147,6 +227,8 @@ class Recorded(Tried):
 
     def tried(self, batch: Any, mean: bool, autocast: bool) -> Trial:
         """Record, compare with `vmap`, also with another batch than the recorded one, and time both."""
+        if self.model.recomputes:
+            return Trial("its backward pass runs parts of it again, and asks for the state of the random numbers", "")
         self.refusal, self._warns = "", False
         try:
             return self._compared(batch, mean, autocast)
@@ -158,15 +240,20 @@ class Recorded(Tried):
         seconds = []
         backends = Vmap(self.model), self
         parts = [first_part(self.model, batch, mean) for _ in backends]
-        for examples in (batch, batch, turned(batch), batch):  # as it is, recorded and launched, launched, launched
+        for examples in (*[batch] * (MEETINGS + 1), turned(batch), batch):  # as it is, recorded and launched, launched
             (expected, plain_s), (found, launched_s) = (
                 timed(backend, part._replace(batch=examples), mean) for backend, part in zip(backends, parts)
             )
             if refusal := self.refusal or difference(expected, found, autocast):
                 return Trial(refusal, "")
             seconds.append((plain_s, launched_s))
-        plain_ms, launched_ms = (1e3 * min(each[2:]) for each in zip(*seconds))
+        plain_ms, launched_ms = (1e3 * min(each[-2:]) for each in zip(*seconds))
         return Trial("", f"recorded: {launched_ms:.2g} ms a pass, {plain_ms:.2g} without")
+
+
+def _form(path: Any, x: Any) -> Any:
+    """Say what a leaf of a batch is: of a tensor its shape and type, of others the value, too."""
+    return (path, x.shape, x.dtype) if isinstance(x, Tensor) else (path, repr(x))
 
 
 def _places(values: Tree) -> tuple[Any, ...]:

@@ -167,7 +167,8 @@ class StatelessModel:
 
         def backward(loss: Any) -> tuple[Tensor | None, ...]:
             check_loss(loss, self.model)
-            grads = gradients_within_modes(loss, list(leaves.values()))
+            with self.not_casting():
+                grads = gradients_within_modes(loss, list(leaves.values()))
             # An embedding may give a sparse one, which has no place in stacked storage.
             return tuple(g.to_dense() if g is not None and g.layout == torch.sparse_coo else g for g in grads)
 
@@ -212,6 +213,10 @@ class StatelessModel:
     def casting(self) -> contextlib.AbstractContextManager:
         """Enter the precision of the forward pass."""
         return torch.autocast(self.device.type) if self._autocast else contextlib.nullcontext()
+
+    def not_casting(self) -> contextlib.AbstractContextManager:
+        """Leave it, within, for the backward pass, whose operations take the precision of their forward ones."""
+        return torch.autocast(self.device.type, enabled=False) if self._autocast else contextlib.nullcontext()
 
     def seeded(self, key: int) -> contextlib.AbstractContextManager:
         """Seed the random numbers of a pass; do nothing for a model that draws none."""

@@ -67,7 +67,8 @@ class Vmap:
 
         def backward_within(loss: Tensor) -> None:
             level = _functorch.peek_interpreter_stack().level()
-            backward(_functorch._remove_batch_dim(loss, level, part.size, 0))
+            with self.model.not_casting():
+                backward(_functorch._remove_batch_dim(loss, level, part.size, 0))
 
         def loss_of_one(params: Tree, buffers: Tree, batch: Any) -> tuple[Tensor, Tree]:
             within = backward_within if self.model.recomputes else None

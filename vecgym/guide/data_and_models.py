@@ -82,10 +82,11 @@ compiled gradients are recorded as a CUDA graph, which one call launches, unless
 
 `engine="graph"` records the gradients of `"vmap"`, uncompiled, as a CUDA graph: a small model's GPU then does not wait for
 Python. Parameters and buffers stay where they are, and each batch is copied to one place. Before training, a recording
-launched with other batches is compared with `vmap`; a model that waits for the GPU (`.item()`), or that computes
-something else at each call by Python's means, runs without, with a warning. The inner optimizer is outside of it: it is
-one fused launch for all parameters and nodes. None of this has run on a GPU yet: the tests replay what was recorded on
-a CPU (`tests/replays.py`), and `tests/test_cuda.py` waits for one.
+launched with other batches is compared with `vmap`; a model that waits for the GPU (`.item()`), checkpoints activations,
+or computes something else at each call by Python's means runs without, with a warning. What Python code does only
+later, such as a counter that changes the loss after 1000 steps, is not seen: give such a model another engine. The inner
+optimizer is outside of the graph: it is one fused launch for all parameters and nodes. None of this has run on a GPU
+yet: the tests replay what was recorded on a CPU (`tests/replays.py`), and `tests/test_cuda.py` waits for one.
 
 Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
 They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over

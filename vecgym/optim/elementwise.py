@@ -296,6 +296,8 @@ def _functional(cls: type) -> Callable[..., None]:
 def _has_fused(name: str, device: str, dtype: torch.dtype) -> bool:
     if device == "mps" and dtype not in (torch.float32, torch.float16):
         return False
+    if device == "cpu" and name == "sgd" and dtype in (torch.bfloat16, torch.float16):
+        return False  # torch's kernel leaves such parameters as they are
     key = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_fused_{name}_", key)
 

@@ -107,7 +107,7 @@ def _cuts(engine: Engine, num_local: int, batch_size: int, given: int | None) ->
     assert engine.facts is not None
     plan = engine.plan
     yield plan, given
-    if plan.engine == "vmap":
+    if plan.engine != "loop":
         chunk = min(plan.chunk_size or num_local, num_local)
         while chunk > 1:
             chunk = -(-chunk // 2)
