@@ -21,9 +21,11 @@ of arithmetic at the rate of a large matrix product, and bytes at the bandwidth 
 | GPT, 2 layers, width 64, context 64, batch 8 | 16 | 168 | 113 | 1.5 x | 106 | 36.2 | 99.3 | 123 | 1.24 |
 | GPT, 4 layers, width 256, context 128, batch 4 | 4 | 528 | 435 | 1.2 x | 432 | 279 | 458 | 500 | 1.09 |
 
-Medians move by a tenth and more from run to run: others gave 81 to 95 x for the tiny MLP, 2.8 to 3.4 x for the MLP, 1.6
-x for the CNN, and 1.4 to 1.7 x for the small GPT; AllReduce took 2.0, 1.2, 1.2 and 1.0 times as long as *big*. The last
-row is an older measurement. A plain loop beside an idle vecgym engine takes 0.92 to 1.07 times as long as without.
+Medians move by a tenth and more from run to run: others gave 72 to 95 x for the tiny MLP, 2.5 to 3.4 x for the MLP, 1.6
+and 1.7 x for the CNN, and 1.4 to 1.7 x for the small GPT; AllReduce took 1.4 to 2.0, 1.2, 1.0 to 1.2 and 1.0 times as long
+as *big*. The last row is an older measurement. Since the table a step of the tiny MLP has become an eighth faster
+(3.9 ms in place of 4.5, the two versions in turns), whose loop was faster on that day, too. A plain loop beside an idle
+vecgym engine takes 0.92 to 1.07 times as long as without.
 
 An evaluation computes as many batches in one call as it takes to make the Python of a call small, at most 2 GFLOP, 4 MB
 to a tensor, and 32 MB of batches; each batch still has a loss of its own, whatever a model's loss is. Models that draw
@@ -43,8 +45,9 @@ K=64). With a tenth absent a step takes as long as with a tenth of the nodes les
 
 ## A whole run
 
-`Trainer.fit` takes 2 to 14 % longer than its bare steps. A whole process, from `python` to the end of 420 steps of the MLP on
-16 nodes, takes 7.5 s on the AMD EPYC, of which importing torch takes 2.0 and vecgym 0.7.
+`Trainer.fit` takes 2 to 14 % longer than its bare steps, 21 % in one of the runs. A whole process, from `python` to the end
+of 420 steps of the MLP on 16 nodes, takes 5.5 s on the AMD EPYC (7.3 s at another time of that day), of which importing
+torch takes 2.0 and vecgym 0.3 (`python benchmarks/scaling.py`).
 
 ## Thousands of nodes
 
@@ -66,8 +69,12 @@ distance of the nodes; beside it `estimate_memory`. A process for each row
 
 ![Left, processor time of a step against K for two models under DiLoCo and AllReduce; right, memory at the peak, measured and estimated, both linear in K from some ten nodes on](../../notebooks/figures/scaling.png)
 
-A sweep of 32 configurations on 8 nodes takes 1.5 s for the tiny MLP, against 18 s one after the other; for the MLP,
-9 s against 16 s (`python benchmarks/sweep.py`).
+A sweep of 32 configurations on 8 nodes takes 1.5 s for the tiny MLP, against 18 s one after the other (2.5 against 24 on
+a slower day); for the MLP, 9 s against 16 s (`python benchmarks/sweep.py`).
+
+A step of Muon on 32 nodes with 8 matrices of 64 x 64 takes 0.7 to 0.8 s, hardly less than torch's own node by node, because
+this processor emulates products in bfloat16; one of `FullPrecisionMuon` takes 37 to 84 ms (`python
+benchmarks/optimizers.py`).
 
 ## Against EXO Gym
 
