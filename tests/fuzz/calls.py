@@ -154,28 +154,24 @@ def lion(
     return vecgym.OptimSpec("lion", lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
 
 
-def muon(
-    lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
-    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-    eps: float | Tensor = 1e-7, ns_steps: float | Tensor = 5, adjust_lr_fn: str | None = None,
-) -> vecgym.OptimSpec:  # fmt: skip
-    """The keywords of `OptimSpec("muon", ...)`."""
-    return vecgym.OptimSpec(
-        "muon", lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps, ns_steps=ns_steps,
-        ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
-    )  # fmt: skip
+def of_muon(optim: str, name: str) -> Callable[..., vecgym.OptimSpec]:
+    """Make a function with the keywords of `OptimSpec(optim, ...)`."""
+
+    def spec(
+        lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
+        nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float | Tensor = 1e-7, ns_steps: float | Tensor = 5, adjust_lr_fn: str | None = None,
+    ) -> vecgym.OptimSpec:  # fmt: skip
+        return vecgym.OptimSpec(
+            optim, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps, ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
+        )  # fmt: skip
+
+    spec.__name__ = spec.__qualname__ = name
+    return spec
 
 
-def full_precision_muon(
-    lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
-    nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-    eps: float | Tensor = 1e-7, ns_steps: float | Tensor = 5, adjust_lr_fn: str | None = None,
-) -> vecgym.OptimSpec:  # fmt: skip
-    """The keywords of `OptimSpec("fullprecisionmuon", ...)`."""
-    return vecgym.OptimSpec(
-        "fullprecisionmuon", lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps,
-        ns_steps=ns_steps, ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn,
-    )  # fmt: skip
+muon, full_precision_muon = of_muon("muon", "muon"), of_muon("fullprecisionmuon", "full_precision_muon")
 
 
 def steps() -> list[Tensor]:

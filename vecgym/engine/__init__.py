@@ -3,8 +3,8 @@
 Engine:     Engine, its settings (check_settings, EngineName, ENGINES), what it sees of a model (ModelFacts), how it
             computes (Plan, choose_plan) and what it gives (Local)
 Presence:   availability, which nodes take part in which steps
-Backends:   vecgym.engine.backend.Backend is the protocol of `vmap`, `loop` and `compiled`, which compile=True adds;
-            another one is a file and a name in BACKENDS
+Backends:   vecgym.engine.backend.Backend is the protocol of `vmap` and `loop`, of `compiled`, which compile=True adds,
+            and of `graph`; another one is a file and a name in BACKENDS
 """
 
 from vecgym.engine import availability

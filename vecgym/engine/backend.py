@@ -1,4 +1,4 @@
-"""The protocol of a backend, a way to compute losses and gradients of stacked nodes: `vmap`, `loop`, `compiled`."""
+"""The protocol of a backend, a way to compute losses and gradients of stacked nodes: `vmap`, `loop` and others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class Part(NamedTuple):
 
 
 class Backend(Protocol):
-    """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`.
+    """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`;
+    in `TRIED` if it is not for every model.
 
     It holds no state but the model and memory that it reuses. It may raise anything: the engine then repeats the work
     with `Loop`, to find an error of the model itself.
