@@ -4,8 +4,8 @@ Each alternative runs in a process of its own, one after the other, on batches t
 
 - loop: K plain modules, each with fused AdamW, one after the other; every H steps DiLoCo's outer step.
 - big: one model with fused AdamW on the K batches together. These two do not import vecgym.
-- eager: `Simulation.step` with `DiLoCoStrategy(H)`. graph: the same with `Engine(engine="graph")`, its gradients one
-  launch. compiled: with `Engine(compile=True)`.
+- eager: `Simulation.step` with `DiLoCoStrategy(H)`. graph: the same with `Engine(engine="graph")`, its gradients and
+  AdamW's step one launch. compiled: with `Engine(compile=True)`.
 
 A block of H = 20 steps is timed until the GPU has done it. Arithmetic: the matrix products of a forward and a backward
 pass, K times that of one node, as torch counts it; the GPU's rate is that of a product of two large matrices, measured

@@ -72,6 +72,24 @@ def test_traced_gradients_of_the_mean_loss(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_sums_are_not_spread_over_the_threads_for_each_node() -> None:
+    """Of a bias of three classes, say: the compiler would start its threads once for each of the 512 nodes."""
+    from torch._inductor import config, metrics  # only here: it takes a second to import
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with config.patch(force_disable_caches=True):
+            metrics.reset()
+            batch = Batches(dataset("MLP", 4096), 512, 8).batch(0)
+            assert Engine(make_model("MLP"), compile=True).prepare(batch).engine == "compiled"
+    finally:
+        torch.set_num_threads(before)
+    assert metrics.generated_kernel_count > 0
+    assert metrics.parallel_reduction_count == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MLP", "CNN", "GPT"])
 def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
     compare(name)

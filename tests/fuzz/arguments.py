@@ -96,7 +96,7 @@ MADE = {
     f"vecgym.{name}" for name in (
         "clock.AsyncTimeline",
         "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
-        "Saved", "SweepResult")
+        "Saved", "SweepResult", "optim.RecordableStep")
 }  # fmt: skip
 # ... the methods that a run calls, of what users write or give, ...
 PROTOCOL = {
@@ -106,6 +106,7 @@ PROTOCOL = {
     "start", "resume", "log", "finish", "append", "forward", "logits", "val_metrics", "rate", "groups", "rule", "at",
     "after_step", "own", "count", "draw", "of", "correct", "steps_of_rounds", "check_updates",
     "server_of", "fragments_of", "regions_of",
+    "recordable", "recordable_step",
     "build", "batch", "iterate", "due", "of_codes", "take_rows", "put_rows", "get_indices",
 }  # fmt: skip
 # ... and arguments with these annotations.

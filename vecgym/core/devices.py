@@ -60,3 +60,16 @@ def fetched(values: Any) -> Any:
     {'loss': tensor([1., 1.])}
     """
     return tree.map_leaves(lambda x: x if on_host(x) else x.to("cpu"), values)
+
+
+def placed_as(values: Any, template: Any, device: torch.device) -> Any:
+    """Copy tensors from a file to where a run has them; `template` is the state at its start, which may hold less.
+
+    >>> placed_as({"step": torch.tensor([3])}, {}, torch.device("cpu"))
+    {'step': tensor([3])}
+    """
+
+    def place(x: Tensor, like: Any) -> Tensor:
+        return x.to(like.device if isinstance(like, Tensor) else device, copy=True)
+
+    return tree.map_leaves(place, values, template)

@@ -13,6 +13,7 @@ from vecgym.core.devices import placed
 from vecgym.core.nodes import take_rows
 from vecgym.core.tree import Tree
 from vecgym.engine.stateless import StatelessModel
+from vecgym.optim import RecordableStep
 
 
 class Local(NamedTuple):
@@ -24,7 +25,7 @@ class Local(NamedTuple):
     tensor([3.])
     """
 
-    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss
+    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss; empty if the optimizer's step was taken, too
     losses: Tensor  # [L]
     buffers: Tree  # [1 or L, *]
 
@@ -58,6 +59,8 @@ class Part(NamedTuple):
     buffers: Tree  # [1 or n, *]; those that training changes [n, *], and overwritten
     batch: Any  # leaves [n, B, ...]
     keys: Keys
+    # Asks for what the optimizer does with the gradients of exactly this, not of a part of it.
+    update: Callable[[], RecordableStep | None] | None = None
 
     @property
     def size(self) -> int:
@@ -75,7 +78,7 @@ class Part(NamedTuple):
         if (start, stop) == (0, batch_size):
             return self
         batch = tree.map_leaves(lambda x: x[:, start:stop], self.batch)
-        return self._replace(batch=batch, keys=self.keys._replace(start=start))
+        return self._replace(batch=batch, keys=self.keys._replace(start=start), update=None)
 
     def take(self, chosen: Tensor, batch_size: int) -> Part:
         """Copy the first examples of some nodes."""

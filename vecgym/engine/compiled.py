@@ -59,7 +59,7 @@ class Compiled(Tried):
         changed, shared = self.model.split(part.buffers)
         with (
             self.model.seeded(part.keys.of(0)), self.model.casting(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(),
-            _eager_random_numbers(),
+            _compiler_settings(),
         ):  # fmt: skip
             if self.recorded:
                 torch.compiler.cudagraph_mark_step_begin()  # what the last call has returned is not needed any more
@@ -120,8 +120,14 @@ def _check_compiler(error: BaseException) -> None:
         seen = seen.__cause__ or seen.__context__
 
 
-def _eager_random_numbers() -> Any:
-    """Compile dropout and the like with the random numbers that they draw uncompiled."""
+def _compiler_settings() -> Any:
+    """Let dropout and the like draw the random numbers that they draw uncompiled, and loops be spread over the nodes.
+
+    Where a tensor's last dimension is shorter than a vector register, a bias of ten classes, say, and its loop a vector
+    all the same, Inductor takes it to have no steps, and spreads the sum within it over the threads: once for each
+    node. Such loops are therefore not vectorised.
+    """
     from torch._inductor import config  # only here: it takes a second to import
 
-    return config.patch(fallback_random=True)
+    tails = {"cpp.enable_loop_tail_vec": False} if hasattr(config.cpp, "enable_loop_tail_vec") else {}
+    return config.patch({"fallback_random": True, **tails})

@@ -35,6 +35,7 @@ from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import BACKENDS, TRIED, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
 from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.trial import Tried
+from vecgym.optim import RecordableStep
 
 
 class Engine:
@@ -180,11 +181,7 @@ class Engine:
     def _measured_plan(self, batch: Any, facts: ModelFacts, plan: Plan) -> Plan:
         """Measure the possible plans, and return the fastest."""
         num_nodes = sizes_of(batch)[0]
-        names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
-        counts = {1} if one_thread(facts, self.device) else {1, torch.get_num_threads()}
-        candidates = [Plan(name, min(t, num_nodes), plan.chunk_size) for name in names for t in sorted(counts)]
-        if facts.convolution_flop and self.device.type == "cpu":
-            candidates += [replace(each, channels_last=True) for each in candidates if each.engine == "loop"]
+        candidates = plan.alternatives(facts, num_nodes, self.device)
         key = remembered.key_of(self.model, batch, torch.get_num_threads())
         if (before := remembered.recall(key, candidates)) is not None:
             return before
@@ -220,6 +217,7 @@ class Engine:
         mean: bool = False,
         differentiable: bool = False,
         limits: Sequence[int] | None = None,
+        update: Callable[[], RecordableStep | None] | None = None,
     ) -> Local:
         """Compute the loss and gradient of every node on its own batch; the next call may overwrite the gradients.
 
@@ -232,6 +230,7 @@ class Engine:
             mean: compute only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
             limits: of each node, how many of the B examples are its own: the first of them; None: all.
+            update: asks for the optimizer's step, which a backend may take, too: there are no gradients then.
         """
         describe = contract.derivative_error if differentiable else None
         if differentiable:
@@ -239,7 +238,7 @@ class Engine:
         num_nodes, batch_size = sizes_of(batch)
         seeds = seed if isinstance(seed, Sequence) else [seed] * num_nodes
         keys = Keys(seeds, step, range(num_nodes) if node_ids is None else node_ids)
-        part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
+        part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys, update)
 
         def compute(some: Part) -> Local:
             with self._explaining(lambda: self._run_plainly(some), describe):

@@ -74,6 +74,20 @@ class Plan:
         size = min(-(-num_nodes // num_threads), self.chunk_size or num_nodes)
         return [(a, min(a + size, num_nodes)) for a in range(0, num_nodes, size)]
 
+    def alternatives(self, facts: ModelFacts, num_nodes: int, device: torch.device) -> list[Plan]:
+        """List the plans that may be faster, with chunks as large.
+
+        >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True)
+        >>> [str(plan) for plan in Plan("vmap").alternatives(facts, 8, torch.device("cpu"))]
+        ['vmap', 'loop']
+        """
+        names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
+        counts = {1} if one_thread(facts, device) else {1, torch.get_num_threads()}
+        plans = [Plan(name, min(t, num_nodes), self.chunk_size) for name in names for t in sorted(counts)]
+        if facts.convolution_flop and device.type == "cpu":
+            plans += [replace(each, channels_last=True) for each in plans if each.engine == "loop"]
+        return plans
+
     def layout(self) -> contextlib.AbstractContextManager:
         """Enter the order of tensors in memory, in the thread that computes."""
         return ChannelsLast() if self.channels_last else contextlib.nullcontext()

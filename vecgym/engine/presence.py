@@ -123,6 +123,13 @@ def check_presence(presence: Presence, strategy: Strategy) -> None:
     strategy.check_present(sorted(presence.counts), presence.run.num_nodes)
 
 
+def missed(presence: Presence, rows: Tensor | None, step: int) -> Tensor | None:
+    """Return which nodes, those in `rows` or all, were absent in a step; None: none was."""
+    absent = ~presence.row(step)
+    absent = absent if rows is None else absent[rows]
+    return absent if bool(absent.any()) else None
+
+
 def exchanges_gradients(strategy: Strategy) -> bool:
     """Whether the nodes exchange gradients.
 

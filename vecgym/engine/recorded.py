@@ -1,8 +1,9 @@
 """The backend `graph`: that of `vmap`, whose kernels are recorded as a CUDA graph, which one call launches.
 
 A small model's step is short for a GPU, which then waits for Python. Recorded, it waits once a pass, and runs the very
-kernels that `vmap` does. Whether a model can be recorded is tried before training: `Recorded.tried` compares the
-gradients of a recording, with other batches than the recorded one, with those of `vmap`.
+kernels that `vmap` does. Where gradients go to the optimizer as they are, its step is recorded with them. Whether a
+model can be recorded is tried before training: `Recorded.tried` compares the gradients of a recording, with other
+batches than the recorded one, with those of `vmap`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 from vecgym.core import tree
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Part
+from vecgym.engine.backend import Local, Part
 from vecgym.engine.contract import cause
 from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.trial import Trial, Tried, difference, first_line, first_part, timed, turned
 from vecgym.engine.vmap import Vmap
+from vecgym.optim import OptState, RecordableStep
 
 MAX_RECORDINGS = 8  # chunks, and the last, smaller batch of an epoch, have their own
 # Passes over the same memory before it is recorded: what is used for a moment is rarely met so often.
@@ -82,6 +84,11 @@ class Watch(TorchDispatchMode):
         self.outside: dict[int, Tensor] = {}
         self._made: set[int] = set()
 
+    def outside_of(self, values: Any) -> list[Tensor]:
+        """Return the tensors from outside that are not among `values` either."""
+        given = {x.untyped_storage().data_ptr() for x in tensors_in(values)}
+        return [x for memory, x in self.outside.items() if memory not in given]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
         if name in WAITING:
@@ -122,19 +129,52 @@ class Recording:
         held: what it reads besides, which the model may drop: a mask that it has made for this length, say.
     """
 
-    def __init__(self, part: Part, compute: Callable[[Part], Result], device: torch.device, pool: Any) -> None:
+    def __init__(
+        self,
+        part: Part,
+        compute: Callable[[Part], Result],
+        device: torch.device,
+        pool: Any,
+        moments: OptState | None = None,
+    ) -> None:
         self.last = 0
         self._batch = tree.map_leaves(torch.clone, part.batch)
         with Watch() as watch:
             self._graph = record(lambda: compute(part._replace(batch=self._batch)), device, pool)
-        given = {x.untyped_storage().data_ptr() for x in tensors_in((part.params, part.buffers, self._batch))}
-        self.held = [x for memory, x in watch.outside.items() if memory not in given]
+        self.held = watch.outside_of((part.params, part.buffers, self._batch, moments))
 
-    def launch(self, batch: Any) -> Result:
-        """Compute with another batch of the same shape."""
+    def launch(self, batch: Any, done: int = 0) -> Result:
+        """Compute with another batch of the same shape, after `done` steps of the optimizer."""
         tree.map_leaves(Tensor.copy_, self._batch, batch)
         self._graph.replay()
         return self._graph.result
+
+
+class StepRecording(Recording):
+    """A pass, and the optimizer's step with its gradients, which are not returned."""
+
+    def __init__(
+        self, part: Part, update: RecordableStep, compute: Callable[[Part], Result], device: torch.device, pool: Any
+    ) -> None:
+        count = self._count = torch.zeros((), dtype=torch.float32, device=device)
+        self._counted = 0  # the value of `_count`, the steps made before the next launch, without asking the device
+
+        def trained(some: Part) -> Result:
+            grads, losses = compute(some)
+            params, state = update.take(some.params, grads, count)
+            if _places((params, _moments(state))) != _places((some.params, _moments(update.state))):
+                raise RuntimeError("the optimizer does not leave its state where it is")
+            count.add_(1)
+            return {}, losses
+
+        super().__init__(part, trained, device, pool, _moments(update.state))
+
+    def launch(self, batch: Any, done: int = 0) -> Result:
+        """Take the step after `done` others."""
+        if done != self._counted:
+            self._count.fill_(done)
+        self._counted = done + 1
+        return super().launch(batch)
 
 
 class Recorded(Tried):
@@ -154,7 +194,7 @@ class Recorded(Tried):
         check_recordable(model.device)
         super().__init__(model)
         self.refusal = ""  # why nothing more is recorded
-        self._warns = True
+        self._warns = self._with_steps = True
         self.forget()
 
     def forget(self) -> None:
@@ -164,6 +204,25 @@ class Recorded(Tried):
         self._watched: set[Any] = set()  # what has been looked at for operations that wait
         self._passes = 0
         self._pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
+
+    def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
+        losses = None if part.update is None else self._step(part, part.update())
+        return super().gradients(part, out, thread) if losses is None else Local({}, losses, part.buffers)
+
+    def _step(self, part: Part, update: RecordableStep | None) -> Tensor | None:
+        """Launch the gradients with the optimizer's step; None: nothing was done, since that is not recorded."""
+        if update is None or not self._with_steps:
+            return None
+        places, device = _places((part.params, part.buffers, _moments(update.state))), self.model.device
+        each = super()._of_each
+        with self.model.seeded(part.keys.of(0)):
+            recording = self._recording(
+                ("step", _form(part.batch), places, update.settings),
+                lambda: StepRecording(part, update, lambda some: each(some, 0), device, self._pool),
+                with_step=True,
+            )
+            done = int(update.state["step"])  # on the CPU
+            return None if recording is None else recording.launch(part.batch, done)[1].clone()
 
     def _of_each(self, part: Part, thread: int) -> Result:
         grads, losses = self._launched("each", part, lambda some: super(Recorded, self)._of_each(some, thread))
@@ -175,21 +234,29 @@ class Recorded(Tried):
         return (grads if part.size == num_nodes else tree.map(torch.clone, grads)), losses.clone()
 
     def _launched(self, kind: Any, part: Part, compute: Callable[[Part], Result]) -> Result:
+        form = (kind, _form(part.batch))
+        key = (form, _places((part.params, part.buffers)))
+        recording = self._recording(key, lambda: Recording(part, compute, self.model.device, self._pool))
+        return self._watching(form, part, compute) if recording is None else recording.launch(part.batch)
+
+    def _recording(self, key: Any, make: Callable[[], Recording], with_step: bool = False) -> Recording | None:
+        """Return the recording of what has been met often enough; None: it is not recorded, or cannot be."""
         self._passes += 1
-        form = (kind, *(_form(path, x) for path, x in tree.flatten(part.batch)))
-        key = (form, _places(part.params), _places(part.buffers))
-        recording = self._recordings.get(key)
-        if recording is None:
+        if key not in self._recordings:
             if self.refusal or not self._often(key) or not self._has_room():
-                return self._watching(form, part, compute)
+                return None
             try:
-                recording = Recording(part, compute, self.model.device, self._pool)
+                self._recordings[key] = make()
             except Exception as error:  # whatever cannot be recorded runs without it
-                self._refuse(first_line(cause(error), type(error).__name__))
-                return compute(part)
-            self._recordings[key] = recording
-        recording.last = self._passes
-        return recording.launch(part.batch)
+                why = first_line(cause(error), type(error).__name__)
+                if with_step:
+                    self._with_steps = False
+                    warn(f"From here on the optimizer's step is not recorded with the gradients: {why}.")
+                else:
+                    self._refuse(why)
+                return None
+        self._recordings[key].last = self._passes
+        return self._recordings[key]
 
     def _often(self, key: Any) -> bool:
         """Whether this memory has been met often enough; note that it was once more."""
@@ -251,11 +318,18 @@ class Recorded(Tried):
         return Trial("", f"recorded: {launched_ms:.2g} ms a pass, {plain_ms:.2g} without")
 
 
-def _form(path: Any, x: Any) -> Any:
-    """Say what a leaf of a batch is: of a tensor its shape and type, of others the value, too."""
-    return (path, x.shape, x.dtype) if isinstance(x, Tensor) else (path, repr(x))
+def _form(batch: Any) -> tuple[Any, ...]:
+    """Say what the leaves of a batch are: of a tensor its shape and type, of others the value, too."""
+    found = tree.flatten(batch)
+    return tuple((path, x.shape, x.dtype) if isinstance(x, Tensor) else (path, repr(x)) for path, x in found)
 
 
-def _places(values: Tree) -> tuple[Any, ...]:
+def _places(values: Any) -> tuple[Any, ...]:
     """Say where tensors are and how they lie there."""
-    return tuple((name, x.data_ptr(), x.shape, x.stride()) for name, x in values.items())
+    found = tree.flatten(values)
+    return tuple((path, x.data_ptr(), x.shape, x.stride(), x.dtype) for path, x in found if isinstance(x, Tensor))
+
+
+def _moments(state: OptState) -> OptState:
+    """Return what a step of an optimizer changes on the device: all but the number of steps."""
+    return {slot: values for slot, values in state.items() if slot != "step"}

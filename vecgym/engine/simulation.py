@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,10 +20,11 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
 from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
 from vecgym.engine.once import StoredOnce, stored_once
-from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments
+from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments, missed
 from vecgym.engine.returning import rejoined
 from vecgym.engine.rows import once_among, put, taken
 from vecgym.engine.state import Metrics, State
+from vecgym.optim import RecordableStep
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.inner import row_by_row
@@ -219,8 +221,6 @@ class Simulation:
         rows, strategy, K = torch.tensor(ids), self.strategy, self.num_local
         absent = torch.ones(K, dtype=torch.bool).index_fill(0, rows, False).nonzero().flatten()
         before, ctx = taken(strategy, state, absent, alike=False), self._context(state.step, state.node_steps, True)
-        whole = copy.copy(self)
-        whole.limits = part.limits
         # What those present share is stored once, as it would be without the others: the same bits.
         shared = tree.map(lambda p: once_among(p, rows), state.params)
         numbers = tree.map_leaves(lambda x: once_among(x, rows) if x.dim() == 1 else x, state.optimizer)
@@ -278,14 +278,6 @@ class Simulation:
             )
         return self._parts[ids]
 
-    def _missed(self, step: int) -> Tensor | None:
-        """Return which of the nodes here were absent in a step; None: none was."""
-        if self.presence is None:
-            return None
-        absent = ~self.presence.row(step)
-        absent = absent if self._rows is None else absent[self._rows]
-        return absent if bool(absent.any()) else None
-
     def _step(
         self, state: State, batch: Any, ctx: Context, observe: Callable[[Tree], None],
         training: Sequence[int] | None = None,
@@ -297,18 +289,28 @@ class Simulation:
         if active is not None:
             return self._partial_step(state, batch, active, ctx.replace(active=tuple(active)), observe)
 
-        # 1. Gradients: each node by itself.
-        local = self._gradients(state.params, state.buffers, batch, range(self.num_local), state.strategy, ctx)
-        # 2. What is exchanged of the gradients.
-        grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
-        if ctx.inplace:
-            exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
-        # 3. The inner optimizer: each node by itself.
-        params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
-        observe(params)
+        trained, losses = self._local_step(state, batch, ctx)
+        observe(trained.params)
         # 4. What is exchanged of the optimizer's moments and of the parameters.
-        trained = State(state.step, params, local.buffers, optimizer, exchanged, state.node_steps + 1)
-        return self._exchanged(trained, state.strategy, ctx), self._metrics(local.losses, ctx)
+        return self._exchanged(trained, state.strategy, ctx), self._metrics(losses, ctx)
+
+    def _local_step(self, state: State, batch: Any, ctx: Context) -> tuple[State, Tensor]:
+        """Do what comes before the exchange of parameters; return the losses, too."""
+        # 1. Gradients: each node by itself.
+        update = functools.partial(self.strategy.recordable_step, state.params, state.optimizer, ctx)
+        everyone = range(self.num_local)
+        local = self._gradients(state.params, state.buffers, batch, everyone, state.strategy, ctx, update)
+        if local.grads:
+            # 2. What is exchanged of the gradients.
+            grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
+            if ctx.inplace:
+                exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
+            # 3. The inner optimizer: each node by itself.
+            params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
+        else:  # the engine has taken the optimizer's step, too
+            params, exchanged = state.params, state.strategy
+            optimizer = {**state.optimizer, "step": state.optimizer["step"] + 1}
+        return State(state.step, params, local.buffers, optimizer, exchanged, state.node_steps + 1), local.losses
 
     def _exchanged(self, state: State, before: dict[str, Any], ctx: Context) -> State:
         """Exchange what the optimizer has left in `state`; `before`: the modules' states at the start of the step."""
@@ -339,9 +341,7 @@ class Simulation:
         trained = State(state.step, params, trained.buffers, trained.optimizer, trained.strategy, trained.node_steps)
         return self._exchanged(trained, state.strategy, ctx), self._metrics(losses, ctx)
 
-    def _train_rows(
-        self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context
-    ) -> tuple[State, Tensor]:  # fmt: skip
+    def _train_rows(self, state: State, batch: Any, rows: Tensor, losses: Tensor, ctx: Context) -> tuple[State, Tensor]:
         """Return the state and the losses after the nodes in `rows` have taken a step."""
         everyone = (per_node_or_once(state.params, self.num_local), state.buffers)
         params, buffers = nodes.take_rows(everyone[0], rows), nodes.take_rows(everyone[1], rows, copy=False)
@@ -371,19 +371,19 @@ class Simulation:
         return row_by_row(lambda i, p, g, s: self.strategy.optimize(p, g, s, told(i)), params, grads, state)
 
     def _gradients(
-        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
-    ) -> Local:
+        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context,
+        update: Callable[[], RecordableStep | None] | None = None,
+    ) -> Local:  # fmt: skip
         """Compute the gradients of the nodes in `rows`, and what the strategy adds to each."""
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
-        mean = mean and self.num_local <= self.comm.num_nodes  # several configurations have a mean each
-        mean = mean and not self.exact
+        mean = mean and self.num_local <= self.comm.num_nodes and not self.exact  # configurations have a mean each
         everyone = len(rows) == self.num_local
         seeds, node_ids = self._keys if everyone else ([values[row] for row in rows] for values in self._keys)
         step = ctx.node_steps.tolist() if self.own_time else ctx.step
         local = self.engine.gradients(
             per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
-            limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
+            limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows], update=update,
         )  # fmt: skip
         # The mean of the nodes here is not that of all: as each one's gradient it is averaged with the others'.
         grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
@@ -393,7 +393,8 @@ class Simulation:
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
             differentiable=not inplace, num_examples=self.num_examples, rows=self._rows, exact=self.exact,
-            own_time=self.own_time and not self._one_rate, missed=None if self.presence is None else self._missed,
+            own_time=self.own_time and not self._one_rate,
+            missed=None if self.presence is None else functools.partial(missed, self.presence, self._rows),
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx

@@ -84,9 +84,12 @@ compiled gradients are recorded as a CUDA graph, which one call launches, unless
 Python. Parameters and buffers stay where they are, and each batch is copied to one place. Before training, a recording
 launched with other batches is compared with `vmap`; a model that waits for the GPU (`.item()`), checkpoints activations,
 or computes something else at each call by Python's means runs without, with a warning. What Python code does only
-later, such as a counter that changes the loss after 1000 steps, is not seen: give such a model another engine. The inner
-optimizer is outside of the graph: it is one fused launch for all parameters and nodes. None of this has run on a GPU
-yet: the tests replay what was recorded on a CPU (`tests/replays.py`), and `tests/test_cuda.py` waits for one.
+later, such as a counter that changes the loss after 1000 steps, is not seen: give such a model another engine. Where
+nothing happens to a node's gradients before its optimizer, as in DiLoCo, FedAvg or gossip, the step of SGD, Adam, AdamW,
+Lion and Muon (`FullPrecisionMuon`), with clipping, is recorded too: local steps are one launch each. The learning rate
+is part of such a recording. While it changes from step to step, the gradients alone are recorded, and the optimizer is
+one more launch, so that the bits are those of `"vmap"`. None of this has run on a GPU yet: the tests replay what was
+recorded on a CPU (`tests/replays.py`), and `tests/test_cuda.py` waits for one.
 
 Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
 They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over

@@ -8,24 +8,24 @@ stated otherwise, an older measurement on a Xeon with 2.5 GHz. The scripts in `b
 Milliseconds per training step of all K nodes with DiLoCo (H=20, AdamW), 2 threads. Every alternative ran in a process of
 its own, and they took turns; medians of 5 to 9 blocks of 20 steps, with a load by others of 0.05 cores and less. *loop*
 is what one would write instead: K plain modules with fused AdamW, one after the other, in a process that does not import
-vecgym. *fit* is a whole `Trainer.fit`, with data, history, ledger and progress bar; *bare* the step alone. *big* is one
-model on all K batches at once, the lower bound for AllReduce. *floor* is what the processor needs at least: the larger
-of arithmetic at the rate of a large matrix product, and bytes at the bandwidth of a copy
-(`python benchmarks/step_time.py`).
+vecgym. *fit* is a whole `Trainer.fit`, with data, history, ledger and progress bar; *compiled* the same with `compile=True`;
+*bare* the step alone. *big* is one model on all K batches at once, the lower bound for AllReduce. *floor* is what the
+processor needs at least: the larger of arithmetic at the rate of a large matrix product, and bytes at the bandwidth of a
+copy (`python benchmarks/step_time.py --compile`).
 
-| workload | K | loop | fit | faster | bare | floor | big | fit AllReduce | to big |
-|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|
-| tiny MLP 16-32-2, batch 8 | 512 | 357 | 3.99 | 89 x | 3.81 | 0.45 | 2.36 | 3.48 | 1.47 |
-| MLP 784-128-10, batch 32 | 64 | 75.5 | 24.1 | 3.1 x | 21.2 | 9.13 | 10.3 | 13.7 | 1.32 |
-| CNN, 2 convolutions, batch 32 | 16 | 175 | 96.4 | 1.8 x | 94.3 | 21.7 | 155 | 108 | 0.70 |
-| GPT, 2 layers, width 64, context 64, batch 8 | 16 | 168 | 113 | 1.5 x | 106 | 36.2 | 99.3 | 123 | 1.24 |
-| GPT, 4 layers, width 256, context 128, batch 4 | 4 | 528 | 435 | 1.2 x | 432 | 279 | 458 | 500 | 1.09 |
+| workload | K | loop | fit | faster | compiled | bare | floor | big | fit AllReduce | to big |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|
+| tiny MLP 16-32-2, batch 8 | 512 | 207 | 2.90 | 71 x | 2.14 | 2.59 | 0.38 | 1.39 | 1.99 | 1.43 |
+| MLP 784-128-10, batch 32 | 64 | 39.7 | 18.0 | 2.2 x | 16.3 | 15.2 | 7.76 | 8.36 | 8.90 | 1.06 |
+| CNN, 2 convolutions, batch 32 | 16 | 115 | 60.7 | 1.9 x | 85.3 | 63.6 | 17.5 | 80.8 | 86.0 | 1.06 |
+| GPT, 2 layers, width 64, context 64, batch 8 | 16 | 156 | 98.1 | 1.6 x | 74.7 | 101 | 28.6 | 92.6 | 87.2 | 0.94 |
+| GPT, 4 layers, width 256, context 128, batch 4 | 4 | 400 | 332 | 1.2 x | 338 | 333 | 223 | 352 | 378 | 1.07 |
 
-Medians move by a tenth and more from run to run: others gave 72 to 95 x for the tiny MLP, 2.5 to 3.4 x for the MLP, 1.6
-and 1.7 x for the CNN, and 1.4 to 1.7 x for the small GPT; AllReduce took 1.4 to 2.0, 1.2, 1.0 to 1.2 and 1.0 times as long
-as *big*. The last row is an older measurement. Since the table a step of the tiny MLP has become an eighth faster
-(3.9 ms in place of 4.5, the two versions in turns), whose loop was faster on that day, too. A plain loop beside an idle
-vecgym engine takes 0.92 to 1.07 times as long as without.
+Ratios move from run to run, since the machine's cores and memory are shared with others that it does not show: the same
+day gave 61 to 71 x for the tiny MLP (81 x and 97 x compiled), 2.2 and 4.0 x for the MLP, 1.8 and 1.9 x for the CNN, 1.6 and
+1.9 x for the small GPT (2.1 x compiled, both times); other days 72 to 92 x, 2.5 to 3.4 x, 1.6 to 1.8 x and 1.4 to 1.7 x.
+AllReduce took 1.4 to 2.0 times as long as *big* on the tiny MLP, 1.1 to 1.3 on the MLP, 0.9 to 1.2 elsewhere. A plain
+loop beside an idle vecgym engine takes 0.92 to 1.09 times as long as without.
 
 An evaluation computes as many batches in one call as it takes to make the Python of a call small, at most 2 GFLOP, 4 MB
 to a tensor, and 32 MB of batches; each batch still has a loss of its own, whatever a model's loss is. Models that draw
@@ -35,9 +35,12 @@ Where it is not fast: about a millisecond of a step is spent in Python, so AllRe
 tiny MLP. Stacking cannot reduce the arithmetic of convolutions, or of a large model. Convolutions run node after node, with
 the channels last in memory, which is why they are faster than in the plain loop.
 
-`compile=True` gains little on this processor: a bare step of the small GPT takes 82 ms in place of 87, that of the GPT of
-width 256 417 in place of 406, that of the tiny MLP 3.1 in place of 2.7. Compiling the optimizer's step as well changed
-nothing for either GPT, and the MLP.
+The floor takes arithmetic and memory to be used at the same time, as if AdamW moved its bytes beside the products and not
+after them: one after the other, the two take 1.6 floors for the MLP. Nodes in chunks whose optimizer steps right after
+their gradients, on two threads, were no faster (25.8 ms in place of 24.1).
+
+`compile=True` pays for the tiny MLP and the small GPT; in convolutions it is slower than the loop over nodes with the
+channels last. Compiling the optimizer's step as well changed nothing for either GPT, and the MLP.
 
 Nodes that may be absent: where all are present it costs nothing (1.00 and 1.01 times as long, DiLoCo and AllReduce, MLP,
 K=64). With a tenth absent a step takes as long as with a tenth of the nodes less, times 1.60 and 1.12
@@ -45,9 +48,10 @@ K=64). With a tenth absent a step takes as long as with a tenth of the nodes les
 
 ## A whole run
 
-`Trainer.fit` takes 2 to 14 % longer than its bare steps, 21 % in one of the runs. A whole process, from `python` to the end
-of 420 steps of the MLP on 16 nodes, takes 5.5 s on the AMD EPYC (7.3 s at another time of that day), of which importing
-torch takes 2.0 and vecgym 0.3 (`python benchmarks/scaling.py`).
+`Trainer.fit` takes up to 14 % longer than its bare steps, 18 to 27 % in some runs of the MLPs. With epochs of four steps
+it takes 0.86 (tiny) and 0.95 times (MLP) as long as bare steps, which cycle through more batches. A whole process, from
+`python` to the end of 420 steps of the MLP on 16 nodes, takes 5.5 to 8.3 s on the AMD EPYC, of which importing torch takes
+1.6 to 2.9 and vecgym 0.3 (`python benchmarks/scaling.py`).
 
 ## Thousands of nodes
 

@@ -79,6 +79,7 @@ class PerNodeRule:
         state: OptState,
         lr: float | Tensor | None = None,
         inplace: bool = True,
+        count: Tensor | None = None,
     ) -> tuple[Tree, OptState]:
         """Take one step, with the arguments of `ElementwiseRule.update`; `inplace=False` works on copies.
 
@@ -106,6 +107,15 @@ class PerNodeRule:
                         node.load(held)
                     node.step(grads, lr)
                 return params, {"step": state["step"] + 1, **_collect(nodes, held)}
+
+    def recordable(self, params: Tree) -> bool:
+        """Return False: Python code of an optimizer may do anything.
+
+        >>> from vecgym.optim import OptimSpec
+        >>> OptimSpec(torch.optim.ASGD).rule().recordable({})
+        False
+        """
+        return False
 
     @contextmanager
     def _nodes(self, params: Tree, num_nodes: int) -> Iterator[list[_Node]]:

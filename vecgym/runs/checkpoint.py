@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.core import tree
+from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import is_regular, remove_partial, write_atomically
 from vecgym.core.rng import GlobalStates
@@ -86,7 +86,7 @@ class Snapshots:
         _check_alike({kind: models[kind] for kind in expected}, expected, comm.num_nodes)
         trained = {name: models["params"][name] for name in template.params}
         values = runfile.restored({"params": trained, "buffers": models["buffers"], **contents["state"]})
-        placed = _placed(self.session.rows_here(values), vars(template), self.engine.device)
+        placed = placed_as(self.session.rows_here(values), vars(template), self.engine.device)
         # At its start an optimizer may hold less. Its "numbers" are Python's, and may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
         _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
@@ -277,12 +277,3 @@ def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = Fal
     """Raise an error unless all tensors have the names, dtypes and shapes of the template's, with 1 row or all."""
     if wrong := runfile.difference(runfile.form(values, num_nodes), runfile.form(template, num_nodes), more=more):
         raise ValueError(wrong)
-
-
-def _placed(values: Any, template: Any, device: torch.device) -> Any:
-    """Move tensors from a file to where the run has them; `template` is the state at its start, which may hold less."""
-
-    def place(x: Tensor, like: Any) -> Tensor:
-        return x.to(like.device if isinstance(like, Tensor) else device, copy=True)
-
-    return tree.map_leaves(place, values, template)

@@ -12,7 +12,8 @@ import torch
 
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Transfer
-from vecgym.core import nodes, tree
+from vecgym.core import nodes
+from vecgym.core.devices import placed_as
 from vecgym.core.tree import Tree
 from vecgym.data.chosen import chosen_batches, places
 from vecgym.engine import Engine
@@ -168,7 +169,7 @@ class Chunk:
 
     def load(self, state: dict[str, Any], curves: Sequence[Curve]) -> None:
         """Continue from a saved state, and from what was recorded up to it."""
-        placed = tree.map_leaves(lambda x: x.to(self.engine.device), state)
+        placed = placed_as(state, vars(self.state), self.engine.device)
         self.state = State(**{**placed, "node_steps": state["node_steps"]})
         for c, curve in enumerate(curves):
             self.observed.load(c, curve)
