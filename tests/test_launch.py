@@ -456,10 +456,35 @@ def test_in_a_process_group_only_distributed_trains() -> None:
     assert "this is process 1 of 2" in second
 
 
+def gloo_threads() -> int:
+    """How many threads of this process belong to process groups."""
+    return sum("gloo" in task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+def threads_around_fits(link: multiprocess.Link) -> tuple[int, list[int]]:
+    """The threads of process groups before two runs in a group that exists, and after each."""
+    links.enter(None)
+    dist.barrier()  # the first exchange starts threads
+    before, after = gloo_threads(), []
+    for _ in range(2):
+        kept = fit("MLP", "FedAvg islands", num_nodes=6, max_steps=8, backend="distributed")
+        after.append(gloo_threads())
+        del kept  # not before: a trainer that is kept must not keep them
+    return before, after
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_islands_process_groups_end_with_the_run() -> None:
+    for before, after in multiprocess.run(threads_around_fits, 3):
+        assert before > 0
+        assert after == [before, before]
+
+
 UNDER_TORCHRUN = """
 import sys, torch, torch.distributed as dist
 from tests.fitting import STRATEGIES, dataset
 from tests.models import make_model
+from tests.test_launch import gloo_threads
 from vecgym import CSVLogger, Trainer
 
 data = dataset("MLP", 48)
@@ -471,6 +496,10 @@ average = trainer.fit(
     backend="distributed", logger=CSVLogger(sys.argv[1]),
 )
 assert dist.is_initialized() == (len(sys.argv) > 2)
+if dist.is_initialized():
+    dist.destroy_process_group()
+if sys.platform == "linux":
+    assert gloo_threads() == 0, "threads that outlive the interpreter abort the process, now and then"
 print(len(trainer.nodes), float(sum(p.double().sum() for p in average.parameters())), flush=True)
 """
 

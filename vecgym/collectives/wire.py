@@ -69,6 +69,22 @@ class Wire:
                 dist.destroy_process_group(oldest)
         return self._subgroups[key]
 
+    def destroy_subgroups(self) -> None:
+        """Destroy the islands' process groups. All processes have finished their exchanges."""
+        for group in self._subgroups.values():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        self._subgroups.clear()
+
+    def close(self) -> None:
+        """Let go of all process groups; nothing can be exchanged after that.
+
+        Torch ends the threads of a destroyed group when nobody holds it any more. Threads that outlive the interpreter
+        abort the process at its exit.
+        """
+        self._subgroups.clear()
+        del self.group
+
     def all_reduce(self, x: Tensor, group: Any = None) -> Tensor:
         """Sum the tensors of all processes, or of those of a subgroup; `x` may be overwritten."""
         group = group or self.group

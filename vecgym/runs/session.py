@@ -32,7 +32,12 @@ def joined_nodes(options: FitOptions) -> Iterator[tuple[Collectives, torch.devic
             yield StackedCollectives(options.num_nodes), device
             return
         with multiprocess.joined(device) as device:
-            yield DistributedCollectives(options.num_nodes, links.wire(), exact=options.exact), device
+            wire = links.wire()
+            try:
+                yield DistributedCollectives(options.num_nodes, wire, exact=options.exact), device
+                wire.destroy_subgroups()
+            finally:
+                wire.close()
 
 
 class Session:
