@@ -1,10 +1,11 @@
-"""vecgym against EXO Gym itself: the same training through both trainers, each in fresh processes.
+"""vecgym against EXO Gym itself: the same training through both trainers, in fresh processes that take turns.
 
     python benchmarks/against_exogym.py --exogym PATH    # a checkout of github.com/exo-explore/gym, at 9fa323c say
 
 DiLoCo (H = 20, AdamW inside) on 16 nodes through `Trainer.fit`, data loading and logging included. EXO Gym starts one
 process per node, with one torch thread each; vecgym is one process with `--threads`. "First step" is the time from
-starting python to the end of the first step; "ms per step" is the mean over the other steps, all nodes together. With
+starting python to the end of the first step; "ms per step" is the mean over the other steps, all nodes together; both
+are medians over the rounds, in each of which both sides train anew. With
 more nodes than cores EXO Gym's processes share the cores, as they do when one tries out an idea on one machine. What
 it needs (wandb and so on) must be installed. It names macOS's network interface; here that is Linux's in a copy of it.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
+from turns import serve, take_turns
 from workloads import WORKLOADS, header, machine, markdown
 
 try:
@@ -34,6 +37,7 @@ except ImportError:
 
 H = 20
 LR = 1e-3
+FIGURES = ("first_step_s", "step_s")
 
 
 class Clock:
@@ -104,7 +108,7 @@ def fit(
     )  # fmt: skip
 
 
-def measure(side: str, name: str, num_nodes: int, num_steps: int, threads: int, path: Path | None) -> dict[str, float]:
+def run(side: str, name: str, num_nodes: int, num_steps: int, threads: int, path: Path | None) -> dict[str, float]:
     """Seconds to the first step, and per step, of a fresh run."""
     with tempfile.TemporaryDirectory() as folder:
         places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -123,6 +127,20 @@ def measure(side: str, name: str, num_nodes: int, num_steps: int, threads: int, 
     return {"first_step_s": found["first"] - start, "step_s": found["step_s"]}
 
 
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The medians of both sides, and what is to be said of them."""
+    numbers = [str(x) for x in (args.num_nodes, args.steps, args.threads)]
+    command = [str(Path(__file__).resolve()), "--serve", name, *numbers]
+    commands = {"vecgym": [*command, "vecgym"]}
+    if args.exogym:
+        commands["exogym"] = [*command, "exogym", str(args.exogym.resolve())]
+    rounds = args.repeats, args.repeats
+    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds, warm_up=False)
+    found = {side: {key: turns.median(side, key) for key in FIGURES} for side in commands}
+    found.setdefault("exogym", dict.fromkeys(FIGURES, math.nan))
+    return {"workload": name, "num_nodes": args.num_nodes, **found, "notes": turns.notes()}
+
+
 def report(rows: list[dict[str, Any]]) -> str:
     cells = [
         [row["workload"], str(row["num_nodes"]), f"{row['exogym']['first_step_s']:.1f}",
@@ -135,6 +153,10 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        name, num_nodes, num_steps, threads, side, *path = sys.argv[2:]
+        of_run = (side, name, int(num_nodes), int(num_steps), int(threads), Path(path[0]) if path else None)
+        return serve(lambda: run(*of_run))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exogym", type=Path, metavar="PATH", help="a checkout of EXO Gym; without: vecgym only")
     parser.add_argument("--workloads", nargs="+", default=["mlp", "cnn", "gpt"], choices=list(WORKLOADS),
@@ -142,6 +164,7 @@ def main() -> None:
     parser.add_argument("--num-nodes", type=int, default=16, help="K (default 16)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60)")
     parser.add_argument("--threads", type=int, default=2, help="vecgym's threads (default 2); a process has one")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
     parser.add_argument("--quick", action="store_true", help="few steps of the tiny MLP on two nodes: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
@@ -157,15 +180,8 @@ def main() -> None:
     print(header(), flush=True)
     rows = []
     for name in args.workloads:
-        of_run = (name, args.num_nodes, args.steps, args.threads)
-        row: dict[str, Any] = {
-            "workload": name,
-            "num_nodes": args.num_nodes,
-            "vecgym": measure("vecgym", *of_run, None),
-        }
-        nothing = {"first_step_s": float("nan"), "step_s": float("nan")}
-        row["exogym"] = measure("exogym", *of_run, args.exogym) if args.exogym else nothing
-        rows.append(row)
+        rows.append(measure(name, args))
+        print(f"{name}: {rows[-1]['notes']}", flush=True)
     print("\n" + report(rows))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "runs": rows}, indent=1))

@@ -5,9 +5,9 @@ Where other programs want the cores too, a thread that all others wait for may n
 `OMP_WAIT_POLICY=PASSIVE` makes them sleep instead; it is read when torch is imported. Node threads compute whole nodes,
 and wait once in a step.
 
-Each row is a fresh process: the small GPT on 8 nodes with DiLoCo, alone and beside `--load` processes that only count.
-"ms per step" is the median of blocks; a fair share of the cores is what the load leaves to a program with as many
-threads. Takes about two minutes.
+Each setting is a process of its own: the small GPT on 8 nodes with DiLoCo. They take turns, alone and then beside
+`--load` processes that only count. "ms per step" is the median of blocks; a fair share of the cores is what the load
+leaves to a program with as many threads. Takes about two minutes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from turns import Turns, serve, take_turns
 from workloads import WORKLOADS, header, machine, markdown
 
 H = 20
@@ -35,8 +34,8 @@ SETTINGS = {  # name: (environment, torch's threads, node threads)
 }
 
 
-def measure_here(name: str, threads: int, node_threads: int, blocks: int, steps: int) -> float:
-    """Seconds per step in this process."""
+def serve_steps(name: str, steps: int, threads: int, node_threads: int) -> None:
+    """In a process of its own: blocks of steps."""
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
@@ -49,25 +48,28 @@ def measure_here(name: str, threads: int, node_threads: int, blocks: int, steps:
     engine.prepare(batch)
     strategy = DiLoCoStrategy("adamw", H=H, lr=1e-3)
     simulation = Simulation(workload.model(), strategy, StackedCollectives(8), engine=engine)
-    state, seconds = simulation.init(), []
-    for _ in range(blocks + 1):  # the first warms up
-        start = time.perf_counter()
+    state = simulation.init()
+
+    def work() -> None:
+        nonlocal state
         for _ in range(steps):
             state, _ = simulation.step(state, batch)
-        seconds.append((time.perf_counter() - start) / steps)
-    engine.close()
-    return statistics.median(seconds[1:])
+
+    serve(work)
 
 
-def measure(name: str, setting: str, blocks: int, steps: int) -> float:
-    """The same in a fresh process, whose OpenMP has the setting's environment."""
-    environment, threads, node_threads = SETTINGS[setting]
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "KMP_"))}
-    command = [sys.executable, __file__, "--one", name, *map(str, (threads, node_threads, blocks, steps))]
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=600, env={**plain, **environment}
-    )
-    return float(json.loads(done.stdout))
+def measure(name: str, steps: int, args: argparse.Namespace) -> Turns:
+    """Blocks of all settings."""
+    command = [str(Path(__file__).resolve()), "--serve", name, str(steps)]
+    commands = {
+        setting: [*command, str(threads), str(node_threads)] for setting, (_, threads, node_threads) in SETTINGS.items()
+    }
+    environments = {
+        setting: {"OMP_NUM_THREADS": str(threads), **environment}
+        for setting, (environment, threads, _) in SETTINGS.items()
+    }
+    rounds = args.repeats, args.repeats
+    return take_turns(commands, 0 if args.quick else 1, args.threads, environments, rounds)
 
 
 @contextmanager
@@ -84,6 +86,8 @@ def load(num_processes: int) -> Iterator[None]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        return serve_steps(sys.argv[2], *map(int, sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="gpt", choices=list(WORKLOADS), help="default: gpt")
     parser.add_argument("--load", type=int, default=4, help="busy processes (default 4)")
@@ -91,30 +95,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="blocks of 5 steps (default 3)")
     parser.add_argument("--quick", action="store_true", help="the tiny MLP, one block of two steps: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        name, *numbers = args.one
-        print(json.dumps(measure_here(name, *map(int, numbers))))
-        return
 
+    for key in [key for key in os.environ if key.startswith(("OMP_", "GOMP_", "KMP_"))]:
+        del os.environ[key]  # a setting's process has its own
     torch.set_num_threads(args.threads)
     print(header())
-    name, blocks, steps = ("tiny", 1, 2) if args.quick else (args.workload, args.repeats, 5)
+    name, steps = ("tiny", 2) if args.quick else (args.workload, 5)
     before = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"load before: {before}; beside: {args.load} busy processes", flush=True)
-    found: dict[str, dict[str, float]] = {}
-    for setting in SETTINGS:
-        alone = measure(name, setting, blocks, steps)
-        with load(args.load):
-            beside = measure(name, setting, blocks, steps)
-        found[setting] = {"alone_s": alone, "busy_s": beside}
-        print(f"{setting}: {1e3 * alone:.1f} ms a step, busy {1e3 * beside:.1f}", flush=True)
+    alone = measure(name, steps, args)
+    with load(args.load):
+        busy = measure(name, steps, args)
+    found = {
+        setting: {"alone_s": alone.median(setting) / steps, "busy_s": busy.median(setting) / steps}
+        for setting in SETTINGS
+    }
     rows = [
         [setting, f"{1e3 * row['alone_s']:.1f}", f"{1e3 * row['busy_s']:.1f}", f"{row['busy_s'] / row['alone_s']:.1f}"]
         for setting, row in found.items()
     ]
     print("\n" + markdown([f"{name}, K = 8", "ms per step alone", "busy", "ratio"], rows))
+    print(f"\nAlone: {alone.notes()}.\nBusy: {busy.notes()}.")
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "load": args.load, "settings": found}, indent=1))
 

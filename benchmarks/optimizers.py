@@ -1,78 +1,108 @@
 """Optimizers with formulas of vecgym's own on stacked nodes, against the same optimizers of torch node by node.
 
 K nodes with 8 matrices of 64 x 64 each, random gradients, nothing else of a step. "node by node": K `torch.optim`
-optimizers that are built once, each stepped with the gradients of its node. Muon's target is a quarter of that time.
-FullPrecisionMuon is compared with torch's Muon, too. AdamW stands beside them. A run takes 10 to 20 seconds.
+optimizers that are built once, each stepped with the gradients of its node, in a process that does not import vecgym
+(but for Lion, which torch has not). Muon's target is a quarter of that time. FullPrecisionMuon is compared with torch's
+Muon, too. Both are in processes of their own and take turns, a block of steps each. A run takes about a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import time
-from collections.abc import Callable
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from turns import serve, take_turns
 from workloads import header, machine, markdown
 
-from vecgym.optim import OptimSpec
-
 NUM_MATRICES, SIZE = 8, 64
+STEPS = 5  # of a block
+LR = 1e-3
+TORCH: dict[str, tuple[str, dict[str, Any]]] = {
+    "muon": ("Muon", {}), "lion": ("Lion", {}), "adamw": ("AdamW", {"fused": True}),
+}  # fmt: skip
 AGAINST = {"fullprecisionmuon": "muon"}  # others are compared with themselves, node by node
 TARGETS = {"muon": 4.0, "fullprecisionmuon": 4.0}  # times faster than node by node, at least
 
 
-def seconds(step: Callable[[], object], repeats: int) -> float:
-    """The shortest of several steps, after one that warms up."""
-    times = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def measure(name: str, num_nodes: int, repeats: int) -> dict[str, float]:
-    """Seconds of a step of all nodes, stacked and node by node."""
+def values(num_nodes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Stacked parameters and gradients, `[K, 64, 64]`."""
     torch.manual_seed(0)
     params = {f"w{i}": torch.randn(num_nodes, SIZE, SIZE) for i in range(NUM_MATRICES)}
-    grads = {key: torch.randn_like(p) for key, p in params.items()}
-    spec = OptimSpec(name)
-    rule = spec.rule()
-    stacked = {key: p.clone() for key, p in params.items()}
-    state = rule.init(stacked)
+    return params, {key: torch.randn_like(p) for key, p in params.items()}
 
-    def step_stacked() -> None:
-        nonlocal stacked, state
-        stacked, state = rule.update(stacked, grads, state)
 
+def serve_stacked(name: str, num_nodes: int, steps: int) -> None:
+    from vecgym.optim import OptimSpec
+
+    params, grads = values(num_nodes)
+    rule = OptimSpec(name, lr=LR).rule()
+    state = rule.init(params)
+
+    def work() -> None:
+        nonlocal params, state
+        for _ in range(steps):
+            params, state = rule.update(params, grads, state)
+
+    serve(work)
+
+
+def serve_each(name: str, num_nodes: int, steps: int) -> None:
+    """Torch's own, node by node."""
+    params, grads = values(num_nodes)
+    kind, settings = TORCH[AGAINST.get(name, name)]
+    where = torch.optim if hasattr(torch.optim, kind) else importlib.import_module("vecgym.optim")
+    make = getattr(where, kind)
     optimizers = []
     for node in range(num_nodes):
-        model = {key: torch.nn.Parameter(p[node].clone()) for key, p in params.items()}
-        for key, p in model.items():
-            p.grad = grads[key][node]
-        optimizers.append(OptimSpec(AGAINST.get(name, name)).build(model.items()))
+        own = [torch.nn.Parameter(p[node].clone()) for p in params.values()]
+        for p, grad in zip(own, grads.values()):
+            p.grad = grad[node]
+        optimizers.append(make(own, lr=LR, **settings))
 
-    def step_each() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
+    def work() -> None:
+        for _ in range(steps):
+            for optimizer in optimizers:
+                optimizer.step()
 
-    return {"stacked_s": seconds(step_stacked, repeats), "each_s": seconds(step_each, repeats)}
+    serve(work)
+
+
+SERVERS = {"stacked": serve_stacked, "each": serve_each}
+
+
+def measure(name: str, num_nodes: int, steps: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step of all nodes, stacked and node by node."""
+    command = [str(Path(__file__).resolve()), "--serve", name, str(num_nodes), str(steps)]
+    turns = take_turns({side: [*command, side] for side in SERVERS}, 0 if args.quick else args.seconds, args.threads)
+    assert turns.info["each"]["vecgym"] == (name == "lion" or not hasattr(torch.optim, "Muon"))
+    return {f"{side}_s": turns.median(side) / steps for side in SERVERS} | {"notes": turns.notes()}
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return SERVERS[sys.argv[5]](sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=32, help="K (default 32)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-    parser.add_argument("--repeats", type=int, default=20, help="steps (default 20)")
+    parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
+    parser.add_argument("--seconds", type=float, default=15, help="about how long for each optimizer (default 15)")
     parser.add_argument("--quick", action="store_true", help="4 nodes, two steps: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(header())
-    num_nodes, repeats = (4, 2) if args.quick else (args.nodes, args.repeats)
-    results = {name: measure(name, num_nodes, repeats) for name in ("muon", "fullprecisionmuon", "lion", "adamw")}
+    print(header(), flush=True)
+    num_nodes, steps = (4, 2) if args.quick else (args.nodes, STEPS)
+    results = {}
+    for name in ("muon", "fullprecisionmuon", "lion", "adamw"):
+        results[name] = measure(name, num_nodes, steps, args)
+        print(f"{name} done; {results[name]['notes']}", flush=True)
     rows = []
     for name, result in results.items():
         ratio = result["each_s"] / result["stacked_s"]
@@ -81,7 +111,7 @@ def main() -> None:
         times = [f"{1e3 * result[key]:.2f}" for key in ("each_s", "stacked_s")]
         rows.append([name, *times, f"{ratio:.1f}", "" if target is None else f"{target:g}", met])
     columns = [f"K = {num_nodes}, {NUM_MATRICES} x [{SIZE}, {SIZE}]", "ms node by node", "ms stacked", "ratio"]
-    print(markdown([*columns, "target", "met"], rows))
+    print("\n" + markdown([*columns, "target", "met"], rows))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "optimizers": results}, indent=1))
 

@@ -2,7 +2,8 @@
 
 Processes: each holds a plain module with fused AdamW and one torch thread. DiLoCo: every 20 steps one all-reduce of
 the parameters' movement, then torch's SGD with Nesterov momentum on every process. AllReduce: one all-reduce of the
-joined gradients at every step. vecgym: `Simulation.step` in one fresh process with `--threads` threads.
+joined gradients at every step. vecgym: `Simulation.step` in one fresh process with `--threads` threads. They take
+turns, a whole run with all its processes each.
 
 "First step" is the time from starting the process(es) to the end of the first step of DiLoCo on every node. "ms per
 step" is the median over blocks of 20 steps, all nodes together. With more processes than cores the processes
@@ -27,13 +28,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from turns import serve, take_turns
 from workloads import WORKLOADS, header, machine, markdown
 
 H = 20
 LR = 1e-3
 RUNS = [("mlp", 2), ("mlp", 4), ("mlp", 8), ("mlp", 16), ("cnn", 16), ("gpt", 16)]
 
-Result = dict[str, float]  # first_step_s, diloco_s, allreduce_s
+BLOCKS = 3  # of H steps, in a run
+FIGURES = ("first_step_s", "diloco_s", "allreduce_s")
+
+Result = dict[str, float]  # of FIGURES
 
 
 def time_blocks(step: Callable[[], None], blocks: int, barrier: Callable[[], object] = lambda: None) -> float:
@@ -181,6 +186,30 @@ def measure_vecgym(name: str, num_nodes: int, blocks: int, threads: int, timeout
     return {"first_step_s": result.pop("first_step_at") - start, **result}
 
 
+# ------------------------------------------------------------------------------------------------- turns
+
+
+def serve_runs(side: str, name: str, num_nodes: int, blocks: int, threads: int, timeout_s: float) -> None:
+    """In a process of its own, which only waits: a whole run of fresh processes for each block."""
+    if side == "vecgym":
+        serve(lambda: measure_vecgym(name, num_nodes, blocks, threads, timeout_s))
+    else:
+        serve(lambda: measure_processes(name, num_nodes, blocks, timeout_s))
+
+
+def measure(name: str, num_nodes: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The medians of both sides, and what is to be said of them."""
+    blocks = 1 if args.quick else BLOCKS
+    numbers = [str(x) for x in (num_nodes, blocks, args.threads, args.timeout)]
+    commands = {
+        side: [str(Path(__file__).resolve()), "--serve", side, name, *numbers] for side in ("processes", "vecgym")
+    }
+    rounds = args.repeats, args.repeats
+    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds, warm_up=False)
+    found = {side: {key: turns.median(side, key) for key in FIGURES} for side in commands}
+    return {"workload": name, "num_nodes": num_nodes, **found, "notes": turns.notes()}
+
+
 # ------------------------------------------------------------------------------------------------- report
 
 
@@ -199,11 +228,15 @@ def report(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        side, workload, *numbers, timeout_s = sys.argv[2:]
+        K, blocks, threads = map(int, numbers)
+        return serve_runs(side, workload, K, blocks, threads, float(timeout_s))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=["mlp", "cnn", "gpt"], choices=["mlp", "cnn", "gpt"],
                         metavar="NAME", help="any of mlp, cnn, gpt; default: all")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="vecgym's threads (default 2); a process has one")
-    parser.add_argument("--repeats", type=int, default=5, help="blocks of 20 steps (default 5)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, a run of 3 blocks each (default 3)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one measurement (default 300)")
     parser.add_argument("--quick", action="store_true", help="the tiny MLP on two nodes, one block: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
@@ -216,12 +249,10 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     print(header(), flush=True)
-    blocks = 1 if args.quick else args.repeats
     results = []
     for name, num_nodes in [("tiny", 2)] if args.quick else [run for run in RUNS if run[0] in args.workloads]:
-        ours = measure_vecgym(name, num_nodes, blocks, args.threads, args.timeout)
-        theirs = measure_processes(name, num_nodes, blocks, args.timeout)
-        results.append({"workload": name, "num_nodes": num_nodes, "processes": theirs, "vecgym": ours})
+        results.append(measure(name, num_nodes, args))
+        print(f"{name}, K = {num_nodes}: {results[-1]['notes']}", flush=True)
     print("\n" + report(results))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "runs": results}, indent=1))

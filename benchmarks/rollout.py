@@ -1,14 +1,14 @@
 """What the gradient of a whole run costs: time and memory of loss + gradient over T steps, against T plain steps.
 
 DiLoCo (H = 10) on 8 nodes; the gradient is that of the final loss of the average by the inner and the outer learning
-rate. Each row is a fresh process, in which these run interleaved:
+rate. Each of these is a process of its own, fresh for each row, and they take turns:
 
 - plain: T steps of `Simulation.step`, which overwrite their state;
 - stored: `rollout` and its gradient, with every step stored;
 - segments: the same in about sqrt(T) parts, each computed again in the backward pass;
 - forward mode: `rollout_jvp` by one of the two numbers; no memory grows with T, and there is no backward pass.
 
-Time is the median over the repeats, in units of that of the plain steps. "forward" is the part of it that the rollout
+Time is the median over the rounds, in units of that of the plain steps. "forward" is the part of it that the rollout
 itself takes; the rest is the backward pass. Memory is the peak resident memory less what it was before, after a rollout
 of two steps had made torch import what it needs. A row that would take more than `--memory` GB, by what the row before
 took per step, is left out.
@@ -19,9 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,13 +29,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from turns import serve, take_turns
 from workloads import WORKLOADS, header, machine, markdown
 
 NUM_NODES, H = 8, 10
 STEPS = [10, 100, 1000]
 MODES = ["stored", "segments", "forward mode"]
 RATES = {"sgd": 0.05, "adamw": 1e-3}  # of the inner optimizers
-TARGETS = {"stored": 5.0, "segments": 8.0}  # times the plain steps, with SGD inside
+TARGETS = {"stored": 5.0, "segments": 8.0}  # times the plain steps
 TARGET_BYTES = 2e9  # of 1000 steps in segments
 
 
@@ -46,15 +46,14 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def measure_here(name: str, inner: str, mode: str, num_steps: int, threads: int, repeats: int) -> dict[str, float]:
-    """Seconds of the plain steps, of the rollout and of all, and the peak bytes, of one row, in this process."""
+def serve_mode(name: str, inner: str, num_steps: int, mode: str) -> None:
+    """In a process of its own: T plain steps, or a rollout and its gradient, for each block."""
     from vecgym import rollout, rollout_jvp
     from vecgym.collectives import StackedCollectives
     from vecgym.engine import Engine
     from vecgym.engine.simulation import Simulation
     from vecgym.strategy import DiLoCoStrategy
 
-    torch.set_num_threads(threads)
     workload = WORKLOADS[name]
     model = workload.model()
     batches = [workload.batch(NUM_NODES, seed % 20) for seed in range(num_steps)]
@@ -66,13 +65,15 @@ def measure_here(name: str, inner: str, mode: str, num_steps: int, threads: int,
     def strategy(lr: Any, outer_lr: Any = 0.7) -> DiLoCoStrategy:
         return DiLoCoStrategy(inner, H=min(H, num_steps), lr=lr, outer_lr=outer_lr)
 
-    def plain() -> None:
+    def plain(batches: list[Any], segments: int | None) -> float:
         simulation = Simulation(model, strategy(RATES[inner]), StackedCollectives(NUM_NODES), engine=engine)
         state = simulation.init()
+        start = time.perf_counter()
         for batch in batches:
             state, _ = simulation.step(state, batch)
+        return time.perf_counter() - start
 
-    def gradient(batches: list[Any] = batches, segments: int | None = segments) -> float:
+    def gradient(batches: list[Any], segments: int | None) -> float:
         numbers = [torch.tensor(x, requires_grad=True) for x in (RATES[inner], 0.7)]
         start = time.perf_counter()
         loss = rollout(model, strategy(*numbers), batches, segments=segments, engine=engine, **data).loss
@@ -80,50 +81,50 @@ def measure_here(name: str, inner: str, mode: str, num_steps: int, threads: int,
         torch.autograd.grad(loss, numbers)
         return forward
 
-    def forward_mode(batches: list[Any] = batches) -> float:
+    def forward_mode(batches: list[Any], segments: int | None) -> float:
         start = time.perf_counter()
         lr: list[Tensor] = [torch.tensor(RATES[inner])]
         rollout_jvp(model, strategy, batches, lr, [torch.tensor(1.0)], engine=engine, **data)
         return time.perf_counter() - start
 
-    once: Callable[..., float] = forward_mode if mode == "forward mode" else gradient
-    once(batches[:H]) if mode == "forward mode" else gradient(batches[:H], segments and 2)
-    plain()
+    once: Callable[[list[Any], int | None], float] = {"plain": plain, "forward mode": forward_mode}.get(mode, gradient)
+    once(batches[:H], segments and 2)  # imports and first calls
     before = peak_bytes()
-    seconds: dict[str, list[float]] = {"plain": [], "forward": [], "all": []}
-    for _ in range(repeats):
-        start = time.perf_counter()
-        plain()
-        seconds["plain"].append(time.perf_counter() - start)
-        start = time.perf_counter()
-        seconds["forward"].append(once())
-        seconds["all"].append(time.perf_counter() - start)
-    return {**{key: statistics.median(x) for key, x in seconds.items()}, "peak_bytes": peak_bytes() - before}
 
+    def work() -> dict[str, float]:
+        return {"forward": once(batches, segments), "peak_bytes": peak_bytes() - before}
 
-def measure(name: str, inner: str, mode: str, num_steps: int, threads: int, repeats: int) -> dict[str, float]:
-    """The same in a fresh process."""
-    command = [sys.executable, __file__, "--one", name, inner, mode, str(num_steps), str(threads), str(repeats)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800).stdout)
+    serve(work)
 
 
 def rows_of(name: str, inner: str, steps: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each mode and number of steps, where the memory allows it."""
     rows = []
-    for mode in MODES:
-        per_step = 0.0
-        for num_steps in steps:
-            # The memory of a stored run grows with T, of one in segments with its root.
-            growth = {"stored": num_steps, "segments": math.sqrt(num_steps)}.get(mode, 1)
-            if per_step * growth > args.memory * 1e9:
-                break
-            found = measure(name, inner, mode, num_steps, args.threads, args.repeats if num_steps < 1000 else 1)
-            per_step = found["peak_bytes"] / growth
+    per_step: dict[str, float] = {}
+    for num_steps in steps:
+        # The memory of a stored run grows with T, of one in segments with its root.
+        growth = {"stored": num_steps, "segments": math.sqrt(num_steps), "forward mode": 1}
+        modes = [mode for mode in MODES if per_step.get(mode, 0.0) * growth[mode] <= args.memory * 1e9]
+        command = [str(Path(__file__).resolve()), "--serve", name, inner, str(num_steps)]
+        rounds = args.repeats if num_steps < 1000 else 1
+        turns = take_turns(
+            {mode: [*command, mode] for mode in ("plain", *modes)}, 0 if args.quick else 1, args.threads,
+            rounds=(rounds, rounds), warm_up=rounds > 1,
+        )  # fmt: skip
+        for mode in modes:
+            found = {
+                "all": turns.median(mode),
+                "plain": turns.median("plain"),
+                "forward": turns.median(mode, "forward"),
+            }
+            found["peak_bytes"] = max(turns.all(mode, "peak_bytes"))
+            per_step[mode] = max(found["peak_bytes"] / growth[mode], per_step.get(mode, 0.0))
             rows.append({"workload": name, "inner": inner, "mode": mode, "num_steps": num_steps, **found})
             ratio = found["all"] / found["plain"]
             line = f"{name}, {inner}, {mode}, T = {num_steps}: {ratio:.1f} times the plain steps"
             print(f"{line}, {found['peak_bytes'] / 1e6:.0f} MB", file=sys.stderr, flush=True)
-    return rows
+        print(f"{name}, {inner}, T = {num_steps}: {turns.notes()}", flush=True)
+    return sorted(rows, key=lambda row: MODES.index(row["mode"]))
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -142,12 +143,12 @@ def report(rows: list[dict[str, Any]]) -> str:
     columns = ["loss + gradient", "T", "plain ms / step", "forward / plain", "all / plain", "peak MB"]
     checks = []
     for row in rows:
-        title = f"{row['workload']}, {row['mode']}, T = {row['num_steps']}"
-        if row["inner"] == "sgd" and row["mode"] in TARGETS:
+        title = f"{row['workload']}, {row['inner']}, {row['mode']}, T = {row['num_steps']}"
+        if row["mode"] in TARGETS:
             ratio, target = row["all"] / row["plain"], TARGETS[row["mode"]]
             met = "yes" if ratio <= target else "**no**"
             checks.append([f"{title}: time / plain", f"<= {target:g}", f"{ratio:.1f}", met])
-            if row["mode"] == "segments" and row["num_steps"] == 1000:
+            if row["mode"] == "segments" and row["inner"] == "sgd" and row["num_steps"] == 1000:
                 peak = row["peak_bytes"]
                 met = "yes" if peak < TARGET_BYTES else "**no**"
                 checks.append([f"{title}: GB", f"< {TARGET_BYTES / 1e9:g}", f"{peak / 1e9:.2f}", met])
@@ -155,6 +156,10 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        name, inner, num_steps, mode = sys.argv[2:]
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return serve_mode(name, inner, int(num_steps), mode)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=["tiny", "mlp"], choices=list(WORKLOADS), metavar="NAME",
                         help=f"any of {', '.join(WORKLOADS)}; default: tiny mlp")  # fmt: skip
@@ -163,12 +168,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=4.0, help="GB that a row may take (default 4)")
     parser.add_argument("--quick", action="store_true", help="few steps of a small model: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--one", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        name, inner, mode, *numbers = args.one
-        print(json.dumps(measure_here(name, inner, mode, *map(int, numbers))))
-        return
     torch.set_num_threads(args.threads)
     print(header(), flush=True)
     steps, inners = STEPS, list(RATES)

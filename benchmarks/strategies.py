@@ -1,19 +1,22 @@
 """What the exchange of each strategy costs, as a share of a training step, and the state that it keeps.
 
-Every strategy trains the same workload, interleaved in one process (A B C A B C ...), H = 20 steps at a time, which
-holds one synchronisation of FedAvg and DiLoCo. Within a step two public calls are timed, the gradients and the inner
-optimizer; the exchange is all the rest of the step: collectives, masks, codes, book-keeping, and writing the result
-into the parameters. A share is that of the medians over the rounds.
+Every strategy trains the same workload in a process of its own, and they take turns (A B C, B C A, ...), H = 20 steps
+at a time, which holds one synchronisation of FedAvg and DiLoCo. Within a step two public calls are timed, the gradients
+and the inner optimizer; the exchange is all the rest of the step: collectives, masks, codes, book-keeping, and writing
+the result into the parameters. A share is that of the medians over the rounds.
 
 For DeMo, the optimizer is SGD on a sign, and the exchange is compared with the gradients, and with the same exchange
 written as a loop over nodes and parameters. The arithmetic of its transforms is counted, not measured.
+
+All strategies together take some 15 GB of memory, and five minutes a workload; `--strategies` measures some of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from turns import serve, take_turns
 from workloads import WORKLOADS, Batch, Workload, header, machine, markdown
 
 from vecgym.collectives import StackedCollectives
@@ -73,8 +77,8 @@ class Timed:
 
         setattr(owner, method, timed)
 
-    def block(self, batches: list[Batch]) -> dict[str, float]:
-        """Seconds per step of each phase, over one step for each batch."""
+    def block(self, batches: list[Batch]) -> dict[str, Any]:
+        """Milliseconds per step of each phase, over one step for each batch; and bytes, kept and sent."""
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         start = time.perf_counter()
         for batch in batches:
@@ -82,7 +86,11 @@ class Timed:
             self.comm.ledger.add(self.state.step - 1, metrics.transfers)
         whole = time.perf_counter() - start
         found = {**self.seconds, "exchange": whole - sum(self.seconds.values()), "step": whole}
-        return {what: seconds / len(batches) for what, seconds in found.items()}
+        return {
+            **{what: 1e3 * seconds / len(batches) for what, seconds in found.items()},
+            "state_bytes": self.state_bytes(),
+            "sent_bytes": self.comm.ledger.total_bytes / self.state.step,
+        }
 
     def state_bytes(self) -> dict[str, int]:
         """What evolves, beyond a model's buffers."""
@@ -144,58 +152,54 @@ def demo_flop(workload: Workload) -> dict[str, int]:
     return {"transform": transform, "gradient": engine.facts.flop}
 
 
-def measure(workload: Workload, num_nodes: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds per step of each phase, of each strategy, and the bytes of its state."""
+PHASES = ("gradients", "optimizer", "exchange", "step")
+LOOP = "demo as a loop"
+
+
+def serve_one(name: str, workload: Workload, num_nodes: int, steps: int) -> None:
+    """In a process of its own: blocks of a strategy, or DeMo's exchange as a loop."""
+    if name == LOOP:
+        return serve(DeMoLoop(workload, num_nodes), demo_flop=demo_flop(workload))
     batches = [workload.batch(num_nodes, seed) for seed in range(steps)]
-    timed = {name: Timed(workload, num_nodes, make()) for name, make in STRATEGIES.items()}
-    loop = DeMoLoop(workload, num_nodes)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in timed}
-    loops: list[float] = []
-    for repeat in range(repeats + 1):  # the first round is not measured
-        for name, one in timed.items():
-            result = one.block(batches)
-            if repeat > 0:
-                found[name].append(result)
-        start = time.perf_counter()
-        loop()
-        if repeat > 0:
-            loops.append(time.perf_counter() - start)
-    ms = {
-        name: {what: 1e3 * statistics.median(row[what] for row in rows) for what in rows[0]}
-        for name, rows in found.items()
-    }
-    for one in timed.values():
-        one.engine.close()
+    timed = Timed(workload, num_nodes, STRATEGIES[name]())
+    serve(partial(timed.block, batches))
+
+
+def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds per step of each phase, of each strategy, and the bytes of its state."""
+    num_nodes, steps = (min(workload.num_nodes, 4), 2) if args.quick else (workload.num_nodes, H)
+    command = [str(Path(__file__).resolve()), "--serve", workload.name, str(num_nodes), str(steps)]
+    commands = {name: [*command, name] for name in [*args.strategies, LOOP]}
+    rounds = args.repeats, args.repeats
+    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds)
+    last = {name: turns.figures[name][-1] for name in args.strategies}
     return {
         "num_nodes": num_nodes,
-        "ms": ms,
-        "demo_loop_ms": 1e3 * statistics.median(loops),
-        "demo_flop": demo_flop(workload),
-        "state_bytes": {name: one.state_bytes() for name, one in timed.items()},
+        "ms": {name: {phase: turns.median(name, phase) for phase in PHASES} for name in args.strategies},
+        "demo_loop_ms": 1e3 * turns.median(LOOP),
+        "demo_flop": turns.info[LOOP]["demo_flop"],
+        "state_bytes": {name: figures["state_bytes"] for name, figures in last.items()},
         "model_bytes": sum(p.numel() * p.element_size() for p in workload.model().parameters()),
-        "sent_bytes": {name: one.comm.ledger.total_bytes / one.state.step for name, one in timed.items()},
+        "sent_bytes": {name: figures["sent_bytes"] for name, figures in last.items()},
+        "notes": turns.notes(),
     }
 
 
 def checks(results: dict[str, dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(what, measured, largest allowed)."""
+    """(what, measured, largest allowed), of the strategies that were measured."""
     found = []
     for workload, result in results.items():
         ms = result["ms"]
-        for name, target in TARGETS.items():
-            found.append((f"{workload}: {name}, exchange / step", ms[name]["exchange"] / ms[name]["step"], target))
-        demo = ms["demo"]["exchange"]
-        if workload in DEMO_TO_GRADIENT:
-            found.append(
-                (
-                    f"{workload}: demo, exchange / gradients",
-                    demo / ms["independent"]["gradients"],
-                    DEMO_TO_GRADIENT[workload],
-                )
-            )
-        if workload in DEMO_TO_LOOP:
-            found.append((f"{workload}: demo, exchange / loop", demo / result["demo_loop_ms"], DEMO_TO_LOOP[workload]))
-    return found
+        for name in TARGETS.keys() & ms.keys():
+            share = ms[name]["exchange"] / ms[name]["step"]
+            found.append((f"{workload}: {name}, exchange / step", share, TARGETS[name]))
+        if "demo" in ms and workload in DEMO_TO_LOOP:
+            ratio = ms["demo"]["exchange"] / result["demo_loop_ms"]
+            found.append((f"{workload}: demo, exchange / loop", ratio, DEMO_TO_LOOP[workload]))
+        if {"demo", "independent"} <= ms.keys() and workload in DEMO_TO_GRADIENT:
+            ratio = ms["demo"]["exchange"] / ms["independent"]["gradients"]
+            found.append((f"{workload}: demo, exchange / gradients", ratio, DEMO_TO_GRADIENT[workload]))
+    return sorted(found)
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:
@@ -208,7 +212,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
     for workload, result in results.items():
         ms, size = result["ms"], result["model_bytes"] * result["num_nodes"]
         table = [
-            [name, *[f"{ms[name][what]:.2f}" for what in ("gradients", "optimizer", "exchange", "step")],
+            [name, *[f"{ms[name][phase]:.2f}" for phase in PHASES],
              f"{100 * ms[name]['exchange'] / ms[name]['step']:.1f} %",
              *[f"{result['state_bytes'][name][part] / size:.3f}" for part in ("params", "optimizer", "strategy")],
              f"{result['sent_bytes'][name] / result['model_bytes']:.4f}"]
@@ -224,14 +228,21 @@ def report(results: dict[str, dict[str, Any]]) -> str:
             f"DeMo on {workload}: a node's transform takes {flop['transform'] / 1e6:.1f} MFLOP, its gradient "
             f"{flop['gradient'] / 1e6:.1f}; the exchange as a loop over nodes and parameters "
             f"{result['demo_loop_ms']:.1f} ms.",
+            result["notes"],
         ]
     return "\n\n".join(parts)
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        workload, num_nodes, steps, name = sys.argv[2:]
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return serve_one(name, WORKLOADS[workload], int(num_nodes), int(steps))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=["mlp", "gpt"], choices=list(WORKLOADS), metavar="NAME",
                         help=f"any of {', '.join(WORKLOADS)}; default: mlp gpt")  # fmt: skip
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES), metavar="NAME",
+                        help=f"any of {', '.join(map(repr, STRATEGIES))}; default: all")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (default 5)")
     parser.add_argument("--quick", action="store_true", help="few nodes, short blocks, one round: does it work?")
@@ -242,12 +253,8 @@ def main() -> None:
     print(header(), flush=True)
     results = {}
     for name in args.workloads:
-        workload = WORKLOADS[name]
-        if args.quick:
-            results[name] = measure(workload, min(workload.num_nodes, 4), steps=2, repeats=1)
-        else:
-            results[name] = measure(workload, workload.num_nodes, steps=H, repeats=args.repeats)
-        print(f"{name} done", flush=True)
+        results[name] = measure(WORKLOADS[name], args)
+        print(f"{name} done; {results[name]['notes']}", flush=True)
         if args.json:
             args.json.write_text(json.dumps({"machine": machine(), "workloads": results}, indent=1))
     print("\n" + report(results))

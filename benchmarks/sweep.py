@@ -1,15 +1,17 @@
 """A sweep in one program against `Trainer.fit` of every configuration, one after the other.
 
-Both train the same configurations of the same workload, in one process; set-up, evaluation and recording count. They
-take turns (sweep, fits, sweep, fits ...), and the ratio is that of the medians over the rounds. A few configurations
-are fitted alone where all of them would take long, and their time is multiplied.
+Both train the same configurations of the same workload; set-up, evaluation and recording count. Each is in a process of
+its own, and they take turns (sweep, fits, fits, sweep ...); the ratio is that of the medians over the rounds. A few
+configurations are fitted alone where all of them would take long, and their time is multiplied.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import statistics
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,9 +21,10 @@ from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
+from turns import serve, take_turns
 from workloads import WORKLOADS, header, machine, markdown
 
-from vecgym import SweepResult, Trainer, sweep
+from vecgym import Trainer, sweep
 from vecgym.core.errors import VecgymWarning
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, SPARTAStrategy, Strategy
 
@@ -52,7 +55,7 @@ class Case:
 
 
 CASES = {
-    "tiny": Case("tiny", "diloco", GRID, 300, 4, 15.0),
+    "tiny": Case("tiny", "diloco", GRID, 300, 4, 18.0),
     "tiny fedavg": Case("tiny", "fedavg", GRID, 300, 4, 1.0),
     "tiny allreduce": Case("tiny", "allreduce", GRID, 300, 4, 1.0),
     "tiny sparta": Case("tiny", "sparta", GRID, 300, 4, 1.0),
@@ -75,49 +78,56 @@ class Setting:
         self.common: dict[str, Any] = {"batch_size": workload.batch_size, "max_steps": 4 if quick else case.max_steps,
                        "device": "cpu", "progress": False}  # fmt: skip
 
-    def sweep(self) -> tuple[float, SweepResult]:
-        """Seconds of the sweep, and what it found."""
+    @property
+    def configs(self) -> list[dict[str, Any]]:
+        """The values of every configuration, in the order of the sweep's rows."""
+        return [dict(zip(self.grid, values)) for values in itertools.product(*self.grid.values())]
+
+    def sweep(self) -> dict[str, Any]:
+        """Seconds of the sweep, what was trained how, and the last validation losses."""
         make = STRATEGIES[self.case.strategy]
         start = time.perf_counter()
         result = sweep(self.model, self.data, self.val_data, strategy=make, grid=self.grid, num_nodes=K, **self.common)
-        return time.perf_counter() - start, result
+        seconds = time.perf_counter() - start
+        found = [{name: row[name] for name in (*self.grid, "val_loss")} for row in result.rows]
+        return {"seconds": seconds, "found": found, "explained": result.explain()}
 
-    def fits(self, rows: list[dict[str, Any]]) -> tuple[float, list[float]]:
-        """Seconds of a fit of each of these rows, and their last validation losses."""
-        make = STRATEGIES[self.case.strategy]
-        losses = []
+    def fits(self) -> dict[str, Any]:
+        """Seconds that fits of all configurations take, by those of a few, and their last validation losses."""
+        make, configs = STRATEGIES[self.case.strategy], self.configs
+        some = configs[:: max(1, len(configs) // self.case.fitted)]
+        found = []
         start = time.perf_counter()
-        for row in rows:
+        for config in some:
             trainer = Trainer(self.model, self.data, self.val_data)
-            strategy = make(row["H"], row["lr"], row["outer_lr"])
-            trainer.fit(strategy, K, seed=row["seed"], **self.common)
-            losses.append(trainer.history.last("val_loss"))
-        return time.perf_counter() - start, losses
+            strategy = make(config["H"], config["lr"], config["outer_lr"])
+            trainer.fit(strategy, K, seed=config["seed"], **self.common)
+            found.append({**config, "val_loss": trainer.history.last("val_loss")})
+        return {"seconds": (time.perf_counter() - start) * len(configs) / len(some), "found": found}
 
 
-def measure(case: Case, repeats: int, quick: bool) -> dict[str, Any]:
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the sweep and of the fits, and how far their losses are apart."""
-    setting = Setting(case, quick)
-    swept, fitted, gaps = [], [], []
-    explained = ""
-    for repeat in range(repeats + 1):  # the first round is not measured
-        seconds, result = setting.sweep()
-        explained = result.explain()
-        rows = result.rows
-        some = rows[:: max(1, len(rows) // case.fitted)]
-        alone, losses = setting.fits(some)
-        gaps += [abs(row["val_loss"] - loss) / loss for row, loss in zip(some, losses)]
-        if repeat > 0:
-            swept.append(seconds)
-            fitted.append(alone * len(rows) / len(some))
+    quick = ["--quick"] if args.quick else []
+    commands = {side: [str(Path(__file__).resolve()), "--serve", side, name, *quick] for side in ("sweep", "fits")}
+    rounds = args.repeats, args.repeats
+    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds)
+    swept, fitted = (turns.figures[side][-1]["found"] for side in ("sweep", "fits"))
+    setting = Setting(CASES[name], args.quick)
+    assert [{**row, "val_loss": 0} for row in swept] == [{**config, "val_loss": 0} for config in setting.configs]
+    losses = {tuple(row[name] for name in setting.grid): row["val_loss"] for row in swept}
+    gaps = [
+        abs(losses[tuple(row[name] for name in setting.grid)] - row["val_loss"]) / row["val_loss"] for row in fitted
+    ]
     return {
-        "num_configs": len(rows),
+        "num_configs": len(swept),
         "steps": setting.common["max_steps"],
-        "sweep_s": statistics.median(swept),
-        "fits_s": statistics.median(fitted),
-        "ratio": statistics.median(fitted) / statistics.median(swept),
+        "sweep_s": turns.median("sweep"),
+        "fits_s": turns.median("fits"),
+        "ratio": turns.median("fits") / turns.median("sweep"),
         "val_loss_gap": max(gaps),
-        "explained": explained,
+        "explained": turns.figures["sweep"][-1]["explained"],
+        "notes": turns.notes(),
     }
 
 
@@ -129,10 +139,16 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         for name, found in results.items()
     ]  # fmt: skip
     columns = ["case", "strategy", "C", "steps", "sweep s", "fits s", "fits / sweep", "target", "met", "val loss gap"]
-    return "\n\n".join([markdown(columns, rows), *[found["explained"] for found in results.values()]])
+    notes = "\n".join(f"- {name}: {found['notes']}" for name, found in results.items())
+    return "\n\n".join([markdown(columns, rows), notes, *[found["explained"] for found in results.values()]])
 
 
 def main() -> None:
+    warnings.simplefilter("ignore", VecgymWarning)  # short runs, in which a large H never exchanges
+    if sys.argv[1:2] == ["--serve"]:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        setting = Setting(CASES[sys.argv[3]], quick="--quick" in sys.argv)
+        return serve(setting.sweep if sys.argv[2] == "sweep" else setting.fits)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME",
                         help=f"any of {', '.join(map(repr, CASES))}; default: all")  # fmt: skip
@@ -143,12 +159,11 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
-    warnings.simplefilter("ignore", VecgymWarning)  # short runs, in which a large H never exchanges
     print(header(), flush=True)
     results = {}
     for name in args.cases:
-        results[name] = measure(CASES[name], 1 if args.quick else args.repeats, args.quick)
-        print(f"{name} done: {results[name]['ratio']:.2f}", flush=True)
+        results[name] = measure(name, args)
+        print(f"{name} done: {results[name]['ratio']:.2f}; {results[name]['notes']}", flush=True)
         if args.json:
             args.json.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1))
     print("\n" + report(results))

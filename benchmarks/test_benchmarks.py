@@ -114,12 +114,36 @@ def test_turns_are_taken_in_processes_of_their_own(tmp_path: Path, monkeypatch: 
     assert (taken.median("a"), taken.median("b"), taken.spread("a")) == (1, 3, 0)
     first, second = taken.all("a", "clock"), taken.all("b", "clock")
     assert [a < b for a, b in zip(first, second)] == [True, False, True, False], "A B, B A, ..."
+    assert taken.notes().startswith("4 rounds; half the distance of the quartiles: a 0 %, b 0 %; load by others: ")
     with pytest.raises(RuntimeError, match="status 1"):
         turns.take_turns({"a": [str(script)]}, 0, 1)
 
 
+def test_turns_count_rounds_and_the_time_of_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    turns = importlib.import_module("turns")
+    script = tmp_path / "one.py"
+    script.write_text(
+        f"import itertools, os, subprocess, sys\nsys.path.insert(0, {str(FOLDER)!r})\nfrom turns import serve\n"
+        "count = itertools.count(1)\n"
+        "busy = 'import time\\nwhile time.process_time() < 0.3: pass'\n"
+        "def work():\n"
+        "    subprocess.run([sys.executable, '-c', busy], check=True)\n"
+        "    return {'count': next(count), 'kind': os.environ['KIND'], 'threads': os.environ['OMP_NUM_THREADS']}\n"
+        "serve(work)"
+    )
+    commands, kinds = {"a": [str(script)], "b": [str(script)]}, {"a": {"KIND": "x"}, "b": {"KIND": "y"}}
+    cold = turns.take_turns(commands, 1, 3, kinds, rounds=(2, 5), warm_up=False)
+    assert (cold.all("a", "count"), cold.all("b", "kind"), cold.all("b", "threads")) == ([1, 2], ["y"] * 2, ["3"] * 2)
+    assert all(seconds >= 0.3 for seconds in cold.all("a", "cpu"))
+    one = turns.take_turns(commands, 0, 1, kinds)
+    assert one.all("a", "count") == [2], "one round, after a block that is not counted"
+    assert one.notes().startswith("1 round; load by others: ")
+
+
 def test_strategies(tmp_path: Path) -> None:
-    table, result = run_quick("strategies.py", tmp_path, "--workloads", "tiny")
+    names = ["independent", "allreduce", "fedavg", "diloco", "sparta", "gossip", "demo"]
+    table, result = run_quick("strategies.py", tmp_path, "--workloads", "tiny", "--strategies", *names)
     assert "| share | target | measured | met |" in table
     tiny = result["workloads"]["tiny"]
     b, K = tiny["model_bytes"], tiny["num_nodes"]
@@ -132,6 +156,8 @@ def test_strategies(tmp_path: Path) -> None:
     params = {name: parts["params"] for name, parts in tiny["state_bytes"].items()}
     assert params["allreduce"] == params["demo"] == b
     assert params["diloco"] == params["sparta"] == params["gossip"] == K * b
+    assert all(ms > 0 for phases in tiny["ms"].values() for ms in phases.values())
+    assert tiny["demo_loop_ms"] > 0
 
 
 def test_scaling(tmp_path: Path) -> None:
@@ -211,6 +237,14 @@ def test_sweep(tmp_path: Path) -> None:
         assert (found["num_configs"], found["steps"]) == (2, 4)
         assert found["ratio"] > 0
         assert found["val_loss_gap"] < 1e-5  # float32: the two sides train the same
+        assert "1 round; load by others" in found["notes"]
+
+
+def test_async_sweep(tmp_path: Path) -> None:
+    table, result = run_quick("async_sweep.py", tmp_path)
+    assert "| server | one stack, CPU s | one by one, CPU s | ratio |" in table
+    assert set(result["servers"]) == {"SGD", "Nesterov", "HeLoCo"}
+    assert all(row["together_s"] > 0 < row["apart_s"] for row in result["servers"].values())
 
 
 def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +283,7 @@ def test_optimizers(tmp_path: Path) -> None:
     table, result = run_quick("optimizers.py", tmp_path)
     assert "| ratio | target | met |" in table
     assert set(result["optimizers"]) == {"muon", "fullprecisionmuon", "lion", "adamw"}
-    assert all(seconds > 0 for row in result["optimizers"].values() for seconds in row.values())
+    assert all(row["stacked_s"] > 0 < row["each_s"] for row in result["optimizers"].values())
 
 
 def test_compression(tmp_path: Path) -> None:
@@ -286,7 +320,7 @@ def test_availability(tmp_path: Path) -> None:
 def test_rollout(tmp_path: Path) -> None:
     table, result = run_quick("rollout.py", tmp_path)
     assert "| loss + gradient | T | plain ms / step | forward / plain | all / plain | peak MB |" in table
-    assert "tiny, segments, T = 10: time / plain" in table
+    assert "tiny, sgd, segments, T = 10: time / plain" in table
     assert [row["mode"] for row in result["rows"]] == ["stored", "segments", "forward mode"]
     for row in result["rows"]:
         assert 0 < row["forward"] <= row["all"]

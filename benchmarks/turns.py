@@ -10,7 +10,9 @@ On Linux the parent also reads how much processor time went to anybody else mean
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -23,24 +25,31 @@ from types import TracebackType
 from typing import Any
 
 BUSY = 0.1  # of a core: more than this for others, in the median of the blocks, is a busy machine
+MEASURABLE_S = 0.1  # of a block: the system counts what processors do in hundredths of a second
 
 
 # ------------------------------------------------------------------------------------------------- the alternative
 
 
-def serve(work: Callable[[], Mapping[str, float] | None], **info: Any) -> None:
+def serve(work: Callable[[], Mapping[str, Any] | None], **info: Any) -> None:
     """In a process of its own: print `info`, then call `work` for each line that is read, and print what it took.
 
-    `work` may return figures of its own, "seconds" and "cpu" among them or not (that of several processes, say); what
-    it does not say is measured here.
+    `work` may return figures of its own, "seconds" and "cpu" among them or not; what it does not say is measured here.
+    Processes that it starts and waits for count in "cpu".
     """
     print(json.dumps({**info, "vecgym": "vecgym" in sys.modules}), flush=True)
     for _ in sys.stdin:
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu = time.perf_counter(), cpu_seconds()
         figures = dict(work() or {})
         wall = time.perf_counter() - start
-        measured = {"seconds": wall, "cpu": time.process_time() - cpu}
+        measured = {"seconds": wall, "cpu": cpu_seconds() - cpu}
         print(json.dumps({**measured, **figures, "wall": wall}), flush=True)
+
+
+def cpu_seconds() -> float:
+    """Return the processor time of this process and of those that it has waited for."""
+    of_both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(used.ru_utime + used.ru_stime for used in of_both)
 
 
 # ---------------------------------------------------------------------------------------------------- the parent
@@ -52,27 +61,25 @@ class Alternative:
     Args:
         command: of the process.
         threads: for torch, in the process.
-        path: PYTHONPATH, where it differs from this process's.
+        environment: variables that differ from this process's.
     """
 
-    def __init__(self, command: Sequence[str], threads: int, path: Path | None = None) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if path is not None:
-            environment["PYTHONPATH"] = str(path.resolve())
+    def __init__(self, command: Sequence[str], threads: int, environment: Mapping[str, str] | None = None) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **(environment or {})}
         self.command = list(command)
         self.process = subprocess.Popen(
             [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self.info = self._read()
 
-    def block(self) -> dict[str, float]:
+    def block(self) -> dict[str, Any]:
         """Have it do a block of work; return its figures, and in "others" the cores that somebody else used."""
         assert self.process.stdin is not None
         before, own = used_by_all(), time.process_time()
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        figures: dict[str, float] = self._read()
-        if before is not None:
+        figures: dict[str, Any] = self._read()
+        if before is not None and figures["wall"] >= MEASURABLE_S:
             used = (used_by_all() or 0) - before - (time.process_time() - own) - figures["cpu"]
             figures["others"] = max(0.0, used / figures["wall"])
         return figures
@@ -97,19 +104,27 @@ class Turns:
     """What alternatives have said of themselves, and their figures, block after block."""
 
     info: dict[str, dict[str, Any]]
-    figures: dict[str, list[dict[str, float]]]
+    figures: dict[str, list[dict[str, Any]]]
 
     def median(self, name: str, figure: str = "seconds") -> float:
         return statistics.median(self.all(name, figure))
 
-    def all(self, name: str, figure: str = "seconds") -> list[float]:
+    def all(self, name: str, figure: str = "seconds") -> list[Any]:
         return [block[figure] for block in self.figures[name]]
 
-    def spread(self, name: str) -> float:
+    def spread(self, name: str, figure: str = "seconds") -> float:
         """Half the distance between the quartiles, as a part of the median."""
-        seconds = sorted(self.all(name))
-        low, high = seconds[len(seconds) // 4], seconds[-1 - len(seconds) // 4]
-        return (high - low) / 2 / statistics.median(seconds)
+        values = sorted(self.all(name, figure))
+        low, high = values[len(values) // 4], values[-1 - len(values) // 4]
+        return (high - low) / 2 / statistics.median(values)
+
+    def notes(self, figure: str = "seconds") -> str:
+        """The rounds, the spread of every alternative, and the load by others, in words."""
+        rounds = len(next(iter(self.figures.values())))
+        if rounds == 1:
+            return f"1 round; {self.load}"
+        spreads = ", ".join(f"{name} {100 * self.spread(name, figure):.0f} %" for name in self.figures)
+        return f"{rounds} rounds; half the distance of the quartiles: {spreads}; {self.load}"
 
     @property
     def others(self) -> float | None:
@@ -121,7 +136,7 @@ class Turns:
     def load(self) -> str:
         """The load by others, in words."""
         if self.others is None:
-            return "load by others: unknown on this system"
+            return "load by others: not known (no /proc/stat, or blocks that are too short)"
         return f"load by others: {self.others:.2f} cores{', BUSY' if self.others > BUSY else ''}"
 
 
@@ -129,8 +144,9 @@ def take_turns(
     commands: Mapping[str, Sequence[str]],
     budget_s: float,
     threads: int,
-    paths: Mapping[str, Path] | None = None,
+    environments: Mapping[str, Mapping[str, str]] | None = None,
     rounds: tuple[int, int] = (5, 60),
+    warm_up: bool = True,
 ) -> Turns:
     """Start all alternatives; after one block each that is not counted, as many rounds as the budget allows.
 
@@ -138,16 +154,18 @@ def take_turns(
         commands: of each alternative, without the interpreter.
         budget_s: seconds for all rounds together; 0: one round.
         threads: of each process.
-        paths: PYTHONPATH of some alternatives.
+        environments: variables of some alternatives that differ from this process's.
         rounds: the fewest and the most.
+        warm_up: False: no block before them, since alternatives warm up before they serve, or begin anew each time; the
+            rounds are the fewest then.
     """
     with ExitStack() as stack:
         started = {
-            name: stack.enter_context(Alternative(command, threads, (paths or {}).get(name)))
+            name: stack.enter_context(Alternative(command, threads, (environments or {}).get(name)))
             for name, command in commands.items()
         }
-        round_s = sum(one.block()["wall"] for one in started.values())
-        figures: dict[str, list[dict[str, float]]] = {name: [] for name in started}
+        round_s = sum(one.block()["wall"] for one in started.values()) if warm_up else math.inf
+        figures: dict[str, list[dict[str, Any]]] = {name: [] for name in started}
         count = max(rounds[0], min(rounds[1], round(budget_s / round_s))) if budget_s else 1
         names = list(started)
         for i in range(count):

@@ -59,7 +59,7 @@ def serve_steps(name: str, strategy_name: str, quick: bool) -> None:
 def measure(checkouts: list[Path], name: str, strategy: str, args: argparse.Namespace) -> Turns:
     """Blocks of both checkouts, "first" and "second"."""
     command = [str(Path(__file__).resolve()), "--serve", name, strategy, *(["--quick"] if args.quick else [])]
-    paths = dict(zip(("first", "second"), checkouts))
+    paths = {which: {"PYTHONPATH": str(checkout.resolve())} for which, checkout in zip(("first", "second"), checkouts)}
     return take_turns(dict.fromkeys(paths, command), 0 if args.quick else args.seconds, args.threads, paths)
 
 
