@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--workload", default="gpt", choices=list(WORKLOADS), help="default: gpt")
     parser.add_argument("--load", type=int, default=4, help="busy processes (default 4)")
     parser.add_argument("--threads", type=int, default=1, help="of this process, which only waits (default 1)")
-    parser.add_argument("--repeats", type=int, default=3, help="blocks of 5 steps (default 3)")
+    parser.add_argument("--repeats", type=int, default=5, help="blocks of 20 steps (default 5)")
     parser.add_argument("--quick", action="store_true", help="the tiny MLP, one block of two steps: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     args = parser.parse_args()
@@ -101,7 +101,7 @@ def main() -> None:
         del os.environ[key]  # a setting's process has its own
     torch.set_num_threads(args.threads)
     print(header())
-    name, steps = ("tiny", 2) if args.quick else (args.workload, 5)
+    name, steps = ("tiny", 2) if args.quick else (args.workload, H)
     before = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"load before: {before}; beside: {args.load} busy processes", flush=True)
     alone = measure(name, steps, args)

@@ -22,7 +22,7 @@ from turns import serve, take_turns
 from workloads import header, machine, markdown
 
 NUM_MATRICES, SIZE = 8, 64
-STEPS = 5  # of a block
+STEPS = {"muon": 5, "fullprecisionmuon": 5, "lion": 100, "adamw": 100}  # of a block
 LR = 1e-3
 TORCH: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("Muon", {}), "lion": ("Lion", {}), "adamw": ("AdamW", {"fused": True}),
@@ -98,10 +98,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(header(), flush=True)
-    num_nodes, steps = (4, 2) if args.quick else (args.nodes, STEPS)
+    num_nodes = 4 if args.quick else args.nodes
     results = {}
-    for name in ("muon", "fullprecisionmuon", "lion", "adamw"):
-        results[name] = measure(name, num_nodes, steps, args)
+    for name, steps in STEPS.items():
+        results[name] = measure(name, num_nodes, 2 if args.quick else steps, args)
         print(f"{name} done; {results[name]['notes']}", flush=True)
     rows = []
     for name, result in results.items():

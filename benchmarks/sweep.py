@@ -2,7 +2,8 @@
 
 Both train the same configurations of the same workload; set-up, evaluation and recording count. Each is in a process of
 its own, and they take turns (sweep, fits, fits, sweep ...); the ratio is that of the medians over the rounds. A few
-configurations are fitted alone where all of them would take long, and their time is multiplied.
+configurations are fitted alone where all of them would take long, and their time is multiplied. `--stacks 1 8` measures
+the sweep in stacks of 1 and of 8 configurations, too.
 """
 
 from __future__ import annotations
@@ -83,11 +84,12 @@ class Setting:
         """The values of every configuration, in the order of the sweep's rows."""
         return [dict(zip(self.grid, values)) for values in itertools.product(*self.grid.values())]
 
-    def sweep(self) -> dict[str, Any]:
+    def sweep(self, stack: int | None = None) -> dict[str, Any]:
         """Seconds of the sweep, what was trained how, and the last validation losses."""
         make = STRATEGIES[self.case.strategy]
         start = time.perf_counter()
-        result = sweep(self.model, self.data, self.val_data, strategy=make, grid=self.grid, num_nodes=K, **self.common)
+        result = sweep(self.model, self.data, self.val_data, strategy=make, grid=self.grid, num_nodes=K,
+                       chunk_configs=stack, **self.common)  # fmt: skip
         seconds = time.perf_counter() - start
         found = [{name: row[name] for name in (*self.grid, "val_loss")} for row in result.rows]
         return {"seconds": seconds, "found": found, "explained": result.explain()}
@@ -109,7 +111,8 @@ class Setting:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the sweep and of the fits, and how far their losses are apart."""
     quick = ["--quick"] if args.quick else []
-    commands = {side: [str(Path(__file__).resolve()), "--serve", side, name, *quick] for side in ("sweep", "fits")}
+    sides = ["sweep", "fits", *[f"stacks of {size}" for size in args.stacks]]
+    commands = {side: [str(Path(__file__).resolve()), "--serve", side, name, *quick] for side in sides}
     rounds = args.repeats, args.repeats
     turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds)
     swept, fitted = (turns.figures[side][-1]["found"] for side in ("sweep", "fits"))
@@ -127,6 +130,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "ratio": turns.median("fits") / turns.median("sweep"),
         "val_loss_gap": max(gaps),
         "explained": turns.figures["sweep"][-1]["explained"],
+        "stacks_s": {side: turns.median(side) for side in sides[2:]},
         "notes": turns.notes(),
     }
 
@@ -148,12 +152,14 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         setting = Setting(CASES[sys.argv[3]], quick="--quick" in sys.argv)
-        return serve(setting.sweep if sys.argv[2] == "sweep" else setting.fits)
+        side, _, stack = sys.argv[2].partition(" of ")
+        return serve(setting.fits if side == "fits" else lambda: setting.sweep(int(stack) if stack else None))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME",
                         help=f"any of {', '.join(map(repr, CASES))}; default: all")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--stacks", nargs="+", type=int, default=[], metavar="N", help="sizes of stacks to measure too")
     parser.add_argument("--quick", action="store_true", help="two configurations, four steps: does it work?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
     args = parser.parse_args()
@@ -164,6 +170,8 @@ def main() -> None:
     for name in args.cases:
         results[name] = measure(name, args)
         print(f"{name} done: {results[name]['ratio']:.2f}; {results[name]['notes']}", flush=True)
+        for side, seconds in results[name]["stacks_s"].items():
+            print(f"  {side}: {seconds:.2f} s, fits / this {results[name]['fits_s'] / seconds:.2f}", flush=True)
         if args.json:
             args.json.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1))
     print("\n" + report(results))

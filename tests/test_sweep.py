@@ -529,6 +529,29 @@ def test_a_sweep_that_would_not_fit_is_split() -> None:
     check_row(result, 3)
 
 
+def test_what_keeps_one_copy_of_the_parameters_is_not_stacked_where_that_is_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stack of AllReduce runs computes with a copy of the parameters for each node, one of them with one for all."""
+    grid: dict[str, Any] = {"lr": [1e-2, 1e-3], "seed": [0, 1]}
+
+    def stacks(make: Callable[..., Strategy], **settings: Any) -> tuple[int, str]:
+        result = run_sweep(make, grid, dry_run=True, **settings)
+        return len(result._runner.programs[0].chunks), result.explain()
+
+    def allreduce(lr: float) -> Strategy:
+        return AllReduceStrategy("sgd", lr=lr)
+
+    assert stacks(allreduce)[0] == 1
+    monkeypatch.setattr("vecgym.sweeps.programs.MAX_FLOP_OF_ONE_COPY", 1)
+    number, text = stacks(allreduce)
+    assert number == 4
+    assert "with one copy of the parameters: alone they are faster" in text
+    assert stacks(allreduce, chunk_configs=2)[0] == 2
+    assert stacks(outer)[0] == 1
+    check_all(run_sweep(allreduce, grid), stacks=4)
+
+
 # ------------------------------------------------------------------------------------- what is recorded
 
 

@@ -63,16 +63,19 @@ matrix instead, which stays doubly stochastic and keeps its links. `vecgym.plot.
 
 ## What it costs
 
-In units of the plain steps, for DiLoCo on 8 nodes of the MLP (2 threads of a 2-core machine,
-`python benchmarks/rollout.py`):
+In units of the plain steps, for DiLoCo on 8 nodes of the MLP, each in a process of its own (2 threads of a 2-core AMD
+EPYC, `python benchmarks/rollout.py`):
 
 | | SGD inside | AdamW inside |
 |---|--:|--:|
-| loss and gradient, 100 steps | 4.3 times | 6.2 times |
-| memory per step | 11 MB | 23 MB |
-| loss and gradient, 1000 steps in 32 segments | 6.6 times | 8.0 times |
-| memory of that run | 0.52 GB | 1.3 GB |
-| forward mode, for each number | 6 to 9 times | 14 to 15 times |
+| loss and gradient, 100 steps | 3.0 times | 6.3 to 9.5 times |
+| memory per step | 11 MB | 27 MB |
+| loss and gradient, 1000 steps in 32 segments | 4.2 times | 11 times |
+| memory of that run | 0.53 GB | 1.3 GB |
+| forward mode, for each number | 5 to 7 times | 12 to 15 times |
+
+On the tiny MLP, 1000 steps take 3.1 and 4.9 times as long stored, 4.7 and 6.3 times in segments. On another day
+the MLP with AdamW took 6.2 times stored and 8.0 times in segments.
 
 AdamW needs more memory because it has more state. Its backward pass is written by hand; the other optimizers' formulas
 leave a tensor behind for each of their operations. About half of the time is the run itself. The first call takes two

@@ -1,7 +1,7 @@
 """Performance: what was measured, and how
 
-Figures are for float32 and torch 2.13 on virtual machines with 2 cores: in the first three sections an AMD EPYC, below, unless
-stated otherwise, an older measurement on a Xeon with 2.5 GHz. The scripts in `benchmarks/` measure your own machine.
+Figures are for float32 and torch 2.13 on virtual machines with 2 cores of an AMD EPYC that has AVX-512. What is compared ran in
+processes of its own that took turns. The scripts in `benchmarks/` measure your own machine.
 
 ## A training step
 
@@ -21,11 +21,13 @@ copy (`python benchmarks/step_time.py --compile`).
 | GPT, 2 layers, width 64, context 64, batch 8 | 16 | 156 | 98.1 | 1.6 x | 74.7 | 101 | 28.6 | 92.6 | 87.2 | 0.94 |
 | GPT, 4 layers, width 256, context 128, batch 4 | 4 | 400 | 332 | 1.2 x | 338 | 333 | 223 | 352 | 378 | 1.07 |
 
-Ratios move from run to run, since the machine's cores and memory are shared with others that it does not show: the same
-day gave 61 to 71 x for the tiny MLP (81 x and 97 x compiled), 2.2 and 4.0 x for the MLP, 1.8 and 1.9 x for the CNN, 1.6 and
-1.9 x for the small GPT (2.1 x compiled, both times); other days 72 to 92 x, 2.5 to 3.4 x, 1.6 to 1.8 x and 1.4 to 1.7 x.
-AllReduce took 1.4 to 2.0 times as long as *big* on the tiny MLP, 1.1 to 1.3 on the MLP, 0.9 to 1.2 elsewhere. A plain
-loop beside an idle vecgym engine takes 0.92 to 1.09 times as long as without.
+Ratios move from run to run, since the machine's cores and memory are shared with others that it does not show: a loop over
+the MLP takes 34 ms for some seconds, 58 for others. The same day gave 61 to 71 x for the tiny MLP (81 x and 97 x compiled),
+2.2 and 4.0 x for the MLP, 1.8 and 1.9 x for the CNN, 1.6 and 1.9 x for the small GPT (2.1 x compiled, both times). Another
+day, on another such machine, gave 60 x (116 x), 2.0 and 3.9 x, 1.2 and 1.3 x, 2.0 x (2.4 x), and 1.3 x for the larger GPT
+(1.3 x); there the loop over the CNN took 65 ms or 105. Other days gave 72 to 92 x, 2.5 to 3.4 x, 1.6 to 1.8 x and 1.4 to
+1.7 x. AllReduce took 1.2 to 2.0 times as long as *big* on the tiny MLP, 1.1 to 1.3 on the MLP, 0.9 to 1.3 elsewhere. A
+plain loop beside an idle vecgym engine takes 0.92 to 1.09 times as long as without.
 
 An evaluation computes as many batches in one call as it takes to make the Python of a call small, at most 2 GFLOP, 4 MB
 to a tensor, and 32 MB of batches; each batch still has a loss of its own, whatever a model's loss is. Models that draw
@@ -48,10 +50,11 @@ K=64). With a tenth absent a step takes as long as with a tenth of the nodes les
 
 ## A whole run
 
-`Trainer.fit` takes up to 14 % longer than its bare steps, 18 to 27 % in some runs of the MLPs. With epochs of four steps
-it takes 0.86 (tiny) and 0.95 times (MLP) as long as bare steps, which cycle through more batches. A whole process, from
-`python` to the end of 420 steps of the MLP on 16 nodes, takes 5.5 to 8.3 s on the AMD EPYC, of which importing torch takes
-1.6 to 2.9 and vecgym 0.3 (`python benchmarks/scaling.py`).
+`Trainer.fit` takes up to 14 % longer than its bare steps, 18 to 34 % in some runs of the MLPs. With epochs of four steps
+it takes 0.86 to 1.11 times (tiny) and 0.95 to 1.17 times (MLP) as long as bare steps, which cycle through more batches. A
+whole process, from `python` to the end of 420 steps of the MLP on 16 nodes, takes 3.5 s on the quietest machine, of which
+importing torch takes 1.3, and 5.5 to 8.3 s on others, where torch takes 1.6 to 2.9; vecgym 0.3 (`python
+benchmarks/scaling.py`).
 
 ## Thousands of nodes
 
@@ -73,24 +76,24 @@ distance of the nodes; beside it `estimate_memory`. A process for each row
 
 ![Left, processor time of a step against K for two models under DiLoCo and AllReduce; right, memory at the peak, measured and estimated, both linear in K from some ten nodes on](../../notebooks/figures/scaling.png)
 
-A sweep of 32 configurations on 8 nodes takes 1.5 s for the tiny MLP, against 18 s one after the other (2.5 against 24 on
-a slower day); for the MLP, 9 s against 16 s (`python benchmarks/sweep.py`).
+A sweep of 32 configurations on 8 nodes takes 0.8 to 1.0 s for the tiny MLP, against 8.5 to 9.2 s one after the other: 9 to
+11 times faster. For the MLP it takes 6.3 s against 9.1. Configurations of AllReduce for the MLP are trained alone: in stacks
+they took 1.6 times as long (`python benchmarks/sweep.py --stacks 1 8`).
 
-A step of Muon on 32 nodes with 8 matrices of 64 x 64 takes 0.7 to 0.8 s, hardly less than torch's own node by node, because
-this processor emulates products in bfloat16; one of `FullPrecisionMuon` takes 37 to 84 ms (`python
-benchmarks/optimizers.py`).
+A step of Muon on 32 nodes with 8 matrices of 64 x 64 takes 17 ms, one of torch's own node by node 130, on a processor that
+has products in bfloat16. Others emulate these: there Muon takes 0.7 to 0.8 s, hardly less than torch's. A step of
+`FullPrecisionMuon` takes 37 to 84 ms everywhere (`python benchmarks/optimizers.py`).
 
 ## Against EXO Gym
 
 [EXO Gym](https://github.com/exo-explore/gym) at 9fa323c, one process per node. Both ran through their trainers, with
-data loading and logging
-(`python benchmarks/against_exogym.py --exogym CHECKOUT`).
+data loading and logging; medians of three runs (`python benchmarks/against_exogym.py --exogym CHECKOUT`).
 
-| workload, K = 16 | first step: EXO Gym | vecgym | ms per step: EXO Gym | vecgym |
-|---|--:|--:|--:|--:|
-| MLP | 29.5 s | 2.1 s | 41 | 7.9 |
-| CNN | 28.5 s | 2.6 s | 158 | 124 |
-| GPT | 30.9 s | 2.1 s | 169 | 97 |
+| workload, K = 16 | first step: EXO Gym | vecgym | ms per step: EXO Gym | vecgym | times faster |
+|---|--:|--:|--:|--:|--:|
+| MLP | 22.2 s | 1.4 s | 30.2 | 4.3 | 7.0 |
+| CNN | 23.5 s | 1.6 s | 116 | 52.2 | 2.2 |
+| GPT | 23.9 s | 1.6 s | 132 | 78.8 | 1.7 |
 
 ## Exchanges
 
@@ -98,27 +101,29 @@ The share of a step that the exchange takes (H=20, p=0.005; `python benchmarks/s
 
 | | MLP, K=64 | GPT (2 layers), K=16 |
 |---|--:|--:|
-| FedAvg | 1.6 % | 0.3 % |
-| DiLoCo | 2.7 % | 0.4 % |
-| SPARTA | 9 % | 2 % |
-| gossip on a ring | 27 % | 4 % |
-| DeMo | 75 % | 23 % |
+| FedAvg | 2.9 % | 0.4 % |
+| DiLoCo | 5.0 % | 0.5 % |
+| SPARTA | 11 % | 1.9 % |
+| gossip on a ring | 29 % | 2.9 % |
+| DeMo | 76 % | 19 % |
 
-On the MLP, DeMo's exchange is three times faster than a loop over nodes and parameters.
+On the MLP, DeMo's exchange is 2.3 times faster than a loop over nodes and parameters, on the GPT 2.7 times.
 
 ## Real processes
 
-The MLP's step on 16 nodes, in ms (`python benchmarks/backends.py`, `benchmarks/processes.py`):
+The MLP's step on 16 nodes, in ms (`python benchmarks/backends.py`):
 
 | | stacked | 2 forked processes | 16 forked processes |
 |---|--:|--:|--:|
-| DiLoCo | 8.9 | 9.2 | 43 |
-| AllReduce | 5.6 | 12 | 113 |
+| DiLoCo | 3.3 | 3.8 | 15 |
+| AllReduce | 2.4 | 6.3 | 73 |
 
-Two forked processes start in 0.07 s, two new interpreters in 2.8 s.
+Two forked processes start in 0.06 s, two new interpreters in 2.0 s.
 
-Under torchrun, 64 nodes of the MLP on W processes that share the two cores of an AMD EPYC, in ms (`python
-benchmarks/torchrun.py`):
+One process per node, as one would write it for `torch.distributed`, with plain modules, took 10.7 and 71 ms when vecgym took
+5.0 and 2.4, and 22.8 s to the first step where vecgym took 1.4 (`python benchmarks/processes.py`).
+
+Under torchrun, 64 nodes of the MLP on W processes that share the two cores, in ms (`python benchmarks/torchrun.py`):
 
 | | stacked | W = 1 | W = 2 | W = 4 |
 |---|--:|--:|--:|--:|
@@ -136,14 +141,14 @@ the cores from the very threads that they wait for. `vecgym` on the command line
 OMP_WAIT_POLICY=PASSIVE python experiment.py
 ```
 
-A step of the MLP on 8 nodes, in ms, medians of two blocks of 5 steps (`python benchmarks/busy.py --workload mlp`):
+A step of the MLP on 8 nodes, in ms, medians of five blocks of 20 steps (`python benchmarks/busy.py --workload mlp`):
 
 | threads | idle machine | 4 busy processes on the 2 cores |
 |---|--:|--:|
-| one | 7 | 21 |
-| two | 5 | 141 |
-| two, with `OMP_WAIT_POLICY=PASSIVE` | 7 | 28 |
-| two node threads | 15 | 62 |
+| one | 3.1 | 7.5 |
+| two | 2.2 | 34, between 10 and 150 |
+| two, with `OMP_WAIT_POLICY=PASSIVE` | 3.6 | 8.6 |
+| two node threads | 4.2 | 63 |
 
 `backend="processes"` starts new interpreters with that setting; forked processes have one thread.
 

@@ -67,7 +67,8 @@ True
 Configurations are stacked if they agree in K, batch size, number of steps and the structure of the model, and in
 whether they keep one copy of the parameters for all nodes, as AllReduce does. `result.explain()` shows the programs. A
 program that is too large for memory, or larger than pays off, is cut into several (`chunk_configs`,
-`max_memory_bytes`).
+`max_memory_bytes`). With one copy of the parameters that is early: from a small MLP on, each configuration of AllReduce is
+faster alone.
 
 ## Asynchronous strategies
 

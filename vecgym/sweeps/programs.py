@@ -25,8 +25,11 @@ from vecgym.sweeps.parts import exchange_key, optimizer_key
 
 # On a CPU, a stack of more arithmetic than this in a step gains nothing by being larger: what it costs is no longer
 # Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
-# of 8 they took 1/1.6 of the time of single runs, in stacks of 2 1/1.2 (one thread).
+# of 8 they took 1/1.4 of the time of single runs, in stacks of 4 1/1.2 (two threads).
 MAX_FLOP_IN_STACK = 1.3e9
+# A single run of AllReduce keeps one copy of the parameters, a stack one for each node. On a CPU that costs more than the
+# Python it saves from about this much arithmetic in a configuration's step on: the same MLP took 1.6 times as long.
+MAX_FLOP_OF_ONE_COPY = 8e7
 
 
 @dataclass
@@ -119,17 +122,16 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
     """Cut configurations into as few chunks as memory allows, and into no larger ones than are faster."""
     bytes_per_config, flop = _costs(configs[0])
     size, reason = len(configs), "all in one stack"
+    chosen_here = options.chunk_configs is None and resolve_device(options.device).type == "cpu"
     if configs[0].settings["availability"] is not None:
         size, reason = 1, "availability: each by itself"
     elif _alone(configs[0].strategy):
         size, reason = 1, f"{type(configs[0].strategy).__name__}: each by itself"
     elif options.chunk_configs is not None and options.chunk_configs < size:
         size, reason = options.chunk_configs, f"chunk_configs={options.chunk_configs}"
-    elif (
-        options.chunk_configs is None
-        and resolve_device(options.device).type == "cpu"
-        and size * flop > MAX_FLOP_IN_STACK
-    ):
+    elif chosen_here and size > 1 and configs[0].strategy.mean_gradient and flop > MAX_FLOP_OF_ONE_COPY:
+        size, reason = 1, f"{flop / 1e9:.2g} GFLOP a step with one copy of the parameters: alone they are faster"
+    elif chosen_here and size * flop > MAX_FLOP_IN_STACK:
         fastest = max(1, int(MAX_FLOP_IN_STACK // flop))
         if fastest < size:
             size, reason = fastest, f"{flop / 1e9:.2g} GFLOP a step each: a larger stack is not faster"
