@@ -27,8 +27,8 @@ from vecgym.sweeps.parts import exchange_key, optimizer_key
 # Python, and its tensors leave the cache. It is 8 configurations of 8 nodes of an MLP with 128 hidden units: in stacks
 # of 8 they took 1/1.4 of the time of single runs, in stacks of 4 1/1.2 (two threads).
 MAX_FLOP_IN_STACK = 1.3e9
-# A single run of AllReduce keeps one copy of the parameters, a stack one for each node. On a CPU that costs more than the
-# Python it saves from about this much arithmetic in a configuration's step on: the same MLP took 1.6 times as long.
+# A single run of AllReduce keeps one copy of the parameters, a stack one for each node. On a CPU that costs more than
+# the Python it saves from about this much arithmetic in a configuration's step on: the same MLP took 1.6 times as long.
 MAX_FLOP_OF_ONE_COPY = 8e7
 
 
