@@ -28,6 +28,7 @@ from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning
 from vecgym.core.errors import ProcessError
 from vecgym.records.columns import MEASURED
 from vecgym.runs import links, multiprocess
+from vecgym.runs.run import Run
 from vecgym.strategy import DiLoCoStrategy
 
 ROOT = Path(__file__).parent.parent
@@ -467,9 +468,11 @@ def threads_around_fits(link: multiprocess.Link) -> tuple[int, list[int]]:
     dist.barrier()  # the first exchange starts threads
     before, after = gloo_threads(), []
     for _ in range(2):
-        kept = fit("MLP", "FedAvg islands", num_nodes=6, max_steps=8, backend="distributed")
-        after.append(gloo_threads())
-        del kept  # not before: a trainer that is kept must not keep them
+        trainer, _ = fit("MLP", "FedAvg islands", num_nodes=6, max_steps=8, backend="distributed")
+        after.append(gloo_threads())  # a trainer that is kept does not keep them
+        assert isinstance(trainer.run, Run)
+        with pytest.raises(RuntimeError, match="this run has ended"):
+            trainer.run.session.each(0)
     return before, after
 
 
@@ -500,7 +503,8 @@ if dist.is_initialized():
     dist.destroy_process_group()
 if sys.platform == "linux":
     assert gloo_threads() == 0, "threads that outlive the interpreter abort the process, now and then"
-print(len(trainer.nodes), float(sum(p.double().sum() for p in average.parameters())), flush=True)
+total = float(sum(p.detach().double().sum() for p in average.parameters()))
+sys.stdout.write(f"{len(trainer.nodes)} {total}\\n")  # in one piece: the other process writes there, too
 """
 
 

@@ -43,7 +43,7 @@ class Wire:
                 "there is no process group. Start the script with torchrun, or take "
                 'trainer.fit(..., backend="processes", num_processes=W), which starts the processes itself.'
             )
-        self.group = process_group or dist.group.WORLD
+        self._group: dist.ProcessGroup | None = process_group or dist.group.WORLD
         self.ranks: list[int] = dist.get_process_group_ranks(self.group)  # global ranks
         self.rank = self.ranks.index(dist.get_rank())
         self.num_processes = len(self.ranks)
@@ -51,6 +51,12 @@ class Wire:
         self.announce = announce
         self._watch = watch
         self._subgroups: dict[tuple[int, ...], Any] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("this run has ended, and so has the exchange between its processes.")
+        return self._group
 
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """Return the process group of these ranks. All processes call it, in the same order; the last ones are kept."""
@@ -64,17 +70,21 @@ class Wire:
             raise RuntimeError("islands need a wire between all processes: torch.distributed makes their groups.")
         self._subgroups[key] = self._call(lambda: dist.new_group(list(key)))
         if len(self._subgroups) > MAX_SUBGROUPS:  # all have met in new_group: no process uses another group now
-            oldest = self._subgroups.pop(next(iter(self._subgroups)))
-            if oldest is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(oldest)
+            self._destroy_subgroups(1)
         return self._subgroups[key]
 
-    def destroy_subgroups(self) -> None:
-        """Destroy the islands' process groups. All processes have finished their exchanges."""
-        for group in self._subgroups.values():
+    def _destroy_subgroups(self, count: int | None = None) -> None:
+        """Destroy the process groups of islands, of which no process uses any; `count`: of those used long ago."""
+        for key in list(self._subgroups)[:count]:
+            group = self._subgroups.pop(key)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
-        self._subgroups.clear()
+
+    def finish(self) -> None:
+        """Destroy the process groups of islands, once all processes have come here."""
+        if self._subgroups:
+            self._call(lambda: dist.barrier(self.group))
+        self._destroy_subgroups()
 
     def close(self) -> None:
         """Let go of all process groups; nothing can be exchanged after that.
@@ -83,7 +93,7 @@ class Wire:
         abort the process at its exit.
         """
         self._subgroups.clear()
-        del self.group
+        self._group = None
 
     def all_reduce(self, x: Tensor, group: Any = None) -> Tensor:
         """Sum the tensors of all processes, or of those of a subgroup; `x` may be overwritten."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,13 +31,9 @@ def joined_nodes(options: FitOptions) -> Iterator[tuple[Collectives, torch.devic
         if options.backend == "stacked":
             yield StackedCollectives(options.num_nodes), device
             return
-        with multiprocess.joined(device) as device:
-            wire = links.wire()
-            try:
-                yield DistributedCollectives(options.num_nodes, wire, exact=options.exact), device
-                wire.destroy_subgroups()
-            finally:
-                wire.close()
+        with multiprocess.joined(device) as device, closing(links.wire()) as wire:
+            yield DistributedCollectives(options.num_nodes, wire, exact=options.exact), device
+            wire.finish()
 
 
 class Session:
