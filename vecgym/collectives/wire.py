@@ -74,7 +74,7 @@ class Wire:
         return self._subgroups[key]
 
     def _destroy_subgroups(self, count: int | None = None) -> None:
-        """Destroy the process groups of islands, of which no process uses any; `count`: of those used long ago."""
+        """Destroy the process groups of islands, which no process uses now; `count`: those used longest ago."""
         for key in list(self._subgroups)[:count]:
             group = self._subgroups.pop(key)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -206,13 +206,12 @@ class Recorded(Tried):
         self._pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
 
     def gradients(self, part: Part, out: Callable[[], Tree], thread: int = 0) -> Local:
-        losses = None if part.update is None else self._step(part, part.update())
+        update = part.update() if self._with_steps and part.update is not None else None
+        losses = None if update is None else self._step(part, update)
         return super().gradients(part, out, thread) if losses is None else Local({}, losses, part.buffers)
 
-    def _step(self, part: Part, update: RecordableStep | None) -> Tensor | None:
+    def _step(self, part: Part, update: RecordableStep) -> Tensor | None:
         """Launch the gradients with the optimizer's step; None: nothing was done, since that is not recorded."""
-        if update is None or not self._with_steps:
-            return None
         places, device = _places((part.params, part.buffers, _moments(update.state))), self.model.device
         each = super()._of_each
         with self.model.seeded(part.keys.of(0)):
