@@ -135,7 +135,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     if args.exogym:
         commands["exogym"] = [*command, "exogym", str(args.exogym.resolve())]
     rounds = args.repeats, args.repeats
-    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds, warm_up=False)
+    turns = take_turns(commands, 0 if args.quick else None, args.threads, rounds=rounds, warm_up=False)
     found = {side: {key: turns.median(side, key) for key in FIGURES} for side in commands}
     found.setdefault("exogym", dict.fromkeys(FIGURES, math.nan))
     return {"workload": name, "num_nodes": args.num_nodes, **found, "notes": turns.notes()}

@@ -68,7 +68,7 @@ def measure(server: str, num_nodes: int, updates: int, args: argparse.Namespace)
     """Processor time of both, in seconds."""
     command = [str(Path(__file__).resolve()), "--serve", server, str(num_nodes), str(updates)]
     rounds = args.repeats, args.repeats
-    turns = take_turns({name: [*command, name] for name in CHUNKS}, 0 if args.quick else 1, 1, rounds=rounds)
+    turns = take_turns({name: [*command, name] for name in CHUNKS}, 0 if args.quick else None, 1, rounds=rounds)
     together, apart = (turns.median(name, "cpu") for name in CHUNKS)
     return {"together_s": together, "apart_s": apart, "ratio": apart / together, "notes": turns.notes("cpu")}
 

@@ -194,7 +194,7 @@ def main() -> None:
         turns = take_turns(commands, 0 if args.quick else args.seconds, args.threads, rounds=(3, 20))
         rows.append(row(name, CASES[name], turns))
         figures[name] = turns.figures
-        print(f"{' | '.join(rows[-1])}; {turns.load}", file=sys.stderr, flush=True)
+        print(f"{' | '.join(rows[-1])}; {turns.notes()}", file=sys.stderr, flush=True)
     print(markdown(COLUMNS, rows))
     rate = events_per_second()
     print(f"\nThe scheduler alone: {rate:,.0f} events a second (100,000 asked).")

@@ -136,7 +136,7 @@ def measure(name: str, num_nodes: int, args: argparse.Namespace) -> tuple[list[d
 
 
 def turns_of(commands: dict[str, list[str]], args: argparse.Namespace) -> Turns:
-    return take_turns(commands, 0 if args.quick else 1, args.threads, rounds=(args.repeats, args.repeats))
+    return take_turns(commands, 0 if args.quick else None, args.threads, rounds=(args.repeats, args.repeats))
 
 
 # ------------------------------------------------------------------------------------------------------- start-up

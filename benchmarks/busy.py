@@ -69,7 +69,7 @@ def measure(name: str, steps: int, args: argparse.Namespace) -> Turns:
         for setting, (environment, threads, _) in SETTINGS.items()
     }
     rounds = args.repeats, args.repeats
-    return take_turns(commands, 0 if args.quick else 1, args.threads, environments, rounds)
+    return take_turns(commands, 0 if args.quick else None, args.threads, environments, rounds)
 
 
 @contextmanager

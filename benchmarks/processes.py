@@ -205,7 +205,7 @@ def measure(name: str, num_nodes: int, args: argparse.Namespace) -> dict[str, An
         side: [str(Path(__file__).resolve()), "--serve", side, name, *numbers] for side in ("processes", "vecgym")
     }
     rounds = args.repeats, args.repeats
-    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds, warm_up=False)
+    turns = take_turns(commands, 0 if args.quick else None, args.threads, rounds=rounds, warm_up=False)
     found = {side: {key: turns.median(side, key) for key in FIGURES} for side in commands}
     return {"workload": name, "num_nodes": num_nodes, **found, "notes": turns.notes()}
 

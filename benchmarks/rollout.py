@@ -108,7 +108,7 @@ def rows_of(name: str, inner: str, steps: list[int], args: argparse.Namespace) -
         command = [str(Path(__file__).resolve()), "--serve", name, inner, str(num_steps)]
         rounds = args.repeats if num_steps < 1000 else 1
         turns = take_turns(
-            {mode: [*command, mode] for mode in ("plain", *modes)}, 0 if args.quick else 1, args.threads,
+            {mode: [*command, mode] for mode in ("plain", *modes)}, 0 if args.quick else None, args.threads,
             rounds=(rounds, rounds), warm_up=rounds > 1,
         )  # fmt: skip
         for mode in modes:

@@ -228,12 +228,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "num_nodes": num_nodes,
         "ms": ms,
-        "spread": {alternative: turns.spread(alternative) for alternative in timed},
         "ratios": ratios(ms),
         "rates": turns.info["rates"] | {rate: turns.median("rates", rate) for rate in ("flop_per_s", "bytes_per_s")},
         "plans": {alternative: info["plan"] for alternative, info in turns.info.items() if "plan" in info},
         "state_bytes": {name: turns.info[name]["state_bytes"] for name in ("bare", "bare allreduce")},
-        "load": turns.load,
+        "notes": turns.notes(),
         "seconds_per_step": {alternative: turns.all(alternative) for alternative in timed},
     }  # fmt: skip
 
@@ -304,8 +303,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
             "ms per step (median):\n\n" + markdown(["workload", *names], figures),
             "Floors:\n\n" + "\n".join(f"- {name}: {floor_in_words(result)}" for name, result in results.items()),
             "Plans:\n\n" + "\n".join(plans),
-            "Spread (half the distance of the quartiles, % of the median), and load:\n\n"
-            + "\n".join(f"- {name}: {spread_in_words(result)}; {result['load']}" for name, result in results.items()),
+            "\n".join(f"- {name}: {result['notes']}" for name, result in results.items()),
         ]
     )
 
@@ -317,10 +315,6 @@ def floor_in_words(result: dict[str, Any]) -> str:
         f"{result['num_nodes']} x {rates['bytes'] / 1e6:.3g} MB (10 x 4 bytes a parameter) at "
         f"{rates['bytes_per_s'] / 1e9:.1f} GB/s"
     )
-
-
-def spread_in_words(result: dict[str, Any]) -> str:
-    return ", ".join(f"{alternative} {100 * spread:.0f}" for alternative, spread in result["spread"].items())
 
 
 def main() -> None:
@@ -345,7 +339,7 @@ def main() -> None:
     for name in args.workloads:
         results[name] = measure(name, args)
         shown = ", ".join(f"{what} {value:.2f}" for what, value in results[name]["ms"].items())
-        print(f"{name}: ms per step: {shown}; {results[name]['load']}", flush=True)
+        print(f"{name}: ms per step: {shown}; {results[name]['notes']}", flush=True)
         if args.json:
             args.json.write_text(json.dumps({"machine": machine(), "workloads": results}, indent=1))
     print("\n" + report(results))

@@ -6,7 +6,7 @@ and the inner optimizer; the exchange is all the rest of the step: collectives, 
 the result into the parameters. A share is that of the medians over the rounds.
 
 For DeMo, the optimizer is SGD on a sign, and the exchange is compared with the gradients, and with the same exchange
-written as a loop over nodes and parameters. The arithmetic of its transforms is counted, not measured.
+written as a loop over nodes and parameters, without vecgym. The arithmetic of its transforms is counted, not measured.
 
 All strategies together take some 15 GB of memory, and five minutes a workload; `--strategies` measures some of them.
 """
@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from turns import serve, take_turns
 from workloads import WORKLOADS, Batch, Workload, header, machine, markdown
 
 from vecgym.collectives import StackedCollectives
-from vecgym.compress import Grid, basis, grid
+from vecgym.compress import grid
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
@@ -98,47 +97,6 @@ class Timed:
         return {name: tree.num_bytes(values) for name, values in parts.items()}
 
 
-class DeMoLoop:
-    """DeMo's exchange, node after node and parameter after parameter: 2-D transforms by matrix products."""
-
-    def __init__(self, workload: Workload, num_nodes: int) -> None:
-        shapes = {name: p.shape for name, p in workload.model().named_parameters()}
-        self.grids = {name: grid(tuple(shape), 64) for name, shape in shapes.items()}
-        self.residuals = [{name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(num_nodes)]
-        self.gradients = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(num_nodes)]
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        total = {name: torch.zeros(cut.chunks, cut.area) for name, cut in self.grids.items()}
-        count = {name: torch.zeros(cut.chunks, cut.area) for name, cut in self.grids.items()}
-        for residual, gradient in zip(self.residuals, self.gradients):
-            for name, cut in self.grids.items():
-                delta = residual[name].mul_(0.999).add_(gradient[name], alpha=LR)
-                coefficients = self._transform(self._chunks(delta, cut), cut, inverse=False).flatten(1)
-                indices = coefficients.abs().topk(min(32, cut.area)).indices
-                values = coefficients.gather(1, indices)
-                sent = torch.zeros_like(coefficients).scatter_(1, indices, values)
-                back = self._transform(sent.view(-1, cut.height, cut.width), cut, inverse=True)
-                delta.sub_(self._tensor(back, cut, delta))
-                total[name].scatter_add_(1, indices, values)
-                count[name].scatter_add_(1, indices, torch.ones_like(values))
-        for name, cut in self.grids.items():
-            mean = (total[name] / count[name].clamp(min=1)).view(-1, cut.height, cut.width)
-            self._tensor(self._transform(mean, cut, inverse=True), cut, self.residuals[0][name]).sign_()
-
-    def _chunks(self, x: Tensor, cut: Grid) -> Tensor:
-        parts = x.reshape(cut.rows, cut.height, cut.columns, cut.width)
-        return parts.transpose(1, 2).reshape(-1, cut.height, cut.width)
-
-    def _tensor(self, chunks: Tensor, cut: Grid, like: Tensor) -> Tensor:
-        parts = chunks.reshape(cut.rows, cut.columns, cut.height, cut.width)
-        return parts.transpose(1, 2).reshape(like.shape)
-
-    def _transform(self, chunks: Tensor, cut: Grid, inverse: bool) -> Tensor:
-        rows, columns = (basis(n, chunks.dtype, chunks.device) for n in (cut.height, cut.width))
-        return rows.T @ chunks @ columns if inverse else rows @ chunks @ columns.T
-
-
 def demo_flop(workload: Workload) -> dict[str, int]:
     """Arithmetic of one node's transform of its momentum, and of its gradient."""
     model = workload.model()
@@ -157,9 +115,7 @@ LOOP = "demo as a loop"
 
 
 def serve_one(name: str, workload: Workload, num_nodes: int, steps: int) -> None:
-    """In a process of its own: blocks of a strategy, or DeMo's exchange as a loop."""
-    if name == LOOP:
-        return serve(DeMoLoop(workload, num_nodes), demo_flop=demo_flop(workload))
+    """In a process of its own: blocks of a strategy."""
     batches = [workload.batch(num_nodes, seed) for seed in range(steps)]
     timed = Timed(workload, num_nodes, STRATEGIES[name]())
     serve(partial(timed.block, batches))
@@ -169,15 +125,17 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds per step of each phase, of each strategy, and the bytes of its state."""
     num_nodes, steps = (min(workload.num_nodes, 4), 2) if args.quick else (workload.num_nodes, H)
     command = [str(Path(__file__).resolve()), "--serve", workload.name, str(num_nodes), str(steps)]
-    commands = {name: [*command, name] for name in [*args.strategies, LOOP]}
+    commands = {name: [*command, name] for name in args.strategies}
+    commands[LOOP] = [str(Path(__file__).with_name("plain.py")), workload.name, str(num_nodes)]
     rounds = args.repeats, args.repeats
-    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds)
+    turns = take_turns(commands, 0 if args.quick else None, args.threads, rounds=rounds)
+    assert not turns.info[LOOP]["vecgym"]
     last = {name: turns.figures[name][-1] for name in args.strategies}
     return {
         "num_nodes": num_nodes,
         "ms": {name: {phase: turns.median(name, phase) for phase in PHASES} for name in args.strategies},
         "demo_loop_ms": 1e3 * turns.median(LOOP),
-        "demo_flop": turns.info[LOOP]["demo_flop"],
+        "demo_flop": demo_flop(workload),
         "state_bytes": {name: figures["state_bytes"] for name, figures in last.items()},
         "model_bytes": sum(p.numel() * p.element_size() for p in workload.model().parameters()),
         "sent_bytes": {name: figures["sent_bytes"] for name, figures in last.items()},

@@ -114,7 +114,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     sides = ["sweep", "fits", *[f"stacks of {size}" for size in args.stacks]]
     commands = {side: [str(Path(__file__).resolve()), "--serve", side, name, *quick] for side in sides}
     rounds = args.repeats, args.repeats
-    turns = take_turns(commands, 0 if args.quick else 1, args.threads, rounds=rounds)
+    turns = take_turns(commands, 0 if args.quick else None, args.threads, rounds=rounds)
     swept, fitted = (turns.figures[side][-1]["found"] for side in ("sweep", "fits"))
     setting = Setting(CASES[name], args.quick)
     assert [{**row, "val_loss": 0} for row in swept] == [{**config, "val_loss": 0} for config in setting.configs]

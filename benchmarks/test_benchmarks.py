@@ -17,6 +17,9 @@ import pytest
 import torch
 from PIL import Image
 
+from vecgym.collectives import StackedCollectives
+from vecgym.strategy import Context, DeMoStrategy
+
 FOLDER = Path(__file__).parent
 
 
@@ -101,13 +104,23 @@ def test_baselines_do_not_import_vecgym() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=FOLDER)
 
 
-def test_turns_are_taken_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(FOLDER)
-    turns = importlib.import_module("turns")
-    script = tmp_path / "one.py"
-    script.write_text(
-        f"import os, sys, time\nsys.path.insert(0, {str(FOLDER)!r})\nfrom turns import serve\n"
-        "serve(lambda: {'clock': time.time(), 'seconds': float(sys.argv[1])}, process=os.getpid())"
+    return importlib.import_module("turns")
+
+
+def written(folder: Path, code: str) -> Path:
+    """A script that can serve."""
+    script = folder / "one.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nfrom turns import serve\n{code}")
+    return script
+
+
+def test_turns_are_taken_in_processes_of_their_own(tmp_path: Path, turns: Any) -> None:
+    script = written(
+        tmp_path,
+        "import os, time\nserve(lambda: {'clock': time.time(), 'seconds': float(sys.argv[1])}, process=os.getpid())",
     )
     taken = turns.take_turns({"a": [str(script), "1"], "b": [str(script), "3"]}, 0.01, 1, rounds=(4, 4))
     assert len({taken.info["a"]["process"], taken.info["b"]["process"], os.getpid()}) == 3
@@ -119,21 +132,19 @@ def test_turns_are_taken_in_processes_of_their_own(tmp_path: Path, monkeypatch: 
         turns.take_turns({"a": [str(script)]}, 0, 1)
 
 
-def test_turns_count_rounds_and_the_time_of_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    turns = importlib.import_module("turns")
-    script = tmp_path / "one.py"
-    script.write_text(
-        f"import itertools, os, subprocess, sys\nsys.path.insert(0, {str(FOLDER)!r})\nfrom turns import serve\n"
+def test_turns_count_rounds_and_the_time_of_child_processes(tmp_path: Path, turns: Any) -> None:
+    script = written(
+        tmp_path,
+        "import itertools, os, subprocess\n"
         "count = itertools.count(1)\n"
         "busy = 'import time\\nwhile time.process_time() < 0.3: pass'\n"
         "def work():\n"
         "    subprocess.run([sys.executable, '-c', busy], check=True)\n"
         "    return {'count': next(count), 'kind': os.environ['KIND'], 'threads': os.environ['OMP_NUM_THREADS']}\n"
-        "serve(work)"
+        "serve(work)",
     )
     commands, kinds = {"a": [str(script)], "b": [str(script)]}, {"a": {"KIND": "x"}, "b": {"KIND": "y"}}
-    cold = turns.take_turns(commands, 1, 3, kinds, rounds=(2, 5), warm_up=False)
+    cold = turns.take_turns(commands, None, 3, kinds, rounds=(2, 5), warm_up=False)
     assert (cold.all("a", "count"), cold.all("b", "kind"), cold.all("b", "threads")) == ([1, 2], ["y"] * 2, ["3"] * 2)
     assert all(seconds >= 0.3 for seconds in cold.all("a", "cpu"))
     one = turns.take_turns(commands, 0, 1, kinds)
@@ -195,7 +206,7 @@ def test_backends(tmp_path: Path) -> None:
 def test_torchrun(tmp_path: Path) -> None:
     table, result = run_quick("torchrun.py", tmp_path)
     assert "| strategy | processes | ms / step | CPU ms / step | stacked / this | MB / step |" in table
-    assert "tiny, K = 4, load by others" in table
+    assert "tiny, K = 4; 1 round; load by others" in table
     rows = result["rows"]
     assert list(rows) == [f"{kind} {W}" for kind in ("allreduce", "diloco") for W in ("stacked", "2")]
     assert all(row["ms"] > 0 and row["cpu_ms"] > 0 for row in rows.values())
@@ -261,6 +272,23 @@ def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> Non
     for i, model in enumerate(loop.models):
         for name, p in model.named_parameters():
             torch.testing.assert_close(bare.state.params[name][i], p.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_loop_of_demo_does_the_same_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    plain, workloads = importlib.import_module("plain"), importlib.import_module("workloads")
+    mlp = workloads.WORKLOADS["mlp"]
+    loop = plain.DeMo(mlp, num_nodes=2)
+    ctx, strategy = Context(StackedCollectives(2), max_steps=9), DeMoStrategy(lr=plain.LR)
+    gradients = {name: torch.stack([one[name] for one in loop.gradients]) for name in loop.gradients[0]}
+    params = {name: p.detach()[None] for name, p in mlp.model().named_parameters()}
+    _, modules = strategy.init(params, ctx)
+    for _ in range(2):  # the second exchanges what the first has left, too
+        loop()
+        signs, modules = strategy.exchange_gradients(gradients, modules, ctx)
+        for name, sign in signs.items():
+            differ = (sign[0] != loop.signs[name]).float().mean()
+            assert differ < 1e-3, "but where rounding decides about a sign"
 
 
 def test_memory(tmp_path: Path) -> None:

@@ -174,9 +174,9 @@ def main() -> None:
         numbers = [f"{row['ms']:.2f}", f"{row['cpu_ms']:.2f}", f"{row['ratio']:.2f}", f"{row['bytes'] / 1e6:.3f}"]
         cells.append([*name.split(), *numbers])
     columns = ["strategy", "processes", "ms / step", "CPU ms / step", "stacked / this", "MB / step"]
-    print(f"{args.workload}, K = {args.nodes}, {turns.load}\n\n{markdown(columns, cells)}")
+    print(f"{args.workload}, K = {args.nodes}; {turns.notes()}\n\n{markdown(columns, cells)}")
     if args.json:
-        about = {"machine": machine() | {"threads": str(args.threads)}, "num_nodes": args.nodes, "load": turns.load}
+        about = {"machine": machine() | {"threads": str(args.threads)}, "num_nodes": args.nodes, "notes": turns.notes()}
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 

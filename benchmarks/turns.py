@@ -142,7 +142,7 @@ class Turns:
 
 def take_turns(
     commands: Mapping[str, Sequence[str]],
-    budget_s: float,
+    budget_s: float | None,
     threads: int,
     environments: Mapping[str, Mapping[str, str]] | None = None,
     rounds: tuple[int, int] = (5, 60),
@@ -152,21 +152,24 @@ def take_turns(
 
     Args:
         commands: of each alternative, without the interpreter.
-        budget_s: seconds for all rounds together; 0: one round.
+        budget_s: seconds for all rounds together; 0: one round; None: the fewest rounds.
         threads: of each process.
         environments: variables of some alternatives that differ from this process's.
         rounds: the fewest and the most.
-        warm_up: False: no block before them, since alternatives warm up before they serve, or begin anew each time; the
-            rounds are the fewest then.
+        warm_up: False: no block before them, since alternatives warm up before they serve, or begin anew each time. The
+            length of a round is not known then: `budget_s` is None or 0.
     """
     with ExitStack() as stack:
         started = {
             name: stack.enter_context(Alternative(command, threads, (environments or {}).get(name)))
             for name, command in commands.items()
         }
-        round_s = sum(one.block()["wall"] for one in started.values()) if warm_up else math.inf
+        round_s = sum(one.block()["wall"] for one in started.values()) if warm_up else math.nan
         figures: dict[str, list[dict[str, Any]]] = {name: [] for name in started}
-        count = max(rounds[0], min(rounds[1], round(budget_s / round_s))) if budget_s else 1
+        if budget_s:
+            count = max(rounds[0], min(rounds[1], round(budget_s / round_s)))
+        else:
+            count = rounds[0] if budget_s is None else 1
         names = list(started)
         for i in range(count):
             first = i % len(names)

@@ -83,9 +83,9 @@ def main() -> None:
         for strategy in STRATEGIES:
             turns = measure(args.checkouts, name, strategy, args)
             first, second = (1e3 * turns.median(which) / BLOCK for which in ("first", "second"))
-            figures[f"{name} {strategy}"] = {"ms": [first, second], "ratio": second / first, "load": turns.load}
+            figures[f"{name} {strategy}"] = {"ms": [first, second], "ratio": second / first, "notes": turns.notes()}
             rows.append([f"{name} {strategy}", f"{first:.2f}", f"{second:.2f}", f"{second / first:.3f}"])
-            print(rows[-1], turns.load, file=sys.stderr, flush=True)
+            print(rows[-1], turns.notes(), file=sys.stderr, flush=True)
     print(markdown(["workload", "first, ms per step", "second", "ratio"], rows))
     if args.json:
         threads = {"threads": str(args.threads)}
