@@ -107,7 +107,7 @@ The share of a step that the exchange takes (H=20, p=0.005; `python benchmarks/s
 | gossip on a ring | 29 % | 2.9 % |
 | DeMo | 76 % | 19 % |
 
-On the MLP, DeMo's exchange is 2.3 times faster than a loop over nodes and parameters, on the GPT 2.7 times.
+On the MLP, DeMo's exchange is 2.3 times faster than a loop over nodes and parameters, on the GPT 2.4 to 2.7 times.
 
 ## Real processes
 
