@@ -107,7 +107,8 @@ def test_bandwidths_as_text(text: str | float, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("50 ms", 0.05), ("50ms", 0.05), ("1.5 s", 1.5), ("20 us", 2e-5), ("500 ns", 5e-7), ("3", 3.0)]
+    ("text", "value"),
+    [("50 ms", 0.05), ("50ms", 0.05), ("1.5 s", 1.5), ("20 us", 2e-5), ("500 ns", 5e-7), ("3 s", 3.0)],
 )
 def test_times_as_text(text: str, value: float) -> None:
     assert seconds("latency", text) == value

@@ -72,6 +72,13 @@ class Team:
         return cls(lags, paces, nodes, nodes, server_pace)
 
     @cached_property
+    def without_latency(self) -> Team:
+        """The same participants, whose messages take only what their bytes do."""
+        found = Team(torch.zeros_like(self.latency), self.pace, self.up, self.down, self.server_pace)
+        found.server_latency = 0.0
+        return found
+
+    @cached_property
     def ring(self) -> Ring:
         """The best ring."""
         return Ring(self.latency, self.pace)

@@ -45,6 +45,7 @@ class Transfer(NamedTuple):
         lag: steps after this one until the result is used; 0: in this step. Of K numbers, those of each node.
         tensors: the names of the tensors that it carries, where they have names.
         weight: how often it counts: less than 1 where a relaxed schedule makes an exchange in part.
+        gradients: whether it is sent while gradients are exchanged, each as soon as it is there.
 
     >>> transfer = Transfer("mean", payload_bytes=400, num_nodes=4)
     >>> transfer.sent_bytes, transfer.received_bytes, transfer.num_participants  # per node, averaged over all 4
@@ -58,6 +59,7 @@ class Transfer(NamedTuple):
     lag: Lag = 0
     tensors: tuple[str, ...] | None = None
     weight: float | Tensor = 1.0
+    gradients: bool = False
 
     @property
     def sent_bytes(self) -> Any:
@@ -127,6 +129,7 @@ class Ledger:
 
     Attributes:
         num_nodes, sizes: see `announce`; None, and empty, before.
+        gradients: whether gradients are exchanged at present; see `of_gradients`.
         asynchronous: whether its steps are updates of a server that does not wait, in an order that depends on time.
         num_steps: steps begun, with those in which nothing was sent.
 
@@ -144,6 +147,7 @@ class Ledger:
         self._weight: float | Tensor | None = None
         self._lag: Lag = 0
         self._steps_per_unit = 1
+        self.gradients = False
         self._recording: list[Transfer] | None = None
         self.num_nodes: int | None = None
         self.sizes: dict[str, int] = {}
@@ -194,6 +198,8 @@ class Ledger:
             transfer = transfer._replace(lag=_later(transfer.lag, self._lag))
         if self._weight is not None:
             transfer = transfer._replace(weight=transfer.weight * self._weight)
+        if self.gradients:
+            transfer = transfer._replace(gradients=True)
         if self._recording is None:
             self._append(transfer)
         else:
@@ -262,6 +268,17 @@ class Ledger:
         """
         return self._marking(_steps_per_unit=self._steps_per_unit * steps)
 
+    def of_gradients(self) -> AbstractContextManager[None]:
+        """Mark what is sent in a block as an exchange of gradients.
+
+        >>> ledger = Ledger()
+        >>> with ledger.of_gradients():
+        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> next(iter(ledger)).transfer.gradients
+        True
+        """
+        return self._marking(gradients=True)
+
     @contextmanager
     def _marking(self, **marks: Any) -> Iterator[None]:
         """Set attributes within a block."""
@@ -278,7 +295,7 @@ class Ledger:
         >>> ledger = Ledger()
         >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
         >>> ledger.state()["kinds"], ledger.state()["total_bytes"]
-        ([['mean', 400, 4, None, 0, None, 1.0]], 600.0)
+        ([['mean', 400, 4, None, 0, None, 1.0, False]], 600.0)
         """
         return {
             "kinds": [[*kind[:3], plain_who(kind.who), *kind[4:]] for kind in self._kinds],
@@ -302,8 +319,10 @@ class Ledger:
         (True, Ledger(1 collectives, 600 bytes sent per node))
         """
         self._kinds = {
-            Transfer(name, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), of and tuple(of), w): i
-            for i, (name, size, K, who, lag, of, w) in enumerate(state["kinds"])
+            Transfer(
+                operation, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), of and tuple(of), w, *more
+            ): i
+            for i, (operation, size, K, who, lag, of, w, *more) in enumerate(state["kinds"])
         }
         self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
         self._step_of_entry = array("q", state["step_of_entry"].tolist())

@@ -24,13 +24,13 @@ Timeline(20 steps of 8 nodes: 10.8 s, 74.1 % computing)
 >>> ledger = vecgym.dry_run(model, DiLoCoStrategy("adamw", H=100), num_nodes=16, max_steps=1000)
 >>> compute = Compute.from_flop(6 * 6.7e9 * 2**18, peak_flops=989e12, utilization=0.4)
 >>> price(ledger, Network("1 Gbit/s", latency="50 ms"), compute)
-Timeline(1000 steps of 16 nodes: 8.74 h, 84.6 % computing)
+Timeline(1000 steps of 16 nodes: 8.33 h, 88.9 % computing)
 >>> bandwidth = required_bandwidth(ledger, compute, utilization=0.95, latency="10 ms")
 >>> f"{bandwidth / 1e9:.2f} Gbit/s"
-'2.06 Gbit/s'
+'1.58 Gbit/s'
 
-With 50 ms no bandwidth is enough: 200 messages, one for each parameter, go 30 times to the next node in a ring of 16.
-With `all_reduce="halving_doubling"` they go 8 times.
+With 50 ms no bandwidth is enough: 100 messages go 30 times to the next node in a ring of 16. With
+`all_reduce="halving_doubling"` they go 8 times.
 
 >>> required_bandwidth(ledger, compute, utilization=0.95, latency="50 ms")
 inf
@@ -48,6 +48,28 @@ With a matrix the ring takes the best order that is found: exactly up to 9 nodes
 >>> round(network.seconds("mean", 1e9, num_nodes=4), 3), round(network.seconds("mean", 1e9, num_nodes=8), 1)
 (0.031, 14.7)
 
+## Messages
+
+Every message pays the latency, so it matters in how many of them an exchange goes. Its tensors are joined, from the
+last parameter on: a message is complete with the tensor that takes it to `Network(bucket_bytes=25 * 2**20)` or beyond.
+`math.inf` makes one message of an exchange, the best case; 0 one of each tensor, as EXO Gym, diloco-sim and torchft
+send by themselves. Gradients go as torch's DistributedDataParallel sends them, the first message at 1 MiB: of 75 tensors
+of 8.1 MB, 20 messages. Each fragment of Streaming DiLoCo has messages of its own.
+
+Messages follow one another, as with NCCL and in synchronous calls. torch's DistributedDataParallel on gloo has two
+under way, which `all_reduce="gloo"` knows of gradients. This is 8 nodes' exchange in every step, 100 Mbit/s, 80 ms:
+
+>>> import math
+>>> from vecgym.strategy import AllReduceStrategy
+>>> with torch.device("meta"):
+...     layers = torch.nn.ParameterList(torch.nn.Parameter(torch.empty(2_025_000)) for _ in range(75))
+>>> gradients = vecgym.dry_run(layers, AllReduceStrategy("sgd"), num_nodes=8, max_steps=1)
+>>> for bucket_bytes in (0, 25 * 2**20, math.inf):
+...     price(gradients, Network("100 Mbit/s", "80 ms", bucket_bytes=bucket_bytes), Compute(0.6))
+Timeline(1 steps of 8 nodes: 2.82 min, 0.4 % computing)
+Timeline(1 steps of 8 nodes: 108 s, 0.6 % computing)
+Timeline(1 steps of 8 nodes: 86.8 s, 0.7 % computing)
+
 ## Compute
 
 `Compute(0.4)` is seconds per step and node; also `[K]`, for nodes of different speed. `Compute.lognormal(0.4, sigma=0.3)`
@@ -61,12 +83,12 @@ of the parameters; each parameter counts as a layer, with a share by its size or
 
 - A gradient leaves as the backward pass of its layer ends. The layer's optimizer step follows at once, so that
   parameters and movements leave then, too.
-- What leaves queues on the node's link, in this order, one message for each parameter. A collective takes the links of
-  its participants until its end, in both directions.
+- What leaves queues on the node's link, in this order: a message once its last gradient is there, and after the message
+  before it. A collective takes the links of its participants until its end, in both directions.
 - It is needed by the next forward pass of its layer, or, if it is used `lag` steps later, by the one so many steps
   later.
 - A collective begins when the last of its participants is there: with islands, of each island; in gossip, each node
-  waits for its neighbours only. A message from node to node leaves when its sender is ready.
+  waits for its neighbours only. A message from node to node leaves when its sender is ready, and its last one is there.
 - `Compute(..., overlap=False)`: nothing overlaps.
 
 What a code sends (top-k, quantised values) is shared among its messages by the parameters' sizes. Transfers of tensors
