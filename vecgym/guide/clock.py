@@ -29,11 +29,19 @@ Timeline(1000 steps of 16 nodes: 8.33 h, 88.9 % computing)
 >>> f"{bandwidth / 1e9:.2f} Gbit/s"
 '1.58 Gbit/s'
 
-With 50 ms no bandwidth is enough: 100 messages go 30 times to the next node in a ring of 16. With
-`all_reduce="halving_doubling"` they go 8 times.
+With 100 ms no bandwidth is enough: 100 messages go 30 times to the next node in a ring of 16. A warning says what would
+help:
 
->>> required_bandwidth(ledger, compute, utilization=0.95, latency="50 ms")
+>>> import textwrap
+>>> import warnings
+>>> with warnings.catch_warnings(record=True) as said:
+...     warnings.simplefilter("always")
+...     required_bandwidth(ledger, compute, utilization=0.95, latency="100 ms")
 inf
+>>> print(textwrap.fill(str(said[0].message), 110))
+No bandwidth is enough for 95 % computing: the latency of 100 ms alone takes 47.1 min of 8.18 h. What would
+help: exchanges 3 times as rare (H); one message an exchange, bucket_bytes=math.inf: 1.47 Gbit/s;
+all_reduce='halving_doubling'; all_reduce='tree'.
 
 ## Networks
 
