@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from vecgym.clock import Compute, Network
 from vecgym.collectives.base import payload_bytes
-from vecgym.core import check
+from vecgym.core import check, tree
 from vecgym.data import Batches, EvalBatches, num_steps
-from vecgym.engine import hooks
+from vecgym.engine import Engine, hooks
 from vecgym.engine.events import Stop
 from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
@@ -43,6 +44,7 @@ class Data:
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
         self._made: dict[tuple[Any, ...], Any] = {}
+        self._unused: list[tuple[nn.Module, frozenset[str]]] = []
 
     def train(self, settings: Mapping[str, Any]) -> Batches:
         """Return the training batches of a configuration with these settings."""
@@ -60,7 +62,8 @@ class Data:
     def plan(self, config: Configuration, strategy: EventDriven) -> AsyncPlan:
         """Return the events of a configuration; those whose times and rules agree share them."""
         assert config.compute is not None
-        sizes = {n: payload_bytes(p.detach()[None]) for n, p in config.model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in config.model.named_parameters() if p.requires_grad and n not in config.unused}
+        sizes = {name: payload_bytes(p.detach()[None]) for name, p in trained.items()}
         nominal = config.compute.seconds.expand(config.num_nodes).tolist()
         key: Any = ("events of its own", config.index)
         if isinstance(strategy, AsyncStrategy):
@@ -73,6 +76,16 @@ class Data:
             given = (strategy, config.num_nodes, config.compute, config.network, sizes, seed, config.stop)
             self._made[key] = AsyncPlan.of(*given)
         return self._made[key]
+
+    def unused(self, config: Configuration) -> frozenset[str]:
+        """Return the parameters that have no influence on the loss; models that are built alike share what is found."""
+        for model, found in self._unused:
+            if alike(model, config.model):
+                return found
+        engine, _ = examined(config)
+        assert engine.facts is not None
+        self._unused.append((config.model, engine.facts.unused))
+        return engine.facts.unused
 
     def _once(self, kind: Any, dataset: Any, given: dict[str, Any]) -> Any:
         key = (kind, *given.values())
@@ -125,6 +138,11 @@ class Configuration:
     def val(self) -> EvalBatches | None:
         return self.data.val(self.settings)
 
+    @property
+    def unused(self) -> frozenset[str]:
+        """The parameters that have no influence on the loss."""
+        return self.data.unused(self)
+
     @cached_property
     def num_steps(self) -> int:
         """How many steps of all nodes, or updates of a server that does not wait for them."""
@@ -163,6 +181,15 @@ class Configuration:
         if self.plan is not None and isinstance(strategy, EventDriven):
             strategy.check_updates(K, self.num_steps)
             strategy.inner_optim.check_steps(K, self.plan.max_steps, "inner optimizer")
+
+
+def examined(config: Configuration) -> tuple[Engine, Any]:
+    """Return an engine that has looked at the model of a configuration, and its first batch, `[1, B, ...]`."""
+    engine = Engine(copy.deepcopy(config.model), engine="loop")
+    batch = tree.map_leaves(lambda x: x[:1].to(engine.device), config.train.batch(0))
+    with torch.enable_grad():
+        engine.prepare(batch)
+    return engine, batch
 
 
 # --------------------------------------------------------------------------------- the user's functions of axes

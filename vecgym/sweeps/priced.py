@@ -44,8 +44,9 @@ class Prices:
             )
         if config.index not in self._ledgers:
             self._ledgers[config.index] = dry_run(
-                config.model, config.strategy, config.num_nodes, config.num_steps, seed=config.settings["seed"]
-            )
+                config.model, config.strategy, config.num_nodes, config.num_steps, seed=config.settings["seed"],
+                unused=config.unused,
+            )  # fmt: skip
         network, compute = self._clocks[place][1:]
         assert network is not None
         assert compute is not None
