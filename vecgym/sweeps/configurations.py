@@ -102,7 +102,7 @@ class Configuration:
     """One point of the sweep, and what follows from it.
 
     Attributes:
-        network, compute: on which the events of an asynchronous run depend.
+        network, compute: on which the events of an asynchronous run depend, and on `compute` who is absent.
     """
 
     index: int
@@ -128,7 +128,8 @@ class Configuration:
     def presence(self) -> Presence | None:
         """Return who is present when; None: all, always."""
         given = {name: self.settings[name] for name in ("availability", "num_nodes", "seed", "batch_size")}
-        return presence_of(SimpleNamespace(**given, compute=None), self.num_steps, tuple(self.train.shard_sizes))
+        given["compute"] = self.compute
+        return presence_of(SimpleNamespace(**given), self.num_steps, tuple(self.train.shard_sizes))
 
     @cached_property
     def train(self) -> Batches:
@@ -168,15 +169,16 @@ class Configuration:
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         K, strategy = self.num_nodes, self.strategy
+        for clock in (self.network, self.compute):
+            if clock is not None:
+                clock.check(K)
         if isinstance(strategy, EventDriven):
             check_compute(strategy, self.compute)
             check_left_out(strategy, "compile", options.compile, False)
             check_left_out(strategy, "availability", self.settings["availability"], None)
-            for clock in (self.network, self.compute):
-                if clock is not None:
-                    clock.check(K)
         else:
             check_synchronous(strategy)
+            self.presence()
         strategy.check(K, self.num_steps)
         if self.plan is not None and isinstance(strategy, EventDriven):
             strategy.check_updates(K, self.num_steps)
@@ -275,24 +277,30 @@ def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
 
 
 def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[Configuration]:
-    """Make and check the configuration of each point; asynchronous ones on each network and compute."""
+    """Make and check the configuration of each point, and of each clock on which its numbers depend.
+
+    Those of asynchronous ones depend on network and compute; where nodes may be absent, who is may depend on compute.
+    """
     configs: list[Configuration] = []
     models: dict[Any, nn.Module] = {}
     data = Data(options)
-    each_clock = clocks(options.network, options.compute)
+    none, each_compute, each_clock = (
+        clocks(*given) for given in ((None, None), (None, options.compute), (options.network, options.compute))
+    )
     for point in points:
         settings = checked({name: point.get(name, vars(options)[name]) for name in SETTINGS})
         given = point["strategy"] if options.strategy is None else options.strategy
         strategy = given if isinstance(given, Strategy) else _called("strategy", given, point, Strategy)
         model = _model(options.model, point, models)
+        each = none if settings["availability"] is None else each_compute
         if strategy.asynchronous:
-            configs += [
-                Configuration(len(configs) + i, {**point, **clock.point}, model, strategy, settings, data, *clock[1:])
-                for i, clock in enumerate(each_clock)
-            ]
+            each = each_clock
         else:
-            own = {name: value for name, value in settings.items() if name not in OF_UPDATES}
-            configs.append(Configuration(len(configs), point, model, strategy, own, data))
+            settings = {name: value for name, value in settings.items() if name not in OF_UPDATES}
+        configs += [
+            Configuration(len(configs) + i, {**point, **clock.point}, model, strategy, settings, data, *clock[1:])
+            for i, clock in enumerate(each)
+        ]
     _check_settings(configs, options)
     for config in configs:
         config.check(options)
@@ -303,7 +311,8 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
     """Raise a ValueError for settings that no configuration has."""
     synchronous = [config for config in configs if not config.strategy.asynchronous]
     everyone = len(synchronous) == len(list(configs))
-    if everyone and (options.network is not None or options.compute is not None):
+    absent = any(config.settings["availability"] is not None for config in synchronous)
+    if everyone and (options.network is not None or (options.compute is not None and not absent)):
         check_clock(options.network, options.compute)
     for config in synchronous:
         for name in OF_UPDATES:
