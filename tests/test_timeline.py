@@ -23,6 +23,7 @@ from vecgym.clock.units import bits_per_second, seconds
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
 from vecgym.core.errors import VecgymWarning
+from vecgym.engine.availability import Dropout
 from vecgym.models import Line
 from vecgym.strategy import DiLoCoStrategy
 
@@ -154,10 +155,10 @@ def test_a_schedule_for_a_budget_of_seconds() -> None:
     def strategy(weights: torch.Tensor) -> DiLoCoStrategy:
         return DiLoCoStrategy("sgd", lr=0.1, sync_weight=weights)
 
-    def optimized(budget_seconds: float, **options: Any) -> OptimizedSchedule:
+    def optimized(budget_seconds: float, model: torch.nn.Module | None = None, **options: Any) -> OptimizedSchedule:
         return optimize_schedule(
-            Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2, eval_batch=torch.tensor([1.0]),
-            budget_seconds=budget_seconds, iterations=3, **on, **options,
+            model or Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2,
+            eval_batch=torch.tensor([1.0]), budget_seconds=budget_seconds, iterations=3, **on, **options,
         )  # fmt: skip
 
     on: dict[str, Any] = {"network": Network("1 Mbit/s", "100 ms"), "compute": Compute(1.0)}
@@ -165,8 +166,13 @@ def test_a_schedule_for_a_budget_of_seconds() -> None:
     found = optimized(10.9)
     assert found.schedule.sum() == 4
     assert price(dry_run(Line(), strategy(found.schedule), 2, 10), *on.values()).seconds <= 10.9
+    wide = Line()
+    wide.unused = torch.nn.Parameter(torch.zeros(100_000))  # 3.2 s a message, if it were sent
+    assert optimized(10.9, wide).schedule.sum() == 4
     with pytest.raises(ValueError, match="leaves no time for an exchange"):
         optimized(10.1)
+    with pytest.raises(ValueError, match="what nodes that may be absent send is not known before they train"):
+        optimized(10.9, availability=Dropout(0.1))
     with pytest.raises(ValueError, match=r"H=5, budget_bytes=None and budget_seconds=10.9: give one of them"):
         optimized(10.9, H=5)
     del on["network"]

@@ -276,11 +276,9 @@ def timeline_of(
     sent, received = torch.zeros(2, K, dtype=torch.float64)
     if rules.wires is not None:
         for event in events:
-            senders, receivers, share = rules.messages_of(event)
-            for node in senders:
-                sent[node] += share * rules.wires.num_bytes * max(rules.wires.up[node], rules.wires.server)
-            for node in receivers:
-                received[node] += share * rules.wires.num_bytes * max(rules.wires.down[node], rules.wires.server)
+            for total, taken in zip((sent, received), rules.taken(event, rules.wires)):
+                for node, took in taken.items():
+                    total[node] += took
     used = float((computed / end).mean()) if end > 0 else 1.0
     per_node = PerNode(computed, end - computed, sent, received)
     return AsyncTimeline(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)

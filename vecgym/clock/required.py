@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,7 +143,7 @@ class Schedules:
     """The seconds of runs that differ only in when their nodes exchange: dry runs, priced on one network.
 
     Attributes:
-        model, num_nodes, max_steps: as for `vecgym.dry_run`.
+        model, num_nodes, max_steps, unused: as for `vecgym.dry_run`.
         strategy: weights `[T]` or mixing matrices -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)`.
         network, compute: see `price`.
 
@@ -163,10 +163,11 @@ class Schedules:
     max_steps: int
     network: Network
     compute: Compute
+    unused: Collection[str] = ()
 
     def seconds(self, weights: Tensor) -> float:
         """Return the seconds of the run with these weights."""
-        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps)
+        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps, unused=self.unused)
         return float(price(ledger, self.network, self.compute).seconds)
 
     def exchanges_within(self, budget_seconds: float) -> int:

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,6 +150,7 @@ class Ledger:
         self._steps_per_unit = 1
         self.gradients = False
         self._recording: list[Transfer] | None = None
+        self._computing: dict[int, bytes] = {}  # step -> who computed in it, as bits, where that is not all
         self.num_nodes: int | None = None
         self.sizes: dict[str, int] = {}
         self.asynchronous = False
@@ -167,8 +169,8 @@ class Ledger:
         """
         self.num_nodes, self.sizes = num_nodes, dict(sizes)
 
-    def add(self, step: int, transfers: Iterable[Transfer]) -> None:
-        """Add the transfers that `step` returned.
+    def add(self, step: int, transfers: Iterable[Transfer], computing: Tensor | None = None) -> None:
+        """Add the transfers that `step` returned, and who computed in it, bool `[K]`; None: all.
 
         >>> ledger = Ledger()
         >>> ledger.add(7, [Transfer("mean", payload_bytes=400, num_nodes=4)])
@@ -176,6 +178,8 @@ class Ledger:
         [7]
         """
         self.begin_step(step)
+        if computing is not None and not bool(computing.all()):
+            self._computing[step] = np.packbits(computing.numpy()).tobytes()
         for transfer in transfers:
             self._append(transfer)
 
@@ -305,6 +309,7 @@ class Ledger:
             "sizes": dict(self.sizes),
             "num_steps": self.num_steps,
             "asynchronous": self.asynchronous,
+            "computing": {step: list(bits) for step, bits in self._computing.items()},
             "total_bytes": self.total_bytes,
             "total_received_bytes": self.total_received_bytes,
         }
@@ -329,6 +334,7 @@ class Ledger:
         self.num_nodes, self.sizes = state.get("num_nodes"), dict(state.get("sizes", {}))
         self.num_steps = state.get("num_steps", max(self._step_of_entry, default=-1) + 1)
         self.asynchronous = state.get("asynchronous", False)
+        self._computing = {step: bytes(bits) for step, bits in state.get("computing", {}).items()}
         self.total_bytes = state["total_bytes"]
         self.total_received_bytes = state["total_received_bytes"]
 
@@ -355,6 +361,24 @@ class Ledger:
         for step, kind in zip(self._step_of_entry, self._kind_of_entry):
             steps[step] += (kind,)
         return list(self._kinds), steps
+
+    def computing(self) -> Tensor | None:
+        """Return who computed in each step, bool `[T, K]`; None: all, always.
+
+        >>> ledger = Ledger()
+        >>> ledger.announce(2, {})
+        >>> ledger.add(1, [], computing=torch.tensor([True, False]))
+        >>> ledger.computing()
+        tensor([[ True,  True],
+                [ True, False]])
+        """
+        if not self._computing:
+            return None
+        assert self.num_nodes is not None
+        found = torch.ones(self.num_steps, self.num_nodes, dtype=torch.bool)
+        bits = np.frombuffer(b"".join(self._computing.values()), dtype=np.uint8).reshape(len(self._computing), -1)
+        found[list(self._computing)] = torch.from_numpy(np.unpackbits(bits, axis=1, count=self.num_nodes) != 0)
+        return found
 
     def summary(self) -> dict[str, tuple[int, float]]:
         """Return operation -> (number of calls, bytes sent per node in all).

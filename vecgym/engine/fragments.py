@@ -13,7 +13,7 @@ the server (both by node, then fragment), fragments that close, what the server 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vecgym.engine.events import (
@@ -62,12 +62,13 @@ class FragmentRules(Rules):
     def events(self, step_seconds: StepSeconds) -> Iterator[Event]:
         return _Run(self, step_seconds).events()
 
-    def messages_of(self, event: Event) -> tuple[Sequence[int], Sequence[int], float]:
+    def taken(self, event: Event, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
         if isinstance(event, Uploaded):
-            return (event.node,), (), self.shares[event.fragment]
+            return {event.node: wires.sending(event.node, self.shares[event.fragment])}, {}
         if isinstance(event, Closed):
-            return (), range(len(self.num_steps)), self.shares[event.fragment]
-        return (), (), 0.0
+            share = self.shares[event.fragment]
+            return {}, {node: wires.receiving(node, share) for node in range(len(self.num_steps))}
+        return {}, {}
 
     def offset(self, fragment: int) -> int:
         """Return after which own steps, modulo H, a node sends a fragment."""

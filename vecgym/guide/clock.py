@@ -102,6 +102,8 @@ of the parameters; each parameter counts as a layer, with a share by its size or
 What a code sends (top-k, quantised values) is shared among its messages by the parameters' sizes. Transfers of tensors
 that are no parameters leave at the end of the backward pass.
 
+Nodes that are absent (`availability`) do not compute: the ledger knows who was there, whatever the run is priced for.
+
 Nodes that sit out a round (`participation`) are counted as computing, and then as waiting until the server has ended
 the round, from whose result they begin a later one; nobody waits for them within it. So `seconds` are right where
 nodes are equally fast; `utilization` and `per_node` do not tell resting from computing.

@@ -146,7 +146,7 @@ class Recorder:
         self._start = time.perf_counter() - self._seconds
         network, compute = self._options.network, self._options.compute
         if network is not None and isinstance(compute, Compute) and not asynchronous(self._options.strategy):
-            self.clock = RunningClock(network, compute, self.ledger, self.computing)
+            self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:
         """Return the counts that are not in the history."""
@@ -170,7 +170,9 @@ class Recorder:
         """
         row = self._counted(state.step, metrics)
         if self.clock is not None:
-            row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers)
+            row["sim_seconds"], row["sim_utilization"] = self.clock.step(
+                metrics.transfers, self._computing(state.step)
+            )  # fmt: skip
         self._begin(row, metrics, fetch)
 
     def update(self, step: int, metrics: Metrics, epoch: float, seen: int, fetch: bool, **columns: Any) -> None:
@@ -183,9 +185,12 @@ class Recorder:
         """Count what was sent; return the row of a step."""
         if not self._unread:
             self._hand_on()
-        self.ledger.add(step - 1, metrics.transfers)
+        self.ledger.add(step - 1, metrics.transfers, self._computing(step))
         totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
         return self._rows.begun(step, metrics, totals, time.perf_counter() - self._start, epoch, seen)
+
+    def _computing(self, step: int) -> Tensor | None:
+        return None if self.computing is None else self.computing(step - 1)
 
     def _begin(self, row: Row, metrics: Metrics, fetch: bool) -> None:
         """Begin a row, whose losses may be on a device."""

@@ -107,6 +107,9 @@ class Chunk:
             batch, limits = (chosen_batches(batches, self._which), None) if self.presence is None else batches
             observe = measure if measured else None
             self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=limits)
+        if self.presence is not None:
+            step = self.state.step - 1
+            self.simulation.comm.ledger.add(step, metrics.transfers, self.presence.computing(step))
         losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
         active: np.ndarray = np.full(losses.shape, metrics.active is None)
         if metrics.active is not None:
@@ -149,7 +152,7 @@ class Chunk:
         self.configs = [self.configs[c] for c in chosen]
         self._which = [self._which[c] for c in chosen]
         self.observed.keep(chosen)
-        if chosen:
+        if chosen and self.presence is None:  # else it is alone
             merged, self.state = self.merged.select(self.state, chosen)
             self.simulation = self._simulation(merged)
 
@@ -160,7 +163,9 @@ class Chunk:
             values = {**self.state.params, **self.state.buffers}
             own = {n: x if len(x) == 1 else x.chunk(len(self.configs))[c] for n, x in values.items()}
             average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(own).items()}
-        return self.observed.curve(c, self.state.step, status, average)
+        curve = self.observed.curve(c, self.state.step, status, average)
+        curve.ledger = None if self.presence is None else self.simulation.comm.ledger.state()
+        return curve
 
     @property
     def can_be_saved(self) -> bool:
@@ -173,5 +178,7 @@ class Chunk:
         self.state = State(**{**placed, "node_steps": state["node_steps"]})
         for c, curve in enumerate(curves):
             self.observed.load(c, curve)
+        if self.presence is not None and curves[0].ledger is not None:
+            self.simulation.comm.ledger.load(curves[0].ledger)
         if self.state.step > 0:
             self._before = float(curves[0].columns["seconds"][-1])

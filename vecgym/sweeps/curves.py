@@ -41,6 +41,7 @@ class Curve:
             `outer_lr` are nan where several are trained together, since their events say them.
         evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
         average: the parameters and buffers of the averaged model, where they are kept.
+        ledger: what was sent, as `Ledger.state`, where nodes may be absent: it is not known without training.
         last: what a result shows of it.
     """
 
@@ -48,6 +49,7 @@ class Curve:
     columns: dict[str, Tensor]
     evaluations: dict[str, Any]
     average: Tree | None
+    ledger: dict[str, Any] | None = None
     last: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,10 +118,11 @@ class Curve:
     @classmethod
     def of(cls, state: dict[str, Any]) -> Curve:
         """Invert `state`."""
+        state = {"ledger": None, **state}  # older files have none
         return cls(*[state[name] for name in SAVED])
 
 
-SAVED = ("status", "columns", "evaluations", "average")
+SAVED = ("status", "columns", "evaluations", "average", "ledger")
 
 
 class Observed:
