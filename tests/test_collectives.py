@@ -258,7 +258,7 @@ PAYLOAD = 4 * (6 + 2) + 8  # {"w": float32 [2, 3], "b": float32 [2], "scale": fl
 BYTES: dict[str, tuple[float, int]] = {
     "mean": (2 * 4 / 5, 5),
     "sum": (2 * 4 / 5, 5),
-    "all_gather": (1, 5),
+    "all_gather": (4, 5),
     "broadcast": (4 / 5, 5),
     "permute": (3 / 5, 3),
     "mix": ((5 - 1) * 4 / 5, 5),  # of 20 links, the 4 from node 2 are unused
@@ -284,7 +284,7 @@ BYTES: dict[str, tuple[float, int]] = {
     "sum nobody": (0, 0),
 }
 # What a node receives, where that is not what it sends.
-RECEIVED = {"all_gather": 4, "server_gather": 0, "server_gather of some": 0}
+RECEIVED = {"server_gather": 0, "server_gather of some": 0}
 EVERYONE = tuple(range(K))
 WHO: dict[str, Any] = {
     "permute": Links.of(torch.tensor([2, 0, 1]), torch.tensor([0, 1, 2])),

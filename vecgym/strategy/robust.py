@@ -89,10 +89,11 @@ class Robust(Mean):
             raise ValueError(f"trim={self.trim} at either end leaves nothing of {smallest} nodes: give a smaller one.")
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self._combined(ctx.comm.all_gather(values), values, ctx), state
+        return self._combined(ctx.comm.all_gather(values, readers=self.groups(ctx)), values, ctx), state
 
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
-        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
+        groups = self.groups(ctx)
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True, readers=groups))
         return self._combined({name: decode_all(received[name], codec, x) for name, x in like.items()}, like, ctx)
 
     def _combined(self, everyone: Tree, values: Tree, ctx: Context) -> Tree:

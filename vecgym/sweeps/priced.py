@@ -49,5 +49,9 @@ class Prices:
         network, compute = self._clocks[place][1:]
         assert network is not None
         assert compute is not None
-        timeline = price(self._ledgers[config.index], network, compute)
-        return {**self.points[place], "sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
+        ledger = self._ledgers[config.index]
+        timeline = price(ledger, network, compute)
+        # Where the network takes another route than a ring, a node's link carries other bytes than in training.
+        sent = {"bytes_total": ledger.routed(network.routes).total_bytes} if network.routes else {}
+        priced = {"sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
+        return {**self.points[place], **sent, **priced}
