@@ -39,7 +39,7 @@ class Robust(Mean):
     """A rule that a few wrong values cannot move far, on what all nodes of an island sent: `[1, n, *]` -> `[1, *]`.
 
     "median": of each coordinate. "trimmed_mean": of each coordinate the mean without the `trim` lowest and the `trim`
-    highest. Every node sends its values to all others: one all-gather.
+    highest. Every node sends its values to all others of its island.
 
     Args:
         rule: "median", "trimmed_mean", or a function of a tensor `[1, n, *]`, n nodes, which gives `[1, *]`.
