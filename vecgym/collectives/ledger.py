@@ -36,6 +36,7 @@ from torch import Tensor
 
 from vecgym.collectives.topology import Islands, Links, Server, plain_who, who_of
 
+TOTALS = ("total_bytes", "total_received_bytes", "total_payload_bytes")
 Lag = int | tuple[int, ...]  # of all nodes, or of each
 
 
@@ -362,9 +363,7 @@ class Ledger:
             "sizes": dict(self.sizes),
             "num_steps": self.num_steps,
             "asynchronous": self.asynchronous,
-            "total_bytes": self.total_bytes,
-            "total_received_bytes": self.total_received_bytes,
-            "total_payload_bytes": self.total_payload_bytes,
+            **dict(zip(TOTALS, self.totals)),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -388,9 +387,11 @@ class Ledger:
         self.num_nodes, self.sizes = state.get("num_nodes"), dict(state.get("sizes", {}))
         self.num_steps = state.get("num_steps", max(self._step_of_entry, default=-1) + 1)
         self.asynchronous = state.get("asynchronous", False)
-        self.total_bytes = state["total_bytes"]
-        self.total_received_bytes = state["total_received_bytes"]
-        self.total_payload_bytes = state["total_payload_bytes"]
+        totals = [state[name] for name in TOTALS if name in state]
+        if len(totals) < len(TOTALS):  # a file of before, which counted an all-gather once
+            of_entries = [self._per_node[kind] for kind in self._kind_of_entry]
+            totals = [float(sum(x)) for x in zip((0.0, 0.0, 0.0), *of_entries)]
+        self.total_bytes, self.total_received_bytes, self.total_payload_bytes = totals
 
     def __len__(self) -> int:
         return len(self._step_of_entry)
