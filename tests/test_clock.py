@@ -69,6 +69,7 @@ S, B, A = 3e8, 1e9, 0.01  # bits of payload, bit/s, s
         ("mean", {"all_reduce": "server"}, lambda n: 2 * (A + S / B)),
         ("mean", {"all_reduce": "server", "server_bandwidth": 2 * B}, lambda n: 2 * (A + max(1, n / 2) * S / B)),
         ("all_gather", {}, lambda n: (n - 1) * A + (n - 1) * S / B),
+        ("all_gather", {"all_gather": "direct"}, lambda n: A + (n - 1) * S / B),
         ("all_gather", {"all_gather": "halving_doubling"}, lambda n: math.ceil(math.log2(n)) * A + (n - 1) * S / B),
         (
             "all_gather", {"all_gather": "tree"},
@@ -158,6 +159,9 @@ def test_a_ring_takes_its_slowest_link_and_the_best_order() -> None:
     assert_near(Network(bandwidth).seconds("mean", 1e9 / 8, 4), 2 * 3 / 4)
     assert_near(Network(bandwidth.T).seconds("mean", 1e9 / 8, 4), 2 * 3 / 4)
     assert_near(Network(bandwidth.maximum(bandwidth.T)).seconds("all_gather", 1e9 / 8, 4), 3)
+    # Directly: with a link for each pair side by side, over one link of each node in turn.
+    assert_near(Network(bandwidth, A, all_gather="direct").seconds("all_gather", 1e9 / 8, 4), A + 10)
+    assert_near(Network([1e9, 1e9, 1e8, 1e9], A, all_gather="direct").seconds("all_gather", 1e9 / 8, 4), A + 3 * 10)
     regions = Network.regions([4, 4], inside=(400e9, 1e-4), between=(1e9, 0.05))
     assert_near(regions.seconds("mean", 1e9 / 8, 8), 2 * 7 * (0.05 + 1 / 8))
     assert_near(regions.seconds("mean", 1e9 / 8, 4), 2 * 3 * (1e-4 + 1 / 4 / 400))
@@ -735,7 +739,7 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: Network([[1e9, 1e9], [1e9]]), "give \\[K, K\\]"),
         (lambda: Network([1e9, 1e9], [0.1, 0.1, 0.1]), "bandwidth of 2 nodes, latency of 3 nodes"),
         (lambda: Network(1e9, all_reduce="rings"), "did you mean 'ring'"),
-        (lambda: Network(1e9, all_gather="gloo"), "Allowed: 'ring', 'halving_doubling', 'tree', 'server'"),
+        (lambda: Network(1e9, all_gather="gloo"), "Allowed: 'ring', 'direct', 'halving_doubling', 'tree', 'server'"),
         (lambda: Network(1e9, server_bandwidth=0), "server_bandwidth=0 must be a number"),
         (lambda: Network(1e9, bucket_bytes=-1), r"bucket_bytes=-1 must be a number in \[0, inf\]: bytes of a message"),
         (lambda: Network(1e9, bucket_bytes="25 MiB"), "bucket_bytes='25 MiB' must be a number in"),  # type: ignore

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vecgym.clock import cost
-from vecgym.clock.cost import ALGORITHMS, Team
+from vecgym.clock.cost import Team
 from vecgym.clock.units import bits_per_second, readable_bandwidth, readable_time
 from vecgym.clock.units import latency as seconds
 from vecgym.collectives.base import BUCKET_BYTES
@@ -36,7 +36,9 @@ class Network:
         all_reduce: how means and sums are taken: "ring", "halving_doubling", "tree", "server", or "gloo", as by
             `torch.distributed` on CPUs; `vecgym.clock.cost` has the formulas. With a matrix, the ring takes the best
             order that it finds: exact up to 9 nodes, by a heuristic above.
-        all_gather: likewise, but for "gloo".
+        all_gather: likewise, but for "gloo"; or "direct", from each node to each at once. "server" is through a store,
+            as Templar's nodes do it: a payload of b bytes goes up once, and (n - 1) b come down, where in a ring, or
+            directly, (n - 1) b go up too. `routes` says so to the ledger of a run.
         bucket_bytes: tensors of an exchange are joined into messages, from the last on, each complete with the tensor
             that takes it to this size or beyond. 0: a message for each tensor, as EXO Gym, diloco-sim and torchft send
             by themselves; `math.inf`: one for each exchange, the best case. See `vecgym.guide.clock`.
@@ -73,7 +75,7 @@ class Network:
         )
         self.latency = _numbers("latency", latency, seconds, dims=2)
         self.all_reduce = check.choice("all_reduce", all_reduce, tuple(cost.ALL_REDUCE))
-        self.all_gather = check.choice("all_gather", all_gather, ALGORITHMS)
+        self.all_gather = check.choice("all_gather", all_gather, tuple(cost.ALL_GATHER))
         self.bucket_bytes = check.number("bucket_bytes", bucket_bytes, "[0, inf]", BUCKET)
         self.server_bandwidth = bits_per_second("server_bandwidth", server_bandwidth)
         self.num_nodes = self._size()
@@ -121,6 +123,17 @@ class Network:
         n = check.integer("num_nodes", num_nodes)
         routes = Routes(self, n if self.num_nodes is None else self.num_nodes)
         return float(routes.seconds(operation, routes.team(tuple(range(n))), size))
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """{operation: route} of what a node's link carries other bytes of than in a ring; see `Transfer`.
+
+        >>> Network(1e9, all_gather="server").routes
+        {'all_gather': 'server'}
+        """
+        reduced = {"mean": self.all_reduce, "sum": self.all_reduce, "broadcast": self.all_reduce}
+        found = {name: route for name, route in reduced.items() if route == "server"}
+        return found | ({"all_gather": self.all_gather} if self.all_gather in ("server", "tree") else {})
 
     def within(self, members: Sequence[int]) -> Network:
         """Return the network of some of the nodes.
@@ -228,6 +241,7 @@ class Routes:
         for matrix in (latency, pace):
             matrix.fill_diagonal_(0)
         team = Team(latency, pace, self.up[at], self.down[at], self.server_pace)
+        team.by_pair = self.pace is not None
         if self.lags is not None:
             team.server_latency = float(self.lags[at].max())
         elif self.latency is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.clock.compute import Compute
-from vecgym.clock.cost import ALGORITHMS
+from vecgym.clock.cost import ALL_REDUCE
 from vecgym.clock.dry import dry_run
 from vecgym.clock.network import Network
 from vecgym.clock.timeline import Timeline, price
@@ -126,7 +126,7 @@ overlap, Compute(overlap=True).'
             needed = self._with(bucket_bytes=math.inf).bandwidth()
             figure = readable_bandwidth(needed) if needed < math.inf else "not enough by itself"
             yield f"one message an exchange, bucket_bytes=math.inf: {figure}"
-        for name in ALGORITHMS[:-1]:  # those without a server
+        for name in sorted(ALL_REDUCE.keys() - {"server"}):
             if name != self.options.get("all_reduce", "ring") and self._with(all_reduce=name).reached():
                 yield f"all_reduce={name!r}"
         overlapping = copy.copy(self.compute)

@@ -177,9 +177,13 @@ class Collectives(ABC):
         self._announce("server_send", x, self._server([], self._nodes(to)))
         return x
 
-    def all_gather(self, x: T, *, inplace: bool = False) -> T:
-        """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`."""
-        self._announce("all_gather", x)
+    def all_gather(self, x: T, *, inplace: bool = False, readers: Groups | Links | None = None) -> T:
+        """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`.
+
+        Where a node then reads those of its group only, or of those that `readers` links to it, give that: only these
+        are counted as sent.
+        """
+        self._announce("all_gather", x, readers if isinstance(readers, Links) else self._checked_groups(readers))
         return self._own_storage(self._apply(x, lambda comm, y: comm._all_gather(y)), x, inplace)
 
     def broadcast(self, x: T, src: int) -> T:

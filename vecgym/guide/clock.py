@@ -49,7 +49,8 @@ all_reduce='halving_doubling'; all_reduce='tree'.
 for all links; `[K]`, of each node's link (`up=` and `down=` where they differ); or a matrix `[K, K]`, which
 `Network.regions` makes of fast links inside and slow ones between. `all_reduce` and `all_gather` say which algorithm
 carries them: "ring", "halving_doubling", "tree" or "server"; means and sums also "gloo", the ring of
-`torch.distributed` on CPUs. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
+`torch.distributed` on CPUs; all-gathers also "direct". "server" changes what a node's link carries, and the bytes of a
+run with such a network. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
 With a matrix the ring takes the best order that is found: exactly up to 9 nodes, by a heuristic above.
 
 >>> network = Network.regions([4, 4], inside=("400 Gbit/s", 1e-4), between=("1 Gbit/s", 0.05))

@@ -41,11 +41,11 @@ class StepRows:
         self.examples = 0
         self.seconds = 0.0
 
-    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float], seconds: float) -> Row:
+    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float, float], seconds: float) -> Row:
         """Return the row after `step` steps.
 
         Args:
-            num_bytes: sent in this step, sent in all, received in all.
+            num_bytes: sent in this step, sent in all, received in all, handed to collectives in all.
             seconds: since the start.
         """
         row = self.begun(step, metrics, num_bytes, seconds)
@@ -56,7 +56,7 @@ class StepRows:
         self,
         step: int,
         metrics: Metrics,
-        num_bytes: tuple[float, float, float],
+        num_bytes: tuple[float, float, float, float],
         seconds: float,
         epoch: float | None = None,
         seen: int | None = None,
@@ -81,6 +81,7 @@ class StepRows:
                 "bytes_step": num_bytes[0],
                 "bytes_total": num_bytes[1],
                 "bytes_received_total": num_bytes[2],
+                "bytes_payload_total": num_bytes[3],
                 "seconds": seconds,
                 "steps_per_s": 1 / elapsed,
                 "examples_per_s": seen / elapsed,
@@ -186,8 +187,8 @@ class Recorder:
         if not self._unread:
             self._hand_on()
         self.ledger.add(step - 1, metrics.transfers, self._computing(step))
-        totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
-        return self._rows.begun(step, metrics, totals, time.perf_counter() - self._start, epoch, seen)
+        counts = self.ledger.step_bytes, *self.ledger.totals
+        return self._rows.begun(step, metrics, counts, time.perf_counter() - self._start, epoch, seen)
 
     def _computing(self, step: int) -> Tensor | None:
         return None if self.computing is None else self.computing(step - 1)

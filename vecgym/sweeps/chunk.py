@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes
 from vecgym.core.devices import placed_as
 from vecgym.core.tree import Tree
@@ -129,13 +129,8 @@ class Chunk:
             return self.merged.rates()
         return [float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean())]
 
-    def _num_bytes(self, transfers: Sequence[list[Transfer]], metrics: Metrics) -> list[tuple[float, float]]:
-        if self.presence is None:
-            return self.merged.num_bytes(transfers)
-        sent, received = (
-            float(sum(getattr(x, name) for x in metrics.transfers)) for name in ("sent_bytes", "received_bytes")
-        )
-        return [(sent, received)]
+    def _num_bytes(self, transfers: Sequence[list[Transfer]], metrics: Metrics) -> list[tuple[float, float, float]]:
+        return [bytes_of(metrics.transfers)] if self.presence is not None else self.merged.num_bytes(transfers)
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""

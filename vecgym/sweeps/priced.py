@@ -48,7 +48,9 @@ class Prices:
             assert compute is not None
             timeline = price(ledger, network, compute)
             columns = {"sim_seconds": timeline.seconds, "sim_utilization": timeline.utilization}
-            self._found[key] = {**self.points[place], **columns}
+            # Where the network takes another route than a ring, a node's link carries other bytes than in training.
+            sent = {"bytes_total": ledger.routed(network.routes).total_bytes} if network.routes else {}
+            self._found[key] = {**self.points[place], **sent, **columns}
         return self._found[key]
 
     def _ledger(self, config: Configuration, curve: Curve | None) -> Ledger | None:

@@ -91,6 +91,8 @@ class SweepResult:
     def price(self, network: Any, compute: Any) -> SweepResult:
         """The same on a network: with the columns `sim_seconds` and `sim_utilization`, and nothing trained again.
 
+        On a network with a server or a store, `bytes_total` is what then goes over a node's link.
+
         Args:
             network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`; or of either several, {name: one}:
                 then it is an axis, "network" or "compute", and each configuration has a row for each of them.

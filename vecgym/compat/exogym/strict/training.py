@@ -90,7 +90,8 @@ class StrictRun:
 
     def _record_step(self, row: dict[str, Any]) -> None:
         """Record the row of a step; Ctrl-C ends the run after it."""
-        sent = {"bytes_step": self.ledger.step_bytes, "bytes_total": self.ledger.total_bytes}
+        names = ("bytes_step", "bytes_total", "bytes_received_total", "bytes_payload_total")
+        sent = dict(zip(names, (self.ledger.step_bytes, *self.ledger.totals)))
         self._record({**row, "train_loss": float(self.losses[0]), "train_losses": self.losses.copy(), **sent})
         self.stop = bool(self._interrupted)
         self.bar.update()
