@@ -126,7 +126,7 @@ overlap, Compute(overlap=True).'
             needed = self._with(bucket_bytes=math.inf).bandwidth()
             figure = readable_bandwidth(needed) if needed < math.inf else "not enough by itself"
             yield f"one message an exchange, bucket_bytes=math.inf: {figure}"
-        for name in sorted(ALL_REDUCE.keys() - {"server"}):
+        for name in sorted(ALL_REDUCE.keys() - {"gloo", "server"}):
             if name != self.options.get("all_reduce", "ring") and self._with(all_reduce=name).reached():
                 yield f"all_reduce={name!r}"
         overlapping = copy.copy(self.compute)
