@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vecgym.core.errors import warn
 from vecgym.engine.attendance import Availability, Facts
 from vecgym.strategy import Strategy
 from vecgym.strategy.communication import overrides
@@ -37,8 +38,10 @@ class Presence:
         self.waits = self._training is not None
         self._blocks: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.counts: set[int] = set()
+        self.first = torch.full((run.num_nodes,), run.num_steps)  # the step in which each node is there first
         for number in range(-(-run.num_steps // BLOCK)):
-            counts = self._block(number)[0].sum(1)
+            there = self._block(number)[0]
+            counts = there.sum(1)
             if bool((counts == 0).any()):
                 step = number * BLOCK + int((counts == 0).nonzero()[0])
                 raise ValueError(
@@ -46,6 +49,8 @@ class Presence:
                     "must be: give more nodes, another seed, or let fewer of them be absent."
                 )
             self.counts.update(counts.unique().tolist())
+            begun = torch.where(there.any(0), number * BLOCK + there.int().argmax(0), run.num_steps)
+            self.first = torch.minimum(self.first, begun)
 
     def present(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of those present; None: all."""
@@ -74,6 +79,25 @@ class Presence:
         tensor([ True, False])
         """
         return self._block(step // BLOCK)[0][step % BLOCK]
+
+    def never_present(self, step: int) -> int:
+        """Count the nodes that are not there in this step, nor in any before it.
+
+        >>> from vecgym.engine.availability import Trace
+        >>> presence = Presence(Trace([[True, False, False], [True, False, True]]), Facts(3, 2, seed=0))
+        >>> presence.never_present(0), presence.never_present(1)
+        (2, 1)
+        """
+        return int((self.first > step).sum())
+
+    def tell(self) -> None:
+        """Warn of nodes that are not there in any step of the run."""
+        if absent := (self.first == self.run.num_steps).nonzero().flatten().tolist():
+            shown = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
+            warn(
+                f"availability={self.availability!r}: {len(absent)} of {self.run.num_nodes} nodes are never there, "
+                f"{shown}. They keep the initial parameters, and no average counts them."
+            )
 
     def computing(self, step: int) -> Tensor:
         """Return who trains, bool `[K]`: all that are present, or fewer.

@@ -23,7 +23,7 @@ from vecgym.engine.once import StoredOnce, stored_once
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments, missed
 from vecgym.engine.returning import rejoined
 from vecgym.engine.rows import once_among, put, taken
-from vecgym.engine.state import Metrics, State
+from vecgym.engine.state import Metrics, Result, State
 from vecgym.optim import RecordableStep
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -58,6 +58,8 @@ class Simulation:
     tensor([1.2200, 1.2200, 1.2200, 1.2200])
     >>> simulation.length, simulation.beside, simulation.stored_once.params
     (3, True, frozenset())
+    >>> simulation.result(state).params["w"], simulation.result(state).members  # their mean is the run's model
+    (tensor([1.2200, 1.2200, 1.2200, 1.2200]), None)
     >>> simulation.close()
     """
 
@@ -142,6 +144,14 @@ class Simulation:
         """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
         return not self.exact and not exchanges_gradients(self.strategy)
 
+    def result(self, state: State) -> Result:
+        """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
+        return Result(self.strategy.result(state), self.members(state.step - 1))
+
+    def members(self, step: int) -> tuple[int, ...] | None:
+        """Return the nodes that are there in a step; None: all, as before the first."""
+        return None if self.presence is None or step < 0 else self.presence.present(step)
+
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
         self.engine.close()
@@ -169,7 +179,9 @@ class Simulation:
                 ctx = self._context(state.step, state.node_steps, inplace)
                 state, metrics = self._step(state, batch, ctx, observe)
             else:
+                never = self.presence.never_present(state.step)
                 state, metrics = self._step_of_present(self.presence, state, batch, limits, inplace, observe)
+                metrics = metrics._replace(num_never_present=never)
         return state, metrics._replace(transfers=tuple(transfers))
 
     def _step_of_present(

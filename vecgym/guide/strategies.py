@@ -140,6 +140,13 @@ in any case. AllReduce only exchanges gradients: a node that returns with its ow
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10,
 ...                        availability=Dropout(0.3, mean_steps=5, rejoin="shared"))
 
+**What is evaluated.** The run's model is the mean of the nodes that were there in the last step, or what the strategy says
+instead in `result(state)`: an asynchronous one, its server's parameters. There is no other average: the validation loss,
+what `fit` returns, `save` and checkpoints, `result.model(i)` of a sweep and the loss of a `rollout` are that model's, and
+`val_loss_local`, `consensus_distance` and `correlation` are over the same nodes. `val_losses` has every node, the absent
+with what they have kept. Of a validation set for each node the model is evaluated on all. The column `num_never_present`
+counts the nodes that have not been there so far; of those that never are, a warning says so before the first step.
+
 A run in which some nodes are never there equals one without them, to the bit with their ids as the keys of random numbers:
 on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all then train at once, and the
 absent get back what they had, which is faster.) `rollout` and `verify` take `availability` too. On real processes a node

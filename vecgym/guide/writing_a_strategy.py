@@ -48,6 +48,9 @@ it is the same on every node.
 | `stack_key()`, `stacked(modules, num_nodes)` | in a sweep | merge the modules of all configurations into one, which is faster; optional |
 | `mean_gradient = True`, an attribute | each step | declare that only the mean of the gradients is used: one gradient of the mean loss is computed |
 
+A `Strategy` whose model is not the mean of the nodes' parameters overrides `result(state)`: it returns the parameters whose
+mean is evaluated, returned and saved, a slow average that it keeps, say.
+
 All but `check` receive a `Context`: `ctx.comm`, the collectives; `ctx.step` of `ctx.max_steps`, from 0; `ctx.lr`, the
 inner learning rate of this step, schedule and warm-up included (a number, or a tensor `[]` or `[K]`); `ctx.seed`,
 `ctx.num_examples`, `ctx.inplace`, `ctx.rows` and `ctx.exact`. Names and shapes of what a method returns are checked,
