@@ -35,10 +35,12 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    CommunicationModule,
     Compressed,
     Context,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipCommunicator,
     GossipStrategy,
     Gradients,
     Mean,
@@ -53,6 +55,7 @@ from vecgym.strategy import (
     every,
 )
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.eager import EagerCommunicator
 
 K, STEPS, H = 5, 7, 3
 F64 = torch.float64
@@ -565,6 +568,7 @@ def test_nodes_read_the_batches_of_their_own_count() -> None:
     assert all(torch.equal(a, plain[i]) for a, i in zip(absent, (0, 1, 2, 4, 6, 3, 8, 5)))
 
 
+@pytest.mark.filterwarnings("ignore:.*are never there")
 def test_the_clock_does_not_wait_for_the_absent() -> None:
     clock: dict[str, Any] = {"compute": Compute([0.1, 0.1, 5.0]), "network": Network(1e15)}
     for availability, seconds in ((None, 20.0), (Deadline(1.0), 0.4)):
@@ -652,6 +656,56 @@ def test_what_is_late_reaches_only_who_was_there(make: Callable[[], Any], model:
     for name, p in taken.state.params.items():
         torch.testing.assert_close(p[2], alone.state.params[name][2], rtol=1e-6, atol=1e-7)
         assert not torch.allclose(p[0], alone.state.params[name][0], rtol=1e-6, atol=1e-7)
+
+
+def test_who_is_absent_in_between_keeps_what_is_on_its_way() -> None:
+    """Gossip of step 0 is written after step 3; node 2 is absent in step 1 or 2, and there again in step 3."""
+    model, batches = make_model("MLP", dtype=F64), batches_of(3, 5, F64)
+    for away in (1, 2):
+        table = torch.ones(5, 3, dtype=torch.bool)
+        table[away, 2] = False
+        strategy = CommunicateOptimizeStrategy([delayed(GossipCommunicator("complete"), 3)], "sgd", lr=0.1)
+        taken = Taken(strategy, batches, Trace(table), model=model).run(4, keep=True)
+        own = CommunicateOptimizeStrategy([], "sgd", lr=0.1)
+        alone = Taken(own, batches, Trace(table), model=model).run(4, keep=True)
+        for name, p in taken.state.params.items():
+            mine, first = (x.params[name] for x in (alone.states[3], alone.states[0]))
+            late = mine + first.mean(0) - first  # they have moved alike besides, but for what was late
+            torch.testing.assert_close(p, late, rtol=1e-12, atol=1e-12)
+
+
+def test_an_outer_optimizer_of_islands_counts_each_nodes_own_exchanges() -> None:
+    """Adam's first step has the length of its rate, whatever the gradient; node 2 takes it when it first is there."""
+    table, model = torch.ones(5, 3, dtype=torch.bool), make_model("MLP", dtype=F64)
+    table[:4, 2] = False
+    outer = OptimSpec("adam", lr=0.25, eps=1e-30)
+    for module in (OuterStep(Mean(island_size=2), outer, H=1), EagerCommunicator(outer, H=1)):
+        strategy = CommunicateOptimizeStrategy([module], "sgd", lr=0.1)
+        taken = Taken(strategy, batches_of(3, 5, F64), Trace(table), model=model).run(5, keep=True)
+        assert taken.state.strategy["0"]["optimizer"]["step"].tolist() == [5, 5, 1]
+        moved = [taken.states[4].params[name][2] - taken.states[3].params[name][2] for name in taken.state.params]
+        lengths = torch.cat([x.flatten() for x in moved]).abs()
+        assert bool(((lengths - 0.25).abs() < 1e-9).logical_or(lengths == 0).all())
+        assert float(lengths.max()) > 0
+
+
+class Counts(CommunicationModule):
+    """A count of each node's own, and one that they have together."""
+
+    def init(self, params: Any, ctx: Context) -> Any:
+        return {"own": torch.zeros(len(ctx.node_steps)), "together": torch.zeros(1)}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        return params, {name: x + 1 for name, x in state.items()}
+
+
+def test_a_count_of_each_nodes_own_has_a_row_for_each(model: nn.Module) -> None:
+    table = torch.ones(4, 3, dtype=torch.bool)
+    table[:3, 2] = table[1, 0] = False
+    taken = Taken(CommunicateOptimizeStrategy([Counts()], "sgd", lr=0.1), batches_of(3, 4), Trace(table), model=model)
+    state = taken.run(4).state
+    assert state.strategy["0"]["own"].tolist() == state.node_steps.tolist() == [3, 4, 1]
+    assert state.strategy["0"]["together"].tolist() == [4]
 
 
 # ---------------------------------------------------------------------------------------------- rollouts

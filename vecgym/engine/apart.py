@@ -79,7 +79,7 @@ class PartSimulation(Simulation):
 
         after, metrics = part._step(before, batch, ctx, seen, training)
         told = self._told(metrics, rows[: len(part.here)], ids, ctx)
-        return self._merged(part, rows, state, after, inplace), told
+        return self._merged(part, rows, state, before, after, inplace), told
 
     def _part(self, ids: tuple[int, ...]) -> PartSimulation:
         if ids not in self._parts:
@@ -117,22 +117,25 @@ class PartSimulation(Simulation):
         )
         return State(state.step, params, buffers, optimizer, modules, state.node_steps[rows])
 
-    def _merged(self, part: PartSimulation, rows: Tensor, state: State, after: State, inplace: bool) -> State:
+    def _merged(
+        self, part: PartSimulation, rows: Tensor, state: State, before: State, after: State, inplace: bool
+    ) -> State:
         """Return the state with that of the nodes present replaced; the others keep theirs."""
 
-        def put(new: Any, old: Any, once: Callable[[Path], bool]) -> Any:
-            return self._put(part, rows, new, old, once, inplace)
+        def put(new: Any, old: Any, once: Callable[[Path], bool], taken: Any = None) -> Any:
+            return self._put(part, rows, new, old, once, inplace, taken)
 
         params = put(after.params, state.params, self.once.has)
         optimizer = put(after.optimizer, state.optimizer, self.once.has)
         buffers = put(after.buffers, state.buffers, lambda path: False)
-        modules = put(after.strategy, state.strategy, self.once.modules.__contains__)
+        modules = put(after.strategy, state.strategy, self.once.modules.__contains__, before.strategy)
         counts = state.node_steps if part.looks_on else state.node_steps.index_copy(0, rows, after.node_steps)
         return State(after.step, params, buffers, optimizer, modules, counts)
 
     def _put(
-        self, part: PartSimulation, rows: Tensor, new: Any, old: Any, once: Callable[[Path], bool], inplace: bool
-    ) -> Any:
+        self, part: PartSimulation, rows: Tensor, new: Any, old: Any, once: Callable[[Path], bool], inplace: bool,
+        taken: Any = None,
+    ) -> Any:  # fmt: skip
         """Put the rows of those present among those of the nodes here, `[L, *]`; what is stored once replaces it."""
         L = self.num_local
 
@@ -143,7 +146,7 @@ class PartSimulation(Simulation):
                 return wide
             return wide.index_copy_(0, placed(rows, wide.device), x.expand(len(rows), *x.shape[1:]))
 
-        return replaced(new, old, lambda path, x, before: once(path), put)
+        return replaced(new, old, lambda path, x, before: once(path), put, taken)
 
     def _told(self, metrics: Metrics, rows: Tensor, ids: Sequence[int], ctx: Context) -> Metrics:
         """Return what a step has measured, for the nodes here: nan for those absent, rates too."""

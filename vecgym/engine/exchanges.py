@@ -105,4 +105,6 @@ def exchanges(
 
 def _context(comm: Announced, step: int, max_steps: int, seed: int, active: tuple[int, ...] | None = None) -> Context:
     examples = (1,) * comm.num_nodes
-    return Context(comm, step=step, max_steps=max_steps, seed=seed, active=active, num_examples=examples)
+    return Context(
+        comm, step=step, max_steps=max_steps, seed=seed, active=active, num_examples=examples, missed=lambda step: None
+    )

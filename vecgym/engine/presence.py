@@ -96,7 +96,7 @@ class Presence:
             shown = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
             warn(
                 f"availability={self.availability!r}: {len(absent)} of {self.run.num_nodes} nodes are never there, "
-                f"{shown}. They keep the initial parameters, and no average counts them."
+                f"{shown}, and no average counts them."
             )
 
     def computing(self, step: int) -> Tensor:

@@ -211,13 +211,13 @@ class Simulation:
 
         def seen(params: Tree) -> None:
             now = replace(of_part, params=params)
-            observe(put(self.strategy, state, rows, now, self._one_rate, inplace=False).params)
+            observe(put(state, rows, of_part, now, self._one_rate, inplace=False).params)
 
         after, metrics = part._step(of_part, batch, ctx, seen, training)
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
         index = placed(rows, metrics.losses.device)
         losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        state = put(self.strategy, state, rows, after, self._one_rate, inplace, self.stored_once)
+        state = put(state, rows, of_part, after, self._one_rate, inplace, self.stored_once)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
 
@@ -252,7 +252,7 @@ class Simulation:
         else:
             of_part = taken(strategy, state, rows, alike=False, optimizer=exchanges_moments(strategy))
             after = part._exchanged(of_part, of_part.strategy, ctx)
-            state = put(strategy, state, rows, after, False, inplace=True, known=self.stored_once)
+            state = put(state, rows, of_part, after, False, inplace=True, known=self.stored_once)
         losses = local.losses.index_fill(0, placed(absent, local.losses.device), torch.nan)
         metrics = part._metrics(losses, ctx)
         return state, metrics._replace(active=list(ids), lr=ctx.own(metrics.lr), num_present=len(ids))
@@ -402,11 +402,13 @@ class Simulation:
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
+        presence = self.presence
+        absences = presence is not None and min(presence.counts) < presence.run.num_nodes
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
             differentiable=not inplace, num_examples=self.num_examples, rows=self._rows, exact=self.exact,
             own_time=self.own_time and not self._one_rate,
-            missed=None if self.presence is None else functools.partial(missed, self.presence, self._rows),
+            missed=functools.partial(missed, presence, self._rows) if presence is not None and absences else None,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx

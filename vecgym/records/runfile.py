@@ -109,6 +109,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
 
     >>> import tempfile
     >>> from pathlib import Path
+    >>> from torch import nn
     >>> from vecgym import Trainer
     >>> from vecgym.strategy import FedAvgStrategy
     >>> class Line(nn.Linear):

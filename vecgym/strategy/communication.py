@@ -147,6 +147,9 @@ class CommunicationModule:
     it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
     its state, also one that it was given or that a collective returned.
 
+    Where nodes may be absent, what is `[1, *]` goes on with those that are there, and a row of `[L, *]` with its node:
+    a count of each node's own steps has a row for each, `torch.zeros(len(ctx.node_steps))`.
+
     Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
     >>> from vecgym.core import tree

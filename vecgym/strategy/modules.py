@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
-from vecgym.optim import OptimSpec, ensure_optim_spec
+from vecgym.optim import OptimSpec, Rule, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
@@ -325,7 +325,7 @@ class OuterStep(Exchange):
         return [{name: params[name] for name in names[p :: self.fragments]} for p in range(number)]
 
     def _init(self, params: Tree, ctx: Context) -> State:
-        state = {"params": params, "optimizer": self._rule.init(params)}
+        state = {"params": params, "optimizer": begun(self._rule, params, is_shared(self.average), ctx)}
         if average := self.average.init(tree.map(torch.zeros_like, params), ctx):
             state["average"] = average
         if self.delay:
@@ -381,6 +381,21 @@ class OuterStep(Exchange):
     def _merged(self, params: Tree, outer: Tree, ctx: Context) -> Tree:
         """Return what the nodes go on from."""
         return outer if self.alpha == 0 else tree.map(lambda x, o: o + self.alpha * (x - o), params, outer)
+
+
+def begun(rule: Rule, params: Tree, shared: bool, ctx: Context) -> State:
+    """Return the first state of an outer optimizer.
+
+    Where its steps are not the same on every node, and nodes may be absent, it counts each one's own.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(2), missed=lambda step: None)
+    >>> begun(OptimSpec("adam").rule(), {"w": torch.zeros(1)}, False, ctx)["step"]
+    tensor([0, 0])
+    """
+    state = rule.init(params)
+    own = not shared and ctx.missed is not None
+    return {**state, "step": state["step"].repeat(len(ctx.node_steps))} if own else state
 
 
 def outer_spec(
