@@ -290,6 +290,54 @@ def test_it_is_what_a_naive_loop_does(which: str, seed: int, rejoin: Any) -> Non
     assert taken.state.node_steps.tolist() == naive.counts
 
 
+@pytest.mark.parametrize("rejoin", ["own", "shared"])
+def test_what_a_node_has_of_its_own_goes_by_its_own_count(rejoin: Any) -> None:
+    """AllReduce with a rate for each node, and a warm-up: parameters, moments, rates and counts are each node's own.
+
+    Node 1 is there alone at first, nodes 0 and 2 only later, which changes nothing of what these begin with.
+    """
+    model, lists = make_model("MLP", dtype=F64), make_batches("MLP", STEPS, K, batch_size=4, dtype=F64)
+    table = torch.ones(STEPS, K, dtype=torch.bool)
+    table[:2] = torch.arange(K) == 1
+    table[:4, 2] = table[5, 0] = False
+    rates = [0.01, 0.02, 0.03, 0.04, 0.05]
+    strategy = AllReduceStrategy("adam", lr=torch.tensor(rates, dtype=F64), warmup_steps=4)
+    taken = Taken(strategy, stacked(lists), Trace(table, rejoin=rejoin), model=model).run(keep=True)
+    for state in taken.states[:2]:  # nobody but node 1 has moved
+        for p in state.params.values():
+            wide = p.expand(K, *p.shape[1:])
+            assert torch.equal(wide[0], wide[2])
+    naive = Naive(model, lists, table, rejoin)
+    naive.optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in zip(naive.models, rates)]
+    for step in range(STEPS):
+        there = naive.begin(step)
+        for i in there:
+            naive.optimizers[i].param_groups[0]["lr"] = rates[i] * min(1.0, naive.counts[i] / 4)
+            naive.gradient(i)
+        common.average_gradients([naive.models[i] for i in there])
+        for i in there:
+            naive.optimizers[i].step()
+    for node in range(K):
+        for name, p in naive.thetas[node].items():
+            torch.testing.assert_close(taken.state.params[name][node], p.detach(), rtol=1e-9, atol=1e-9)
+    assert taken.state.optimizer["step"].tolist() == naive.counts
+
+
+@pytest.mark.parametrize("which", ["diloco", "eager"])
+def test_rates_of_an_outer_optimizer_go_by_the_exchange(which: str) -> None:
+    """One rate for each exchange: node 2, which is there for the last ones only, takes the last rates."""
+    table, rates = torch.ones(8, 3, dtype=torch.bool), torch.tensor([[0.0], [0.0], [0.0], [1.0]], dtype=F64)
+    table[:5, 2] = False
+    outer = OptimSpec("sgd", lr=rates)
+    module = OuterStep(Mean(), outer, H=2) if which == "diloco" else EagerCommunicator(outer, H=2)
+    strategy = CommunicateOptimizeStrategy([module], "sgd", lr=0.1)
+    model = make_model("MLP", dtype=F64)
+    taken = Taken(strategy, batches_of(3, 8, F64), Trace(table), model=model).run(8, keep=True)
+    for name, p in taken.states[5].params.items():  # after three exchanges at rate 0 it is where all began
+        torch.testing.assert_close(p, dict(model.named_parameters())[name].detach().expand_as(p))
+    assert not all(torch.equal(p[2], taken.states[5].params[name][-1]) for name, p in taken.state.params.items())
+
+
 def share_optimizer(naive: Naive) -> None:
     """Who returns takes the momentum of one who was there."""
     begin = naive.begin

@@ -12,8 +12,17 @@ that returns begins with what `rejoin` says:
   over the nodes that were present in the step before;
 - "neighbour": those of one node that is there, drawn at random.
 
-Its inner optimizer's state is its own, except where it is stored once for all: with "shared" and "neighbour" it then
-takes that too. Learning rates, data and random numbers go by the number of steps that a node has done itself.
+Whose count a learning rate goes by is whose state it trains, and so is an optimizer's own count, such as Adam's:
+
+- What a node has of its own goes by the number of steps that it has done itself.
+- What is stored once for all goes by the run's steps. Parameters and the inner optimizer's state are, where nodes
+  exchange gradients over all, take the same rates, and return with "shared" or "neighbour": who returns then takes
+  both. With "own", or with a rate for each node, each has its own parameters, moments and count, and only the
+  parameters are given to who returns.
+- The rate of an outer optimizer goes by the exchanges of the run. Its state is the nodes' together, or in islands each
+  one's own, with a count of the exchanges that this node took part in.
+
+Data and random numbers always go by a node's own count.
 
 >>> import vecgym
 >>> from vecgym.models import Line

@@ -109,10 +109,10 @@ class Simulation:
         )
         self._rows = None if self.num_local >= comm.num_nodes else comm.node_ids
         self._parts: dict[tuple[int, ...], Simulation] = {}  # of those present, by their ids
-        self._one_rate = False  # what the strategy stores once is trained at one rate
+        self._one_rate = False  # what is trained is stored once, at one rate
         if presence is not None:
             check_presence(presence, self.strategy)
-            self._one_rate = presence.rejoin != "own" and exchanges_gradients(self.strategy)
+            self._one_rate = self._trains_once and self.stored_once is not None and bool(self.stored_once.params)
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -137,7 +137,12 @@ class Simulation:
     def stored_once(self) -> StoredOnce | None:
         """What the strategy stores once for all nodes; None: it is not known beforehand."""
         K, T, params = self.comm.num_nodes, self.max_steps, {n: p.detach()[None] for n, p in self.engine.params.items()}
-        return stored_once(self.strategy, params, K, T, self.seed, trained=self._one_rate)
+        return stored_once(self.strategy, params, K, T, self.seed, trained=self._trains_once)
+
+    @property
+    def _trains_once(self) -> bool:
+        """Whether nodes that return take what the others have, who exchange gradients."""
+        return self.presence is not None and self.presence.rejoin != "own" and exchanges_gradients(self.strategy)
 
     @property
     def beside(self) -> bool:

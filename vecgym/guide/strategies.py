@@ -118,8 +118,9 @@ DiLoCo in islands of four, with half of the nodes in each round and 5 % of the c
 
 `fit(..., availability=...)` says which nodes are present in which steps, for any strategy. Those present train and
 exchange among themselves: means, graphs, weights and bytes are theirs. The others keep what they have, and their losses
-are nan. A node's learning rate, data and random numbers go by the steps that it has done itself. The history has a
-column `num_present`. At least one node must be there in every step; that is looked at before the first.
+are nan. A node's data and random numbers go by the steps that it has done itself, and so does its learning rate, unless
+what it trains is stored once for all, which goes by the run's (AllReduce with `rejoin="shared"` and one rate for all nodes;
+`vecgym.availability` has the rule). The history has a column `num_present`. At least one node must be there in every step; that is looked at before the first.
 
 | `vecgym.availability` | who is there |
 |---|---|

@@ -94,8 +94,9 @@ class EagerCommunicator(Exchange):
         with ctx.comm.ledger.lagging(self.when.H):
             mean, held = self.average(moved, held, ctx.replace(inplace=False))
         delta = tree.map(lambda others, own: others + own / K, state["others"], moved)
+        told = ctx.replace(own_time=False)  # its rates go by the exchange
         outer, optimizer = optimizer_step(
-            self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], ctx
+            self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], told
         )
         others = tree.map(lambda of_all, own: of_all - own / K, mean, moved)
         changed = {**state, "params": outer, "optimizer": optimizer, "others": others}

@@ -367,7 +367,7 @@ class OuterStep(Exchange):
     def _moved(self, params: Tree, delta: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Take an outer step; return the parameters and the state after it."""
         keeping = self.average.keeping(ctx)
-        pure = ctx if keeping is None else ctx.replace(inplace=False)
+        pure = ctx.replace(own_time=False, inplace=ctx.inplace and keeping is None)  # its rates go by the exchange
         outer, optimizer = optimizer_step(
             self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], pure
         )
