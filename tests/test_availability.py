@@ -49,6 +49,7 @@ from vecgym.strategy import (
     Parameters,
     RankStrategy,
     Robust,
+    ServerMean,
     Strategy,
     StreamingCommunicator,
     delayed,
@@ -221,12 +222,13 @@ class Naive:
     def present(self, step: int) -> list[int]:
         return self.table[step].nonzero().flatten().tolist()
 
-    def begin(self, step: int) -> list[int]:
-        """Who returns takes the mean of those who were there before."""
+    def begin(self, step: int, outer: dict[str, Tensor] | None = None) -> list[int]:
+        """Who returns takes the outer parameters, or the mean of those who were there before."""
         there, before = self.present(step), self.present(step - 1) if step else self.present(0)
         if self.rejoin == "shared":
             for name in self.thetas[0]:
                 mean = common.mean([self.thetas[i][name].detach() for i in before])
+                mean = mean if outer is None else outer[name]
                 for i in set(there) - set(before):
                     self.thetas[i][name].data.copy_(mean)
         return there
@@ -251,7 +253,7 @@ def naive_diloco(naive: Naive) -> None:
     outer = {name: p.detach().clone() for name, p in naive.thetas[0].items()}
     optimizer = torch.optim.SGD(list(outer.values()), lr=0.7, momentum=0.9, nesterov=True)
     for step in range(STEPS):
-        there = naive.begin(step)
+        there = naive.begin(step, outer)
         for i in there:
             naive.gradient(i)
             naive.optimizers[i].step()
@@ -399,18 +401,84 @@ def test_bytes_of_three_of_four(name: str, model: nn.Module) -> None:
 
 
 def test_bytes_of_who_returns(model: nn.Module) -> None:
-    """AllReduce: the model, from one node to the one that returns. DiLoCo: and the mean of the others before."""
+    """AllReduce, DiLoCo: the model, from one node to the one that returns. FedAvg: and the mean of the others before,
+    unless these have just averaged."""
     table = torch.ones(4, 4, dtype=torch.bool)
     table[1, 2] = False
-    for strategy, means in ((AllReduceStrategy("sgd", lr=0.1), 3), (DiLoCoStrategy("sgd", H=10, lr=0.1), 1)):
+    fedavg = partial(FedAvgStrategy, "sgd", lr=0.1)
+    for strategy, means in ((AllReduceStrategy("sgd", lr=0.1), 4), (DiLoCoStrategy("sgd", H=10, lr=0.1), 0),
+                            (fedavg(H=10), 1), (fedavg(H=2), 2)):  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             taken = Taken(strategy, batches_of(4, 4), Trace(table, rejoin="shared"), model=model).run(4)
         links = [e.transfer for e in taken.simulation.comm.ledger if e.operation == "permute"]
         assert [(x.payload_bytes, x.who.pairs) for x in links] == [(sizes(model), [(0, 2)])]  # type: ignore[union-attr]
         of_three = [e for e in taken.simulation.comm.ledger if e.transfer.who == ((0, 1, 3),)]
-        assert len(of_three) == 1
-        assert len([e for e in taken.simulation.comm.ledger if e.operation == "mean"]) == (4 if means == 3 else 1)
+        assert len(of_three) == min(means, 1)
+        assert len([e for e in taken.simulation.comm.ledger if e.operation == "mean"]) == means
+
+
+@pytest.mark.parametrize("H", [1, 4])
+def test_a_node_that_returns_is_sent_the_outer_parameters_once(H: int, model: nn.Module) -> None:
+    """Bytes: the rings of those who exchange, and the model for each return. What is sent is what it begins with."""
+    table = torch.rand(12, 4, generator=torch.Generator().manual_seed(1)) < 0.7
+    table[:, 0] |= ~table.any(1)
+    strategy = DiLoCoStrategy("sgd", H=H, lr=0.0)
+    taken = Taken(strategy, batches_of(4, 12), Trace(table, rejoin="shared"), model=model).run(12, keep=True)
+    returns = int((table[1:] & ~table[:-1]).sum())
+    rings = sum(2 * (n - 1) for n in table.sum(1)[H - 1 :: H].tolist())
+    assert returns > 5
+    assert taken.simulation.comm.ledger.total_bytes * 4 == pytest.approx((rings + returns) * sizes(model))
+    for before, after in pairwise(taken.states):
+        for node in (table[before.step] & ~table[before.step - 1]).nonzero().flatten().tolist():
+            if after.step % H:
+                for name, x in before.strategy["0"]["params"].items():
+                    assert torch.equal(after.params[name][node if len(after.params[name]) > 1 else 0], x[0])
+
+
+PARTICIPATION: dict[str, Callable[[float], Strategy]] = {
+    "fedavg": lambda p: FedAvgStrategy("sgd", H=H, participation=p, lr=0.1),
+    "weighted": lambda p: FedAvgStrategy("sgd", H=H, participation=p, weighting="examples", lr=0.1),
+    "fedavgm": lambda p: FedAvgStrategy("sgd", H=H, participation=p, server_optim="avgm", lr=0.1),
+    "fedprox": lambda p: FedAvgStrategy("sgd", H=H, participation=p, proximal_mu=0.1, lr=0.1),
+    "codes": lambda p: CommunicateOptimizeStrategy(
+        [OuterStep(Compressed(ServerMean(participation=p), TopK(0.1), error_feedback=False), H=H)], "sgd", lr=0.1
+    ),
+    "diloco": lambda p: CommunicateOptimizeStrategy(
+        [OuterStep(Mean() if p == 1 else ServerMean(participation=p), H=H)], "sgd", lr=0.1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTICIPATION)
+@pytest.mark.parametrize("fraction", [0.1, 0.4, 0.9])
+def test_participation_and_sampled_send_the_same(name: str, fraction: float, model: nn.Module) -> None:
+    """One route for both, through a server: the same nodes, losses and bytes, up and down."""
+    found = []
+    for strategy, availability in (
+        (PARTICIPATION[name](fraction), None), (PARTICIPATION[name](1.0), Sampled(fraction, H)),
+    ):  # fmt: skip
+        taken = Taken(strategy, batches_of(10, 12, F64), availability, model=make_model("MLP", dtype=F64),
+                      own_time=True, examples=tuple(range(1, 11))).run(12)  # fmt: skip
+        ledger = taken.simulation.comm.ledger
+        found.append((torch.stack(taken.losses), ledger.total_bytes, ledger.total_received_bytes))
+    (a, *sent), (b, *again) = found
+    torch.testing.assert_close(a, b, equal_nan=True)
+    assert sent == pytest.approx(again)
+    assert sent[0] > 0
+
+
+def test_who_returns_in_a_round_is_sent_the_model_all_the_same(model: nn.Module) -> None:
+    """Sampled in rounds of 1 step, and the exchange after every second: every other return is in a round."""
+    availability = Sampled(0.4, H=1)
+    taken = Taken(FedAvgStrategy("sgd", H=2, lr=0.1), batches_of(5, 12), availability, model=model).run(12)
+    table = availability.present(Facts(5, 12, 42))(0, 12)
+    returns = (table[1:] & ~table[:-1]).sum(1)
+    sent = [0] * 12
+    for entry in taken.simulation.comm.ledger:
+        if entry.operation == "permute":
+            sent[entry.step] += len(entry.transfer.who.pairs)  # type: ignore[union-attr]
+    assert sent == [0, *[int(n) * (step % 2 == 1) for step, n in enumerate(returns.tolist(), 1)]]
 
 
 def test_collectives_of_some_nodes_are_those_of_a_smaller_run() -> None:

@@ -8,8 +8,10 @@ optimizer's state. What a strategy stores once for all nodes, outer parameters s
 that returns begins with what `rejoin` says:
 
 - "own": its own parameters;
-- "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or else the mean
-  over the nodes that were present in the step before;
+- "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or the outer
+  parameters, as of DiLoCo, or else the mean over the nodes that were present in the step before. It is sent once, by
+  one that is there; a mean takes an exchange of its own, but where they have just averaged. With `Sampled` a server has
+  it, and sends nothing besides what it sends at the end of a round;
 - "neighbour": those of one node that is there, drawn at random.
 
 Whose count a learning rate goes by is whose state it trains, and so is an optimizer's own count, such as Adam's:
@@ -59,6 +61,9 @@ SOJOURNS = 64  # of a node, drawn together
 class Sampled(Availability):
     """In each round of H steps a sample of the nodes, at least one: federated learning's participation.
 
+    With `rejoin="shared"` there is a server, as with `FedAvgStrategy(participation=)`, which draws the same nodes: who
+    is there sends it the parameters, or the movement, and it sends the result to those who begin the next round.
+
     Args:
         fraction: of the nodes, in (0, 1].
         H: steps of a round; that of the strategy.
@@ -79,6 +84,10 @@ class Sampled(Availability):
         self.fraction = check.number("fraction", fraction, "(0, 1]", "the part of the nodes that is there in a round")
         self.H = check.integer("H", H, what="the steps of a round")
         self.rejoin = checked_rejoin(rejoin)
+
+    @property
+    def server(self) -> bool:
+        return self.rejoin == "shared"
 
     def present(self, run: Facts) -> Table:
         count = max(1, round(self.fraction * run.num_nodes))

@@ -19,6 +19,7 @@ class Presence:
     Attributes:
         availability: it.
         rejoin: see `vecgym.engine.availability`.
+        server: whether what the nodes share goes through a server.
         counts: how many nodes are present in the steps of the run.
         waits: whether some of those present may not train.
 
@@ -34,6 +35,7 @@ class Presence:
     def __init__(self, availability: Availability, run: Facts) -> None:
         availability.check(run)
         self.availability, self.rejoin, self.run = availability, availability.rejoin, run
+        self.server = availability.server
         self._present, self._training = availability.present(run), availability.training(run)
         self.waits = self._training is not None
         self._blocks: dict[int, tuple[Tensor, Tensor | None]] = {}

@@ -18,10 +18,10 @@ from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
+from vecgym.engine.exchanges import agreed, exchange_moments, own_storage, per_node_or_once
 from vecgym.engine.once import StoredOnce, stored_once
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments, missed
-from vecgym.engine.returning import rejoined
+from vecgym.engine.returning import Shared, rejoined, through_server
 from vecgym.engine.rows import once_among, put, taken
 from vecgym.engine.state import Metrics, Result, State
 from vecgym.optim import RecordableStep
@@ -112,6 +112,8 @@ class Simulation:
         self._one_rate = False  # what is trained is stored once, at one rate
         if presence is not None:
             check_presence(presence, self.strategy)
+            if presence.server:
+                self.strategy = through_server(self.strategy)
             self._one_rate = self._trains_once and self.stored_once is not None and bool(self.stored_once.params)
 
     def init(self, params: Tree | None = None) -> State:
@@ -121,7 +123,7 @@ class Simulation:
             params: other initial parameters, `[1 or L, *]`.
         """
         if params is None:
-            params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
+            params = tree.map(torch.clone, self._params)
         buffers = {name: b[None].clone() for name, b in self.engine.buffers.items()}
         node_steps = torch.zeros(self.num_local, dtype=torch.long)
         self.comm.ledger.announce(self.comm.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
@@ -136,8 +138,13 @@ class Simulation:
     @cached_property
     def stored_once(self) -> StoredOnce | None:
         """What the strategy stores once for all nodes; None: it is not known beforehand."""
-        K, T, params = self.comm.num_nodes, self.max_steps, {n: p.detach()[None] for n, p in self.engine.params.items()}
-        return stored_once(self.strategy, params, K, T, self.seed, trained=self._trains_once)
+        K, T = self.comm.num_nodes, self.max_steps
+        return stored_once(self.strategy, self._params, K, T, self.seed, trained=self._trains_once)
+
+    @property
+    def _params(self) -> Tree:
+        """The model's own, `[1, *]`."""
+        return {name: p.detach()[None] for name, p in self.engine.params.items()}
 
     @property
     def _trains_once(self) -> bool:
@@ -194,7 +201,7 @@ class Simulation:
         observe: Callable[[Tree], None],
     ) -> tuple[State, Metrics]:  # fmt: skip
         """Take the step with those present, as if there were no others."""
-        state = rejoined(state, presence, self.comm, inplace)
+        state = rejoined(state, presence, self._shared(presence, state), self.comm, inplace)
         ids, training = presence.present(state.step), presence.training(state.step)
         part = copy.copy(self if ids is None else self._part(ids))
         part.strategy = self.strategy  # of a copy of this simulation it may be another one
@@ -225,6 +232,16 @@ class Simulation:
         state = put(state, rows, of_part, after, self._one_rate, inplace, self.stored_once)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
+
+    def _shared(self, presence: Presence, state: State) -> Shared:
+        """Return what those share that were there in the step before, where somebody returns who takes it."""
+        step, outer, same = state.step, Tree(), set[str]()
+        if presence.rejoin == "shared" and presence.returning(step):
+            outer = self.strategy.outer_parameters(state.strategy)
+            if presence.server or len(outer) < len(state.params):
+                like = {name: torch.empty_like(p, device="meta") for name, p in self._params.items()}
+                same = agreed(self.strategy, like, self.comm.num_nodes, step - 1, self.max_steps, self.seed)
+        return Shared(outer, same)
 
     def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
         """Whether to let the absent train too, which is undone, is faster than to take these rows out."""

@@ -264,6 +264,17 @@ class Strategy:
         params: Tree = state.params
         return params
 
+    def outer_parameters(self, state: State) -> Tree:
+        """Return the parameters `[1, *]` that the modules hold once for all nodes; see `CommunicationModule`.
+
+        >>> Strategy("sgd").outer_parameters({})
+        {}
+        """
+        found: Tree = {}
+        for i, module in enumerate(self.communication_modules):
+            found |= module.outer_parameters(state[str(i)])
+        return found
+
     def take_rows(self, state: State, rows: Tensor) -> State:
         """Return the rows of some nodes of the optimizer's state, or the modules'.
 

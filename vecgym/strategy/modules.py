@@ -24,7 +24,7 @@ from vecgym.optim import OptimSpec, Rule, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
-from vecgym.strategy.lost import arrived, average_among, is_shared
+from vecgym.strategy.lost import arrived, average_among, is_everyones, is_shared
 from vecgym.strategy.when import QUEUE, Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
@@ -296,6 +296,11 @@ class OuterStep(Exchange):
     def idle(self, ctx: Context) -> bool:
         return self.delay == 0 and not any(self._time_of(p).due(ctx.step) for p in range(self.fragments))
 
+    def outer_parameters(self, state: State) -> Tree:
+        parts = [state] if "params" in state else state.values()
+        found = {name: x for part in parts for name, x in part["params"].items()}
+        return found if is_everyones(self.average) else {}
+
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         exchange = self.when.count(ctx.step)
         if exchange >= self.when.count(ctx.max_steps):  # no outer step comes any more
@@ -325,7 +330,7 @@ class OuterStep(Exchange):
         return [{name: params[name] for name in names[p :: self.fragments]} for p in range(number)]
 
     def _init(self, params: Tree, ctx: Context) -> State:
-        state = {"params": params, "optimizer": begun(self._rule, params, is_shared(self.average), ctx)}
+        state = {"params": params, "optimizer": begun(self._rule, params, is_everyones(self.average), ctx)}
         if average := self.average.init(tree.map(torch.zeros_like, params), ctx):
             state["average"] = average
         if self.delay:
