@@ -55,9 +55,8 @@ def mean(values: Tree, members: Sequence[int] | None = None) -> Tree:
     >>> mean(values), mean(values, members=[1, 2])
     ({'w': tensor([3.]), 'count': tensor(4)}, {'w': tensor([4.]), 'count': tensor(5)})
     """
-    if members is not None:
-        values = take_rows(values, torch.tensor(members), copy=False)
-    return tree.map(lambda x: x[0] if x.stride(0) == 0 else means(x, 1)[0], values)
+    rows = slice(None) if members is None else list(members)
+    return tree.map(lambda x: x[0] if x.stride(0) == 0 or len(x) == 1 else means(x[rows], 1)[0], values)
 
 
 def means(x: Tensor, number: int) -> Tensor:
