@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import ProcessError, Trainer, verify
+from vecgym import OptimSpec, ProcessError, Trainer, verify
 from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
@@ -22,13 +22,16 @@ from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, T
 from vecgym.runs import links, multiprocess
 from vecgym.runs.lockstep import Case, Check, compare
 from vecgym.strategy import (
+    AllReduceStrategy,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     DeMoStrategy,
     DiLoCoStrategy,
+    GossipCommunicator,
     Mean,
     OuterStep,
     Strategy,
+    delayed,
 )
 from vecgym.strategy.catalogue import CATALOGUE
 
@@ -36,6 +39,13 @@ F64, STEPS, H = torch.float64, 7, 2
 MADE: dict[str, Callable[..., Strategy]] = {
     name: partial(row.make, H=H, p=0.3, inner_optim="adamw", lr=0.01) for name, row in CATALOGUE.items()
 }
+MADE |= {
+    "allreduce-own-rates": lambda: AllReduceStrategy("adamw", lr=torch.arange(1.0, 5.0) / 100, warmup_steps=3),
+    "gossip-late": lambda: CommunicateOptimizeStrategy([delayed(GossipCommunicator("ring"), 2)], "sgd", lr=0.1),
+    "adam-in-islands": lambda: CommunicateOptimizeStrategy(
+        [OuterStep(Mean(island_size=2), OptimSpec("adam", lr=0.1), H=2)], "sgd", lr=0.1
+    ),
+}  # fmt: skip
 
 
 def trace(num_nodes: int, rejoin: Any, seed: int = 0) -> Trace:
@@ -139,6 +149,7 @@ APART: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "trace": ("diloco", trace(4, "shared"), {}),
     "dropout": ("allreduce", Dropout(0.4, 2, rejoin="neighbour"), {}),
     "sampled": ("diloco-topk", Sampled(0.5, H), {}),
+    "sampled, in a round too": ("fedavg", Sampled(0.5, H=1), {}),
     "local steps": ("fedavg", LocalSteps([1, 2, 2, 1], H=H), {}),
     "deadline": ("diloco", Deadline(1.0, H) & LocalSteps([2, 1, 2, 2], H=H),
                  {"compute": Compute.lognormal([0.4, 0.5, 0.4, 0.45], sigma=0.3)}),
@@ -146,6 +157,7 @@ APART: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*are never there")
 @pytest.mark.parametrize("num_processes", [2, 4])
 @pytest.mark.parametrize("which", APART)
 def test_a_fit_on_processes_is_the_fit(which: str, num_processes: int) -> None:

@@ -35,10 +35,12 @@ from vecgym.strategy import (
     AllReduceStrategy,
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
+    CommunicationModule,
     Compressed,
     Context,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipCommunicator,
     GossipStrategy,
     Gradients,
     Mean,
@@ -47,12 +49,14 @@ from vecgym.strategy import (
     Parameters,
     RankStrategy,
     Robust,
+    ServerMean,
     Strategy,
     StreamingCommunicator,
     delayed,
     every,
 )
 from vecgym.strategy.catalogue import CATALOGUE
+from vecgym.strategy.eager import EagerCommunicator
 
 K, STEPS, H = 5, 7, 3
 F64 = torch.float64
@@ -218,12 +222,13 @@ class Naive:
     def present(self, step: int) -> list[int]:
         return self.table[step].nonzero().flatten().tolist()
 
-    def begin(self, step: int) -> list[int]:
-        """Who returns takes the mean of those who were there before."""
+    def begin(self, step: int, outer: dict[str, Tensor] | None = None) -> list[int]:
+        """Who returns takes the outer parameters, or the mean of those who were there before."""
         there, before = self.present(step), self.present(step - 1) if step else self.present(0)
         if self.rejoin == "shared":
             for name in self.thetas[0]:
                 mean = common.mean([self.thetas[i][name].detach() for i in before])
+                mean = mean if outer is None else outer[name]
                 for i in set(there) - set(before):
                     self.thetas[i][name].data.copy_(mean)
         return there
@@ -248,7 +253,7 @@ def naive_diloco(naive: Naive) -> None:
     outer = {name: p.detach().clone() for name, p in naive.thetas[0].items()}
     optimizer = torch.optim.SGD(list(outer.values()), lr=0.7, momentum=0.9, nesterov=True)
     for step in range(STEPS):
-        there = naive.begin(step)
+        there = naive.begin(step, outer)
         for i in there:
             naive.gradient(i)
             naive.optimizers[i].step()
@@ -285,6 +290,54 @@ def test_it_is_what_a_naive_loop_does(which: str, seed: int, rejoin: Any) -> Non
             x = taken.state.params[name]
             torch.testing.assert_close(x[node if len(x) > 1 else 0], p.detach(), rtol=1e-12, atol=1e-12)
     assert taken.state.node_steps.tolist() == naive.counts
+
+
+@pytest.mark.parametrize("rejoin", ["own", "shared"])
+def test_what_a_node_has_of_its_own_goes_by_its_own_count(rejoin: Any) -> None:
+    """AllReduce with a rate for each node, and a warm-up: parameters, moments, rates and counts are each node's own.
+
+    Node 1 is there alone at first, nodes 0 and 2 only later, which changes nothing of what these begin with.
+    """
+    model, lists = make_model("MLP", dtype=F64), make_batches("MLP", STEPS, K, batch_size=4, dtype=F64)
+    table = torch.ones(STEPS, K, dtype=torch.bool)
+    table[:2] = torch.arange(K) == 1
+    table[:4, 2] = table[5, 0] = False
+    rates = [0.01, 0.02, 0.03, 0.04, 0.05]
+    strategy = AllReduceStrategy("adam", lr=torch.tensor(rates, dtype=F64), warmup_steps=4)
+    taken = Taken(strategy, stacked(lists), Trace(table, rejoin=rejoin), model=model).run(keep=True)
+    for state in taken.states[:2]:  # nobody but node 1 has moved
+        for p in state.params.values():
+            wide = p.expand(K, *p.shape[1:])
+            assert torch.equal(wide[0], wide[2])
+    naive = Naive(model, lists, table, rejoin)
+    naive.optimizers = [torch.optim.Adam(m.parameters(), lr=lr) for m, lr in zip(naive.models, rates)]
+    for step in range(STEPS):
+        there = naive.begin(step)
+        for i in there:
+            naive.optimizers[i].param_groups[0]["lr"] = rates[i] * min(1.0, naive.counts[i] / 4)
+            naive.gradient(i)
+        common.average_gradients([naive.models[i] for i in there])
+        for i in there:
+            naive.optimizers[i].step()
+    for node in range(K):
+        for name, p in naive.thetas[node].items():
+            torch.testing.assert_close(taken.state.params[name][node], p.detach(), rtol=1e-9, atol=1e-9)
+    assert taken.state.optimizer["step"].tolist() == naive.counts
+
+
+@pytest.mark.parametrize("which", ["diloco", "eager"])
+def test_rates_of_an_outer_optimizer_go_by_the_exchange(which: str) -> None:
+    """One rate for each exchange: node 2, which is there for the last ones only, takes the last rates."""
+    table, rates = torch.ones(8, 3, dtype=torch.bool), torch.tensor([[0.0], [0.0], [0.0], [1.0]], dtype=F64)
+    table[:5, 2] = False
+    outer = OptimSpec("sgd", lr=rates)
+    module = OuterStep(Mean(), outer, H=2) if which == "diloco" else EagerCommunicator(outer, H=2)
+    strategy = CommunicateOptimizeStrategy([module], "sgd", lr=0.1)
+    model = make_model("MLP", dtype=F64)
+    taken = Taken(strategy, batches_of(3, 8, F64), Trace(table), model=model).run(8, keep=True)
+    for name, p in taken.states[5].params.items():  # after three exchanges at rate 0 it is where all began
+        torch.testing.assert_close(p, dict(model.named_parameters())[name].detach().expand_as(p))
+    assert not all(torch.equal(p[2], taken.states[5].params[name][-1]) for name, p in taken.state.params.items())
 
 
 def share_optimizer(naive: Naive) -> None:
@@ -348,18 +401,84 @@ def test_bytes_of_three_of_four(name: str, model: nn.Module) -> None:
 
 
 def test_bytes_of_who_returns(model: nn.Module) -> None:
-    """AllReduce: the model, from one node to the one that returns. DiLoCo: and the mean of the others before."""
+    """AllReduce, DiLoCo: the model, from one node to the one that returns. FedAvg: and the mean of the others before,
+    unless these have just averaged."""
     table = torch.ones(4, 4, dtype=torch.bool)
     table[1, 2] = False
-    for strategy, means in ((AllReduceStrategy("sgd", lr=0.1), 3), (DiLoCoStrategy("sgd", H=10, lr=0.1), 1)):
+    fedavg = partial(FedAvgStrategy, "sgd", lr=0.1)
+    for strategy, means in ((AllReduceStrategy("sgd", lr=0.1), 4), (DiLoCoStrategy("sgd", H=10, lr=0.1), 0),
+                            (fedavg(H=10), 1), (fedavg(H=2), 2)):  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             taken = Taken(strategy, batches_of(4, 4), Trace(table, rejoin="shared"), model=model).run(4)
         links = [e.transfer for e in taken.simulation.comm.ledger if e.operation == "permute"]
         assert [(x.payload_bytes, x.who.pairs) for x in links] == [(sizes(model), [(0, 2)])]  # type: ignore[union-attr]
         of_three = [e for e in taken.simulation.comm.ledger if e.transfer.who == ((0, 1, 3),)]
-        assert len(of_three) == 1
-        assert len([e for e in taken.simulation.comm.ledger if e.operation == "mean"]) == (4 if means == 3 else 1)
+        assert len(of_three) == min(means, 1)
+        assert len([e for e in taken.simulation.comm.ledger if e.operation == "mean"]) == means
+
+
+@pytest.mark.parametrize("H", [1, 4])
+def test_a_node_that_returns_is_sent_the_outer_parameters_once(H: int, model: nn.Module) -> None:
+    """Bytes: the rings of those who exchange, and the model for each return. What is sent is what it begins with."""
+    table = torch.rand(12, 4, generator=torch.Generator().manual_seed(1)) < 0.7
+    table[:, 0] |= ~table.any(1)
+    strategy = DiLoCoStrategy("sgd", H=H, lr=0.0)
+    taken = Taken(strategy, batches_of(4, 12), Trace(table, rejoin="shared"), model=model).run(12, keep=True)
+    returns = int((table[1:] & ~table[:-1]).sum())
+    rings = sum(2 * (n - 1) for n in table.sum(1)[H - 1 :: H].tolist())
+    assert returns > 5
+    assert taken.simulation.comm.ledger.total_bytes * 4 == pytest.approx((rings + returns) * sizes(model))
+    for before, after in pairwise(taken.states):
+        for node in (table[before.step] & ~table[before.step - 1]).nonzero().flatten().tolist():
+            if after.step % H:
+                for name, x in before.strategy["0"]["params"].items():
+                    assert torch.equal(after.params[name][node if len(after.params[name]) > 1 else 0], x[0])
+
+
+PARTICIPATION: dict[str, Callable[[float], Strategy]] = {
+    "fedavg": lambda p: FedAvgStrategy("sgd", H=H, participation=p, lr=0.1),
+    "weighted": lambda p: FedAvgStrategy("sgd", H=H, participation=p, weighting="examples", lr=0.1),
+    "fedavgm": lambda p: FedAvgStrategy("sgd", H=H, participation=p, server_optim="avgm", lr=0.1),
+    "fedprox": lambda p: FedAvgStrategy("sgd", H=H, participation=p, proximal_mu=0.1, lr=0.1),
+    "codes": lambda p: CommunicateOptimizeStrategy(
+        [OuterStep(Compressed(ServerMean(participation=p), TopK(0.1), error_feedback=False), H=H)], "sgd", lr=0.1
+    ),
+    "diloco": lambda p: CommunicateOptimizeStrategy(
+        [OuterStep(Mean() if p == 1 else ServerMean(participation=p), H=H)], "sgd", lr=0.1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTICIPATION)
+@pytest.mark.parametrize("fraction", [0.1, 0.4, 0.9])
+def test_participation_and_sampled_send_the_same(name: str, fraction: float, model: nn.Module) -> None:
+    """One route for both, through a server: the same nodes, losses and bytes, up and down."""
+    found = []
+    for strategy, availability in (
+        (PARTICIPATION[name](fraction), None), (PARTICIPATION[name](1.0), Sampled(fraction, H)),
+    ):  # fmt: skip
+        taken = Taken(strategy, batches_of(10, 12, F64), availability, model=make_model("MLP", dtype=F64),
+                      own_time=True, examples=tuple(range(1, 11))).run(12)  # fmt: skip
+        ledger = taken.simulation.comm.ledger
+        found.append((torch.stack(taken.losses), ledger.total_bytes, ledger.total_received_bytes))
+    (a, *sent), (b, *again) = found
+    torch.testing.assert_close(a, b, equal_nan=True)
+    assert sent == pytest.approx(again)
+    assert sent[0] > 0
+
+
+def test_who_returns_in_a_round_is_sent_the_model_all_the_same(model: nn.Module) -> None:
+    """Sampled in rounds of 1 step, and the exchange after every second: every other return is in a round."""
+    availability = Sampled(0.4, H=1)
+    taken = Taken(FedAvgStrategy("sgd", H=2, lr=0.1), batches_of(5, 12), availability, model=model).run(12)
+    table = availability.present(Facts(5, 12, 42))(0, 12)
+    returns = (table[1:] & ~table[:-1]).sum(1)
+    sent = [0] * 12
+    for entry in taken.simulation.comm.ledger:
+        if entry.operation == "permute":
+            sent[entry.step] += len(entry.transfer.who.pairs)  # type: ignore[union-attr]
+    assert sent == [0, *[int(n) * (step % 2 == 1) for step, n in enumerate(returns.tolist(), 1)]]
 
 
 def test_collectives_of_some_nodes_are_those_of_a_smaller_run() -> None:
@@ -565,6 +684,7 @@ def test_nodes_read_the_batches_of_their_own_count() -> None:
     assert all(torch.equal(a, plain[i]) for a, i in zip(absent, (0, 1, 2, 4, 6, 3, 8, 5)))
 
 
+@pytest.mark.filterwarnings("ignore:.*are never there")
 def test_the_clock_does_not_wait_for_the_absent() -> None:
     clock: dict[str, Any] = {"compute": Compute([0.1, 0.1, 5.0]), "network": Network(1e15)}
     for availability, seconds in ((None, 20.0), (Deadline(1.0), 0.4)):
@@ -652,6 +772,56 @@ def test_what_is_late_reaches_only_who_was_there(make: Callable[[], Any], model:
     for name, p in taken.state.params.items():
         torch.testing.assert_close(p[2], alone.state.params[name][2], rtol=1e-6, atol=1e-7)
         assert not torch.allclose(p[0], alone.state.params[name][0], rtol=1e-6, atol=1e-7)
+
+
+def test_who_is_absent_in_between_keeps_what_is_on_its_way() -> None:
+    """Gossip of step 0 is written after step 3; node 2 is absent in step 1 or 2, and there again in step 3."""
+    model, batches = make_model("MLP", dtype=F64), batches_of(3, 5, F64)
+    for away in (1, 2):
+        table = torch.ones(5, 3, dtype=torch.bool)
+        table[away, 2] = False
+        strategy = CommunicateOptimizeStrategy([delayed(GossipCommunicator("complete"), 3)], "sgd", lr=0.1)
+        taken = Taken(strategy, batches, Trace(table), model=model).run(4, keep=True)
+        own = CommunicateOptimizeStrategy([], "sgd", lr=0.1)
+        alone = Taken(own, batches, Trace(table), model=model).run(4, keep=True)
+        for name, p in taken.state.params.items():
+            mine, first = (x.params[name] for x in (alone.states[3], alone.states[0]))
+            late = mine + first.mean(0) - first  # they have moved alike besides, but for what was late
+            torch.testing.assert_close(p, late, rtol=1e-12, atol=1e-12)
+
+
+def test_an_outer_optimizer_of_islands_counts_each_nodes_own_exchanges() -> None:
+    """Adam's first step has the length of its rate, whatever the gradient; node 2 takes it when it first is there."""
+    table, model = torch.ones(5, 3, dtype=torch.bool), make_model("MLP", dtype=F64)
+    table[:4, 2] = False
+    outer = OptimSpec("adam", lr=0.25, eps=1e-30)
+    for module in (OuterStep(Mean(island_size=2), outer, H=1), EagerCommunicator(outer, H=1)):
+        strategy = CommunicateOptimizeStrategy([module], "sgd", lr=0.1)
+        taken = Taken(strategy, batches_of(3, 5, F64), Trace(table), model=model).run(5, keep=True)
+        assert taken.state.strategy["0"]["optimizer"]["step"].tolist() == [5, 5, 1]
+        moved = [taken.states[4].params[name][2] - taken.states[3].params[name][2] for name in taken.state.params]
+        lengths = torch.cat([x.flatten() for x in moved]).abs()
+        assert bool(((lengths - 0.25).abs() < 1e-9).logical_or(lengths == 0).all())
+        assert float(lengths.max()) > 0
+
+
+class Counts(CommunicationModule):
+    """A count of each node's own, and one that they have together."""
+
+    def init(self, params: Any, ctx: Context) -> Any:
+        return {"own": torch.zeros(len(ctx.node_steps)), "together": torch.zeros(1)}
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        return params, {name: x + 1 for name, x in state.items()}
+
+
+def test_a_count_of_each_nodes_own_has_a_row_for_each(model: nn.Module) -> None:
+    table = torch.ones(4, 3, dtype=torch.bool)
+    table[:3, 2] = table[1, 0] = False
+    taken = Taken(CommunicateOptimizeStrategy([Counts()], "sgd", lr=0.1), batches_of(3, 4), Trace(table), model=model)
+    state = taken.run(4).state
+    assert state.strategy["0"]["own"].tolist() == state.node_steps.tolist() == [3, 4, 1]
+    assert state.strategy["0"]["together"].tolist() == [4]
 
 
 # ---------------------------------------------------------------------------------------------- rollouts

@@ -45,15 +45,18 @@ def widened(values: Tree, num_nodes: int) -> Tree:
     return tree.map(lambda x: x if len(x) == num_nodes else x.repeat_interleave(num_nodes // len(x), 0), values)
 
 
-def mean(values: Tree) -> Tree:
-    """Average over the node dimension, `[L, *]` -> `[*]`; integers and booleans: those of node 0.
+def mean(values: Tree, members: Sequence[int] | None = None) -> Tree:
+    """Average over the node dimension, `[L, *]` -> `[*]`, or over the nodes `members`.
 
-    Computed relative to node 0, so that the average of equal nodes is exactly their value.
+    Integers and booleans are those of the first node. Computed relative to that node, so that the average of equal
+    nodes is exactly their value.
 
-    >>> mean({"w": torch.tensor([[1.0], [3.0]]), "count": torch.tensor([4, 5])})
-    {'w': tensor([2.]), 'count': tensor(4)}
+    >>> values = {"w": torch.tensor([[1.0], [3.0], [5.0]]), "count": torch.tensor([4, 5, 6])}
+    >>> mean(values), mean(values, members=[1, 2])
+    ({'w': tensor([3.]), 'count': tensor(4)}, {'w': tensor([4.]), 'count': tensor(5)})
     """
-    return tree.map(lambda x: x[0] if x.stride(0) == 0 else means(x, 1)[0], values)
+    rows = slice(None) if members is None else list(members)
+    return tree.map(lambda x: x[0] if x.stride(0) == 0 or len(x) == 1 else means(x[rows], 1)[0], values)
 
 
 def means(x: Tensor, number: int) -> Tensor:
@@ -116,6 +119,11 @@ class Nodes(Generic[M]):
 
     A parameter that is the same on every node is stored once and shown expanded.
 
+    Attributes:
+        params, buffers: of every node.
+        members: the nodes whose mean is the run's model, those that were there; None: all.
+        result: parameters `[K, *]` whose mean that is, where it is not that of `params`: a server's, say.
+
     >>> weights = torch.tensor([[[1.0]], [[3.0]]])
     >>> found = Nodes(nn.Linear(1, 1, bias=False), num_nodes=2, params={"weight": weights}, buffers={})
     >>> found, len(found)
@@ -128,6 +136,8 @@ class Nodes(Generic[M]):
     num_nodes: int
     params: Tree
     buffers: Tree
+    members: Sequence[int] | None = None
+    result: Tree | None = None
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -138,15 +148,21 @@ class Nodes(Generic[M]):
         return fill(self.model, {name: x[node] for name, x in {**self.params, **self.buffers}.items()})
 
     def average(self) -> M:
-        """Return a copy of the model with the average of the nodes: parameters and floating-point buffers.
+        """Return a copy of the run's model: the average of the nodes' parameters and floating-point buffers.
 
-        Integer buffers (counters) are those of node 0.
+        Integer buffers (counters) are those of the first node.
         """
-        return fill(self.model, {**mean(self.params), **mean(self.buffers)})
+        return fill(self.model, self.averaged)
+
+    @property
+    def averaged(self) -> Tree:
+        """The values of `average()`, `[*]`."""
+        return mean({**self.params, **(self.result or {}), **self.buffers}, self.members)
 
     def consensus_distance(self) -> float:
         """Return the nodes' root mean square distance to their average; see `vecgym.core.nodes.consensus_distance`."""
-        return float(consensus_distance(self.params))
+        params = self.params if self.members is None else take_rows(self.params, torch.tensor(self.members), copy=False)
+        return float(consensus_distance(params))
 
     def __repr__(self) -> str:
         count = sum(x[0].numel() for x in self.params.values())

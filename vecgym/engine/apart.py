@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from vecgym.core.devices import placed
 from vecgym.core.tree import Path, Tree
 from vecgym.engine import Local
 from vecgym.engine.presence import Presence
-from vecgym.engine.returning import sources_of
+from vecgym.engine.returning import messages, sources_of
 from vecgym.engine.rows import replaced
 from vecgym.engine.simulation import MAX_PARTS, Metrics, Simulation, State
 from vecgym.optim import RecordableStep
@@ -79,7 +80,7 @@ class PartSimulation(Simulation):
 
         after, metrics = part._step(before, batch, ctx, seen, training)
         told = self._told(metrics, rows[: len(part.here)], ids, ctx)
-        return self._merged(part, rows, state, after, inplace), told
+        return self._merged(part, rows, state, before, after, inplace), told
 
     def _part(self, ids: tuple[int, ...]) -> PartSimulation:
         if ids not in self._parts:
@@ -117,22 +118,25 @@ class PartSimulation(Simulation):
         )
         return State(state.step, params, buffers, optimizer, modules, state.node_steps[rows])
 
-    def _merged(self, part: PartSimulation, rows: Tensor, state: State, after: State, inplace: bool) -> State:
+    def _merged(
+        self, part: PartSimulation, rows: Tensor, state: State, before: State, after: State, inplace: bool
+    ) -> State:
         """Return the state with that of the nodes present replaced; the others keep theirs."""
 
-        def put(new: Any, old: Any, once: Callable[[Path], bool]) -> Any:
-            return self._put(part, rows, new, old, once, inplace)
+        def put(new: Any, old: Any, once: Callable[[Path], bool], taken: Any = None) -> Any:
+            return self._put(part, rows, new, old, once, inplace, taken)
 
         params = put(after.params, state.params, self.once.has)
         optimizer = put(after.optimizer, state.optimizer, self.once.has)
         buffers = put(after.buffers, state.buffers, lambda path: False)
-        modules = put(after.strategy, state.strategy, self.once.modules.__contains__)
+        modules = put(after.strategy, state.strategy, self.once.modules.__contains__, before.strategy)
         counts = state.node_steps if part.looks_on else state.node_steps.index_copy(0, rows, after.node_steps)
         return State(after.step, params, buffers, optimizer, modules, counts)
 
     def _put(
-        self, part: PartSimulation, rows: Tensor, new: Any, old: Any, once: Callable[[Path], bool], inplace: bool
-    ) -> Any:
+        self, part: PartSimulation, rows: Tensor, new: Any, old: Any, once: Callable[[Path], bool], inplace: bool,
+        taken: Any = None,
+    ) -> Any:  # fmt: skip
         """Put the rows of those present among those of the nodes here, `[L, *]`; what is stored once replaces it."""
         L = self.num_local
 
@@ -143,7 +147,7 @@ class PartSimulation(Simulation):
                 return wide
             return wide.index_copy_(0, placed(rows, wide.device), x.expand(len(rows), *x.shape[1:]))
 
-        return replaced(new, old, lambda path, x, before: once(path), put)
+        return replaced(new, old, lambda path, x, before: once(path), put, taken)
 
     def _told(self, metrics: Metrics, rows: Tensor, ids: Sequence[int], ctx: Context) -> Metrics:
         """Return what a step has measured, for the nodes here: nan for those absent, rates too."""
@@ -162,13 +166,21 @@ class PartSimulation(Simulation):
         back = presence.returning(state.step)
         if not back or presence.rejoin == "own":
             return state
-        sources = sources_of(back, presence, state.step)
+        sources, shared = sources_of(back, presence, state.step), self._shared(presence, state)
         params = state.params
         if presence.rejoin == "shared":
-            params = self._with_mean(params, presence.row(state.step - 1).nonzero().flatten().tolist(), sources[0])
-        order = torch.arange(self.comm.num_nodes).index_copy(0, torch.tensor(back), torch.tensor(sources))
-        self.comm._announce("permute", params, Links.of(torch.tensor(sources), torch.tensor(back)))
-        sent = self.comm._apply(params, lambda comm, x: comm._permute(x, order))
+            before = presence.row(state.step - 1).nonzero().flatten().tolist()
+            wide = {name: params[name] for name in shared.apart(params, self.once.params)}
+            params = {**params, **shared.outer, **self._with_mean(wide, before, sources[0])}
+        sent = dict(params)
+        for names, among, counted in messages(list(params), shared, back, presence, state.step):
+            receivers, senders = torch.tensor(among), torch.tensor([sources[back.index(node)] for node in among])
+            order = torch.arange(self.comm.num_nodes).index_copy(0, receivers, senders)
+            with nullcontext() if counted else self.comm.ledger.recording():
+                self.comm._announce("permute", {name: sent[name] for name in names}, Links.of(senders, receivers))
+            sent |= self.comm._apply(
+                {name: sent[name] for name in names}, lambda comm, x: comm._permute(x, order)  # noqa: B023
+            )  # fmt: skip
         here = [i for i, node in enumerate(self._node_ids) if node in set(back)]
         if not here:
             return state
@@ -179,11 +191,10 @@ class PartSimulation(Simulation):
             state.step, {**state.params, **own}, state.buffers, state.optimizer, state.strategy, state.node_steps
         )  # fmt: skip
 
-    def _with_mean(self, params: Tree, members: list[int], node: int) -> Tree:
-        """Return the parameters with the mean of some nodes in place of a node's; of equal ones it is exact."""
-        wide = {name: x for name, x in params.items() if name not in self.once.params}
+    def _with_mean(self, wide: Tree, members: list[int], node: int) -> Tree:
+        """Return parameters with the mean of some nodes in place of a node's; of equal ones it is exact."""
         if not wide or len(members) == 1:
-            return params
+            return wide
         some = self.comm.among(members)
         here = [i for i, member in enumerate(self._node_ids) if member in set(members)]
         some.step = self.comm.step
@@ -191,7 +202,8 @@ class PartSimulation(Simulation):
         given = nodes.take_rows(wide, torch.tensor(here or [0]))
         mean = some._apply(given, lambda comm, x: comm._sum(x, None, True) if comm.native else nodes.means(x, 1))
         if node not in self._node_ids:
-            return params
+            return wide
         row = torch.tensor([self._node_ids.index(node)])
         put = {name: x[:1] for name, x in mean.items()}
-        return {**params, **nodes.put_rows(wide, row, put, self.num_local, inplace=False)}
+        found: Tree = nodes.put_rows(wide, row, put, self.num_local, inplace=False)
+        return found

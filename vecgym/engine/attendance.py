@@ -43,6 +43,8 @@ class Availability(ABC):
 
     Attributes:
         rejoin: what a node begins with when it returns: "own", "shared" or "neighbour".
+        server: whether a server holds what the nodes share: means over all of their parameters or movements then go
+            through it, and what it sends after an exchange is for those who begin next.
 
     >>> class Halves(Availability):
     ...     rejoin = "shared"
@@ -57,6 +59,10 @@ class Availability(ABC):
     """
 
     rejoin: Rejoin = "own"
+
+    @property
+    def server(self) -> bool:
+        return False
 
     def check(self, run: Facts) -> None:
         """Raise a ValueError if this cannot be meant for the run."""
@@ -89,6 +95,10 @@ class Both(Availability):
 
     def __init__(self, first: Availability, second: Availability) -> None:
         self.first, self.second, self.rejoin = first, second, first.rejoin
+
+    @property
+    def server(self) -> bool:
+        return self.rejoin == "shared" and (self.first.server or self.second.server)
 
     def check(self, run: Facts) -> None:
         self.first.check(run)

@@ -8,12 +8,23 @@ optimizer's state. What a strategy stores once for all nodes, outer parameters s
 that returns begins with what `rejoin` says:
 
 - "own": its own parameters;
-- "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or else the mean
-  over the nodes that were present in the step before;
+- "shared": the model that the others share: parameters that are stored once for all, as in AllReduce, or the outer
+  parameters, as of DiLoCo, or else the mean over the nodes that were present in the step before. It is sent once, by
+  one that is there; a mean takes an exchange of its own, but where they have just averaged. With `Sampled` a server has
+  it, and sends nothing besides what it sends at the end of a round;
 - "neighbour": those of one node that is there, drawn at random.
 
-Its inner optimizer's state is its own, except where it is stored once for all: with "shared" and "neighbour" it then
-takes that too. Learning rates, data and random numbers go by the number of steps that a node has done itself.
+Whose count a learning rate goes by is whose state it trains, and so is an optimizer's own count, such as Adam's:
+
+- What a node has of its own goes by the number of steps that it has done itself.
+- What is stored once for all goes by the run's steps. Parameters and the inner optimizer's state are, where nodes
+  exchange gradients over all, take the same rates, and return with "shared" or "neighbour": who returns then takes
+  both. With "own", or with a rate for each node, each has its own parameters, moments and count, and only the
+  parameters are given to who returns.
+- The rate of an outer optimizer goes by the exchanges of the run. Its state is the nodes' together, or in islands each
+  one's own, with a count of the exchanges that this node took part in.
+
+Data and random numbers always go by a node's own count.
 
 >>> import vecgym
 >>> from vecgym.models import Line
@@ -50,6 +61,9 @@ SOJOURNS = 64  # of a node, drawn together
 class Sampled(Availability):
     """In each round of H steps a sample of the nodes, at least one: federated learning's participation.
 
+    With `rejoin="shared"` there is a server, as with `FedAvgStrategy(participation=)`, which draws the same nodes: who
+    is there sends it the parameters, or the movement, and it sends the result to those who begin the next round.
+
     Args:
         fraction: of the nodes, in (0, 1].
         H: steps of a round; that of the strategy.
@@ -70,6 +84,10 @@ class Sampled(Availability):
         self.fraction = check.number("fraction", fraction, "(0, 1]", "the part of the nodes that is there in a round")
         self.H = check.integer("H", H, what="the steps of a round")
         self.rejoin = checked_rejoin(rejoin)
+
+    @property
+    def server(self) -> bool:
+        return self.rejoin == "shared"
 
     def present(self, run: Facts) -> Table:
         count = max(1, round(self.fraction * run.num_nodes))

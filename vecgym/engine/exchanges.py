@@ -103,6 +103,30 @@ def exchanges(
         yield grads, after, modules
 
 
+def agreed(strategy: Strategy, params: Tree, num_nodes: int, step: int, max_steps: int, seed: int) -> set[str]:
+    """Return the parameters of which all nodes have the same after a step's exchange, found from shapes alone.
+
+    Args:
+        params: `[1, *]`, without values.
+
+    >>> from vecgym.strategy import FedAvgStrategy
+    >>> strategy, params = FedAvgStrategy("sgd", H=2), {"w": torch.empty(1, 3, device="meta")}
+    >>> [agreed(strategy, params, num_nodes=4, step=step, max_steps=2, seed=0) for step in range(2)]
+    [set(), {'w'}]
+    """
+    ctx = _context(Announced(num_nodes), step, max_steps, seed)
+    if strategy.idle(ctx):
+        return set()
+    wide = {name: p.expand(num_nodes, *p.shape[1:]) for name, p in params.items()}
+    try:
+        after, _ = strategy.exchange_parameters(wide, strategy.init(params, ctx)[1], ctx)
+    except Exception:  # whatever a strategy does with tensors that have no values
+        return set()
+    return {name for name, p in after.items() if p is not wide[name] and len(p) == 1}
+
+
 def _context(comm: Announced, step: int, max_steps: int, seed: int, active: tuple[int, ...] | None = None) -> Context:
     examples = (1,) * comm.num_nodes
-    return Context(comm, step=step, max_steps=max_steps, seed=seed, active=active, num_examples=examples)
+    return Context(
+        comm, step=step, max_steps=max_steps, seed=seed, active=active, num_examples=examples, missed=lambda step: None
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vecgym.collectives.shapes import Announced
 from vecgym.core import tree
+from vecgym.core.objects import reachable
 from vecgym.core.tree import Path, Tree
 from vecgym.engine.exchanges import exchanges
 from vecgym.strategy import Strategy
@@ -51,6 +52,9 @@ def stored_once(
 ) -> StoredOnce | None:
     """Find what all nodes store once after every step; None: the strategy looks at the values of what it exchanges.
 
+    Parameters and what the inner optimizer keeps are all stored once, or each node has its own: then its rates go by
+    its own count, and those of what is stored once by the run's.
+
     Args:
         trained: whether parameters are ever stored once, by nodes that exchange gradients.
 
@@ -64,7 +68,8 @@ def stored_once(
     """
     once = {name: torch.empty_like(p[:1], device="meta") for name, p in params.items()}
     wide = {name: p.expand(num_nodes, *p.shape[1:]) for name, p in once.items()}
-    shared, seen, own = set(once if trained else ()), set[Path](), set[Path]()
+    shared = set(once) if trained and not has_own_numbers(strategy, num_nodes) else set[str]()
+    seen, own = set[Path](), set[Path]()
     try:
         for grads, after, modules in islice(
             exchanges(strategy, once, wide, Announced(num_nodes), max_steps, seed), ENOUGH
@@ -76,4 +81,16 @@ def stored_once(
                     (own if len(x) > 1 else seen).add(path)
     except Exception:  # whatever a strategy does with tensors that have no values
         return None
-    return StoredOnce(frozenset(once), frozenset(shared), frozenset(seen - own))
+    return StoredOnce(frozenset(once), frozenset(once if shared == set(once) else ()), frozenset(seen - own))
+
+
+def has_own_numbers(strategy: Strategy, num_nodes: int) -> bool:
+    """Whether the inner optimizer takes a number for each node, such as a learning rate: nodes then move apart.
+
+    >>> from vecgym.strategy import AllReduceStrategy
+    >>> [has_own_numbers(AllReduceStrategy("sgd", lr=lr), num_nodes=2) for lr in (0.1, torch.tensor([0.1, 0.2]))]
+    [False, True]
+    """
+    settings = {name: value for name, value in vars(strategy).items() if name != "communication_modules"}
+    tensors = (x for x in reachable(settings) if isinstance(x, Tensor) and x.dim() > 0)
+    return any(x.shape[-1] == num_nodes > 1 for x in tensors)

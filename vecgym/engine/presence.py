@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vecgym.core.errors import warn
 from vecgym.engine.attendance import Availability, Facts
 from vecgym.strategy import Strategy
 from vecgym.strategy.communication import overrides
@@ -18,6 +19,7 @@ class Presence:
     Attributes:
         availability: it.
         rejoin: see `vecgym.engine.availability`.
+        server: whether what the nodes share goes through a server.
         counts: how many nodes are present in the steps of the run.
         waits: whether some of those present may not train.
 
@@ -33,12 +35,15 @@ class Presence:
     def __init__(self, availability: Availability, run: Facts) -> None:
         availability.check(run)
         self.availability, self.rejoin, self.run = availability, availability.rejoin, run
+        self.server = availability.server
         self._present, self._training = availability.present(run), availability.training(run)
         self.waits = self._training is not None
         self._blocks: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.counts: set[int] = set()
+        self.first = torch.full((run.num_nodes,), run.num_steps)  # the step in which each node is there first
         for number in range(-(-run.num_steps // BLOCK)):
-            counts = self._block(number)[0].sum(1)
+            there = self._block(number)[0]
+            counts = there.sum(1)
             if bool((counts == 0).any()):
                 step = number * BLOCK + int((counts == 0).nonzero()[0])
                 raise ValueError(
@@ -46,6 +51,8 @@ class Presence:
                     "must be: give more nodes, another seed, or let fewer of them be absent."
                 )
             self.counts.update(counts.unique().tolist())
+            begun = torch.where(there.any(0), number * BLOCK + there.int().argmax(0), run.num_steps)
+            self.first = torch.minimum(self.first, begun)
 
     def present(self, step: int) -> tuple[int, ...] | None:
         """Return the ids of those present; None: all."""
@@ -74,6 +81,25 @@ class Presence:
         tensor([ True, False])
         """
         return self._block(step // BLOCK)[0][step % BLOCK]
+
+    def never_present(self, step: int) -> int:
+        """Count the nodes that are not there in this step, nor in any before it.
+
+        >>> from vecgym.engine.availability import Trace
+        >>> presence = Presence(Trace([[True, False, False], [True, False, True]]), Facts(3, 2, seed=0))
+        >>> presence.never_present(0), presence.never_present(1)
+        (2, 1)
+        """
+        return int((self.first > step).sum())
+
+    def tell(self) -> None:
+        """Warn of nodes that are not there in any step of the run."""
+        if absent := (self.first == self.run.num_steps).nonzero().flatten().tolist():
+            shown = f"{absent}" if len(absent) <= 10 else f"{absent[:10]} ..."
+            warn(
+                f"availability={self.availability!r}: {len(absent)} of {self.run.num_nodes} nodes are never there, "
+                f"{shown}, and no average counts them."
+            )
 
     def computing(self, step: int) -> Tensor:
         """Return who trains, bool `[K]`: all that are present, or fewer.

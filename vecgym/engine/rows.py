@@ -32,10 +32,10 @@ def taken(strategy: Strategy, state: State, rows: Tensor, alike: bool, optimizer
 
 
 def put(
-    strategy: Strategy, state: State, rows: Tensor, part: State, once: bool, inplace: bool,
+    state: State, rows: Tensor, before: State, part: State, once: bool, inplace: bool,
     known: StoredOnce | None = None,
 ) -> State:  # fmt: skip
-    """Return the state with that of some nodes replaced by `part`; the others keep theirs.
+    """Return the state with that of some nodes, which was `before`, replaced by `part`; the others keep theirs.
 
     What the strategy stores once for all nodes is the nodes' together: that of `part` is it.
 
@@ -62,29 +62,32 @@ def put(
     params = replaced(part.params, state.params, shared, rows_put)
     optimizer = replaced(part.optimizer, state.optimizer, shared, rows_put) if part.optimizer else state.optimizer
     buffers = nodes.put_rows(state.buffers, rows, part.buffers, num_nodes, inplace)
-    modules = replaced(part.strategy, state.strategy, together, rows_put)
+    modules = replaced(part.strategy, state.strategy, together, rows_put, before.strategy)
     node_steps = state.node_steps.index_copy(0, rows, part.node_steps)
     return State(part.step, params, buffers, optimizer, modules, node_steps)
 
 
 def replaced(
     new: Any, old: Any, once: Callable[[Path, Tensor, Tensor | None], bool],
-    put: Callable[[Tensor, Tensor | None], Tensor], path: Path = (), waits: bool = False,
+    put: Callable[[Tensor, Tensor | None], Tensor], taken: Any = None, path: Path = (), waits: bool = False,
 ) -> Any:  # fmt: skip
     """Return nested values in which what is stored once is the new one, and else `put(new, old)`.
 
-    In a queue, what was in a place before is no longer due: those who did not take part have nothing in it.
+    In a queue, what was in a place that is used again is no longer due: those who did not take part have nothing in it.
+    The other places are left as they are: they hold what was `taken`, the new values before the step.
 
     >>> new, old = {"mean": torch.tensor([9.0]), "own": torch.tensor([1.0])}, {"mean": torch.tensor([5.0])}
     >>> replaced(new, old, lambda path, x, old: path[-1][1] == "mean", lambda x, old: torch.stack([x[0], 0 * x[0]]))
     {'mean': tensor([9.]), 'own': tensor([1., 0.])}
     """
     if isinstance(new, dict):
-        held = old if isinstance(old, dict) else {}
+        held, was = (x if isinstance(x, dict) else {} for x in (old, taken))
         return {
-            key: replaced(x, held.get(key), once, put, (*path, (dict, key)), waits or key == QUEUE)
+            key: replaced(x, held.get(key), once, put, was.get(key), (*path, (dict, key)), waits or key == QUEUE)
             for key, x in new.items()
         }
+    if waits and new is taken:
+        return old
     before = None if waits else old
     return new if not isinstance(new, Tensor) or once(path, new, before) else put(new, before)
 

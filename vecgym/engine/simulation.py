@@ -18,12 +18,12 @@ from vecgym.core import nodes, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local
-from vecgym.engine.exchanges import exchange_moments, own_storage, per_node_or_once
+from vecgym.engine.exchanges import agreed, exchange_moments, own_storage, per_node_or_once
 from vecgym.engine.once import StoredOnce, stored_once
 from vecgym.engine.presence import Presence, check_presence, exchanges_gradients, exchanges_moments, missed
-from vecgym.engine.returning import rejoined
+from vecgym.engine.returning import Shared, rejoined, through_server
 from vecgym.engine.rows import once_among, put, taken
-from vecgym.engine.state import Metrics, State
+from vecgym.engine.state import Metrics, Result, State
 from vecgym.optim import RecordableStep
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -58,6 +58,8 @@ class Simulation:
     tensor([1.2200, 1.2200, 1.2200, 1.2200])
     >>> simulation.length, simulation.beside, simulation.stored_once.params
     (3, True, frozenset())
+    >>> simulation.result(state).params["w"], simulation.result(state).members  # their mean is the run's model
+    (tensor([1.2200, 1.2200, 1.2200, 1.2200]), None)
     >>> simulation.close()
     """
 
@@ -107,10 +109,12 @@ class Simulation:
         )
         self._rows = None if self.num_local >= comm.num_nodes else comm.node_ids
         self._parts: dict[tuple[int, ...], Simulation] = {}  # of those present, by their ids
-        self._one_rate = False  # what the strategy stores once is trained at one rate
+        self._one_rate = False  # what is trained is stored once, at one rate
         if presence is not None:
             check_presence(presence, self.strategy)
-            self._one_rate = presence.rejoin != "own" and exchanges_gradients(self.strategy)
+            if presence.server:
+                self.strategy = through_server(self.strategy)
+            self._one_rate = self._trains_once and self.stored_once is not None and bool(self.stored_once.params)
 
     def init(self, params: Tree | None = None) -> State:
         """Return the state before the first step: the model's own parameters on every node, stored once.
@@ -119,7 +123,7 @@ class Simulation:
             params: other initial parameters, `[1 or L, *]`.
         """
         if params is None:
-            params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
+            params = tree.map(torch.clone, self._params)
         buffers = {name: b[None].clone() for name, b in self.engine.buffers.items()}
         node_steps = torch.zeros(self.num_local, dtype=torch.long)
         self.comm.ledger.announce(self.comm.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
@@ -134,13 +138,31 @@ class Simulation:
     @cached_property
     def stored_once(self) -> StoredOnce | None:
         """What the strategy stores once for all nodes; None: it is not known beforehand."""
-        K, T, params = self.comm.num_nodes, self.max_steps, {n: p.detach()[None] for n, p in self.engine.params.items()}
-        return stored_once(self.strategy, params, K, T, self.seed, trained=self._one_rate)
+        K, T = self.comm.num_nodes, self.max_steps
+        return stored_once(self.strategy, self._params, K, T, self.seed, trained=self._trains_once)
+
+    @property
+    def _params(self) -> Tree:
+        """The model's own, `[1, *]`."""
+        return {name: p.detach()[None] for name, p in self.engine.params.items()}
+
+    @property
+    def _trains_once(self) -> bool:
+        """Whether nodes that return take what the others have, who exchange gradients."""
+        return self.presence is not None and self.presence.rejoin != "own" and exchanges_gradients(self.strategy)
 
     @property
     def beside(self) -> bool:
         """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
         return not self.exact and not exchanges_gradients(self.strategy)
+
+    def result(self, state: State) -> Result:
+        """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
+        return Result(self.strategy.result(state), self.members(state.step - 1))
+
+    def members(self, step: int) -> tuple[int, ...] | None:
+        """Return the nodes that are there in a step; None: all, as before the first."""
+        return None if self.presence is None or step < 0 else self.presence.present(step)
 
     def close(self) -> None:
         """End the threads of the engine and of the strategy; a later step starts them again."""
@@ -169,7 +191,9 @@ class Simulation:
                 ctx = self._context(state.step, state.node_steps, inplace)
                 state, metrics = self._step(state, batch, ctx, observe)
             else:
+                never = self.presence.never_present(state.step)
                 state, metrics = self._step_of_present(self.presence, state, batch, limits, inplace, observe)
+                metrics = metrics._replace(num_never_present=never)
         return state, metrics._replace(transfers=tuple(transfers))
 
     def _step_of_present(
@@ -177,7 +201,7 @@ class Simulation:
         observe: Callable[[Tree], None],
     ) -> tuple[State, Metrics]:  # fmt: skip
         """Take the step with those present, as if there were no others."""
-        state = rejoined(state, presence, self.comm, inplace)
+        state = rejoined(state, presence, self._shared(presence, state), self.comm, inplace)
         ids, training = presence.present(state.step), presence.training(state.step)
         part = copy.copy(self if ids is None else self._part(ids))
         part.strategy = self.strategy  # of a copy of this simulation it may be another one
@@ -199,15 +223,25 @@ class Simulation:
 
         def seen(params: Tree) -> None:
             now = replace(of_part, params=params)
-            observe(put(self.strategy, state, rows, now, self._one_rate, inplace=False).params)
+            observe(put(state, rows, of_part, now, self._one_rate, inplace=False).params)
 
         after, metrics = part._step(of_part, batch, ctx, seen, training)
         active = ids if metrics.active is None else [ids[i] for i in metrics.active]
         index = placed(rows, metrics.losses.device)
         losses = metrics.losses.new_full((self.num_local,), torch.nan).index_copy(0, index, metrics.losses)
-        state = put(self.strategy, state, rows, after, self._one_rate, inplace, self.stored_once)
+        state = put(state, rows, of_part, after, self._one_rate, inplace, self.stored_once)
         lr = ctx.own(metrics.lr)
         return state, metrics._replace(losses=losses, active=list(active), lr=lr, num_present=len(ids))
+
+    def _shared(self, presence: Presence, state: State) -> Shared:
+        """Return what those share that were there in the step before, where somebody returns who takes it."""
+        step, outer, same = state.step, Tree(), set[str]()
+        if presence.rejoin == "shared" and presence.returning(step):
+            outer = self.strategy.outer_parameters(state.strategy)
+            if presence.server or len(outer) < len(state.params):
+                like = {name: torch.empty_like(p, device="meta") for name, p in self._params.items()}
+                same = agreed(self.strategy, like, self.comm.num_nodes, step - 1, self.max_steps, self.seed)
+        return Shared(outer, same)
 
     def _fast_beside(self, state: State, rows: Tensor, num_nodes: int) -> bool:
         """Whether to let the absent train too, which is undone, is faster than to take these rows out."""
@@ -240,7 +274,7 @@ class Simulation:
         else:
             of_part = taken(strategy, state, rows, alike=False, optimizer=exchanges_moments(strategy))
             after = part._exchanged(of_part, of_part.strategy, ctx)
-            state = put(strategy, state, rows, after, False, inplace=True, known=self.stored_once)
+            state = put(state, rows, of_part, after, False, inplace=True, known=self.stored_once)
         losses = local.losses.index_fill(0, placed(absent, local.losses.device), torch.nan)
         metrics = part._metrics(losses, ctx)
         return state, metrics._replace(active=list(ids), lr=ctx.own(metrics.lr), num_present=len(ids))
@@ -390,11 +424,13 @@ class Simulation:
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
+        presence = self.presence
+        absences = presence is not None and min(presence.counts) < presence.run.num_nodes
         ctx = Context(
             self.comm, step=step, node_steps=node_steps, max_steps=self.max_steps, seed=self.seed, inplace=inplace,
             differentiable=not inplace, num_examples=self.num_examples, rows=self._rows, exact=self.exact,
             own_time=self.own_time and not self._one_rate,
-            missed=None if self.presence is None else functools.partial(missed, self.presence, self._rows),
+            missed=functools.partial(missed, presence, self._rows) if presence is not None and absences else None,
         )  # fmt: skip
         # A strategy written for one rank has its learning rate from the step itself.
         return ctx.replace(lr=self.strategy.lr(ctx)) if self.strategy.pure else ctx

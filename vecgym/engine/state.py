@@ -42,6 +42,21 @@ class State:
     node_steps: Tensor
 
 
+class Result(NamedTuple):
+    """The run's model: the mean of parameters, and of buffers, over the nodes that are its members.
+
+    Attributes:
+        params: `[1 or L, *]`; see `vecgym.strategy.Strategy.result`.
+        members: the nodes that were there in the last step, ascending; None: all.
+
+    >>> Result({}).members is None
+    True
+    """
+
+    params: Tree
+    members: tuple[int, ...] | None = None
+
+
 class Metrics(NamedTuple):
     """The measurements of a step.
 
@@ -56,3 +71,4 @@ class Metrics(NamedTuple):
     outer_lr: float | Tensor | None = None  # of the strategy's other optimizer, if it has one
     transfers: tuple[Transfer, ...] = ()  # what was sent in the step, in order
     num_present: int | None = None  # nodes that were there, where some may be absent
+    num_never_present: int | None = None  # nodes that have not been there in any step so far

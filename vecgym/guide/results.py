@@ -18,7 +18,8 @@
 
 `trainer.history` records, per step:
 
-- training loss, as a mean and per node; validation loss of the averaged model, as a mean and per node;
+- training loss, as a mean and per node; validation loss of the averaged model, as a mean and per node (where nodes may be
+  absent, `vecgym.guide.strategies` says of which);
 - the model's own metrics, such as accuracy or perplexity;
 - inner and outer learning rate;
 - bytes sent and received over a node's link, its payload, which papers report (`vecgym.guide.strategies`, "Which bytes"),

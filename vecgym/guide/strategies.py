@@ -160,8 +160,10 @@ DiLoCo in islands of four, with half of the nodes in each round and 5 % of the c
 
 `fit(..., availability=...)` says which nodes are present in which steps, for any strategy. Those present train and
 exchange among themselves: means, graphs, weights and bytes are theirs. The others keep what they have, and their losses
-are nan. A node's learning rate, data and random numbers go by the steps that it has done itself. The history has a
-column `num_present`. At least one node must be there in every step; that is looked at before the first.
+are nan. A node's data and random numbers go by the steps that it has done itself, and so does its learning rate, unless
+what it trains is stored once for all, which goes by the run's (AllReduce with `rejoin="shared"` and one rate for all
+nodes; `help(vecgym.availability)` has the rule). The history has a column `num_present`. At least one node must be there
+in every step; that is looked at before the first.
 
 | `vecgym.availability` | who is there |
 |---|---|
@@ -173,14 +175,26 @@ column `num_present`. At least one node must be there in every step; that is loo
 | `LocalSteps([5, 10], H=10)`, `LocalSteps(epochs=1, H=10)` | all; node i trains in the first n_i steps of a round, and waits for the exchange |
 
 `a & b` is both. With `rejoin=` a node that returns begins with its own parameters (`"own"`), with those that the others
-share (`"shared"`: the model where it is stored once, or else the mean of those who were there before), or with those of one of
-them (`"neighbour"`). What a strategy keeps once for all, DiLoCo's outer parameters say, goes on with those who are there
-in any case. AllReduce only exchanges gradients: a node that returns with its own parameters stays apart for good, so give
-`rejoin="shared"`. Federated learning's participation is `Sampled(fraction, H)`, which begins a round from the shared model.
+share (`"shared"`), or with those of one of them (`"neighbour"`). What they share is the model where it is stored once, the
+outer parameters where there are some, as of DiLoCo, or else the mean of those who were there before. One of them sends it,
+once; the mean takes an exchange of its own, unless they have just averaged. What a strategy keeps once for all goes on
+with those who are there in any case. AllReduce only exchanges gradients: a node that returns with its own parameters stays
+apart for good, so give `rejoin="shared"`.
+
+Federated learning's participation is `Sampled(fraction, H)`, or the strategy's own `participation=fraction`: the same nodes,
+rounds and bytes. Both go through a server, which is cheaper: each participant sends its parameters, and is sent those of
+the next round. (With `rejoin="own"`, as with `resting="keep"`, there is none, and those present average in a ring.)
 
 >>> from vecgym.availability import Dropout
 >>> averaged = trainer.fit(DiLoCoStrategy("adamw", H=5, lr=3e-3), num_nodes=8, max_steps=10,
 ...                        availability=Dropout(0.3, mean_steps=5, rejoin="shared"))
+
+**What is evaluated.** The run's model is the mean of the nodes that were there in the last step, or what the strategy says
+instead in `result(state)`: an asynchronous one, its server's parameters. There is no other average: the validation loss,
+what `fit` returns, `save` and checkpoints, `result.model(i)` of a sweep and the loss of a `rollout` are that model's, and
+`val_loss_local`, `consensus_distance` and `correlation` are over the same nodes. `val_losses` has every node, the absent
+with what they have kept. Of a validation set for each node the model is evaluated on all. The column `num_never_present`
+counts the nodes that have not been there so far; of those that never are, a warning says so before the first step.
 
 A run in which some nodes are never there equals one without them, to the bit with their ids as the keys of random numbers:
 on a CPU, and with three quarters of the nodes or more present with `exact=True`. (Without it all then train at once, and the

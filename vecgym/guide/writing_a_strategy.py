@@ -48,6 +48,9 @@ it is the same on every node.
 | `stack_key()`, `stacked(modules, num_nodes)` | in a sweep | merge the modules of all configurations into one, which is faster; optional |
 | `mean_gradient = True`, an attribute | each step | declare that only the mean of the gradients is used: one gradient of the mean loss is computed |
 
+A `Strategy` whose model is not the mean of the nodes' parameters overrides `result(state)`: it returns the parameters whose
+mean is evaluated, returned and saved, a slow average that it keeps, say.
+
 All but `check` receive a `Context`: `ctx.comm`, the collectives; `ctx.step` of `ctx.max_steps`, from 0; `ctx.lr`, the
 inner learning rate of this step, schedule and warm-up included (a number, or a tensor `[]` or `[K]`); `ctx.seed`,
 `ctx.num_examples`, `ctx.inplace`, `ctx.rows` and `ctx.exact`. Names and shapes of what a method returns are checked,
@@ -59,6 +62,7 @@ These rules hold for all methods:
 |---|---|---|
 | Other nodes only through `ctx.comm`, the same calls in every process: `mean`, `sum`, `all_gather`, `broadcast`, `permute`, `mix`, and through a server `server_mean`, `server_sum`, `server_gather`, `server_send`; `all_gather(x, readers=...)` where a node reads those of its group or its neighbours only. Never `x.mean(0)`, no rank, device, process, backend | the K nodes may be in several processes | `vecgym.verify`, `tests/test_distributed.py`, `tests/test_floors.py` |
 | Take and return `[1, *]` for what all nodes share, and let it broadcast | stored and computed once | `tests/test_properties.py`: "stored once" |
+| A state's `[1, *]` is what all nodes have together, a count too: where some are absent it goes on with the others. What each node counts for itself has a row for each, `torch.zeros(len(ctx.node_steps))`, or is `ctx.node_steps` | the steps of the others are not those of who is absent | `tests/test_availability.py` |
 | Hyperparameters on `self`, under their own names; what evolves in the state; nothing is assigned after `__init__` | checkpoints, segments of a rollout and stacks hold the state alone; logs the `repr` | "a saved state continues", "every constructor argument" |
 | Overwrite what was given only if `ctx.inplace` (what a module keeps needs no clone: the step sees to it) | a differentiable step is pure; any other owns its state | "the pure step equals the donating one" |
 | Only tensor operations on what may be differentiated: no `.item()`, no `float()`, no branch on a value | learning rates, momenta and weights may be tensors with gradients | `tests/test_rollout.py` |

@@ -58,16 +58,20 @@ COLUMNS = {
         "bytes that a node has handed to collectives since the start, what papers report",
         label="payload per node (bytes)", start=0.0,
     ),
-    "val_loss": Column("validation loss of the average of the nodes", label="validation loss", swept=True),
+    "val_loss": Column(
+        "validation loss of the run's model: the average of the nodes that are there", label="validation loss",
+        swept=True,
+    ),
     "val_loss_local": Column(
-        "mean over the nodes of each node's validation loss", label="nodes' validation loss", swept=True
+        "mean over the nodes that are there of each one's validation loss", label="nodes' validation loss", swept=True
     ),
     "consensus_distance": Column(
-        "root mean square distance of the nodes' parameters to their average, after the step",
+        "root mean square distance to their average of the parameters of the nodes that are there, after the step",
         label="consensus distance", swept=True,
     ),
     "consensus_distance_before": Column("the same before the step's exchange of parameters"),
     "num_present": Column("nodes that were there in the step, where `availability` lets some be absent"),
+    "num_never_present": Column("nodes that have not been there in any step so far; no average counts them"),
     "correlation": Column("mean correlation between the parameters of two nodes"),
     "seconds": Column("since the start of the first step", label="seconds of simulation", start=0.0, measured=True),
     "steps_per_s": Column("steps per second since the row before", measured=True),

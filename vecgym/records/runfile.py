@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vecgym.core import check as checks
 from vecgym.core import nodes, tree
 from vecgym.core.check import kind_of
 from vecgym.core.errors import Damaged
 from vecgym.core.files import is_regular, write_atomically
+from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
 from vecgym.records.history import History, Row
 from vecgym.records.rows import counted
@@ -64,11 +65,15 @@ class Saved:
     buffers: Tree
     keys: dict[str, str]  # key of the model's state_dict -> the parameter or buffer; tied ones have several keys
     extra: dict[str, Any]  # everything else in the state_dict
+    averaged: Tree | None = None  # the average, where it is not that of all nodes
 
     @property
     def average(self) -> dict[str, Any]:
-        """The average of the nodes, for `model.load_state_dict`: what `fit` returned. Integers are those of node 0."""
-        return self._state_dict(nodes.mean({**self.params, **self.buffers}))
+        """The run's model, for `model.load_state_dict`: what `fit` returned, the average of the nodes that are there.
+
+        Of an asynchronous run, what the server has. Integers are those of the first node.
+        """
+        return self._state_dict(self.averaged or nodes.mean({**self.params, **self.buffers}))
 
     def node(self, node: int) -> dict[str, Any]:
         """Return one node's model, for `model.load_state_dict`."""
@@ -83,6 +88,8 @@ class Saved:
             if not isinstance(x, Tensor) or x.dim() == 0 or len(x) not in (1, self.num_nodes):
                 raise TypeError(f"{name} is not a tensor with a row for each of {self.num_nodes} nodes, or one for all")
         self._state_dict(values)
+        if self.averaged is not None:
+            self._state_dict(self.averaged)
 
     def _state_dict(self, values: Tree) -> dict[str, Any]:
         return {**{key: values[name] for key, name in self.keys.items()}, **self.extra}
@@ -102,6 +109,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
 
     >>> import tempfile
     >>> from pathlib import Path
+    >>> from torch import nn
     >>> from vecgym import Trainer
     >>> from vecgym.strategy import FedAvgStrategy
     >>> class Line(nn.Linear):
@@ -122,18 +130,20 @@ def load(path: str | os.PathLike[str]) -> Saved:
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))
         models = {name: contents["models"][name] for name in FORM["models"]}
+        models["averaged"] = contents["models"].get("averaged")
         return Saved(contents["step"], contents["num_nodes"], history, contents["settings"], **models)
 
 
-def record(
-    model: nn.Module, num_nodes: int, step: int, params: Tree, buffers: Tree, history: History
-) -> dict[str, Any]:
+def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
     """Return what `load` reads: the parameters of all nodes, frozen ones too, and the buffers, `[1 or K, *]`."""
+    model, params, buffers = saved.model, saved.params, saved.buffers
+    same = saved.members is None and saved.result is None
+    averaged = {} if same else {"averaged": tree.map(compact, saved.averaged)}
     names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
     state_dict = model.state_dict(keep_vars=True)
     return {
         "step": step,
-        "num_nodes": num_nodes,
+        "num_nodes": len(saved),
         "settings": {name: _readable(value) for name, value in history.settings.items()},
         "rows": packed_rows(history.rows),
         "models": {
@@ -141,6 +151,7 @@ def record(
             "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},
             "keys": {key: names[id(x)] for key, x in state_dict.items() if id(x) in names},
             "extra": {key: plain(x, key) for key, x in state_dict.items() if id(x) not in names},
+            **averaged,
         },
     }
 

@@ -17,7 +17,7 @@ from vecgym.engine import Engine
 from vecgym.engine.asynchronous import updates_of
 from vecgym.engine.events import Arrival, Event, Stop, schedule
 from vecgym.engine.kinds import simulation_of
-from vecgym.engine.simulation import State
+from vecgym.engine.state import Result, State
 from vecgym.runs.rollout_options import RolloutOptions
 from vecgym.runs.segments import Record
 from vecgym.strategy.asynchronous import EventDriven
@@ -25,7 +25,7 @@ from vecgym.strategy.asynchronous import EventDriven
 
 def run_async(
     options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]
-) -> tuple[State, Record]:
+) -> tuple[State, Record, Result]:
     """Make the updates for which there are batches; node i takes row i of batch t as its own step t."""
     strategy, K = options.strategy, options.num_nodes
     assert isinstance(strategy, EventDriven)
@@ -62,7 +62,7 @@ def run_async(
         losses.append(updated.metrics.losses)
         sent.append(sum(transfer.sent_bytes for transfer in updated.metrics.transfers))
     record = torch.stack(losses), losses[0].new_zeros(len(updates)), torch.tensor(sent, dtype=torch.float64)
-    return state, record
+    return state, record, simulation.result(state)
 
 
 def _with_batches(updates: list[list[Event]], num_batches: int) -> list[list[Event]]:

@@ -85,7 +85,8 @@ class AsyncRun(Run[M]):
     def evaluate(self) -> None:
         """Record the validation loss of the server's model; without one, of the mean of the nodes and of each."""
         assert isinstance(self.simulation, AsyncSimulation)
-        (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.simulation.comm)
+        result = self.simulation.result(self.state)
+        (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.simulation.comm, result)
         if self.simulation.server is None:
             columns.pop("consensus_distance_before", None)
             self.recorder.add(**columns)
@@ -93,14 +94,18 @@ class AsyncRun(Run[M]):
             self.recorder.add(**shown)
 
     def _final_nodes(self) -> Nodes[M]:
-        """Return the parameters from which each node's present round began; without a server, the nodes' own."""
+        """Return the parameters from which each node's present round began; without a server, the nodes' own.
+
+        The run's model is the server's all the same.
+        """
         assert isinstance(self.simulation, AsyncSimulation)
         if self.simulation.server is None:
             return super()._final_nodes()
         starts = self.state.strategy["starts"]
         params = {name: starts.get(name, x) for name, x in self._all_params().items()}
         K = self.options.num_nodes
-        return Nodes(self.model, K, nodes.expand(params, K), nodes.expand(self.state.buffers, K))
+        result = nodes.expand(self.simulation.result(self.state).params, K)
+        return Nodes(self.model, K, nodes.expand(params, K), nodes.expand(self.state.buffers, K), result=result)
 
 
 OF_NODES = ("val_losses", "consensus_distance", "consensus_distance_before")

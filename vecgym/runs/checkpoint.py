@@ -23,6 +23,7 @@ from torch import Tensor
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
 from vecgym.core.files import is_regular, remove_partial, write_atomically
+from vecgym.core.nodes import Nodes
 from vecgym.core.rng import GlobalStates
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
@@ -61,16 +62,18 @@ class Snapshots:
 
     def take(self, state: State) -> dict[str, Any] | None:
         """Return everything that evolves, for a file; None except in the first process. All processes call this."""
-        names = ("params", "buffers", "optimizer", "strategy")
-        everyone = self.session.gathered({name: vars(state)[name] for name in names})
+        names, result = ("params", "buffers", "optimizer", "strategy"), self.simulation.result(state)
+        own = None if result.params is state.params else result.params
+        everyone = self.session.gathered({"result": own, **{name: vars(state)[name] for name in names}})
         node_steps = torch.tensor(self.session.joined(state.node_steps.tolist()))
         random_states = self.session.each(GlobalStates.now().packed())
         if everyone is None:
             return None
         params = {**everyone.pop("params"), **self._frozen()}
-        buffers, num_nodes = everyone.pop("buffers"), self.simulation.comm.num_nodes
+        buffers, own, num_nodes = everyone.pop("buffers"), everyone.pop("result"), self.simulation.comm.num_nodes
+        saved = Nodes(self.engine.model, num_nodes, params, buffers, result.members, own)
         return {
-            **runfile.record(self.engine.model, num_nodes, state.step, params, buffers, self.recorder.history),
+            **runfile.record(saved, state.step, self.recorder.history),
             "state": {**everyone, "node_steps": node_steps},
             "ranks": self.simulation.strategy.hidden_state(),
             "ledger": self.recorder.ledger.state(),

@@ -1,6 +1,7 @@
 """Measure all nodes, wherever they are: averages, distances, validation losses.
 
-None of this is a part of the training: nothing is recorded in the ledger.
+Averages and distances are those of the nodes that were there in the last step, `members`; see `Simulation.result`. None
+of this is a part of the training: nothing is recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vecgym.data import EvalBatches
 from vecgym.data.chosen import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
-from vecgym.engine.simulation import State
+from vecgym.engine.state import Result, State
 from vecgym.runs.memory import peak_bytes
 
 
@@ -37,14 +38,18 @@ class Evaluation(NamedTuple):
     average: float  # loss of the averaged model ("global")
     nodes: Tensor  # [K]: loss of each node's own model ("local")
     more: dict[str, tuple[float, Tensor]]  # the same two of each metric that the model offers
+    members: Sequence[int] | None = None  # the nodes over which local means are; None: all
 
     @property
     def columns(self) -> dict[str, Any]:
         """The columns of the history."""
-        local = self.nodes.numpy()
-        columns = {"val_loss": self.average, "val_loss_local": float(local.mean()), "val_losses": local}
+
+        def local(each: Tensor) -> float:
+            return float((each if self.members is None else each[list(self.members)]).mean())
+
+        columns = {"val_loss": self.average, "val_loss_local": local(self.nodes), "val_losses": self.nodes.numpy()}
         for name, (average, each) in self.more.items():
-            columns |= {f"val_{name}": average, f"val_{name}_local": float(each.mean())}
+            columns |= {f"val_{name}": average, f"val_{name}_local": local(each)}
         return columns
 
 
@@ -61,7 +66,7 @@ def evaluate(engine: Engine, state: State, batches: EvalBatches, comm: Collectiv
     >>> state = State(0, {"w": torch.tensor([1.0, 3.0])}, {}, {}, {}, node_steps=torch.zeros(2))
     >>> batches = EvalBatches(torch.tensor([2.0, 2.0]), batch_size=2)
     >>> evaluate(Engine(Line()), state, batches, StackedCollectives(2))
-    Evaluation(average=0.0, nodes=tensor([1., 1.], dtype=torch.float64), more={})
+    Evaluation(average=0.0, nodes=tensor([1., 1.], dtype=torch.float64), more={}, members=None)
     """
     return evaluate_each(engine, state, [batches], comm)[0]
 
@@ -80,7 +85,7 @@ def evaluate_each(engine: Engine, state: State, sets: Sequence[EvalBatches], com
     >>> [each.average for each in evaluate_each(Engine(Line()), state, [batches] * 2, StackedCollectives(4))]
     [0.0, 9.0]
     """
-    measured, sizes = _measured(engine, state, sets, comm)
+    measured, sizes = _measured(engine, state, sets, comm, Result(state.params))
     return _evaluations(fetched(measured), sizes, sets, comm, engine)
 
 
@@ -91,14 +96,14 @@ Measured = dict[str, list[tuple[Tensor, Tensor]]]  # by name, for each batch: of
 
 
 def _measured(
-    engine: Engine, state: State, sets: Sequence[EvalBatches], comm: Collectives
+    engine: Engine, state: State, sets: Sequence[EvalBatches], comm: Collectives, result: Result
 ) -> tuple[Measured, list[int]]:
     """Measure all batches, where the model is: `[C or L]` and `[1 or L]` each; and count their examples."""
     C, num_local = len(sets), len(comm.node_ids)
     values = state.params, state.buffers
-    means = [averages(x, C, comm) for x in values]
+    means = [averages(x, C, comm, result.members) for x in (result.params, state.buffers)]
     alone = num_local == 1 < comm.num_nodes  # [1, *] is then this node's own
-    same = not alone and all(x.shape[0] in (1, C) for x in tree.leaves(values))
+    same = not alone and result.params is state.params and all(x.shape[0] in (1, C) for x in tree.leaves(values))
     # If each node has its own validation set, the averaged model has a loss on each of them.
     if sets[0].per_node and C > 1:
         means = [nodes.expand(x, num_local) for x in means]
@@ -189,39 +194,46 @@ def _batches(sets: Sequence[EvalBatches], num_local: int) -> Iterator[Piece]:
             yield chosen, repeated, True, size
 
 
-def averages(values: Tree, num_configs: int, comm: Collectives) -> Tree:
-    """Return the average of each of C configurations, `[C, *]`; see `average`.
+def averages(values: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None) -> Tree:
+    """Return the average of each of C configurations, `[C, *]`; see `average`. Members are those of a single one.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> averages({"w": torch.tensor([1.0, 3.0, 4.0, 6.0])}, 2, StackedCollectives(4))
     {'w': tensor([2., 5.])}
     """
     if num_configs == 1:
-        return tree.map(lambda x: x[None], average(values, comm))
+        return tree.map(lambda x: x[None], average(values, comm, members))
     return tree.map(lambda x: x if len(x) in (1, num_configs) else nodes.means(x, num_configs), values)
 
 
-def consensus_distances(params: Tree, num_configs: int, comm: Collectives) -> list[float]:
+def consensus_distances(
+    params: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None
+) -> list[float]:
     """Return the `consensus_distance` of the nodes of each of C configurations.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> consensus_distances({"w": torch.tensor([1.0, 3.0, 4.0, 4.0])}, 2, StackedCollectives(4))
     [1.0, 0.0]
     """
-    return list(map(float, fetched(_distances_of(params, num_configs, comm))))
+    return list(map(float, fetched(_distances_of(params, num_configs, comm, members))))
 
 
-def _distances_of(params: Tree, num_configs: int, comm: Collectives) -> list[Tensor]:
+def _distances_of(
+    params: Tree, num_configs: int, comm: Collectives, members: Sequence[int] | None = None
+) -> list[Tensor]:
     if num_configs == 1:
-        return [distance_of(params, comm)]
+        return [distance_of(params, comm, members)]
     parts = zip(*[x.chunk(num_configs) for x in params.values()])
     return [nodes.consensus_distance(dict(zip(params, part))) for part in parts]
 
 
 def evaluated_columns(
-    engine: Engine, state: State, sets: Sequence[EvalBatches | None], comm: Collectives
+    engine: Engine, state: State, sets: Sequence[EvalBatches | None], comm: Collectives, result: Result | None = None
 ) -> list[dict[str, Any]]:
     """Return the columns that an evaluation adds to the history of each of C configurations.
+
+    Args:
+        result: what the run's model is the mean of; None: of all nodes' parameters.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> from vecgym.models import Line
@@ -230,13 +242,14 @@ def evaluated_columns(
     >>> columns["consensus_distance"]
     1.0
     """
-    chosen = [batches for batches in sets if batches is not None]
+    chosen, result = [batches for batches in sets if batches is not None], result or Result(state.params)
     with torch.no_grad():
-        measured, sizes = _measured(engine, state, chosen, comm) if chosen else ({}, [])
-        distances = _distances_of(state.params, len(sets), comm) if state.step > 0 else []
+        measured, sizes = _measured(engine, state, chosen, comm, result) if chosen else ({}, [])
+        distances = _distances_of(state.params, len(sets), comm, result.members) if state.step > 0 else []
         measured, distances = fetched((measured, distances))
         evaluations = _evaluations(measured, sizes, chosen, comm, engine) if chosen else []
-    each: list[dict[str, Any]] = [one.columns for one in evaluations] or [{} for _ in sets]
+    each: list[dict[str, Any]]
+    each = [one._replace(members=result.members).columns for one in evaluations] or [{} for _ in sets]
     for columns, distance in zip(each, distances):
         columns["consensus_distance"] = float(distance)
     memory = peak_bytes(engine.device)
@@ -272,14 +285,32 @@ def everyone(x: Tensor, comm: Collectives, device: torch.device | None = None) -
     return comm.everyone({"": x.to(device)})[""].cpu()
 
 
-@torch.no_grad()
-def average(values: Tree, comm: Collectives) -> Tree:
-    """Return the mean over all nodes, `[*]`; integers are those of node 0. See `vecgym.core.nodes.mean`.
+def among(values: Tree, comm: Collectives, members: Sequence[int] | None) -> tuple[Tree, Collectives]:
+    """Return the values of some of the nodes, and the collectives among them; None: of all.
 
     >>> from vecgym.collectives import StackedCollectives
-    >>> average({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
-    {'w': tensor(2.)}
+    >>> values, comm = among({"w": torch.tensor([1.0, 3.0, 5.0])}, StackedCollectives(3), [0, 2])
+    >>> values, comm.num_nodes
+    ({'w': tensor([1., 5.])}, 2)
     """
+    if members is None:
+        return values, comm
+    chosen = set(members)
+    here = [row for row, node in enumerate(comm.node_ids.tolist()) if node in chosen]
+    # A process without any of them makes the same calls, with a row that nobody reads.
+    return nodes.take_rows(values, torch.tensor(here or [0]), copy=False), comm.among(members)
+
+
+@torch.no_grad()
+def average(values: Tree, comm: Collectives, members: Sequence[int] | None = None) -> Tree:
+    """Return the mean over the nodes `members`, `[*]`; integers are those of the first. See `vecgym.core.nodes.mean`.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> values = {"w": torch.tensor([1.0, 3.0, 8.0])}
+    >>> average(values, StackedCollectives(3)), average(values, StackedCollectives(3), members=[0, 1])
+    ({'w': tensor(4.)}, {'w': tensor(2.)})
+    """
+    values, comm = among(values, comm, members)
     if not comm.native:
         return nodes.mean(comm.everyone(values))
     with comm.ledger.recording():  # not counted
@@ -301,13 +332,14 @@ def consensus_distance(params: Tree, comm: Collectives) -> float:
 
 
 @torch.no_grad()
-def distance_of(params: Tree, comm: Collectives) -> Tensor:
+def distance_of(params: Tree, comm: Collectives, members: Sequence[int] | None = None) -> Tensor:
     """Return `consensus_distance` where the parameters are, `[]`: on a device, without waiting for it.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> distance_of({"w": torch.tensor([1.0, 3.0])}, StackedCollectives(2))
     tensor(1.)
     """
+    params, comm = among(params, comm, members)
     if not comm.native:
         return nodes.consensus_distance(comm.everyone(params))
     floats = {name: x for name, x in params.items() if x.is_floating_point()}
@@ -320,11 +352,12 @@ def distance_of(params: Tree, comm: Collectives) -> Tensor:
         return comm.mean(sum(squares, torch.zeros_like(squares[0])))[0].sqrt()
 
 
-def correlation(params: Tree, comm: Collectives) -> float:
+def correlation(params: Tree, comm: Collectives, members: Sequence[int] | None = None) -> float:
     """Return `vecgym.core.nodes.correlation`; every process gathers the parameters of all nodes.
 
     >>> from vecgym.collectives import StackedCollectives
     >>> round(correlation({"w": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, StackedCollectives(2)), 6)
     -1.0
     """
+    params, comm = among(params, comm, members)
     return nodes.correlation(comm.everyone(params), comm.num_nodes)

@@ -68,15 +68,16 @@ class ProcessesRun(Generic[M]):
             self._loggers.finish()
         first = parts[0]
         self.ledger = first["ledger"]
-        params, buffers = (_joined([part[kind] for part in parts]) for kind in ("params", "buffers"))
-        self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, params, buffers)
+        params, buffers, result = (_joined([part[kind] for part in parts]) for kind in ("params", "buffers", "result"))
+        model = copy.deepcopy(self.task.model)
+        self.nodes = Nodes(model, options.num_nodes, params, buffers, first["members"], result)
         if first["diverged"] is not None:
             raise DivergenceError(*first["diverged"])
         if first["interrupted"] is not None:
             raise KeyboardInterrupt(first["interrupted"])
 
     def average(self) -> M:
-        """Return a copy of the model with the mean of the nodes."""
+        """Return a copy of the model with the mean of the nodes that are there."""
         assert self.nodes is not None
         return self.nodes.average()
 
@@ -110,7 +111,11 @@ def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
             ended["interrupted"] = str(error)
     assert run.nodes is not None
     ledger = run.ledger if link.rank == 0 else None
-    return {**ended, "params": run.nodes.params, "buffers": run.nodes.buffers, "ledger": ledger}
+    members, result = run.simulation.result(run.state).members, run.nodes.result or {}
+    return {
+        **ended, "params": run.nodes.params, "buffers": run.nodes.buffers, "result": result, "members": members,
+        "ledger": ledger,
+    }  # fmt: skip
 
 
 class _Relay(Logger):

@@ -89,7 +89,7 @@ class StepRows:
             }
         )
         if metrics.num_present is not None:
-            row["num_present"] = metrics.num_present
+            row |= {"num_present": metrics.num_present, "num_never_present": metrics.num_never_present}
         if metrics.outer_lr is not None:
             row["outer_lr"] = mean_rate(metrics.outer_lr)
         return row

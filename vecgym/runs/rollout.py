@@ -24,6 +24,7 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
 from vecgym.engine.contract import check_differentiable
 from vecgym.engine.simulation import Simulation, State
+from vecgym.engine.state import Result
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.runs.async_rollout import run_async
 from vecgym.runs.present import at_own_counts, check_rollout, presence_of
@@ -36,10 +37,10 @@ class Outcome(NamedTuple):
     """The result of a rollout; every tensor can be differentiated.
 
     Attributes:
-        loss: of the average of the nodes, on the evaluation batch, in eval mode: a scalar.
+        loss: of the average of the nodes that are there, on the evaluation batch, in eval mode: a scalar.
         losses: of each step and node on its own batch, before the update, `[T, K]`; nan where a node did not train.
-        consensus_distance: root mean square distance of the nodes to their average after each step, `[T]`; where it is
-            0, its derivative is defined as 0.
+        consensus_distance: root mean square distance of these nodes to their average after each step, `[T]`; where it
+            is 0, its derivative is defined as 0.
         bytes: sent per node in each step, `[T]`, float64; a relaxed exchange counts by its weight, so that the
             derivative with respect to `sync_weight` is the cost of an exchange.
         params: after the last step, `[1 or K, *]`.
@@ -107,7 +108,8 @@ def rollout(options: RolloutOptions) -> Outcome:
     check_rollout(options.availability, strategy)
     presence = presence_of(options, len(steps), options.num_examples)
     if strategy.asynchronous:
-        return _evaluated(*run_async(options, engine, initial, steps), engine, options.eval_batch, inputs)
+        state, record, result = run_async(options, engine, initial, steps)
+        return _evaluated(state, record, result, engine, options, inputs)
     with readable():
         simulation = Simulation(
             options.model, strategy, StackedCollectives(num_nodes), engine=engine, max_steps=len(steps),
@@ -119,7 +121,7 @@ def rollout(options: RolloutOptions) -> Outcome:
         state, record = run(simulation, state, steps)
     else:
         state, record = run_in_segments(simulation, state, steps, segments)
-    return _evaluated(state, record, engine, options.eval_batch, inputs)
+    return _evaluated(state, record, simulation.result(state), engine, options, inputs)
 
 
 @function_of(JvpOptions)
@@ -159,8 +161,11 @@ def rollout_jvp(options: JvpOptions) -> tuple[Outcome, Outcome]:
     return value, slope
 
 
-def _evaluated(state: State, record: Record, engine: Engine, eval_batch: Any, inputs: list[Tensor]) -> Outcome:
-    loss = engine.loss(nodes.mean(state.params), nodes.mean(state.buffers), eval_batch)
+def _evaluated(
+    state: State, record: Record, result: Result, engine: Engine, options: RolloutOptions, inputs: list[Tensor]
+) -> Outcome:
+    params, buffers = (nodes.mean(values, result.members) for values in (result.params, state.buffers))
+    loss = engine.loss(params, buffers, options.eval_batch)
     return _connected(Outcome(loss, *record, state.params), inputs)
 
 

@@ -91,6 +91,8 @@ class Run(Generic[M]):
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
         if (presence := self.simulation.presence) is not None:
             self.recorder.computing = presence.computing
+            if session.rank == 0:
+                presence.tell()
         if after_step is not None:
             self.recorder.interval = 1
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
@@ -146,7 +148,8 @@ class Run(Generic[M]):
         self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
         self.recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
-            self.recorder.add(correlation=correlation(self.state.params, self.comm))
+            members = self.simulation.members(self.state.step - 1)
+            self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
         if evaluated:
             self.recorder.add(consensus_distance_before=float(fetched(self._distance_before)))
 
@@ -174,17 +177,19 @@ class Run(Generic[M]):
 
     def evaluate(self) -> None:
         """Record the validation losses, and how far apart the nodes are."""
-        (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.comm)
+        result = self.simulation.result(self.state)
+        (columns,) = evaluated_columns(self.engine, self.state, [self.val], self.comm, result)
         if columns:
             self.recorder.add(**columns)
 
     def average(self) -> M:
-        """Return a copy of the model with the mean of the nodes; all processes must call this."""
-        params, buffers = (average(values, self.comm) for values in (self._all_params(), self.state.buffers))
-        return nodes.fill(self.model, {**params, **buffers})
+        """Return a copy of the model with the mean of the nodes there; all processes must call this."""
+        result = self.simulation.result(self.state)
+        values = {**self._all_params(), **result.params, **self.state.buffers}
+        return nodes.fill(self.model, average(values, self.comm, result.members))
 
     def _observe(self, params: Tree) -> None:
-        self._distance_before = distance_of(params, self.comm)
+        self._distance_before = distance_of(params, self.comm, self.simulation.members(self.state.step))
 
     def _tell(self) -> None:
         if self.after_step is not None:
@@ -196,9 +201,11 @@ class Run(Generic[M]):
         return {name: values[name] for name, _ in self.model.named_parameters()}
 
     def _final_nodes(self) -> Nodes[M]:
-        num_local = len(self.comm.node_ids)
+        num_local, result = len(self.comm.node_ids), self.simulation.result(self.state)
         params, buffers = (nodes.expand(x, num_local) for x in (self._all_params(), self.state.buffers))
-        return Nodes(self.model, num_local, params, buffers)
+        own = None if result.params is self.state.params else nodes.expand(result.params, num_local)
+        members = result.members if num_local == self.comm.num_nodes else None
+        return Nodes(self.model, num_local, params, buffers, members, own)
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings for the history: what was given, and what was chosen."""

@@ -27,7 +27,9 @@ def run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[S
         with readable():
             state, metrics = simulation.step(state, batch, differentiable=True)
         losses.append(metrics.losses)
-        distances.append(root(nodes.squared_consensus_distance(state.params)))
+        members = simulation.members(state.step - 1)
+        params = state.params if members is None else nodes.take_rows(state.params, torch.tensor(members), copy=False)
+        distances.append(root(nodes.squared_consensus_distance(params)))
         step_bytes = sum(transfer.sent_bytes for transfer in metrics.transfers)
         sent.append(torch.as_tensor(step_bytes, dtype=torch.float64))
     return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))

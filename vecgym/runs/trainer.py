@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from torch import nn
@@ -98,7 +99,7 @@ class Trainer(Generic[M]):
         return self.run.nodes
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the average of the nodes, each node's model, the history and the settings to a file; see `vecgym.load`.
+        """Write the model that `fit` returned, each node's, the history and the settings to a file; see `vecgym.load`.
 
         Raises:
             AttributeError: before `fit`.
@@ -126,7 +127,7 @@ class Trainer(Generic[M]):
                 "checkpoint at its end, which has all of them."
             )
         step = self.history.last("step") or 0
-        runfile.write(path, runfile.record(self.model, num_nodes, step, nodes.params, nodes.buffers, self.history))
+        runfile.write(path, runfile.record(replace(nodes, model=self.model), step, self.history))
 
     @overload
     def timeline(self) -> AsyncTimeline: ...
@@ -189,7 +190,8 @@ class Trainer(Generic[M]):
             {arguments}
 
         Returns:
-            A copy of the model with the mean over the nodes of parameters and floating buffers.
+            A copy of the model with the mean of parameters and floating buffers over the nodes that are there in the
+            last step; of an asynchronous strategy, with its server's parameters.
 
         Raises:
             ValueError, TypeError: for what cannot work, before training starts.

@@ -250,6 +250,31 @@ class Strategy:
             state = {**state, str(i): changed}
         return with_moments(optimizer, moments), state
 
+    def result(self, state: Any) -> Tree:
+        """Return the parameters `[1 or L, *]` whose mean over the nodes that are there is the run's model.
+
+        That model is evaluated, returned by `fit`, and saved. Override this where it is not the mean of what the nodes
+        train: `state` is a `vecgym.engine.state.State`, whose `strategy` holds the modules' states under "0", "1", ...
+        Of an asynchronous strategy `state.params` are the server's.
+
+        >>> from vecgym.engine.state import State
+        >>> Strategy("sgd").result(State(0, {"w": torch.zeros(1)}, {}, {}, {}, node_steps=torch.zeros(2)))
+        {'w': tensor([0.])}
+        """
+        params: Tree = state.params
+        return params
+
+    def outer_parameters(self, state: State) -> Tree:
+        """Return the parameters `[1, *]` that the modules hold once for all nodes; see `CommunicationModule`.
+
+        >>> Strategy("sgd").outer_parameters({})
+        {}
+        """
+        found: Tree = {}
+        for i, module in enumerate(self.communication_modules):
+            found |= module.outer_parameters(state[str(i)])
+        return found
+
     def take_rows(self, state: State, rows: Tensor) -> State:
         """Return the rows of some nodes of the optimizer's state, or the modules'.
 

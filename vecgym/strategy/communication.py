@@ -147,6 +147,9 @@ class CommunicationModule:
     it was given. With `ctx.inplace` an exchange may overwrite what it was given. It may keep any tensor in
     its state, also one that it was given or that a collective returned.
 
+    Where nodes may be absent, what is `[1, *]` goes on with those that are there, and a row of `[L, *]` with its node:
+    a count of each node's own steps has a row for each, `torch.zeros(len(ctx.node_steps))`.
+
     Example: every step, the nodes average a version of their parameters rounded to 8 bits.
 
     >>> from vecgym.core import tree
@@ -258,6 +261,19 @@ class CommunicationModule:
         """
         return moments, state
 
+    def outer_parameters(self, state: State) -> Tree:
+        """Return the parameters `[1, *]` that the state holds once for all nodes: a node that returns may begin there.
+
+        >>> from vecgym.collectives import StackedCollectives
+        >>> from vecgym.strategy import AveragingCommunicator, DiLoCoCommunicator
+        >>> module = DiLoCoCommunicator()
+        >>> module.outer_parameters(module.init({"w": torch.zeros(1)}, Context(StackedCollectives(2))))
+        {'w': tensor([0.])}
+        >>> AveragingCommunicator().outer_parameters({})
+        {}
+        """
+        return {}
+
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         """Return the learning rate of the module's own optimizer at this step, to be recorded; None: it has none.
 
@@ -334,6 +350,9 @@ class Wrapper(CommunicationModule):
 
     def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
         return self.module.exchange_moments(moments, state, self.told(ctx))
+
+    def outer_parameters(self, state: State) -> Tree:
+        return self.module.outer_parameters(state)
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         return self.module.outer_learning_rate(self.told(ctx))

@@ -150,6 +150,9 @@ class _Delayed(Wrapper):
     def idle(self, ctx: Context) -> bool:
         return False
 
+    def outer_parameters(self, state: State) -> Tree:
+        return super().outer_parameters(state["module"])
+
     def local_gradients(self, grads: Tree, params: Tree, state: State, ctx: Context) -> Tree:
         return super().local_gradients(grads, params, state["module"], ctx)
 

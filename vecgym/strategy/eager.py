@@ -15,7 +15,7 @@ from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Mean
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
-from vecgym.strategy.modules import DEFAULT_H, Exchange, outer_spec
+from vecgym.strategy.modules import DEFAULT_H, Exchange, begun, outer_spec
 from vecgym.strategy.when import Rounds
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class EagerCommunicator(Exchange):
 
     def init(self, params: Tree, ctx: Context) -> State:
         nothing = tree.map(torch.zeros_like, params)
-        state = {"params": params, "optimizer": self._rule.init(params), "others": nothing}
+        state = {"params": params, "optimizer": begun(self._rule, params, False, ctx), "others": nothing}
         average = self.average.init(nothing, ctx)
         return {**state, "average": average} if average else state
 
@@ -94,8 +94,9 @@ class EagerCommunicator(Exchange):
         with ctx.comm.ledger.lagging(self.when.H):
             mean, held = self.average(moved, held, ctx.replace(inplace=False))
         delta = tree.map(lambda others, own: others + own / K, state["others"], moved)
+        told = ctx.replace(own_time=False)  # its rates go by the exchange
         outer, optimizer = optimizer_step(
-            self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], ctx
+            self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], told
         )
         others = tree.map(lambda of_all, own: of_all - own / K, mean, moved)
         changed = {**state, "params": outer, "optimizer": optimizer, "others": others}

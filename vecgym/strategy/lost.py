@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
-from vecgym.strategy.average import Around, Average
+from vecgym.strategy.average import Around, Average, ServerMean
 from vecgym.strategy.base import Context, State
 
 
@@ -46,6 +48,24 @@ def average_among(
     return agreed, nodes.put_together(state, rows, changed, len(heard), inplace=False)
 
 
+def is_everyones(average: Average) -> bool:
+    """Whether all nodes are given the same, those too that take no part.
+
+    >>> from vecgym.strategy import Mean
+    >>> is_everyones(Mean()), is_everyones(Mean(participation=0.5)), is_everyones(ServerMean(participation=0.5))
+    (True, False, True)
+    """
+    return isinstance(innermost(average), ServerMean) or is_shared(average)
+
+
+def innermost(average: Any) -> Average:
+    """Return the average that all others are around."""
+    while isinstance(average, Around) or hasattr(average, "inner"):
+        average = average.inner
+    found: Average = average
+    return found
+
+
 def is_shared(average: Average) -> bool:
     """Whether an average is one of all nodes, the same on each.
 
@@ -53,6 +73,4 @@ def is_shared(average: Average) -> bool:
     >>> is_shared(Mean()), is_shared(Mean(island_size=2)), is_shared(Mean(participation=0.5))
     (True, False, False)
     """
-    while isinstance(average, Around) or hasattr(average, "inner"):
-        average = average.inner
-    return average.everyone and getattr(average, "shared", False)
+    return innermost(average).everyone and getattr(innermost(average), "shared", False)

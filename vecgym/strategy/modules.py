@@ -20,11 +20,11 @@ from torch import Tensor
 
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
-from vecgym.optim import OptimSpec, ensure_optim_spec
+from vecgym.optim import OptimSpec, Rule, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
-from vecgym.strategy.lost import arrived, average_among, is_shared
+from vecgym.strategy.lost import arrived, average_among, is_everyones, is_shared
 from vecgym.strategy.when import QUEUE, Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
 OUTER_DEFAULTS: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}  # DiLoCo's
@@ -296,6 +296,11 @@ class OuterStep(Exchange):
     def idle(self, ctx: Context) -> bool:
         return self.delay == 0 and not any(self._time_of(p).due(ctx.step) for p in range(self.fragments))
 
+    def outer_parameters(self, state: State) -> Tree:
+        parts = [state] if "params" in state else state.values()
+        found = {name: x for part in parts for name, x in part["params"].items()}
+        return found if is_everyones(self.average) else {}
+
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         exchange = self.when.count(ctx.step)
         if exchange >= self.when.count(ctx.max_steps):  # no outer step comes any more
@@ -325,7 +330,7 @@ class OuterStep(Exchange):
         return [{name: params[name] for name in names[p :: self.fragments]} for p in range(number)]
 
     def _init(self, params: Tree, ctx: Context) -> State:
-        state = {"params": params, "optimizer": self._rule.init(params)}
+        state = {"params": params, "optimizer": begun(self._rule, params, is_everyones(self.average), ctx)}
         if average := self.average.init(tree.map(torch.zeros_like, params), ctx):
             state["average"] = average
         if self.delay:
@@ -367,7 +372,7 @@ class OuterStep(Exchange):
     def _moved(self, params: Tree, delta: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Take an outer step; return the parameters and the state after it."""
         keeping = self.average.keeping(ctx)
-        pure = ctx if keeping is None else ctx.replace(inplace=False)
+        pure = ctx.replace(own_time=False, inplace=ctx.inplace and keeping is None)  # its rates go by the exchange
         outer, optimizer = optimizer_step(
             self.outer_optim, self._rule, ctx.exchange, state["params"], delta, state["optimizer"], pure
         )
@@ -381,6 +386,21 @@ class OuterStep(Exchange):
     def _merged(self, params: Tree, outer: Tree, ctx: Context) -> Tree:
         """Return what the nodes go on from."""
         return outer if self.alpha == 0 else tree.map(lambda x, o: o + self.alpha * (x - o), params, outer)
+
+
+def begun(rule: Rule, params: Tree, shared: bool, ctx: Context) -> State:
+    """Return the first state of an outer optimizer.
+
+    Where its steps are not the same on every node, and nodes may be absent, it counts each one's own.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> ctx = Context(StackedCollectives(2), missed=lambda step: None)
+    >>> begun(OptimSpec("adam").rule(), {"w": torch.zeros(1)}, False, ctx)["step"]
+    tensor([0, 0])
+    """
+    state = rule.init(params)
+    own = not shared and ctx.missed is not None
+    return {**state, "step": state["step"].repeat(len(ctx.node_steps))} if own else state
 
 
 def outer_spec(

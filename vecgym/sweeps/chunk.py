@@ -65,6 +65,7 @@ class Chunk:
         self.merged = merged
         self.presence = self.configs[0].presence()
         if self.presence is not None:
+            self.presence.tell()
             return self._alone(self.configs[0], merged.members[0], self.presence)
         limits = [c.train.limits or [c.train.batch_size] * c.num_nodes for c in self.configs]
         return Simulation(
@@ -101,7 +102,8 @@ class Chunk:
         distances: list[float] = []
 
         def measure(params: Tree) -> None:
-            distances.extend(consensus_distances(params, len(self.configs), self.simulation.comm))
+            members = self.simulation.members(self.state.step)
+            distances.extend(consensus_distances(params, len(self.configs), self.simulation.comm, members))
 
         with self.merged.recording() as transfers:
             batch, limits = (chosen_batches(batches, self._which), None) if self.presence is None else batches
@@ -134,8 +136,9 @@ class Chunk:
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
-        validation = [config.val for config in self.configs]
-        for c, columns in enumerate(evaluated_columns(self.engine, self.state, validation, self.simulation.comm)):
+        validation, result = [config.val for config in self.configs], self.simulation.result(self.state)
+        found = evaluated_columns(self.engine, self.state, validation, self.simulation.comm, result)
+        for c, columns in enumerate(found):
             if shown := self._shown(columns):
                 self.observed.evaluated(c, self.state.step, **shown)
 
@@ -155,9 +158,10 @@ class Chunk:
         """Return what a configuration has recorded so far."""
         average = None
         if keep_model:
-            values = {**self.state.params, **self.state.buffers}
+            result = self.simulation.result(self.state)
+            values = {**result.params, **self.state.buffers}
             own = {n: x if len(x) == 1 else x.chunk(len(self.configs))[c] for n, x in values.items()}
-            average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(own).items()}
+            average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(own, result.members).items()}
         curve = self.observed.curve(c, self.state.step, status, average)
         curve.ledger = None if self.presence is None else self.simulation.comm.ledger.state()
         return curve

@@ -86,8 +86,10 @@ class Curve:
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             ctx = Context(comm, step=t, max_steps=config.num_steps, seed=config.settings["seed"], num_examples=examples)
             trained = None if bool(active.all()) else active.nonzero().flatten().tolist()
-            there = None if presence is None else int(presence.row(t).sum())
-            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx), num_present=there)
+            metrics = Metrics(losses, lrs[t], trained, config.strategy.outer_learning_rate(ctx))
+            if presence is not None:
+                there, never = int(presence.row(t).sum()), presence.never_present(t)
+                metrics = metrics._replace(num_present=there, num_never_present=never)
             yield rows.of_step(t + 1, metrics, (sent[t][0], *total[t]), seconds[t])
 
     def _updates(self, config: Configuration, rows: StepRows) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -191,6 +192,12 @@ class Merged(Strategy):
                 part = exchange.part(params, ends)
             _write(part, new)
         return params, changed
+
+    def result(self, state: Any) -> Tree:
+        if len(self.members) > 1:  # those with a rule of their own are trained by themselves
+            return super().result(state)
+        optimizer, modules = state.optimizer[self.optimizers[0].name], state.strategy[self.exchanges[0].name]
+        return self.members[0].strategy.result(replace(state, optimizer=optimizer, strategy=modules))
 
     def take_rows(self, state: State, rows: Tensor) -> State:
         return {

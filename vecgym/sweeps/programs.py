@@ -144,7 +144,8 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
 
 def _alone(strategy: Strategy) -> bool:
     """Whether configurations of this strategy are trained one after the other."""
-    return isinstance(strategy, EventDriven) and not isinstance(strategy, AsyncStrategy)
+    other_model = type(strategy).result is not Strategy.result  # than the mean of the nodes' parameters
+    return other_model or (isinstance(strategy, EventDriven) and not isinstance(strategy, AsyncStrategy))
 
 
 def max_memory_bytes(options: SweepOptions) -> int:
