@@ -432,7 +432,7 @@ def test_corrected_movements_equal_their_twin(name: str, model: str, engine: str
     def correct(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         cosines = [torch.cosine_similarity(x.flatten(), momentum[n].flatten(), 0) for m in moved for n, x in m.items()]
         seen.extend(map(float, cosines))
-        return (heloco if name == "heloco" else median_norm)(moved, momentum)
+        return heloco(moved, momentum, 0.8) if name == "heloco" else median_norm(moved, momentum)
 
     outer: dict[str, Any] = {"lr": 0.6, "momentum": 0.8, "nesterov": True}
     strategy = DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3, correction=name)
@@ -466,7 +466,7 @@ def test_a_movement_of_nothing_stays_nothing() -> None:
 
 
 def test_a_correction_keeps_nothing() -> None:
-    for correction, more in (("heloco", 0), ("median_norm", 8)):
+    for correction, more in (("heloco", 0), ("median_norm", 8 * len(make_model("MLP").state_dict()))):
         ours = trained(DiLoCoStrategy("adamw", H=4, lr=0.01, correction=correction), num_nodes=4, steps=9)
         outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
         assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())

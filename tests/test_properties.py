@@ -313,7 +313,10 @@ STRATEGIES: dict[str, Row] = {
         lambda **kw: DiLoCoStrategy(H=H, correction="median_norm", **kw),
         lambda params: (
             ROUNDS
-            * (ring(K) * sum(x.numel() * x.itemsize for x in params.values()) + next(iter(params.values())).itemsize)
+            * (
+                ring(K) * sum(x.numel() * x.itemsize for x in params.values())
+                + sum(x.itemsize for x in params.values())
+            )
         ),
         outer=nesterov,
     ),

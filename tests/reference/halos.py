@@ -141,7 +141,7 @@ def halos(
         first = nodes[i].own_step
         nodes[i].version = region.version
         batches = [batch(i, step) for step in range(first, first + num_steps[i])]
-        train_round(nodes[i], region.theta, batches, max_norm, schedule)
+        train_round(nodes[i], region.server.sent(), batches, max_norm, schedule)
         heapq.heappush(events, (time + round_seconds(step_seconds, i, first, num_steps[i]), END, i))
 
     def receive(i: int, time: float, region: Region) -> None:
@@ -189,7 +189,7 @@ def halos(
             global_version += global_server.receive(message.acc, 1.0)
             total_steps += sum(arrival.num_steps for arrival in message.arrivals)
             updates.append(GlobalUpdate(now, global_version, message.arrivals, clone(z), total_steps, r, staleness))
-            region.replies.append((clone(z), global_version))
+            region.replies.append((clone(global_server.sent()), global_version))
             heapq.heappush(events, (global_links.download(r, now), REPLY, r))
         elif kind == REPLY:
             receive_reply(region)

@@ -32,7 +32,7 @@ P parameters of b bytes, K nodes; AR = 2 (K - 1) / K · b · P is what each node
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | the code's / H |
-| ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or scaled to the median norm | AR / H |
+| ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
 | `LocalAdamStrategy` | the means of the parameters and of Adam's two moments, every H steps | 3 AR / H |
 | `DESLOCStrategy` | the same, each at a period of its own, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
