@@ -648,27 +648,27 @@ def halos_drift(seconds: Sequence[float], regions: list[list[int]], num_updates:
     )
 
 
-def test_halos_of_one_node_a_region_that_takes_over_the_global_model_is_asynchronous() -> None:
-    """Each arrival goes on to the global server, and the reply replaces the local model: no tie, so the same run."""
+def test_halos_of_one_region_that_takes_over_the_global_model_is_asynchronous() -> None:
+    """The global server, SGD(1), goes where the local one has gone, and the reply replaces that by the same."""
     seconds = [1.0, 0.37, 2.21]
     expected = mlp(seconds, 12, server=HeLoCo(0.3, 0.9, 3))
     updates, _ = halos(
         make_model("MLP", dtype=torch.float64),
         mlp_batch,
-        [[0], [1], [2]],
+        [[0, 1, 2]],
         num_updates=12,
         num_steps=[3] * 3,
         step_seconds=lambda node, step: seconds[node],
         inner=ADAMW,
-        make_local=lambda: OuterOptimizer(SGD1),
-        global_server=HeLoCo(0.3, 0.9, 3),
+        make_local=lambda: HeLoCo(0.3, 0.9, 3),
+        global_server=OuterOptimizer(SGD1),
         local_updates=1,
         merge=1.0,
     )
     assert times(updates) == times(expected)
     for ours, theirs in zip(updates, expected):
-        assert ours.arrivals[0].node == theirs.arrivals[0].node
-        assert ours.staleness == theirs.arrivals[0].staleness
+        assert (ours.arrivals[0].node, ours.staleness) == (theirs.arrivals[0].node, 0)
+        assert ours.arrivals[0].staleness == theirs.arrivals[0].staleness
         assert ours.arrivals[0].loss == pytest.approx(theirs.arrivals[0].loss, abs=1e-12)
         torch.testing.assert_close(ours.params, theirs.params, rtol=1e-9, atol=1e-9)
 
@@ -750,8 +750,8 @@ def test_halos_of_two_regions_by_hand() -> None:
     assert [update.total_steps for update in updates] == [2, 4, 6, 8, 10]
 
 
-def test_halos_merges_a_part_of_the_global_model_before_its_nodes_begin() -> None:
-    """One region; outer SGD(1/2) at the global server. -8 there, -4 here: -8 + (1/4) 4 = -7, where the nodes begin."""
+def test_halos_merges_a_part_of_the_global_model_after_the_node_has_begun() -> None:
+    """One region; outer SGD(1/2) at the global server. The node begins at -8; then -8 + (1/4) 4 = -7, the region's."""
     starts: list[float] = []
 
     class Seen(Drift):
@@ -772,8 +772,8 @@ def test_halos_merges_a_part_of_the_global_model_before_its_nodes_begin() -> Non
         local_updates=1,
         merge=0.25,
     )
-    # from -7: to -15, global -8, 3/4 (-15) + 1/4 (-8) = -13.25
-    assert starts == [0, -7, -13.25]
+    # from -7: to -15, where the node begins; global -8, 3/4 (-15) + 1/4 (-8) = -13.25; from there -21.25
+    assert starts == [0, -8, -15, -21.25]
 
 
 def test_halos_replies_carry_what_the_global_server_had_when_it_sent_them() -> None:

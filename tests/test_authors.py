@@ -5,6 +5,7 @@ there.
 
     heloco    PanocularAI/panofabric-engine, panoengine/decentralized/heloco.py: block_correct, HeLoCoOptimizer, and
               what _lookahead_snapshot sends
+    halos     utnslab/halos, src/halos/simulation/exec_halos.py: HalosSimulator, whose workers are those of the test
     templar   tplr-ai/templar, src/tplr/compress.py: batch_decompress of four nodes that send all coordinates
 """
 
@@ -16,10 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vecgym.collectives import StackedCollectives
-from vecgym.strategy import Context, HeLoCo, OuterOptimizer
+from vecgym.engine.asynchronous import updates_of
+from vecgym.engine.events import Delivered, Stop, schedule
+from vecgym.engine.halos import HALoSSimulation
+from vecgym.engine.regions import RegionRules
+from vecgym.strategy import Context, HALoSStrategy, HeLoCo, OuterOptimizer
 from vecgym.strategy.corrections import median_norm
 
 F64 = torch.float64
@@ -73,6 +78,50 @@ def test_an_arrival_of_heloco_counts_one_over_the_root_of_the_nodes(num_nodes: i
     server, params = HeLoCo(1.0, 0.0).of(num_nodes), {"w": torch.zeros(1, 1)}
     movement = server.correct({"w": torch.ones(1, 1)}, server.init(params))
     assert float(movement["w"]) == pytest.approx(num_nodes**-0.5)
+
+
+# ------------------------------------------------------------------------------------------------------------- HALoS
+
+
+class Towards(nn.Module):
+    """Half the square distance of w from where the node wants it, which is its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, -2.0], dtype=F64))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return ((self.w - batch) ** 2).sum() / 2
+
+
+def test_halos_is_that_of_its_authors() -> None:
+    """The rates of their script, alpha 0.25, messages that take no time, of every third arrival; DyLU with H = 4."""
+    speeds = [1.0, 0.73, 0.47, 0.31]
+    strategy = HALoSStrategy("sgd", 2, local_updates=3, H=4, lr=0.1)
+    steps = strategy.steps_of_rounds([1 / speed for speed in speeds])
+    rules = RegionRules(steps, 3, regions=strategy.regions_of(4))
+    events = schedule(rules, lambda node, step: 1 / speeds[node], Stop(updates=14))
+    wanted = torch.tensor([[node + 1.0, -(float(node) ** 2)] for node in range(4)], dtype=F64)
+    read = lambda nodes, steps: (wanted[list(nodes), None], [1] * len(nodes))  # noqa: E731
+    simulation = HALoSSimulation(Towards(), strategy, read, events, num_nodes=4)
+    state = simulation.init()
+    for part, theirs in zip(updates_of(events), AUTHORS["halos"], strict=True):
+        state, _ = simulation.update(state, part)
+        assert part[-1].time == pytest.approx(theirs["time"], abs=1e-3)
+        sent = [event.region for event in part if isinstance(event, Delivered)]
+        assert sent == [theirs["region"]]
+        assert state.params["w"][0].tolist() == pytest.approx(theirs["params"], rel=1e-9)
+        region = state.strategy["regions"][str(theirs["region"])]  # before the reply
+        assert region["params"]["w"][0].tolist() == pytest.approx(theirs["regions"][theirs["region"]], rel=1e-9)
+
+
+def test_an_arrival_moves_halos_by_the_papers_rates() -> None:
+    """A movement of 1 moves the region by 0.2, a message of 1 the global model by 0.15, until there is momentum."""
+    strategy = HALoSStrategy()
+    for server, rate in ((strategy.local_server, 0.2), (strategy.global_server, 0.15)):
+        params = {"w": torch.zeros(1, 1, dtype=F64)}
+        moved, _ = server.update(params, {"w": torch.ones(1, 1, dtype=F64)}, server.init(params), 0)
+        assert float(moved["w"]) == pytest.approx(-rate)
 
 
 # ------------------------------------------------------------------------------------------------------- median norm
