@@ -6,6 +6,7 @@ there.
     heloco    PanocularAI/panofabric-engine, panoengine/decentralized/heloco.py: block_correct, HeLoCoOptimizer, and
               what _lookahead_snapshot sends
     halos     utnslab/halos, src/halos/simulation/exec_halos.py: HalosSimulator, whose workers are those of the test
+    muloco    bentherien/muloco-1, muloco/pytorch/muloco.py: MuLoCo1; "exact": with float64 in the place of bfloat16
     templar   tplr-ai/templar, src/tplr/compress.py: batch_decompress of four nodes that send all coordinates
 """
 
@@ -19,12 +20,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers import run
 from vecgym.collectives import StackedCollectives
 from vecgym.engine.asynchronous import updates_of
 from vecgym.engine.events import Delivered, Stop, schedule
 from vecgym.engine.halos import HALoSSimulation
 from vecgym.engine.regions import RegionRules
-from vecgym.strategy import Context, HALoSStrategy, HeLoCo, OuterOptimizer
+from vecgym.strategy import Context, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
 from vecgym.strategy.corrections import median_norm
 
 F64 = torch.float64
@@ -122,6 +124,38 @@ def test_an_arrival_moves_halos_by_the_papers_rates() -> None:
         params = {"w": torch.zeros(1, 1, dtype=F64)}
         moved, _ = server.update(params, {"w": torch.ones(1, 1, dtype=F64)}, server.init(params), 0)
         assert float(moved["w"]) == pytest.approx(-rate)
+
+
+# ------------------------------------------------------------------------------------------------------------ MuLoCo
+
+
+class Given(nn.Module):
+    """Whose gradients are the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, (name, shape) in enumerate({"tall": (5, 3), "wide": (3, 4), "bias": (4,)}.items()):
+            self.register_parameter(name, nn.Parameter(wave(i, *shape)))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return sum((p * batch[name]).sum() for name, p in self.named_parameters())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("exact", 1e-8), ("rounded", 8e-3)])
+def test_muloco_is_that_of_its_authors(kind: str, tolerance: float) -> None:
+    """One node, H = 3, Muon with 0.05, mu 0.9 and weight decay 0.1, AdamW with 0.01, an outer step with 0.7 and 0.6."""
+    outer = OptimSpec(torch.optim.SGD, lr=0.7, momentum=0.6, nesterov=True)
+    strategy = MuLoCoStrategy(
+        outer, 3, lr=0.05, momentum=0.9, weight_decay=0.1, adamw_lr=0.01, full_precision=kind == "exact"
+    )
+    shapes = {name: p.shape for name, p in Given().named_parameters()}
+    batches = [
+        {name: wave(3 + 3 * t + i, 1, 1, *shape) for i, (name, shape) in enumerate(shapes.items())} for t in range(7)
+    ]
+    for steps, theirs in AUTHORS["muloco"][kind].items():
+        same(run(Given(), strategy, batches[: int(steps)]).params, theirs, tolerance)
+    torchs = run(Given(), MuLoCoStrategy(outer, 3, lr=0.05, weight_decay=0.1, adamw_lr=0.01, muon="torch"), batches)
+    assert abs(torchs.params["tall"][0] - torch.tensor(theirs["tall"]).view(5, 3)).max() > 0.05
 
 
 # ------------------------------------------------------------------------------------------------------- median norm

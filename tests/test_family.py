@@ -14,12 +14,12 @@ from torch.optim import SGD, AdamW
 from tests.fitting import fit, same_run
 from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
 from tests.models import make_batches, make_model
-from tests.reference import common
+from tests.reference import common, optimizers
 from tests.reference.common import Result
 from tests.reference.diloco import diloco, heloco, median_norm
 from tests.reference.gpa import gpa
 from tests.reference.local_adam import local_adam
-from tests.reference.muloco import muloco
+from tests.reference.muloco import MUON, muloco
 from tests.reference.noloco import noloco
 from tests.reference.palsgd import palsgd
 from tests.reference.sparta import sparta
@@ -214,13 +214,16 @@ MATRICES = {
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("model", MATRICES)
-def test_muloco_equals_its_twin(model: str, engine: str) -> None:
+@pytest.mark.parametrize(("muon", "make"), [("dion", optimizers.DionMuon), ("torch", MUON)])
+def test_muloco_equals_its_twin(muon: Any, make: Any, model: str, engine: str) -> None:
     numbers: dict[str, Any] = {"lr": 0.03, "adamw_lr": 0.01, "momentum": 0.8, "weight_decay": 0.1}
     outer = OptimSpec(SGD, lr=0.6, momentum=0.7, nesterov=True)
-    ours = trained(MuLoCoStrategy(outer, 4, **numbers, max_norm=0.3, warmup_steps=WARMUP), model, engine=engine)
+    ours = trained(
+        MuLoCoStrategy(outer, 4, **numbers, muon=muon, max_norm=0.3, warmup_steps=WARMUP), model, engine=engine
+    )
     theirs = muloco(
         make_model(model, dtype=F64), data(model), K, H=4, is_matrix=lambda name: name in MATRICES[model], **numbers,
-        outer_lr=0.6, outer_momentum=0.7, max_norm=0.3, factor=warm,
+        make_muon=make, outer_lr=0.6, outer_momentum=0.7, max_norm=0.3, factor=warm,
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "params")
@@ -229,14 +232,17 @@ def test_muloco_equals_its_twin(model: str, engine: str) -> None:
 
 def test_muloco_is_diloco_with_muon_and_without_matrices_with_adamw() -> None:
     nesterov = OptimSpec(SGD, lr=0.8, momentum=0.9, nesterov=True)
-    muon = OptimSpec(
-        "muon", lr=0.02, momentum=0.9, weight_decay=0.0,
-        param_groups=lambda name, p: {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4, "weight_decay": 0.0},
-    )  # fmt: skip
-    assert_close(trained(MuLoCoStrategy()).params, trained(DiLoCoStrategy(muon, nesterov, 30)).params, EXACT)
-    full = OptimSpec("fullprecisionmuon", **muon.kwargs, param_groups=muon.param_groups)
-    found = trained(MuLoCoStrategy(full_precision=True)).params
-    assert_close(found, trained(DiLoCoStrategy(full, nesterov, 30)).params, EXACT)
+    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("dionmuon", {}, {}), ("dionmuon", {"full_precision": True}, {"full_precision": True}),
+        ("muon", {}, {"muon": "torch"}), ("fullprecisionmuon", {}, {"muon": "torch", "full_precision": True}),
+    ]  # fmt: skip
+    for kind, more, settings in kinds:
+        muon = OptimSpec(
+            kind, lr=0.02, momentum=0.9, weight_decay=0.0, **more,
+            param_groups=lambda name, p: {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4, "weight_decay": 0.0},
+        )  # fmt: skip
+        expected = trained(DiLoCoStrategy(muon, nesterov, 30)).params
+        assert_close(trained(MuLoCoStrategy(**settings)).params, expected, EXACT)
     none = MuLoCoStrategy(H=4, lr=0.5, adamw_lr=0.01, matrices=lambda name, p: False)
     adamw = DiLoCoStrategy(OptimSpec(AdamW, lr=0.01, weight_decay=0.0), nesterov, 4)
     assert_close(trained(none).params, trained(adamw).params, EXACT)

@@ -1005,6 +1005,7 @@ ARGUMENTS: dict[type, Changes] = {
             "momentum": 0.5,
             "weight_decay": 0.1,
             "full_precision": True,
+            "muon": "torch",
             "matrices": lambda name, p: False,
             "outer_optim": "adam",
             "outer_lr": 0.3,
@@ -1239,6 +1240,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "Muon takes matrices, and parameter",
     ),
+    "Muon's kind": (lambda: MuLoCoStrategy(muon="keller"), ValueError, "muon='keller'"),  # type: ignore[arg-type]
     "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
     "AdamW's rate": (lambda: MuLoCoStrategy(adamw_lr=-1.0), ValueError, "lr"),
     "mu_x": (lambda: GPAStrategy(mu_x=1.0), ValueError, r"mu_x=1.0 must be a number in \[0, 1\)"),

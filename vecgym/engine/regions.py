@@ -3,8 +3,8 @@
 A node's movement goes to the server of its region, which makes a version of it, and of every `buffer` of them sends a
 message to the global server, which makes a version of that, an `Update`, and replies.
 
-At one time: ends of rounds, arrivals, begins of rounds (all three by node), messages that leave the regions, arrivals at
-the global server, replies (all three by region). So a node whose arrival makes its region send begins its next round
+At one time: ends of rounds, arrivals, begins of rounds (all three by node), messages that leave the regions, arrivals
+at the global server, replies (all three by region). So a node whose arrival makes its region send begins its next round
 before the reply, as in the paper's code, also where messages between servers take no time.
 
 >>> from vecgym.engine.events import Stop, schedule
