@@ -5,6 +5,7 @@ there.
 
     heloco    PanocularAI/panofabric-engine, panoengine/decentralized/heloco.py: block_correct, HeLoCoOptimizer, and
               what _lookahead_snapshot sends
+    gpa       facebookresearch/optimizers, gpa/gpa_adamw.py: GPAAdamW, in float32
     halos     utnslab/halos, src/halos/simulation/exec_halos.py: HalosSimulator, whose workers are those of the test
     muloco    bentherien/muloco-1, muloco/pytorch/muloco.py: MuLoCo1; "exact": with float64 in the place of bfloat16
     templar   tplr-ai/templar, src/tplr/compress.py: batch_decompress of four nodes that send all coordinates
@@ -26,7 +27,7 @@ from vecgym.engine.asynchronous import updates_of
 from vecgym.engine.events import Delivered, Stop, schedule
 from vecgym.engine.halos import HALoSSimulation
 from vecgym.engine.regions import RegionRules
-from vecgym.strategy import Context, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
+from vecgym.strategy import Context, GPAStrategy, HALoSStrategy, HeLoCo, MuLoCoStrategy, OptimSpec, OuterOptimizer
 from vecgym.strategy.corrections import median_norm
 
 F64 = torch.float64
@@ -132,13 +133,18 @@ def test_an_arrival_moves_halos_by_the_papers_rates() -> None:
 class Given(nn.Module):
     """Whose gradients are the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
-        for i, (name, shape) in enumerate({"tall": (5, 3), "wide": (3, 4), "bias": (4,)}.items()):
+        for i, (name, shape) in enumerate(shapes.items()):
             self.register_parameter(name, nn.Parameter(wave(i, *shape)))
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return sum((p * batch[name]).sum() for name, p in self.named_parameters())  # type: ignore[return-value]
+
+
+def gradients(shapes: dict[str, tuple[int, ...]], steps: int) -> list[dict[str, Tensor]]:
+    n = len(shapes)
+    return [{name: wave(n + n * t + i, 1, 1, *s) for i, (name, s) in enumerate(shapes.items())} for t in range(steps)]
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("exact", 1e-8), ("rounded", 8e-3)])
@@ -148,14 +154,31 @@ def test_muloco_is_that_of_its_authors(kind: str, tolerance: float) -> None:
     strategy = MuLoCoStrategy(
         outer, 3, lr=0.05, momentum=0.9, weight_decay=0.1, adamw_lr=0.01, full_precision=kind == "exact"
     )
-    shapes = {name: p.shape for name, p in Given().named_parameters()}
-    batches = [
-        {name: wave(3 + 3 * t + i, 1, 1, *shape) for i, (name, shape) in enumerate(shapes.items())} for t in range(7)
-    ]
+    shapes: dict[str, tuple[int, ...]] = {"tall": (5, 3), "wide": (3, 4), "bias": (4,)}
+    batches = gradients(shapes, 7)
     for steps, theirs in AUTHORS["muloco"][kind].items():
-        same(run(Given(), strategy, batches[: int(steps)]).params, theirs, tolerance)
-    torchs = run(Given(), MuLoCoStrategy(outer, 3, lr=0.05, weight_decay=0.1, adamw_lr=0.01, muon="torch"), batches)
+        same(run(Given(shapes), strategy, batches[: int(steps)]).params, theirs, tolerance)
+    torchs = run(
+        Given(shapes), MuLoCoStrategy(outer, 3, lr=0.05, weight_decay=0.1, adamw_lr=0.01, muon="torch"), batches
+    )
     assert abs(torchs.params["tall"][0] - torch.tensor(theirs["tall"]).view(5, 3)).max() > 0.05
+
+
+# --------------------------------------------------------------------------------------------------------------- GPA
+
+
+def test_gpa_with_weight_decay_is_that_of_its_authors() -> None:
+    """AdamW(lr=0.1, weight_decay=0.1), mu_x 0.9, mu_y 0.7. The paper's formula is elsewhere after 50 steps."""
+    shapes: dict[str, tuple[int, ...]] = {"weight": (3, 2), "bias": (3,)}
+    batches, numbers = gradients(shapes, 50), {"lr": 0.1, "weight_decay": 0.1}
+    for steps, theirs in AUTHORS["gpa"]["y"].items():
+        strategy = GPAStrategy(OptimSpec("adamw", **numbers), mu_x=0.9, mu_y=0.7, decay="code")
+        found = run(Given(shapes), strategy, batches[: int(steps)])
+        same(found.params, theirs, 1e-5)
+    ctx = Context(StackedCollectives(1))
+    same(strategy.average(found.params, found.state.optimizer, ctx), AUTHORS["gpa"]["x"], 1e-5)
+    paper = run(Given(shapes), GPAStrategy(OptimSpec("adamw", **numbers), mu_x=0.9, mu_y=0.7), batches)
+    assert max((paper.params[name] - x).abs().max() for name, x in found.params.items()) > 0.01
 
 
 # ------------------------------------------------------------------------------------------------------- median norm

@@ -286,13 +286,14 @@ def test_derivatives_of_muloco_are_those_of_its_polynomial(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("model", ["MLP", "CNN"])
-@pytest.mark.parametrize("num_nodes", [1, K])
-def test_gpa_equals_its_twin(num_nodes: int, model: str, engine: str) -> None:
-    strategy = GPAStrategy("adamw", mu_x=0.8, mu_y=0.6, lr=0.01, max_norm=0.3, warmup_steps=WARMUP)
+@pytest.mark.parametrize(("num_nodes", "decay"), [(1, "paper"), (K, "paper"), (K, "code")])
+def test_gpa_equals_its_twin(num_nodes: int, decay: Any, model: str, engine: str) -> None:
+    inner = OptimSpec("adamw", lr=0.01, weight_decay=0.3)
+    strategy = GPAStrategy(inner, mu_x=0.8, mu_y=0.6, decay=decay, max_norm=0.3, warmup_steps=WARMUP)
     ours = trained(strategy, model, num_nodes, engine=engine)
     theirs, x, z = gpa(
-        make_model(model, dtype=F64), data(model, num_nodes), num_nodes, mu_x=0.8, mu_y=0.6,
-        inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm,
+        make_model(model, dtype=F64), data(model, num_nodes), num_nodes, mu_x=0.8, mu_y=0.6, decay=decay,
+        inner=(AdamW, {"lr": 0.01, "weight_decay": 0.3}), max_norm=0.3, schedule=warm,
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "y")
@@ -309,6 +310,19 @@ def test_gpa_of_sgd_is_diloco_of_single_steps(mu: float) -> None:
     ours = trained(GPAStrategy("sgd", mu, mu, lr=eta * gamma / (1 - mu)))
     assert_close(ours.params, trained(diloco).params, EXACT * 100)
     assert difference(trained(GPAStrategy("sgd", mu, mu, lr=eta * gamma)).params, ours.params) > 1e-3
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_the_decay_of_gpa_is_that_of_each_group_and_nothing_without_any(weight_decay: float) -> None:
+    groups: dict[str, Any] = {"param_groups": lambda name, p: {"weight_decay": 0.0} if p.dim() == 1 else {"lr": 0.02}}
+    inner = OptimSpec("adamw", lr=0.01, weight_decay=weight_decay, **groups)
+    code, paper = (trained(GPAStrategy(inner, 0.8, 0.6, decay=d), steps=1).params for d in ("code", "paper"))
+    z = common.parameters(make_model("MLP", dtype=F64))
+    for name, x in code.items():  # y gains mu_x (1 - mu_y) lr wd z
+        gained = 0.8 * 0.4 * 0.02 * weight_decay * z[name].detach() if z[name].dim() == 2 else torch.zeros_like(x[0])
+        torch.testing.assert_close(x[0] - paper[name][0], gained, rtol=0, atol=1e-12)
+    coupled = [trained(GPAStrategy(OptimSpec("adam", weight_decay=0.3), 0.8, 0.6, decay=d)) for d in ("code", "paper")]
+    assert difference(coupled[0].params, coupled[1].params) == 0
 
 
 def test_gpa_whose_average_forgets_at_once_is_ddp() -> None:

@@ -1012,7 +1012,12 @@ ARGUMENTS: dict[type, Changes] = {
             "compression": "topk",
         },
     ),
-    GPAStrategy: Changes(GPAStrategy, {"inner_optim": "sgd", "mu_x": 0.9}, {**COMMON, "mu_x": 0.5, "mu_y": 0.3}),
+    GPAStrategy: Changes(
+        GPAStrategy,
+        {"inner_optim": "sgd", "mu_x": 0.9},
+        {**COMMON, "mu_x": 0.5, "mu_y": 0.3, "decay": "code"},
+        also={"decay": {"inner_optim": "adamw"}},
+    ),
     PALSGDStrategy: Changes(
         PALSGDStrategy,
         {"inner_optim": "sgd", "H": 2, "p": 0.3},
