@@ -56,6 +56,44 @@ deviation from the paper.
 >>> [(transfer.step, transfer.operation) for transfer in trainer.ledger]
 [(4, 'mean'), (9, 'mean')]
 
+## What is certain
+
+Whose rule each strategy is, whose program it was compared with, and whose its defaults are. *numbers*: the authors' program
+was run, and a test compares vecgym with what it gave (`tests/test_authors.py`, if no other place is named). *read*: its
+source was compared by eye. Defaults named *ours* were compared with nobody's: choose them for your problem.
+
+| algorithm | rule from | code compared | defaults from |
+|---|---|---|---|
+| `AllReduceStrategy` | arXiv 2006.15704 | torch's DDP: numbers (`verify`) | torch |
+| `GPAStrategy` | 2512.17131; with `decay="code"` the code | facebookresearch/optimizers: numbers | the code; `decay` the paper |
+| `FedAvgStrategy` | 1602.05629 | EXO Gym: read | ours: H = 1 |
+| ... with `server_optim` | 2003.00295; "avgm" 1909.06335 | none | tau the paper; rates and betas ours |
+| ... with `proximal_mu` | 1812.06127 | none | no default |
+| `DiLoCoStrategy` | 2311.08105 | torchft, EXO Gym, diloco-sim: read | outer optimizer the paper; H = 100 ours |
+| ... with `correction="heloco"` | as `HeLoCo`, for nodes that wait: ours | as `HeLoCo` | as `HeLoCo` |
+| ... with `correction="median_norm"` | the code; 2603.08163 | tplr-ai/templar: numbers | no default |
+| `LocalAdamStrategy` | 2409.13155 | none | ours |
+| `DESLOCStrategy` | 2505.22549 | none | Hu, Hv the paper; H ours |
+| `MuLoCoStrategy` | the code; 2505.23725 | bentherien/muloco-1: numbers; facebookresearch/MuLoCo: read | outer optimizer and H the paper, momentum the code; lr, adamw_lr, weight decay, AdamW's betas and which tensors are matrices ours |
+| `PALSGDStrategy` | 2504.18454 | none was found | outer optimizer DiLoCo's; p, pull and H ours |
+| `NoLoCoStrategy` | 2506.10911 | gensyn-ai/noloco: read | the code; but gamma = 1 ours, the code's is its outer_lr, 0.7 |
+| `StreamingDiLoCoStrategy` | 2501.18512 | torchft: its own fixtures (`tests/test_streaming.py`); MaxText: read | the paper; H ours |
+| `EagerDiLoCoStrategy` | 2502.12996 | none | outer optimizer DiLoCo's; H ours |
+| `SparseLoCoStrategy` | 2508.15706 | tplr-ai/templar: read | the paper and the code |
+| `SPARTAStrategy`, `SPARTADiLoCoStrategy` | openreview stFPf3gzq1; `correct_delay` 2605.20866 | EXO Gym, diloco-sim: read | the paper and EXO Gym |
+| `GossipStrategy` | 1705.09056 | none | ours |
+| `DeMoStrategy` | 2411.19870; the code | bloc97/DeMo: read | the code |
+| `AsyncStrategy` | 2401.09135 | none | outer optimizer DiLoCo's; H ours |
+| ... with `DelayedNesterov` | 2401.09135, algorithm 3 | utnslab/halos: numbers, within HALoS | lr and momentum DiLoCo's; buffer and c the paper |
+| ... with `FedBuff` | 2106.06639 | facebookresearch/FLSim: read; it sums the buffer, so its lr is ours / `buffer`, and divides the weights by that of the usual staleness | buffer the paper and FLSim's example; lr = 1 ours (FLSim's 0.001, its example's 0.7) |
+| ... with `HeLoCo` | the code; 2606.00271 | PanocularAI/panofabric-engine: numbers | the code and its example: lr 0.7, momentum 0.9, rho 1 / sqrt(K) |
+| `HALoSStrategy` | 2506.04531 | utnslab/halos: numbers | the code's script |
+| `ADPSGDStrategy` | 1710.06952 | none | ours |
+| `DecoupledDiLoCoStrategy` | 2604.21428 | none | the paper, but for `quorum`, `tokens` and the inner optimizer |
+
+Where a paper and its authors' program differ the docstring says how. A strategy is tested against a loop of its own, too
+(`tests/reference/`), which finds errors of the code, and not of what was read.
+
 ## Other names
 
 Algorithms that are settings of these strategies (a test has each, written out in plain loops):

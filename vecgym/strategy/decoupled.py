@@ -182,7 +182,9 @@ def _of_fragments(given: Server | None) -> Server:
     if server.buffer not in (None, 1) or server.staleness is not None:
         raise ValueError(f"server={server!r} has a buffer of its own, and here the quorum says how many.")
     if any(getattr(type(server), x) is not getattr(Server, x) for x in ("correct", "start")):
-        raise ValueError(f"server={server!r} corrects each arrival or sends other parameters than its own: not here.")
+        raise ValueError(
+            f"server={server!r} corrects each arrival, and here only what is merged is seen: give OuterOptimizer."
+        )
     return server
 
 

@@ -178,7 +178,8 @@ class FedBuff(OuterOptimizer):
     FedBuff(buffer=10, lr=0.5)
 
     Reference: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviation:
-    no noise is added for privacy.
+    no noise is added for privacy. In github.com/facebookresearch/FLSim the buffer is summed, so that its rates are ours
+    divided by `buffer`, and the weights are divided by that of a usual staleness. lr = 1 is nobody's default but ours.
     """
 
     staleness = "inverse_sqrt"
