@@ -52,6 +52,7 @@ from vecgym.strategy import (
     DiLoCoStrategy,
     FedBuff,
     HALoSStrategy,
+    HeLoCo,
     OptimSpec,
     OuterOptimizer,
     Server,
@@ -99,7 +100,10 @@ def compute_of(rng: random.Random, case: int) -> tuple[Compute, list[float], Cal
 
 def servers_of(rng: random.Random) -> tuple[Server, Callable[[], Any]]:
     lr, momentum, N = rng.choice([0.2, 0.5]), rng.choice([0.5, 0.9]), rng.choice([1, 2, 5])
-    if rng.random() < 0.5:
+    kind = rng.random()
+    if kind < 0.2:
+        return HeLoCo(lr, momentum, rho=0.5), lambda: twin.HeLoCo(lr, momentum, num_nodes=4)
+    if kind < 0.6:
         c = rng.choice([0.0, 0.5 / N])
         return DelayedNesterov(lr, momentum, N, c), lambda: twin.DelayedNesterov(lr, momentum, N, c)
     spec = OptimSpec("sgd", lr=lr, momentum=momentum, nesterov=True)
@@ -656,6 +660,7 @@ def test_derivatives_of_halos(inner: str) -> None:
     (lambda: Halos(local_updates=0), "local_updates=0"),
     (lambda: Decoupled(quorum=0), "quorum=0"),
     (lambda: Decoupled(server=FedBuff(4)), "has a buffer of its own"),
+    (lambda: Decoupled(server=HeLoCo()), "corrects each arrival"),
     (lambda: Decoupled(fragments="all"), "fragments='all' must be"),
     (lambda: Decoupled(merging="sum"), "merging='sum'"),
     (lambda: Decoupled(tokens=[1.0, 0.0]), "tokens=0.0"),

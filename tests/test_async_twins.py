@@ -441,29 +441,57 @@ def test_heloco_turns_what_is_across_towards_the_momentum() -> None:
 
 
 def test_heloco_corrects_each_tensor_by_the_momentum_of_before() -> None:
-    """First arrival: m = 0, as it is. Second: `weight` agrees, `bias` goes against m and is corrected. Nesterov."""
+    """First arrival: m = 0, as it is. Second: `weight` agrees, `bias` goes against m and is corrected."""
     first = random_params(1)
+    m = {name: 0.1 * x for name, x in first.items()}
     second = {"weight": first["weight"] * 2, "bias": -first["bias"]}
-    corrected = {"weight": second["weight"], "bias": heloco_correction(second["bias"], first["bias"])}
+    corrected = {"weight": second["weight"], "bias": heloco_correction(second["bias"], m["bias"])}
     assert not torch.equal(corrected["bias"], second["bias"])
-    assert_close(after(HeLoCo(0.7, 0.9), [first, second]), nesterov([first, corrected], 0.7, 0.9))
+    assert_close(after(HeLoCo(0.7, 0.9, 1), [first, second]), damped([first, corrected], 0.7, 0.9))
+
+
+def damped(movements: list[Params], lr: float, momentum: float) -> Params:
+    """The parameters after these steps from random_params(0)."""
+    theta, m = random_params(0), {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for G in movements:
+        m = {name: momentum * m[name] + (1 - momentum) * x for name, x in G.items()}
+        theta = {name: x - lr * (G[name] + momentum * m[name]) for name, x in theta.items()}
+    return theta
 
 
 def test_heloco_without_a_movement_or_a_momentum_is_as_it_is() -> None:
     nothing = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     movements = [nothing, random_params(1), nothing]
-    assert_close(after(HeLoCo(0.7, 0.9), movements), nesterov(movements, 0.7, 0.9))
+    assert_close(after(HeLoCo(0.7, 0.9, 1), movements), damped(movements, 0.7, 0.9))
 
 
 def test_heloco_corrects_before_it_weighs() -> None:
     theta = random_params(0)
-    server = HeLoCo(0.7, 0.9)
+    server = HeLoCo(0.7, 0.9, num_nodes=4)
     server.start(theta)
     first, second = random_params(1), random_params(2)
     server.receive(first, 1.0)
     server.receive(second, 0.5)
-    weighted = {name: 0.5 * heloco_correction(second[name], first[name]) for name in SHAPES}
-    assert_close(theta, nesterov([first, weighted], 0.7, 0.9))
+    m = {name: 0.1 * 0.5 * x for name, x in first.items()}
+    weighted = {name: 0.5 * 0.5 * heloco_correction(second[name], m[name]) for name in SHAPES}
+    assert_close(theta, damped([{name: 0.5 * x for name, x in first.items()}, weighted], 0.7, 0.9))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_heloco_goes_one_and_mu_times_a_movement_that_stays_the_same(momentum: float) -> None:
+    """Torch's Nesterov goes 1 / (1 - mu) times: 10 times for mu = 0.9."""
+    theta, same = random_params(0), random_params(1)
+    server = HeLoCo(1.0, momentum, num_nodes=1)
+    server.start(theta)
+    for _ in range(400):
+        before = {name: x.clone() for name, x in theta.items()}
+        server.receive(same, 1.0)
+    assert_close(
+        {name: before[name] - x for name, x in theta.items()}, {n: (1 + momentum) * x for n, x in same.items()}
+    )
+    assert_close(
+        {name: x - server.sent()[name] for name, x in theta.items()}, {n: momentum * x for n, x in same.items()}
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- DyLU
@@ -621,27 +649,27 @@ def halos_drift(seconds: Sequence[float], regions: list[list[int]], num_updates:
     )
 
 
-def test_halos_of_one_node_a_region_that_takes_over_the_global_model_is_asynchronous() -> None:
-    """Each arrival goes on to the global server, and the reply replaces the local model: no tie, so the same run."""
+def test_halos_of_one_region_that_takes_over_the_global_model_is_asynchronous() -> None:
+    """The global server, SGD(1), goes where the local one has gone, and the reply replaces that by the same."""
     seconds = [1.0, 0.37, 2.21]
-    expected = mlp(seconds, 12, server=HeLoCo(0.3, 0.9))
+    expected = mlp(seconds, 12, server=HeLoCo(0.3, 0.9, 3))
     updates, _ = halos(
         make_model("MLP", dtype=torch.float64),
         mlp_batch,
-        [[0], [1], [2]],
+        [[0, 1, 2]],
         num_updates=12,
         num_steps=[3] * 3,
         step_seconds=lambda node, step: seconds[node],
         inner=ADAMW,
-        make_local=lambda: OuterOptimizer(SGD1),
-        global_server=HeLoCo(0.3, 0.9),
+        make_local=lambda: HeLoCo(0.3, 0.9, 3),
+        global_server=OuterOptimizer(SGD1),
         local_updates=1,
         merge=1.0,
     )
     assert times(updates) == times(expected)
     for ours, theirs in zip(updates, expected):
-        assert ours.arrivals[0].node == theirs.arrivals[0].node
-        assert ours.staleness == theirs.arrivals[0].staleness
+        assert (ours.arrivals[0].node, ours.staleness) == (theirs.arrivals[0].node, 0)
+        assert ours.arrivals[0].staleness == theirs.arrivals[0].staleness
         assert ours.arrivals[0].loss == pytest.approx(theirs.arrivals[0].loss, abs=1e-12)
         torch.testing.assert_close(ours.params, theirs.params, rtol=1e-9, atol=1e-9)
 
@@ -723,8 +751,8 @@ def test_halos_of_two_regions_by_hand() -> None:
     assert [update.total_steps for update in updates] == [2, 4, 6, 8, 10]
 
 
-def test_halos_merges_a_part_of_the_global_model_before_its_nodes_begin() -> None:
-    """One region; outer SGD(1/2) at the global server. -8 there, -4 here: -8 + (1/4) 4 = -7, where the nodes begin."""
+def test_halos_merges_a_part_of_the_global_model_after_the_node_has_begun() -> None:
+    """One region; outer SGD(1/2) at the global server. The node begins at -8; then -8 + (1/4) 4 = -7, the region's."""
     starts: list[float] = []
 
     class Seen(Drift):
@@ -745,8 +773,8 @@ def test_halos_merges_a_part_of_the_global_model_before_its_nodes_begin() -> Non
         local_updates=1,
         merge=0.25,
     )
-    # from -7: to -15, global -8, 3/4 (-15) + 1/4 (-8) = -13.25
-    assert starts == [0, -7, -13.25]
+    # from -7: to -15, where the node begins; global -8, 3/4 (-15) + 1/4 (-8) = -13.25; from there -21.25
+    assert starts == [0, -8, -15, -21.25]
 
 
 def test_halos_replies_carry_what_the_global_server_had_when_it_sent_them() -> None:

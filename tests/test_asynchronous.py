@@ -105,7 +105,7 @@ def fedbuff(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
 
 def heloco(rng: random.Random) -> tuple[Server, Any, dict[str, Any]]:
     buffer = rng.choice([1, 2])
-    return HeLoCo(0.2, 0.9), twin.HeLoCo(0.2, 0.9, buffer=buffer), {"buffer": buffer}
+    return HeLoCo(0.2, 0.9), twin.HeLoCo(0.2, 0.9, K, buffer), {"buffer": buffer}
 
 
 @pytest.mark.parametrize("make", [outer_sgd, outer_adam, delayed_nesterov, fedbuff, heloco])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import vecgym.strategy
 from tests.fitting import dataset, fit
 from tests.models import make_model
-from vecgym import availability, dry_run, sweep
+from tests.test_authors import AUTHORS
+from vecgym import availability, dry_run, guide, sweep
 from vecgym.cli import compare
 from vecgym.clock import Compute, Network
 from vecgym.collectives import StackedCollectives
@@ -48,6 +49,20 @@ def test_every_public_strategy_is_in_it_and_in_the_readmes_table() -> None:
     shown = set(re.findall(r"`(\w+Strategy)\(", first_cells))
     listed = made | asynchronous | {CommunicateOptimizeStrategy}
     assert {cls.__name__ for cls in listed - {Strategy}} == shown
+
+
+def test_the_guide_says_of_each_what_is_certain() -> None:
+    """Every strategy, every server, and each has a rule, a comparison and defaults; what claims numbers has them."""
+    table = str(guide.strategies.__doc__).partition("\n## What is certain")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")][
+        1:
+    ]
+    assert all(len(row) == 4 and all(row) for row in rows)
+    named = set(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows)))
+    servers = {"DelayedNesterov", "FedBuff", "HeLoCo"}
+    assert {cls.__name__ for cls in PUBLIC - {Strategy, CommunicateOptimizeStrategy, RankStrategy}} | servers <= named
+    claimed = {row[0] for row in rows if "numbers" in row[2] and "`verify`" not in row[2]}
+    assert len(claimed) == len(AUTHORS) + 1  # HALoS's are Delayed Nesterov's, too
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

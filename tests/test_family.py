@@ -14,12 +14,12 @@ from torch.optim import SGD, AdamW
 from tests.fitting import fit, same_run
 from tests.helpers import Run, assert_close, assert_same_bits, difference, flat, run, stacked
 from tests.models import make_batches, make_model
-from tests.reference import common
+from tests.reference import common, optimizers
 from tests.reference.common import Result
 from tests.reference.diloco import diloco, heloco, median_norm
 from tests.reference.gpa import gpa
 from tests.reference.local_adam import local_adam
-from tests.reference.muloco import muloco
+from tests.reference.muloco import MUON, muloco
 from tests.reference.noloco import noloco
 from tests.reference.palsgd import palsgd
 from tests.reference.sparta import sparta
@@ -214,13 +214,16 @@ MATRICES = {
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("model", MATRICES)
-def test_muloco_equals_its_twin(model: str, engine: str) -> None:
+@pytest.mark.parametrize(("muon", "make"), [("dion", optimizers.DionMuon), ("torch", MUON)])
+def test_muloco_equals_its_twin(muon: Any, make: Any, model: str, engine: str) -> None:
     numbers: dict[str, Any] = {"lr": 0.03, "adamw_lr": 0.01, "momentum": 0.8, "weight_decay": 0.1}
     outer = OptimSpec(SGD, lr=0.6, momentum=0.7, nesterov=True)
-    ours = trained(MuLoCoStrategy(outer, 4, **numbers, max_norm=0.3, warmup_steps=WARMUP), model, engine=engine)
+    ours = trained(
+        MuLoCoStrategy(outer, 4, **numbers, muon=muon, max_norm=0.3, warmup_steps=WARMUP), model, engine=engine
+    )
     theirs = muloco(
         make_model(model, dtype=F64), data(model), K, H=4, is_matrix=lambda name: name in MATRICES[model], **numbers,
-        outer_lr=0.6, outer_momentum=0.7, max_norm=0.3, factor=warm,
+        make_muon=make, outer_lr=0.6, outer_momentum=0.7, max_norm=0.3, factor=warm,
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "params")
@@ -229,14 +232,17 @@ def test_muloco_equals_its_twin(model: str, engine: str) -> None:
 
 def test_muloco_is_diloco_with_muon_and_without_matrices_with_adamw() -> None:
     nesterov = OptimSpec(SGD, lr=0.8, momentum=0.9, nesterov=True)
-    muon = OptimSpec(
-        "muon", lr=0.02, momentum=0.9, weight_decay=0.0,
-        param_groups=lambda name, p: {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4, "weight_decay": 0.0},
-    )  # fmt: skip
-    assert_close(trained(MuLoCoStrategy()).params, trained(DiLoCoStrategy(muon, nesterov, 30)).params, EXACT)
-    full = OptimSpec("fullprecisionmuon", **muon.kwargs, param_groups=muon.param_groups)
-    found = trained(MuLoCoStrategy(full_precision=True)).params
-    assert_close(found, trained(DiLoCoStrategy(full, nesterov, 30)).params, EXACT)
+    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("dionmuon", {}, {}), ("dionmuon", {"full_precision": True}, {"full_precision": True}),
+        ("muon", {}, {"muon": "torch"}), ("fullprecisionmuon", {}, {"muon": "torch", "full_precision": True}),
+    ]  # fmt: skip
+    for kind, more, settings in kinds:
+        muon = OptimSpec(
+            kind, lr=0.02, momentum=0.9, weight_decay=0.0, **more,
+            param_groups=lambda name, p: {} if p.dim() == 2 else {"optim": "adamw", "lr": 3e-4, "weight_decay": 0.0},
+        )  # fmt: skip
+        expected = trained(DiLoCoStrategy(muon, nesterov, 30)).params
+        assert_close(trained(MuLoCoStrategy(**settings)).params, expected, EXACT)
     none = MuLoCoStrategy(H=4, lr=0.5, adamw_lr=0.01, matrices=lambda name, p: False)
     adamw = DiLoCoStrategy(OptimSpec(AdamW, lr=0.01, weight_decay=0.0), nesterov, 4)
     assert_close(trained(none).params, trained(adamw).params, EXACT)
@@ -280,13 +286,14 @@ def test_derivatives_of_muloco_are_those_of_its_polynomial(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("model", ["MLP", "CNN"])
-@pytest.mark.parametrize("num_nodes", [1, K])
-def test_gpa_equals_its_twin(num_nodes: int, model: str, engine: str) -> None:
-    strategy = GPAStrategy("adamw", mu_x=0.8, mu_y=0.6, lr=0.01, max_norm=0.3, warmup_steps=WARMUP)
+@pytest.mark.parametrize(("num_nodes", "decay"), [(1, "paper"), (K, "paper"), (K, "code")])
+def test_gpa_equals_its_twin(num_nodes: int, decay: Any, model: str, engine: str) -> None:
+    inner = OptimSpec("adamw", lr=0.01, weight_decay=0.3)
+    strategy = GPAStrategy(inner, mu_x=0.8, mu_y=0.6, decay=decay, max_norm=0.3, warmup_steps=WARMUP)
     ours = trained(strategy, model, num_nodes, engine=engine)
     theirs, x, z = gpa(
-        make_model(model, dtype=F64), data(model, num_nodes), num_nodes, mu_x=0.8, mu_y=0.6,
-        inner=(AdamW, {"lr": 0.01}), max_norm=0.3, schedule=warm,
+        make_model(model, dtype=F64), data(model, num_nodes), num_nodes, mu_x=0.8, mu_y=0.6, decay=decay,
+        inner=(AdamW, {"lr": 0.01, "weight_decay": 0.3}), max_norm=0.3, schedule=warm,
     )  # fmt: skip
     assert_close(ours.losses, theirs.losses, TWIN, "losses")
     assert_close(ours.params, each([common.parameters(m) for m in theirs.models]), TWIN, "y")
@@ -303,6 +310,19 @@ def test_gpa_of_sgd_is_diloco_of_single_steps(mu: float) -> None:
     ours = trained(GPAStrategy("sgd", mu, mu, lr=eta * gamma / (1 - mu)))
     assert_close(ours.params, trained(diloco).params, EXACT * 100)
     assert difference(trained(GPAStrategy("sgd", mu, mu, lr=eta * gamma)).params, ours.params) > 1e-3
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_the_decay_of_gpa_is_that_of_each_group_and_nothing_without_any(weight_decay: float) -> None:
+    groups: dict[str, Any] = {"param_groups": lambda name, p: {"weight_decay": 0.0} if p.dim() == 1 else {"lr": 0.02}}
+    inner = OptimSpec("adamw", lr=0.01, weight_decay=weight_decay, **groups)
+    code, paper = (trained(GPAStrategy(inner, 0.8, 0.6, decay=d), steps=1).params for d in ("code", "paper"))
+    z = common.parameters(make_model("MLP", dtype=F64))
+    for name, x in code.items():  # y gains mu_x (1 - mu_y) lr wd z
+        gained = 0.8 * 0.4 * 0.02 * weight_decay * z[name].detach() if z[name].dim() == 2 else torch.zeros_like(x[0])
+        torch.testing.assert_close(x[0] - paper[name][0], gained, rtol=0, atol=1e-12)
+    coupled = [trained(GPAStrategy(OptimSpec("adam", weight_decay=0.3), 0.8, 0.6, decay=d)) for d in ("code", "paper")]
+    assert difference(coupled[0].params, coupled[1].params) == 0
 
 
 def test_gpa_whose_average_forgets_at_once_is_ddp() -> None:
@@ -432,7 +452,7 @@ def test_corrected_movements_equal_their_twin(name: str, model: str, engine: str
     def correct(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         cosines = [torch.cosine_similarity(x.flatten(), momentum[n].flatten(), 0) for m in moved for n, x in m.items()]
         seen.extend(map(float, cosines))
-        return (heloco if name == "heloco" else median_norm)(moved, momentum)
+        return heloco(moved, momentum, 0.8) if name == "heloco" else median_norm(moved, momentum)
 
     outer: dict[str, Any] = {"lr": 0.6, "momentum": 0.8, "nesterov": True}
     strategy = DiLoCoStrategy("adamw", OptimSpec(SGD, **outer), 2, lr=0.01, max_norm=0.3, correction=name)
@@ -466,7 +486,7 @@ def test_a_movement_of_nothing_stays_nothing() -> None:
 
 
 def test_a_correction_keeps_nothing() -> None:
-    for correction, more in (("heloco", 0), ("median_norm", 8)):
+    for correction, more in (("heloco", 0), ("median_norm", 8 * len(make_model("MLP").state_dict()))):
         ours = trained(DiLoCoStrategy("adamw", H=4, lr=0.01, correction=correction), num_nodes=4, steps=9)
         outer = {slot: x for slot, x in ours.state.strategy["0"]["optimizer"].items() if slot != "step"}
         assert kept_bytes({"params": ours.state.strategy["0"]["params"], **outer}, 4) == (0, 2 * model_bytes())

@@ -19,6 +19,7 @@ SPECS: dict[str, Callable[..., OptimSpec]] = {
     "lion": lambda lr=0.03, **settings: OptimSpec("lion", lr=lr, weight_decay=0.1, **settings),
     "muon": lambda lr=0.05, **settings: OptimSpec("muon", lr=lr, weight_decay=0.1, **settings),
     "full": lambda lr=0.05, **settings: OptimSpec("fullprecisionmuon", lr=lr, weight_decay=0.1, **settings),
+    "dion": lambda lr=0.05, **settings: OptimSpec("dionmuon", lr=lr, weight_decay=0.1, **settings),
 }
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
     "participation": lambda spec: FedAvgStrategy(spec, H=2, participation=0.5),

@@ -316,7 +316,7 @@ STRATEGIES: dict[str, Row] = {
             ROUNDS
             * (
                 ring(K) * sum(x.numel() * x.itemsize for x in params.values())
-                + OTHERS * next(iter(params.values())).itemsize
+                + OTHERS * sum(x.itemsize for x in params.values())
             )
         ),
         outer=nesterov,
@@ -1008,13 +1008,19 @@ ARGUMENTS: dict[type, Changes] = {
             "momentum": 0.5,
             "weight_decay": 0.1,
             "full_precision": True,
+            "muon": "torch",
             "matrices": lambda name, p: False,
             "outer_optim": "adam",
             "outer_lr": 0.3,
             "compression": "topk",
         },
     ),
-    GPAStrategy: Changes(GPAStrategy, {"inner_optim": "sgd", "mu_x": 0.9}, {**COMMON, "mu_x": 0.5, "mu_y": 0.3}),
+    GPAStrategy: Changes(
+        GPAStrategy,
+        {"inner_optim": "sgd", "mu_x": 0.9},
+        {**COMMON, "mu_x": 0.5, "mu_y": 0.3, "decay": "code"},
+        also={"decay": {"inner_optim": "adamw"}},
+    ),
     PALSGDStrategy: Changes(
         PALSGDStrategy,
         {"inner_optim": "sgd", "H": 2, "p": 0.3},
@@ -1242,6 +1248,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "Muon takes matrices, and parameter",
     ),
+    "Muon's kind": (lambda: MuLoCoStrategy(muon="keller"), ValueError, "muon='keller'"),  # type: ignore[arg-type]
     "Muon's rate": (lambda: MuLoCoStrategy(lr=0.0), ValueError, "Muon's, which must be positive"),
     "AdamW's rate": (lambda: MuLoCoStrategy(adamw_lr=-1.0), ValueError, "lr"),
     "mu_x": (lambda: GPAStrategy(mu_x=1.0), ValueError, r"mu_x=1.0 must be a number in \[0, 1\)"),

@@ -171,6 +171,16 @@ def of_muon(optim: str, name: str) -> Callable[..., vecgym.OptimSpec]:
     return spec
 
 
+def dion_muon(
+    lr: float | Tensor = 0.1, weight_decay: float | Tensor = 0.1, momentum: float | Tensor = 0.95,
+    eps: float | Tensor = 1e-8, full_precision: bool = False,
+) -> vecgym.OptimSpec:  # fmt: skip
+    """The keywords of `OptimSpec("dionmuon", ...)`."""
+    return vecgym.OptimSpec(
+        "dionmuon", lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps, full_precision=full_precision
+    )
+
+
 muon, full_precision_muon = of_muon("muon", "muon"), of_muon("fullprecisionmuon", "full_precision_muon")
 
 
@@ -509,6 +519,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.optim.ElementwiseRule.update": {"state": lambda: vecgym.OptimSpec("sgd").rule().init(tree_of_nodes())},
     "vecgym.optim.Lion": {"params": lambda: Line().parameters()},
     "vecgym.optim.FullPrecisionMuon": {"params": lambda: Matrix().parameters()},
+    "vecgym.optim.DionMuon": {"params": lambda: Matrix().parameters()},
     "vecgym.optim.PerNodeRule": {"spec": lambda: vecgym.OptimSpec(torch.optim.ASGD)},
     "vecgym.optim.PerNodeRule.update": {
         "state": lambda: vecgym.OptimSpec(torch.optim.ASGD).rule().init(tree_of_nodes())},
@@ -783,7 +794,7 @@ def targets() -> dict[str, Target]:
             seen.add(id(value))
             for target in (Target(full, "", value, True), *_methods(full, value)):
                 found.setdefault(target.name, target)
-    for spec in (lion, muon, full_precision_muon):
+    for spec in (lion, muon, full_precision_muon, dion_muon):
         found[f'vecgym.OptimSpec("{spec.__name__}")'] = Target(f'vecgym.OptimSpec("{spec.__name__}")', "", spec, True)
     return found
 

@@ -119,7 +119,7 @@ class OuterOptimizer:
 
     def receive(self, Delta: Params, weight: float) -> bool:
         """Take one arrival; return whether the server's parameters were updated."""
-        self.held.append({name: weight * self.correct(name, Delta[name]) for name in self.theta})
+        self.held.append({name: weight * Delta[name] for name in self.theta})
         if len(self.held) < self.buffer:
             return False
         for name, param in self.theta.items():
@@ -128,9 +128,9 @@ class OuterOptimizer:
         self.held = []
         return True
 
-    def correct(self, name: str, Delta: Tensor) -> Tensor:
-        """What is done to a movement before it is weighted: nothing."""
-        return Delta
+    def sent(self) -> Params:
+        """What a node begins from."""
+        return self.theta
 
 
 def fedbuff(lr: float, buffer: int) -> dict[str, Any]:
@@ -158,6 +158,9 @@ class DelayedNesterov:
         self.m = {name: torch.zeros_like(param) for name, param in theta.items()}
         self.D = {name: torch.zeros_like(param) for name, param in theta.items()}
 
+    def sent(self) -> Params:
+        return self.theta
+
     def receive(self, Delta: Params, weight: float) -> bool:
         self.count += 1
         last = self.count % self.N == 0
@@ -173,32 +176,51 @@ class DelayedNesterov:
         return True
 
 
-class HeLoCo(OuterOptimizer):
-    """HeLoCo (arXiv 2606.00271): each tensor's movement is corrected by the server's momentum m, then Nesterov's step.
+class HeLoCo:
+    """HeLoCo (arXiv 2606.00271, as PanocularAI/panofabric-engine has it): corrected movements, a damped momentum.
 
-    cos = cosine(Delta, m);  conf = |Delta| / (|Delta| + 3 |m| + 1e-8);  v = m / |m|
-    cos >= 0.2:       Delta as it is
-    cos < 0:          Delta - min(0.5 (-cos) conf, 0.5) cos |Delta| v         (some of what goes against m is taken out)
-    0 <= cos < 0.2:   |Delta| unit((1 - l) unit(Delta) + l v),  l = min((1 - cos) conf, 1)        (turned towards m)
-    m = 0 or Delta = 0: as it is
+    What is sent to a node:   theta - eta mu m: where the momentum would take theta if nothing else came
+    An arrival, tensor by tensor, m being the server's momentum of before the update that it is part of:
+        cos = cosine(Delta, m);  conf = |Delta| / (|Delta| + 3 |m| + 1e-8);  v = m / |m|
+        cos >= 0.2:       Delta as it is
+        cos < 0:          Delta - min(0.5 (-cos) conf, 0.5) cos |Delta| v     (some of what goes against m is taken out)
+        0 <= cos < 0.2:   |Delta| unit((1 - l) unit(Delta) + l v),  l = min((1 - cos) conf, 1)    (turned towards m)
+        |m| or |Delta| below 1e-8: as it is
+        G = w rho corrected,  rho = 1 / sqrt(K): weighted *after* it is corrected
+    An update, with G or, of a buffer, the mean of its G:
+        m <- mu m + (1 - mu) G;  theta <- theta - eta (G + mu m)
 
-    g = w corrected;  m <- mu m + g;  theta <- theta - eta (g + mu m): the paper's outer step is DiLoCo's, Nesterov as
-    torch defines it (nesterov=False: heavy ball). Corrected *before* it is weighted, so that the weight has no part in
-    conf; corrected at its arrival, by the momentum of before the update that it is part of.
+    The momentum is a mean of movements, not their sum: with G = Delta for ever m goes to Delta, and theta moves by
+    (1 + mu) eta Delta a step.
     """
 
-    def __init__(self, lr: float = 0.7, momentum: float = 0.9, nesterov: bool = True, buffer: int = 1) -> None:
-        super().__init__((torch.optim.SGD, {"lr": lr, "momentum": momentum, "nesterov": nesterov}), buffer)
+    def __init__(self, lr: float, momentum: float, num_nodes: int, buffer: int = 1) -> None:
+        self.lr, self.momentum, self.rho, self.buffer = lr, momentum, 1 / math.sqrt(num_nodes), buffer
+        self.held: list[Params] = []
 
-    def correct(self, name: str, Delta: Tensor) -> Tensor:
-        m = self.optimizer.state[self.theta[name]].get("momentum_buffer")
-        if m is None or m.norm() == 0 or Delta.norm() == 0:
-            return Delta
-        return heloco_correction(Delta, m)
+    def start(self, theta: Params) -> None:
+        self.theta = theta
+        self.m = {name: torch.zeros_like(param) for name, param in theta.items()}
+
+    def sent(self) -> Params:
+        return {name: param - self.lr * self.momentum * self.m[name] for name, param in self.theta.items()}
+
+    def receive(self, Delta: Params, weight: float) -> bool:
+        self.held.append({n: weight * self.rho * heloco_correction(Delta[n], m) for n, m in self.m.items()})
+        if len(self.held) < self.buffer:
+            return False
+        for name, param in self.theta.items():
+            G = common.mean([movement[name] for movement in self.held])
+            self.m[name] = self.momentum * self.m[name] + (1 - self.momentum) * G
+            param -= self.lr * (G + self.momentum * self.m[name])
+        self.held = []
+        return True
 
 
 def heloco_correction(Delta: Tensor, m: Tensor) -> Tensor:
     size = Delta.norm()
+    if size < 1e-8 or m.norm() < 1e-8:
+        return Delta
     u, v = Delta / size, m / m.norm()
     cosine = (u * v).sum()
     confidence = size / (size + 3 * m.norm() + 1e-8)
@@ -212,7 +234,7 @@ def heloco_correction(Delta: Tensor, m: Tensor) -> Tensor:
     return size * direction / direction.norm()
 
 
-Server = OuterOptimizer | DelayedNesterov
+Server = OuterOptimizer | DelayedNesterov | HeLoCo
 
 
 # ------------------------------------------------------------------------------------------------------------ network
@@ -396,7 +418,7 @@ def asynchronous(
         first = nodes[i].own_step
         nodes[i].version = version
         batches = [batch(i, step) for step in range(first, first + num_steps[i])]
-        train_round(nodes[i], theta, batches, max_norm, schedule)
+        train_round(nodes[i], server.sent(), batches, max_norm, schedule)
         queue.push(time + round_seconds(step_seconds, i, first, num_steps[i]), END, i)
 
     for i in range(num_nodes):

@@ -79,14 +79,14 @@ def diloco(
     )
 
 
-def heloco(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Each tensor of each node by itself; |x| is the norm of a tensor."""
-    return [{name: _against(delta, momentum[name]) for name, delta in of_node.items()} for of_node in moved]
+def heloco(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor], mu: float) -> list[dict[str, Tensor]]:
+    """Each tensor of each node by itself, by m = (1 - mu) momentum: HeLoCo's is a mean of movements, torch's a sum."""
+    return [{n: _against(delta, (1 - mu) * momentum[n]) for n, delta in of_node.items()} for of_node in moved]
 
 
 def _against(delta: Tensor, m: Tensor) -> Tensor:
     size, pull = float(delta.norm()), float(m.norm())
-    if pull == 0 or size == 0:
+    if pull < 1e-8 or size < 1e-8:
         return delta
     c = float((delta * m).sum()) / (size * pull)
     conf = size / (size + 3 * pull + 1e-8)
@@ -100,6 +100,6 @@ def _against(delta: Tensor, m: Tensor) -> Tensor:
 
 
 def median_norm(moved: list[dict[str, Tensor]], momentum: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    norms = [sum(float(x.square().sum()) for x in of_node.values()) ** 0.5 for of_node in moved]
-    middle = statistics.median(norms)
-    return [{name: x * (middle / norm) for name, x in of_node.items()} for of_node, norm in zip(moved, norms)]
+    """templar's: a tensor larger than the median of all nodes' is shrunk to it; of two middle ones, the lower."""
+    limits = {name: statistics.median_low([float(of_node[name].norm()) for of_node in moved]) for name in moved[0]}
+    return [{name: x * min(1.0, limits[name] / float(x.norm())) for name, x in of_node.items()} for of_node in moved]

@@ -7,6 +7,13 @@
         z = inner(z, g)
         x = mu_x x + (1 - mu_x) z
 
+With decay = "code", as facebookresearch/optimizers, gpa/gpa_adamw.py, whose AdamW keeps y and z, and no x:
+
+    z' = (1 - lr wd) z;  z_new = z' - lr (AdamW's direction)
+    y_new = mu_x y + (1 - mu_x) z' + (1 - mu_x mu_y) (z_new - z')
+
+which is the same where wd = 0. x is what it takes for y = mu_y x + (1 - mu_y) z.
+
 All nodes have the same x, y and z, so these are kept once; each node only has gradients of its own.
 """
 
@@ -28,6 +35,7 @@ def gpa(
     *,
     mu_x: float,
     mu_y: float,
+    decay: str = "paper",
     inner: OptimizerSpec = (torch.optim.AdamW, {"lr": 1e-3}),
     max_norm: float | None = None,
     schedule: Schedule | None = None,
@@ -54,9 +62,16 @@ def gpa(
         if max_norm is not None:
             nn.utils.clip_grad_norm_(list(z.values()), max_norm)
         common.set_rate(optimizer, schedule, step)
+        group = optimizer.param_groups[0]
+        before = {name: (1 - group["lr"] * group["weight_decay"]) * p.detach() for name, p in z.items()}
+        y = {name: p.detach().clone() for name, p in thetas[0].items()}
         optimizer.step()
         for name in x:
-            x[name] = mu_x * x[name] + (1 - mu_x) * z[name].detach()
+            new = z[name].detach()
+            x[name] = mu_x * x[name] + (1 - mu_x) * new
+            if decay == "code":
+                after = mu_x * y[name] + (1 - mu_x) * before[name] + (1 - mu_x * mu_y) * (new - before[name])
+                x[name] = (after - (1 - mu_y) * new) / mu_y
         set_y()
 
     return Result(losses=losses, models=models), x, {name: p.detach() for name, p in z.items()}

@@ -4,7 +4,7 @@
         x = local_rule(x, Delta)                               version + 1 if the rule took an update
         acc = acc + (x before - x after)
         after every `local_updates` arrivals:  send acc to the global server;  acc = 0
-        the node begins its next round from x                  once all else of this time has happened
+        the node begins its next round from x      once all arrivals of this time have happened, before any reply
     at the global server, when a region's acc arrives
         z = global_rule(z, acc);  send z back to that region
     at the local server, when z arrives:  x = (1 - a) x + a z
@@ -23,9 +23,13 @@ Staleness of a node's message: versions of its local server since its round bega
 global server since the one that the region last merged (0 at first), when it sent. Weights: `staleness_function` for
 nodes; 1 for regions.
 
-At one time: ends of rounds, arrivals at local servers (both by node), messages that get ready (what they carry is of
-the arrival that made them ready), arrivals at the global server, replies (all three by region), begins of rounds (by
-node).
+At one time: ends of rounds, arrivals at local servers, begins of rounds (all three by node), messages that get ready
+(what they carry is of the arrival that made them ready), arrivals at the global server, replies (all three by region).
+The paper's program (utnslab/halos, exec_halos.py: on_new_worker_pgrads) schedules a node's next round in the handler of
+its arrival, and messages between servers come later even where they take no time.
+
+The default rates are the paper's 0.2 and 0.15 times the buffers, as its script gives them: Delayed Nesterov divides a
+movement by the buffer, so that an arrival moves a server by 0.2 or 0.15 of it.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ from tests.reference.asynchronous import (
 )
 from tests.reference.common import Batch, OptimizerSpec, Schedule
 
-END, LOCAL, SEND, GLOBAL, REPLY, BEGIN = range(6)  # in their order at one time
+END, LOCAL, BEGIN, SEND, GLOBAL, REPLY = range(6)  # in their order at one time
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def halos(
     num_steps: Sequence[int],
     step_seconds: Callable[[int, int], float],
     inner: OptimizerSpec = (torch.optim.AdamW, {"lr": 1e-3}),
-    make_local: Callable[[], Server] = lambda: DelayedNesterov(0.2, 0.9, 16),
+    make_local: Callable[[], Server] = lambda: DelayedNesterov(0.2 * 16, 0.9, 16),
     global_server: Server | None = None,
     local_updates: int = 32,
     merge: float = 0.25,
@@ -129,7 +133,7 @@ def halos(
     num_nodes = len(region_of)
     nodes = make_nodes(model, num_nodes, inner)
     z = clone(common.parameters(model))
-    global_server = global_server or DelayedNesterov(0.15, 0.5, 2)
+    global_server = global_server or DelayedNesterov(0.15 * 2, 0.5, 2)
     global_server.start(z)
     local = [make_region(z, make_local(), Links(network or Network(), num_nodes)) for _ in regions]
     global_links = Links(global_network or Network(), len(regions))
@@ -141,7 +145,7 @@ def halos(
         first = nodes[i].own_step
         nodes[i].version = region.version
         batches = [batch(i, step) for step in range(first, first + num_steps[i])]
-        train_round(nodes[i], region.theta, batches, max_norm, schedule)
+        train_round(nodes[i], region.server.sent(), batches, max_norm, schedule)
         heapq.heappush(events, (time + round_seconds(step_seconds, i, first, num_steps[i]), END, i))
 
     def receive(i: int, time: float, region: Region) -> None:
@@ -189,7 +193,7 @@ def halos(
             global_version += global_server.receive(message.acc, 1.0)
             total_steps += sum(arrival.num_steps for arrival in message.arrivals)
             updates.append(GlobalUpdate(now, global_version, message.arrivals, clone(z), total_steps, r, staleness))
-            region.replies.append((clone(z), global_version))
+            region.replies.append((clone(global_server.sent()), global_version))
             heapq.heappush(events, (global_links.download(r, now), REPLY, r))
         elif kind == REPLY:
             receive_reply(region)

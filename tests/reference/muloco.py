@@ -8,7 +8,7 @@
             Delta = mean_i (theta_outer - theta_i)
             m = mu m + Delta;  theta_outer = theta_outer - eta (Delta + mu m);  theta_i = theta_outer
 
-Muon and AdamW are torch's, one of each for every node.
+AdamW is torch's. Muon is the authors' (`optimizers.DionMuon`), or torch's: `make_muon`. One of each for every node.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def muloco(
     weight_decay: float,
     outer_lr: float,
     outer_momentum: float,
+    make_muon: Any = optimizers.DionMuon,
     max_norm: float | None = None,
     factor: Callable[[int], float] = lambda step: 1.0,
 ) -> Result:
@@ -48,7 +49,7 @@ def muloco(
     for theta in thetas:
         matrices = [p for name, p in theta.items() if is_matrix(name)]
         others = [p for name, p in theta.items() if not is_matrix(name)]
-        muons.append(MUON(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay))
+        muons.append(make_muon(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay))
         adamws.append(torch.optim.AdamW(others, lr=adamw_lr, weight_decay=weight_decay))
 
     theta_outer = {name: p.detach().clone() for name, p in thetas[0].items()}

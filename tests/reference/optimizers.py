@@ -1,4 +1,4 @@
-"""Lion and Muon as their papers write them: one model, parameter after parameter."""
+"""Lion and both kinds of Muon as their papers and authors write them: one model, parameter after parameter."""
 
 import torch
 
@@ -46,3 +46,40 @@ class Muon:
             polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.addmm(x, polynomial, x, beta=a)
         return x.T if update.shape[0] > update.shape[1] else x
+
+
+class DionMuon:
+    """github.com/microsoft/dion, dion/muon.py, as the authors of MuLoCo (arXiv 2505.23725) have it: `nesterov=False`,
+    `adjust_lr="spectral_norm"`. The momentum is a sum, each Newton-Schulz step has coefficients of its own, and the
+    scale sqrt(rows / columns) may be below 1.
+    """
+
+    STEPS = (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    )
+
+    def __init__(self, params, lr=0.01, weight_decay=0.01, momentum=0.95, eps=1e-8, rounded=True):
+        self.params, self.eps, self.rounded = list(params), eps, rounded
+        self.param_groups = [{"lr": lr, "weight_decay": weight_decay, "momentum": momentum}]
+        self.moments = [torch.zeros_like(p) for p in self.params]
+
+    @torch.no_grad()
+    def step(self):
+        lr, decay, momentum = self.param_groups[0].values()
+        for i, p in enumerate(self.params):
+            self.moments[i] = momentum * self.moments[i] + p.grad
+            p *= 1 - lr * decay
+            p -= lr * (p.shape[0] / p.shape[1]) ** 0.5 * self.orthogonal(self.moments[i]).to(p.dtype)
+
+    def orthogonal(self, m):
+        x = m.bfloat16() if self.rounded else m
+        x = x.T if x.shape[0] > x.shape[1] else x
+        x = x / (x.norm() + self.eps)
+        for a, b, c in self.STEPS:
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if m.shape[0] > m.shape[1] else x

@@ -315,8 +315,8 @@ class Handling:
         return [node for node, total in enumerate(totals) if not done[node] and counts[node] < total]
 
     def restart(self, event: Restart) -> None:
-        """Let nodes begin from the server's present parameters."""
-        self.begin(event.nodes, self.state.params)
+        """Let nodes begin from what the server sends of its present parameters."""
+        self.begin(event.nodes, self.simulation.server.start(self.state.params, self.state.strategy["server"]))
         self.send_to(event.nodes)
 
     def begin(self, begun: Sequence[int], params: Tree) -> None:

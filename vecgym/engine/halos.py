@@ -87,8 +87,10 @@ class _Handling(Handling):
         }
 
     def restart(self, event: Restart) -> None:
-        """Let a node begin from its region's present parameters."""
-        self.begin(event.nodes, self._of("regions")[self.simulation.region_of[event.nodes[0]]]["params"])
+        """Let a node begin from what its region's server sends of its present parameters."""
+        name = self.simulation.region_of[event.nodes[0]]
+        region = self._of("regions")[name]
+        self.begin(event.nodes, self.simulation.local_servers[name].start(region["params"], region["server"]))
         self.send_to(event.nodes)
 
     def sent(self, event: Sent) -> None:
@@ -102,12 +104,14 @@ class _Handling(Handling):
         """Take a region's message."""
         self.message, self.label = self._take("sent", _label(event)), _label(event)
         weight = self.simulation.strategy.region_weight(event.staleness)
-        self.taken, self.arrivals = [weighted(self.message["movement"], weight)], list(event.arrivals)
+        movement = self.simulation.server.correct(self.message["movement"], self.state.strategy["server"])
+        self.taken, self.arrivals = [weighted(movement, weight)], list(event.arrivals)
 
     def update(self, event: Update) -> None:
         """Let the global server make a version of the message, and put the reply on its way."""
         super().update(event)
-        self._put("replies", self.label, tree.map(torch.clone, self.state.params))
+        reply = self.simulation.server.start(self.state.params, self.state.strategy["server"])
+        self._put("replies", self.label, tree.map(torch.clone, reply))
 
     def replied(self, event: Replied) -> None:
         """Let the region go to the global server's parameters, as far as it does."""

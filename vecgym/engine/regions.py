@@ -3,8 +3,9 @@
 A node's movement goes to the server of its region, which makes a version of it, and of every `buffer` of them sends a
 message to the global server, which makes a version of that, an `Update`, and replies.
 
-At one time: ends of rounds, arrivals (both by node), messages that leave the regions, arrivals at the global server,
-replies (all three by region), begins of rounds (by node).
+At one time: ends of rounds, arrivals, begins of rounds (all three by node), messages that leave the regions, arrivals
+at the global server, replies (all three by region). So a node whose arrival makes its region send begins its next round
+before the reply, as in the paper's code, also where messages between servers take no time.
 
 >>> from vecgym.engine.events import Stop, schedule
 >>> rules = RegionRules(num_steps=(1, 1), buffer=2, regions=((0,), (1,)))
@@ -14,6 +15,7 @@ Arrival(time=1.0, node=0, round=0, version=0, staleness=0, first_step=0, num_ste
 Restart(time=1.0, nodes=(0,), version=1, begins=(1.0,))
 Arrival(time=2.0, node=0, round=1, version=1, staleness=0, first_step=1, num_steps=1, begin=1.0, end=2.0)
 Sent(time=2.0, region=0, number=0)
+Restart(time=2.0, nodes=(0,), version=2, begins=(2.0,))
 Delivered(time=2.0, region=0, number=0, staleness=0, arrivals=())
 Update(time=2.0, version=1, num_arrivals=2)
 """
@@ -40,7 +42,7 @@ from vecgym.engine.events import (
     Wires,
 )
 
-ENDED, ARRIVES, LEAVES, DELIVERED, REPLIED, BEGINS = range(6)  # in their order at one time
+ENDED, ARRIVES, BEGINS, LEAVES, DELIVERED, REPLIED = range(6)  # in their order at one time
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Run:
             self._begin(node, 0.0)
 
     def events(self) -> Iterator[Event]:
-        handlers = [self._ended, self._arrives, self._leaves, self._delivered, self._replied, self._begins]
+        handlers = [self._ended, self._arrives, self._begins, self._leaves, self._delivered, self._replied]
         while True:
             time, kind, who = heapq.heappop(self.queue)
             yield from handlers[kind](time, who)

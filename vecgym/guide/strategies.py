@@ -33,7 +33,7 @@ code goes to each of the others.
 | ... with `server_optim="avgm"`, `"adam"`, `"yogi"` or `"adagrad"` | one step of a server optimizer on the participants' mean movement; `proximal_mu` adds FedProx's term | b · P / H per participant |
 | `DiLoCoStrategy` | one step of an outer optimizer on the nodes' mean movement, every H steps | AR / H |
 | ... with `compression="topk"`, `"int8"` and others | the movements, compressed, with error feedback | N times the code's / H |
-| ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or scaled to the median norm | AR / H |
+| ... with `correction="heloco"` or `"median_norm"` | the movements, turned where they point against the momentum, or shrunk to the median norm | AR / H |
 | `LocalAdamStrategy` | the means of the parameters and of Adam's two moments, every H steps | 3 AR / H |
 | `DESLOCStrategy` | the same, each at a period of its own, H, Hu = 3 H and Hv = 6 H | 1.5 AR / H |
 | `MuLoCoStrategy` | DiLoCo with Muon for hidden matrices and AdamW for all else | AR / H |
@@ -97,6 +97,44 @@ DDP. On fewer than 8 nodes int8 saves there, too: (K - 1) P against 8 (K - 1) / 
   give other values, since sums are rounded too. vecgym has neither: it is no other price of the strategies here.
 
 With islands a node's code goes to those of its island, with a graph to its neighbours.
+
+## What is certain
+
+Whose rule each strategy is, whose program it was compared with, and whose its defaults are. *numbers*: the authors' program
+was run, and a test compares vecgym with what it gave (`tests/test_authors.py`, if no other place is named). *read*: its
+source was compared by eye. Defaults named *ours* were compared with nobody's: choose them for your problem.
+
+| algorithm | rule from | code compared | defaults from |
+|---|---|---|---|
+| `AllReduceStrategy` | arXiv 2006.15704 | torch's DDP: numbers (`verify`) | torch |
+| `GPAStrategy` | 2512.17131; with `decay="code"` the code | facebookresearch/optimizers: numbers | the code; `decay` the paper |
+| `FedAvgStrategy` | 1602.05629 | EXO Gym: read | ours: H = 1 |
+| ... with `server_optim` | 2003.00295; "avgm" 1909.06335 | none | tau the paper; rates and betas ours |
+| ... with `proximal_mu` | 1812.06127 | none | no default |
+| `DiLoCoStrategy` | 2311.08105 | torchft, EXO Gym, diloco-sim: read | outer optimizer the paper; H = 100 ours |
+| ... with `correction="heloco"` | as `HeLoCo`, for nodes that wait: ours | as `HeLoCo` | as `HeLoCo` |
+| ... with `correction="median_norm"` | the code; 2603.08163 | tplr-ai/templar: numbers | no default |
+| `LocalAdamStrategy` | 2409.13155 | none | ours |
+| `DESLOCStrategy` | 2505.22549 | none | Hu, Hv the paper; H ours |
+| `MuLoCoStrategy` | the code; 2505.23725 | bentherien/muloco-1: numbers; facebookresearch/MuLoCo: read | outer optimizer and H the paper, momentum the code; lr, adamw_lr, weight decay, AdamW's betas and which tensors are matrices ours |
+| `PALSGDStrategy` | 2504.18454 | none was found | outer optimizer DiLoCo's; p, pull and H ours |
+| `NoLoCoStrategy` | 2506.10911 | gensyn-ai/noloco: read | the code; but gamma = 1 ours, the code's is its outer_lr, 0.7 |
+| `StreamingDiLoCoStrategy` | 2501.18512 | torchft: its own fixtures (`tests/test_streaming.py`); MaxText: read | the paper; H ours |
+| `EagerDiLoCoStrategy` | 2502.12996 | none | outer optimizer DiLoCo's; H ours |
+| `SparseLoCoStrategy` | 2508.15706 | tplr-ai/templar: read | the paper and the code |
+| `SPARTAStrategy`, `SPARTADiLoCoStrategy` | openreview stFPf3gzq1; `correct_delay` 2605.20866 | EXO Gym, diloco-sim: read | the paper and EXO Gym |
+| `GossipStrategy` | 1705.09056 | none | ours |
+| `DeMoStrategy` | 2411.19870; the code | bloc97/DeMo: read | the code |
+| `AsyncStrategy` | 2401.09135 | none | outer optimizer DiLoCo's; H ours |
+| ... with `DelayedNesterov` | 2401.09135, algorithm 3 | utnslab/halos: numbers, within HALoS | lr and momentum DiLoCo's; buffer and c the paper |
+| ... with `FedBuff` | 2106.06639 | facebookresearch/FLSim: read; it sums the buffer, so its lr is ours / `buffer`, and divides the weights by that of the usual staleness | buffer the paper and FLSim's example; lr = 1 ours (FLSim's 0.001, its example's 0.7) |
+| ... with `HeLoCo` | the code; 2606.00271 | PanocularAI/panofabric-engine: numbers | the code and its example: lr 0.7, momentum 0.9, rho 1 / sqrt(K) |
+| `HALoSStrategy` | 2506.04531 | utnslab/halos: numbers | the code's script |
+| `ADPSGDStrategy` | 1710.06952 | none | ours |
+| `DecoupledDiLoCoStrategy` | 2604.21428 | none | the paper, but for `quorum`, `tokens` and the inner optimizer |
+
+Where a paper and its authors' program differ the docstring says how. A strategy is tested against a loop of its own, too
+(`tests/reference/`), which finds errors of the code, and not of what was read.
 
 ## Other names
 

@@ -3,7 +3,8 @@
 Given:     OptimSpec, or what ensure_optim_spec makes one of: a name in OPTIMIZERS, or a torch.optim.Optimizer class
 Run:       a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the classes in FORMULAS (ELEMENTWISE and
            Muon's); PerNodeRule, one torch optimizer per node, for any other. What evolves is an OptState
-Classes:   Lion, Muon (torch's where it has one), FullPrecisionMuon, FedAdam, FedYogi, FedAdagrad: beyond torch.optim
+Classes:   Lion, Muon (torch's where it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
+           torch.optim
 Recorded:  RecordableStep, a step that is the same operations every time, for engine="graph"
 Clipping:  clip_grad_norm, check_max_norm
 """
@@ -12,7 +13,7 @@ from vecgym.optim.clip import check_max_norm, clip_grad_norm
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import ELEMENTWISE, FORMULAS
 from vecgym.optim.interface import OptState, RecordableStep
-from vecgym.optim.optimizers import FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
+from vecgym.optim.optimizers import DionMuon, FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.optim.spec import OPTIMIZERS, OptimSpec, Rule, ensure_optim_spec, rule_of
 
@@ -20,6 +21,7 @@ __all__ = [
     "ELEMENTWISE",
     "FORMULAS",
     "OPTIMIZERS",
+    "DionMuon",
     "ElementwiseRule",
     "FedAdagrad",
     "FedAdam",

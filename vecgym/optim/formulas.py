@@ -26,8 +26,8 @@ from torch import Tensor
 
 from vecgym.optim import by_hand, kernels
 from vecgym.optim.by_hand import root
-from vecgym.optim.kernels import BETAS, COEFFICIENTS, Moment, muon_lr_ratio, orthogonalised
-from vecgym.optim.optimizers import FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
+from vecgym.optim.kernels import BETAS, COEFFICIENTS, Moment, dion_orthogonalised, muon_lr_ratio, orthogonalised
+from vecgym.optim.optimizers import DionMuon, FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
 
 Scalar = Any  # a number, or a tensor [] or [L]
 Slots = dict[str, Tensor]
@@ -265,6 +265,19 @@ def muon(
     return p - x(h.lr * muon_lr_ratio(h.adjust_lr_fn, *p.shape[-2:])) * update, s
 
 
+def dion_muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
+    """m <- mu m + g;  p <- (1 - lr wd) p - lr sqrt(rows / columns) NS(m), with NS as `kernels.dion_orthogonalised`.
+
+    github.com/microsoft/dion, dion/muon.py; MuLoCo, arXiv 2505.23725.
+    """
+    p, u = _decay(p, g, h, x)
+    if "momentum_buffer" in s:
+        u = x(h.momentum) * s["momentum_buffer"] + u
+        s = {"momentum_buffer": u}
+    update = dion_orthogonalised(u, h.eps, h.full_precision)
+    return p - x(h.lr * muon_lr_ratio("spectral_unclamped", *p.shape[-2:])) * update, s
+
+
 def _undamped_first(slots: dict[str, list[Tensor]], numbers: dict[str, Any], t: int) -> None:
     if t == 1:
         numbers["dampening"] = 0.0  # then mu * 0 + g = g, torch's first buffer
@@ -310,6 +323,7 @@ _OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
     FullPrecisionMuon: replace(
         _MUON, body=functools.partial(muon, full_precision=True), kernel=kernels.full_precision_muon
     ),
+    DionMuon: replace(_MUON, body=dion_muon, pairs={}, kernel=kernels.dion_muon),
 }
 # All that run stacked.
 FORMULAS = {**ELEMENTWISE, **_OF_MATRICES}

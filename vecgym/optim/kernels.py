@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,20 @@ from vecgym.core.tree import differentiated
 
 Slots = dict[str, list[Tensor]]
 Moment = Callable[[Any, Any, Any, Any], Any]
+Triple = tuple[Any, Any, Any]
 
 # The parts of hyperparameters that are tuples.
 BETAS = {"betas": ("beta1", "beta2")}
 COEFFICIENTS = {"ns_coefficients": ("a", "b", "c")}
+
+# The Newton-Schulz steps of github.com/microsoft/dion, each with coefficients of its own.
+DION_TRIPLES: tuple[Triple, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 
 # Up to this many multiplications torch computes a product of two bfloat16 matrices by another kernel on the CPU, which
 # rounds differently from that of many products at once.
@@ -109,19 +119,33 @@ def muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any, full_p
     for i, buffer in enumerate(slots.get("momentum_buffer", [])):
         buffer.lerp_(grads[i], 1 - h.momentum)
         updates[i] = grads[i].lerp(buffer, h.momentum) if h.nesterov else buffer
-    updates = [u if full_precision else u.bfloat16() for u in updates]
-    updates = [u.reshape(u.shape[:-2].numel(), *u.shape[-2:]) for u in updates]
+    triples = [(h.a, h.b, h.c)] * check_num_steps(h.ns_steps)
     iterated = _smooth if full_precision else _newton_schulz
+    _go_along(params, updates, h, lambda u: iterated(u, triples, h.eps), h.adjust_lr_fn)
+
+
+def dion_muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
+    """Take one step of `DionMuon`; `vecgym.optim.formulas.dion_muon` says what it computes."""
+    updates = list(grads)
+    for i, buffer in enumerate(slots.get("momentum_buffer", [])):
+        updates[i] = buffer.mul_(h.momentum).add_(grads[i])
+    iterated = _smooth if h.full_precision else _newton_schulz
+    _go_along(params, updates, h, lambda u: iterated(u, DION_TRIPLES, h.eps, True), "spectral_unclamped")
+
+
+def _go_along(
+    params: list[Tensor], updates: list[Tensor], h: Any, orthogonal: Callable[[Tensor], Tensor], adjust: str | None
+) -> None:
+    """Go along the orthogonal factors of updates, those of layers of one shape in one call."""
+    updates = [u.reshape(u.shape[:-2].numel(), *u.shape[-2:]) for u in updates]
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, update in enumerate(updates):
         alike.setdefault(tuple(update.shape[1:]), []).append(i)
-    num_steps = check_num_steps(h.ns_steps)
     for shape, layers in alike.items():
         joined = torch.cat([updates[i] for i in layers]) if len(layers) > 1 else updates[layers[0]]
-        orthogonal = iterated(joined, h.a, h.b, h.c, h.eps, num_steps).split([len(updates[i]) for i in layers])
-        for i, update in zip(layers, orthogonal):
+        for i, update in zip(layers, orthogonal(joined).split([len(updates[i]) for i in layers])):
             params[i].mul_(1 - h.lr * h.weight_decay)
-            params[i].add_(update.reshape(params[i].shape), alpha=-h.lr * muon_lr_ratio(h.adjust_lr_fn, *shape))
+            params[i].add_(update.reshape(params[i].shape), alpha=-h.lr * muon_lr_ratio(adjust, *shape))
 
 
 def full_precision_muon(params: list[Tensor], grads: list[Tensor], slots: Slots, h: Any) -> None:
@@ -171,12 +195,32 @@ def orthogonalised(
     a, b, c, least, count = (plain(x).item() if isinstance(x, Tensor) else x for x in settings)
     count = check_num_steps(count)
     if full_precision:
-        return _smooth(u, *coefficients, eps, count)
-    rounded = _newton_schulz(u.detach(), a, b, c, least, count).to(u.dtype)
+        return _smooth(u, [coefficients] * count, eps)
+    rounded = _newton_schulz(u.detach(), [(a, b, c)] * count, least).to(u.dtype)
     if not any(differentiated(x) for x in (u, *settings)):
         return rounded
-    smooth = _smooth(u, *coefficients, eps, count)
+    smooth = _smooth(u, [coefficients] * count, eps)
     return smooth + (rounded - smooth).detach()
+
+
+def dion_orthogonalised(u: Tensor, eps: Any, full_precision: bool) -> Tensor:
+    """Run the iteration of `DionMuon` on each matrix of `[L, m, n]`; derivatives as those of `orthogonalised`.
+
+    With X = u / (|u| + eps), for each of five triples X <- a X + (b A + c A A) X, A = X X^T. eps: one, or `[L]`.
+
+    >>> u = torch.tensor([[[2.0, 0.0], [0.0, 0.1]]])
+    >>> torch.linalg.svdvals(dion_orthogonalised(u, 1e-8, full_precision=True))
+    tensor([[1.0112, 0.9809]])
+    """
+    if isinstance(eps, Tensor) and eps.dim() == 1:
+        eps = eps.view(-1, 1, 1)
+    if full_precision:
+        return _smooth(u, DION_TRIPLES, eps, True)
+    rounded = _newton_schulz(u.detach(), DION_TRIPLES, plain(eps) if isinstance(eps, Tensor) else eps, True)
+    if not any(differentiated(x) for x in (u, eps)):
+        return rounded.to(u.dtype)
+    smooth = _smooth(u, DION_TRIPLES, eps, True)
+    return smooth + (rounded.to(u.dtype) - smooth).detach()
 
 
 def check_num_steps(value: Any) -> int:
@@ -194,12 +238,13 @@ def check_num_steps(value: Any) -> int:
     raise ValueError(f"ns_steps={value!r} must be an integer from 0 to 99: Newton-Schulz steps, of which 5 are usual.")
 
 
-def _newton_schulz(u: Tensor, a: float, b: float, c: float, eps: float, steps: int) -> Tensor:
+def _newton_schulz(u: Tensor, triples: Sequence[Triple], eps: Any, plus: bool = False) -> Tensor:
     x = u.bfloat16()
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x = x / ((norm + eps).to(x.dtype) if plus else norm.clamp(min=eps))
     tall = u.shape[-2] > u.shape[-1]
     x = x.mT if tall else x
-    for _ in range(steps):
+    for a, b, c in triples:
         gram = _product(x, x.mT)
         x = _product(_product(gram, gram, gram, b, c), x, x, a)
     return x.mT if tall else x
@@ -215,13 +260,13 @@ def _product(left: Tensor, right: Tensor, add: Tensor | None = None, beta: float
     return left @ right if add is None else torch.baddbmm(add, left, right, beta=beta, alpha=alpha)
 
 
-def _smooth(u: Tensor, a: Any, b: Any, c: Any, eps: Any, steps: int) -> Tensor:
+def _smooth(u: Tensor, triples: Sequence[Triple], eps: Any, plus: bool = False) -> Tensor:
     square = (u * u).sum((-2, -1), keepdim=True)
     norm = torch.where(square == 0, 0.0, torch.where(square == 0, 1.0, square).sqrt())
-    x = u / torch.where(norm > eps, norm, eps)
+    x = u / ((norm + eps).to(u.dtype) if plus else torch.where(norm > eps, norm, eps))
     tall = u.shape[-2] > u.shape[-1]
     x = x.mT if tall else x
-    for _ in range(steps):
+    for a, b, c in triples:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x

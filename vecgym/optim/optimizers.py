@@ -181,9 +181,43 @@ class FullPrecisionMuon(KernelOptimizer):
             params, lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
             ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn,
         )  # fmt: skip
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.dim() != 2:
-                raise ValueError(f"Muon takes matrices, and a parameter has the shape {list(p.shape)}")
+        _check_matrices(self)
+
+
+class DionMuon(KernelOptimizer):
+    """Muon as github.com/microsoft/dion has it, which the authors of MuLoCo use.
+
+    m <- mu m + g;  p <- (1 - lr wd) p - lr sqrt(rows / columns) NS(m), with NS five Newton-Schulz steps, each with
+    coefficients of its own, in bfloat16 unless `full_precision`. `torch.optim.Muon` has Nesterov's momentum, the same
+    coefficients in each step, which leave singular values between 0.7 and 1.2, and a scale that is never below 1.
+
+    >>> p = torch.nn.Parameter(torch.zeros(2, 8))
+    >>> p.grad = torch.eye(2, 8)
+    >>> DionMuon([p], lr=1.0, full_precision=True).step()  # about sqrt(2 / 8)
+    >>> p.data[:, :3]
+    tensor([[-0.5128,  0.0000,  0.0000],
+            [ 0.0000, -0.5128,  0.0000]])
+    """
+
+    _kernel, _slots, _pairs = kernels.dion_muon, {"momentum_buffer": kernels.zero}, {}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.01,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        eps: float = 1e-8,
+        *,
+        full_precision: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            check.number(name, value, "[0, inf)")
+        check.flag("full_precision", full_precision)
+        super().__init__(
+            params, lr=lr, weight_decay=weight_decay, momentum=momentum, eps=eps, full_precision=full_precision
+        )
+        _check_matrices(self)
 
 
 class Muon(FullPrecisionMuon):
@@ -231,6 +265,12 @@ class Joined(Optimizer):
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
+
+
+def _check_matrices(optimizer: Optimizer) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.dim() != 2:
+            raise ValueError(f"Muon takes matrices, and a parameter has the shape {list(p.shape)}")
 
 
 def _check_betas(betas: Any, within: str) -> None:

@@ -28,7 +28,8 @@ class OptimSpec:
     """An optimizer class with its hyperparameters.
 
     `optim`: a `torch.optim.Optimizer` class or one of the names `adam adamw sgd rmsprop adagrad nadam radam
-    adamax adadelta rprop lion muon fullprecisionmuon fedadam fedyogi fedadagrad` (and `adafactor` where torch has it).
+    adamax adadelta rprop lion muon fullprecisionmuon dionmuon fedadam fedyogi fedadagrad` (and `adafactor` where torch
+    has it).
     `kwargs`: what the class takes; a number may be a tensor, `[]`, `[N]` (one per node), `[T, 1]` (one per step) or
     `[T, N]`, which may require grad. `param_groups(name, p)`: the hyperparameters that parameter `p` (of one node:
     `p.dim()` is the model's) does not share, none of them one per step; a learning rate given there keeps its ratio to

@@ -181,6 +181,10 @@ def _of_fragments(given: Server | None) -> Server:
     server: Server = check.instance("server", given, Server, "a server such as OuterOptimizer(lr=0.7)")
     if server.buffer not in (None, 1) or server.staleness is not None:
         raise ValueError(f"server={server!r} has a buffer of its own, and here the quorum says how many.")
+    if any(getattr(type(server), x) is not getattr(Server, x) for x in ("correct", "start")):
+        raise ValueError(
+            f"server={server!r} corrects each arrival, and here only what is merged is seen: give OuterOptimizer."
+        )
     return server
 
 

@@ -41,10 +41,11 @@ class HALoSStrategy(EventDriven):
         inner_optim: the local optimizer, AdamW when not given.
         regions: the nodes of each, every node in one, such as [[0, 1], [2, 3]]; or how many: the first gets the first
             nodes, and sizes differ by at most 1.
-        local_server: of each region, DelayedNesterov(lr=0.2, momentum=0.9, buffer=16) when not given. A buffer of None
-            is the number of the region's nodes.
-        global_server: DelayedNesterov(lr=0.15, momentum=0.5, buffer=2) when not given. A buffer of None is the number
-            of regions.
+        local_server: of each region, DelayedNesterov(lr=0.2 * 16, momentum=0.9, buffer=16) when not given: an arrival
+            moves the region by 0.2 times its movement, and the momentum comes with every 16th. A buffer of None is the
+            number of the region's nodes.
+        global_server: DelayedNesterov(lr=0.15 * 2, momentum=0.5, buffer=2) when not given, likewise. A buffer of None
+            is the number of regions.
         H: local steps of a round of the fastest node.
         local_updates: arrivals at a region's server of which it sends a message.
         alpha: in [0, 1], how far a region goes to the global model on a reply.
@@ -71,7 +72,8 @@ class HALoSStrategy(EventDriven):
     [(2.0, 0, 3), (4.0, 0, 6), (4.0, 1, 8), (6.0, 0, 11)]
 
     Reference: Kim et al., "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed Large
-    Language Model Training", arXiv 2506.04531. Deviations: A starts anew when it is sent; the paper's code does so on
+    Language Model Training", arXiv 2506.04531, and github.com/utnslab/halos, whose run_halos.sh has the defaults; its
+    rates, too, are multiplied by the buffer. Deviations: A starts anew when it is sent; the paper's code does so on
     the reply, so that what moves in between never leaves the region, and counts the arrivals from there. Nodes keep
     their shard of the data and their optimizer's state.
     """
@@ -96,8 +98,8 @@ class HALoSStrategy(EventDriven):
     ) -> None:
         super().__init__(inner_optim, **inner)
         self.regions = _regions(regions)
-        self.local_server = _of_each_message("local_server", local_server, DelayedNesterov(0.2, 0.9, 16))
-        self.global_server = _of_each_message("global_server", global_server, DelayedNesterov(0.15, 0.5, 2))
+        self.local_server = _of_each_message("local_server", local_server, DelayedNesterov(0.2 * 16, 0.9, 16))
+        self.global_server = _of_each_message("global_server", global_server, DelayedNesterov(0.15 * 2, 0.5, 2))
         self.H = countable("H", check.integer("H", H, what="optimizer steps of a round"))
         local_updates = check.integer("local_updates", local_updates, what="arrivals of which a region sends")
         self.local_updates = countable("local_updates", local_updates)

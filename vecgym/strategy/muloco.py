@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,9 +60,10 @@ class MuLoCoStrategy(Strategy):
     theta_i <- Muon(theta_i, g_i), H times; then Delta = mean_i(theta_outer - theta_i),
     theta_outer <- outer(theta_outer, Delta), theta_i <- theta_outer.
 
-    Muon, for hidden matrices: m <- mu m + (1 - mu) g; O = five Newton-Schulz steps on mu m + (1 - mu) g, roughly its
-    orthogonal factor; theta <- theta (1 - lr wd) - lr sqrt(max(1, rows / columns)) O. Vectors, tensors of more
-    dimensions, embeddings and the head take AdamW. Layers of one shape, and all nodes, are orthogonalised together.
+    Muon, for hidden matrices, is that of the paper's authors, `vecgym.optim.DionMuon`: m <- mu m + g; O = five
+    Newton-Schulz steps on m, each with coefficients of its own, nearly m's orthogonal factor;
+    theta <- theta (1 - lr wd) - lr sqrt(rows / columns) O. Vectors, tensors of more dimensions, embeddings and the head
+    take AdamW. Layers of one shape, and all nodes, are orthogonalised together.
 
     | kept                            | shape    | bytes                               |
     |---------------------------------|----------|-------------------------------------|
@@ -79,9 +80,10 @@ class MuLoCoStrategy(Strategy):
         adamw_lr: AdamW's; a schedule of the learning rate moves both.
         momentum: mu, Muon's.
         weight_decay: wd, of both.
+        muon: "dion", the authors'; or "torch", `torch.optim.Muon`: Nesterov's momentum, one triple of coefficients in
+            all steps, and a scale sqrt(max(1, rows / columns)).
         full_precision: keep the parameters' precision in Muon's Newton-Schulz steps, where the paper rounds to
-            bfloat16: ten times faster on a processor without products in bfloat16; see
-            `vecgym.optim.FullPrecisionMuon`.
+            bfloat16: ten times faster on a processor without products in bfloat16.
         matrices: a function of a parameter's name and tensor: whether Muon takes it. None: a matrix that by its name is
             neither embedding nor head.
         outer_lr: the outer learning rate, if `outer_optim` does not have it.
@@ -97,11 +99,12 @@ class MuLoCoStrategy(Strategy):
     OptimSpec(SGD, lr=0.8, momentum=0.9, nesterov=True)
     >>> params = {"up.weight": torch.zeros(1, 8, 4), "up.bias": torch.zeros(1, 8), "head.weight": torch.zeros(1, 3, 8)}
     >>> [(group.cls.__name__, names) for group, names, _ in strategy.inner_optim.groups(params)]
-    [('Muon', ['up.weight']), ('AdamW', ['up.bias', 'head.weight'])]
+    [('DionMuon', ['up.weight']), ('AdamW', ['up.bias', 'head.weight'])]
 
     Reference: Thérien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo", arXiv 2505.23725, and
-    github.com/facebookresearch/MuLoCo. Deviation: what is not a hidden matrix is told by its name and shape, unless
-    `matrices` says it.
+    github.com/facebookresearch/MuLoCo, torchtitan/torchtitan/experiments/dion_optimizer/muon.py. Deviations: what is
+    not a hidden matrix is told by its name and shape, by other words than theirs, unless `matrices` says it; AdamW has
+    a rate of its own and torch's betas, where theirs has Muon's rate, and 0.9 and 0.99.
     """
 
     @takes_options(StepOptions)
@@ -114,6 +117,7 @@ class MuLoCoStrategy(Strategy):
         adamw_lr: float | Tensor = 3e-4,
         momentum: float | Tensor = 0.9,
         weight_decay: float | Tensor = 0.0,
+        muon: Literal["dion", "torch"] = "dion",
         full_precision: bool = False,
         matrices: Callable[[str, Tensor], bool] | None = None,
         outer_lr: float | Tensor | None = None,
@@ -134,11 +138,13 @@ class MuLoCoStrategy(Strategy):
         OptimSpec("adamw", lr=adamw_lr, weight_decay=weight_decay)  # refuses what AdamW refuses
         groups = _Groups(chosen, adamw_lr, weight_decay)
         check.flag("full_precision", full_precision)
-        kind = "fullprecisionmuon" if full_precision else "muon"
-        muon = OptimSpec(kind, lr=lr, momentum=momentum, weight_decay=weight_decay, param_groups=groups)
+        check.choice("muon", muon, ("dion", "torch"))
+        kind = "dionmuon" if muon == "dion" else "fullprecisionmuon" if full_precision else "muon"
+        more: dict[str, Any] = {"full_precision": True} if full_precision and muon == "dion" else {}
+        own = OptimSpec(kind, lr=lr, momentum=momentum, weight_decay=weight_decay, param_groups=groups, **more)
         if outer_optim is None:
             outer = OUTER if outer_lr is None else OUTER.replace(lr=outer_lr)
         else:
             outer = outer_spec(outer_optim, outer_lr)
         module = DiLoCoCommunicator(outer, H)
-        super().__init__(muon, communication_modules=[with_compression(module, compression)], **inner)
+        super().__init__(own, communication_modules=[with_compression(module, compression)], **inner)

@@ -130,7 +130,7 @@ class NoLoCoStrategy(Strategy):
         inner_optim: the local optimizer, AdamW when not given.
         H: inner steps per round.
         group_size: n, the nodes that take an outer step together.
-        outer_lr, momentum, gamma: eta, mu and gamma; see `NoLoCoCommunicator`.
+        outer_lr, momentum, gamma: eta, mu and gamma; see `NoLoCoCommunicator`. The authors' code has gamma = eta.
         lr, max_norm, lr_scheduler, warmup_steps, cosine_anneal: of the inner optimizer; see `Strategy`.
 
     Raises:
@@ -141,8 +141,10 @@ class NoLoCoStrategy(Strategy):
 NoLoCoCommunicator(H=50, group_size=2, outer_lr=0.7, momentum=0.5, gamma=1.0))
 
     Reference: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models", arXiv
-    2506.10911. Deviations: the movement is counted upwards, Delta = theta - phi, so that its term has a plus; gamma is
-    1, in the middle of the paper's bounds (for pairs and mu = 0.5: 0.5 and 1.5); pipeline stages and the random routes
+    2506.10911, and github.com/gensyn-ai/noloco, src/noloco/sparse_optimizer_c.py, whose gamma is its outer learning
+    rate: gamma=0.7 is what its runs have, with outer_lr 0.7, momentum 0.5 and H 50. Deviations: the movement is counted
+    upwards, Delta = theta - phi, so that its term has a plus; gamma is 1 unless it is given, in the middle of the
+    paper's bounds (for pairs and mu = 0.5: 0.5 and 1.5); pipeline stages and the random routes
     between them are not part of it; a node that is left alone in its group goes on with its own movement.
     """
 

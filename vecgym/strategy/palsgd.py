@@ -130,7 +130,8 @@ class PALSGDStrategy(Strategy):
     PALSGDCommunicator(p=0.2, pull=1.0, outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=64)
 
     Reference: Naganuma et al., "Pseudo-Asynchronous Local SGD: Robust and Efficient Data-Parallel Training", arXiv
-    2504.18454. Deviation: with `vecgym.availability.LocalSteps`, a node that waits for the exchange is drawn too.
+    2504.18454. Deviation: with `vecgym.availability.LocalSteps`, a node that waits for the exchange is drawn too. The
+    defaults of p, pull and H are ours: no program of the authors was found to compare with.
     """
 
     @takes_options(InnerOptions)

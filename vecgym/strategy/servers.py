@@ -53,8 +53,8 @@ class Server(ABC):
     >>> server.check(num_nodes=4, num_updates=10)
     >>> server.of(num_nodes=4).update(params, {"w": torch.tensor([2.0])}, server.init(params), update=0)
     ({'w': tensor([3.])}, {})
-    >>> server.lr(0) is None, server.correct(params, {}) is params
-    (True, True)
+    >>> server.lr(0) is None, server.correct(params, {}) is params, server.start(params, {}) is params
+    (True, True, True)
     """
 
     # Movements of which an update is made, and their weights; None: as the strategy says.
@@ -72,6 +72,10 @@ class Server(ABC):
     def init(self, params: Tree) -> State:
         """Return the first state."""
         return {}
+
+    def start(self, params: Tree, state: State) -> Tree:
+        """Return what is sent to those who begin a round, given the server's parameters `[1, *]`."""
+        return params
 
     def correct(self, movement: Tree, state: State) -> Tree:
         """Return a movement `[1, *]`, as it arrives and before it is weighted, as the server takes it."""
@@ -174,7 +178,8 @@ class FedBuff(OuterOptimizer):
     FedBuff(buffer=10, lr=0.5)
 
     Reference: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", arXiv 2106.06639. Deviation:
-    no noise is added for privacy.
+    no noise is added for privacy. In github.com/facebookresearch/FLSim the buffer is summed, so that its rates are ours
+    divided by `buffer`, and the weights are divided by that of a usual staleness. lr = 1 is nobody's default but ours.
     """
 
     staleness = "inverse_sqrt"
@@ -281,44 +286,85 @@ class DelayedNesterov(Server):
         return f"DelayedNesterov(lr={self._lr}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"
 
 
-class HeLoCo(OuterOptimizer):
-    """Nesterov's momentum on movements that are corrected where they point against it, each tensor by itself.
+class HeLoCo(Server):
+    """Momentum as a running mean of movements, which are corrected where they point against it, each tensor by itself.
 
-    With c = cos(Delta, m) and conf = |Delta| / (|Delta| + 3 |m| + 1e-8):
+    With c = cos(Delta, m) and conf = |Delta| / (|Delta| + 3 |m| + 1e-8), Delta becomes
 
     c >= 0.2: Delta as it is;
-    c < 0: Delta <- Delta - min(0.5 (-c) conf, 0.5) c |Delta| m / |m|;
-    between: turned towards m, Delta <- |Delta| unit((1 - l) Delta / |Delta| + l m / |m|), l = min((1 - c) conf, 1);
-    as it is while m = 0. Then m <- beta m + Delta;  theta <- theta - eta (Delta + beta m).
+    c < 0: Delta - min(0.5 (-c) conf, 0.5) c |Delta| m / |m|;
+    between: turned towards m, |Delta| unit((1 - l) Delta / |Delta| + l m / |m|), l = min((1 - c) conf, 1);
+    as it is where |Delta| or |m| is below 1e-8. It is weighted by rho when it arrives. Then
 
-    A movement is corrected when it arrives, before it is weighted.
+    m <- beta m + (1 - beta) Delta;  theta <- theta - eta (Delta + beta m),
+
+    and a node begins its round where the momentum would lead: from theta - eta beta m.
+
+    State: `momentum`, a copy of the parameters. A movement that stays the same moves theta by 1 + beta times as much:
+    torch's Nesterov, whose momentum is a sum, moves it by 1 / (1 - beta) times.
 
     Args:
         lr: eta.
         momentum: beta.
+        rho: the weight of an arrival; None: 1 / sqrt(K), with K the number of nodes.
 
-    >>> server, params = HeLoCo(lr=1.0, momentum=0.5), {"w": torch.zeros(1, 2)}
-    >>> _, state = server.update(params, {"w": torch.tensor([[1.0, 0.0]])}, server.init(params), update=0)
+    >>> server, params = HeLoCo(lr=1.0, momentum=0.5, rho=1.0), {"w": torch.zeros(1, 2)}
+    >>> params, state = server.update(params, {"w": torch.tensor([[1.0, 0.0]])}, server.init(params), update=0)
+    >>> params["w"], server.start(params, state)["w"]
+    (tensor([[-1.2500,  0.0000]]), tensor([[-1.5000,  0.0000]]))
     >>> server.correct({"w": torch.tensor([[0.0, 2.0]])}, state)["w"]
-    tensor([[1.1094, 1.6641]])
+    tensor([[1.6000, 1.2000]])
 
-    Reference: arXiv 2606.00271. Deviation: the paper's per-block form is taken for each tensor.
+    Reference: arXiv 2606.00271, and github.com/PanocularAI/panofabric-engine, panoengine/decentralized/heloco.py.
+    Deviation: with `buffer` > 1 the server takes the mean of the corrected movements; the code takes one after the
+    other.
     """
 
     def __init__(
         self,
         lr: float | Tensor = OUTER_DEFAULTS["lr"],
         momentum: float | Tensor = OUTER_DEFAULTS["momentum"],
+        rho: float | Tensor | None = None,
     ) -> None:
-        numbers = {"lr": one_number("lr", lr, "[0, inf)"), "momentum": one_number("momentum", momentum, "(0, 1)")}
-        super().__init__(OptimSpec("sgd", lr=numbers["lr"], momentum=numbers["momentum"], nesterov=True))
+        self._lr = one_number("lr", lr, "[0, inf)")
+        self.momentum = one_number("momentum", momentum, "[0, 1)")
+        self.rho = None if rho is None else one_number("rho", rho, "[0, inf)", "the weight of an arrival")
+
+    def of(self, num_nodes: int) -> Server:
+        twin = copy.copy(self)
+        twin.rho = num_nodes**-0.5 if self.rho is None else self.rho
+        return twin
+
+    def init(self, params: Tree) -> State:
+        return {"momentum": tree.map(torch.zeros_like, params)}
+
+    def start(self, params: Tree, state: State) -> Tree:
+        return tree.map(lambda p, m: p - tree.per_node(self._lr * self.momentum, m) * m, params, state["momentum"])
 
     def correct(self, movement: Tree, state: State) -> Tree:
-        return tree.map(corrected, movement, state["momentum_buffer"])
+        rho = self.rho
+        if rho is None:
+            raise ValueError("rho=None is 1 / sqrt(nodes), which server.of(num_nodes) says.")
+        return tree.map(lambda x, m: tree.per_node(rho, x) * corrected(x, m), movement, state["momentum"])
+
+    def update(
+        self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
+    ) -> tuple[Tree, State]:
+        mu = self.momentum
+        held = tree.map(
+            lambda m, g: tree.per_node(mu, m) * m + tree.per_node(1 - mu, g) * g, state["momentum"], movement
+        )
+        step = tree.map(lambda g, m: g + tree.per_node(mu, m) * m, movement, held)
+        return tree.map(lambda p, x: p - tree.per_node(self._lr, x) * x, params, step), {"momentum": held}
+
+    def lr(self, update: int) -> float | Tensor | None:
+        return self._lr
 
     def __repr__(self) -> str:
-        hyper = self.outer_optim.hyper
-        return f"HeLoCo(lr={hyper['lr']}, momentum={hyper['momentum']})"
+        return f"HeLoCo(lr={self._lr}, momentum={self.momentum}, rho={self.rho})"
+
+
+_TINY = 1e-8
 
 
 def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
@@ -330,13 +376,13 @@ def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
     size, pull = _norm(delta), _norm(momentum)
     toward, along = delta / _nonzero(size), momentum / _nonzero(pull)
     cosine = _total(toward * along)
-    confidence = size / (size + 3 * pull + 1e-8)
+    confidence = size / (size + 3 * pull + _TINY)
     away = delta - (-0.5 * cosine * confidence).clamp(max=0.5) * cosine * size * along
     turn = ((1 - cosine) * confidence).clamp(max=1)
     mixed = (1 - turn) * toward + turn * along
     turned = size * mixed / _nonzero(_norm(mixed))
     found = torch.where(cosine < 0, away, torch.where(cosine < 0.2, turned, delta))
-    return torch.where(pull > 0, found, delta)
+    return torch.where((size < _TINY) | (pull < _TINY), delta, found)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ class Servers(Server):
     >>> from vecgym.strategy import FedBuff, HeLoCo
     >>> servers = Servers([FedBuff(lr=0.5), HeLoCo(lr=1.0, momentum=0.5), FedBuff(lr=1.0)])
     >>> params = {"w": torch.zeros(3)}
-    >>> servers.update(params, {"w": torch.ones(3)}, servers.init(params), update=0)[0]
-    {'w': tensor([-0.5000, -1.5000, -1.0000])}
+    >>> params, state = servers.update(params, {"w": torch.ones(3)}, servers.init(params), update=0)
+    >>> params, servers.start(params, state)
+    ({'w': tensor([-0.5000, -1.2500, -1.0000])}, {'w': tensor([-0.5000, -1.5000, -1.0000])})
     >>> list(servers.parts)
     ['0', '1']
     """
@@ -50,11 +51,17 @@ class Servers(Server):
     def init(self, params: Tree) -> State:
         return {name: server.init(self._rows(name, params)) for name, (_, server) in self.parts.items()}
 
+    def start(self, params: Tree, state: State) -> Tree:
+        return self._of_each("start", params, state)
+
     def correct(self, movement: Tree, state: State) -> Tree:
-        each = [
-            server.correct(self._rows(name, movement), state[name]) for name, (_, server) in self.parts.items()
-        ]  # fmt: skip
-        return self._joined(each)
+        return self._of_each("correct", movement, state)
+
+    def _of_each(self, method: str, values: Tree, state: State) -> Tree:
+        parts = self.parts.items()
+        return self._joined(
+            [getattr(server, method)(self._rows(name, values), state[name]) for name, (_, server) in parts]
+        )
 
     def update(
         self, params: Tree, movement: Tree, state: State, update: int, inplace: bool = False
