@@ -32,7 +32,17 @@ from vecgym.engine.backend import Backend, Keys, Local, Part, rows, stacked, uns
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
-from vecgym.engine.plan import BACKENDS, TRIED, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
+from vecgym.engine.plan import (
+    BACKENDS,
+    TRIED,
+    Plan,
+    check_settings,
+    choose_plan,
+    fastest,
+    one_thread,
+    settle_threads,
+    start_threads,
+)
 from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.trial import Tried
 from vecgym.optim import RecordableStep
@@ -95,6 +105,8 @@ class Engine:
         self.facts: ModelFacts | None = None
         self.autocast = autocast
         self._stateless = StatelessModel(model, autocast)
+        if self.device.type == "cpu":
+            settle_threads()
         self.params, self.frozen, self.buffers = self._stateless.params, self._stateless.frozen, self._stateless.buffers
         self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
         self._special: Tried | None = None
