@@ -18,6 +18,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Path, Tree
 from vecgym.engine.exchanges import exchanges
 from vecgym.strategy import Strategy
+from vecgym.strategy.when import QUEUE
 
 ENOUGH = 8  # exchanges, after which it is known what is stored once
 
@@ -76,4 +77,13 @@ def stored_once(
                     (own if len(x) > 1 else seen).add(path)
     except Exception:  # whatever a strategy does with tensors that have no values
         return None
-    return StoredOnce(frozenset(once), frozenset(shared), frozenset(seen - own))
+    several = set(map(_place, own))
+    return StoredOnce(
+        frozenset(once), frozenset(shared), frozenset(path for path in seen if _place(path) not in several)
+    )
+
+
+def _place(path: Path) -> Path:
+    """Return the path without which slot of a queue it is: what is in one may be in each, also in one not used yet."""
+    at = [key for _, key in path].index(QUEUE) + 1 if (dict, QUEUE) in path else len(path)
+    return path[:at] + path[at + 1 :]
