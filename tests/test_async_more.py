@@ -571,7 +571,7 @@ class PartlyEmpty(nn.Module):
 @pytest.mark.parametrize("strategy", ["async", *STRATEGIES])
 def test_a_run_of_a_model_with_empty_parameters_resumes(strategy: str, tmp_path: pathlib.Path) -> None:
     def run(folder: str, **options: Any) -> Trainer[nn.Module]:
-        trainer = Trainer(PartlyEmpty(), torch.arange(64.0) / 64)
+        trainer: Trainer[nn.Module] = Trainer(PartlyEmpty(), torch.arange(64.0) / 64)
         trainer.fit(more(strategy), 4, max_updates=7, batch_size=2, compute=Compute([1.0, 1.5, 2.0, 1.1]),
                     save_dir=tmp_path / folder, checkpoint_interval=1, keep_checkpoints=100, device="cpu",
                     progress=False, **options)  # fmt: skip

@@ -1006,7 +1006,7 @@ def test_what_is_late_of_tensors_so_small_that_nothing_is_drawn_is_each_nodes_ow
     def run(table: Tensor) -> Tensor:
         torch.manual_seed(0)
         model = Tiny()
-        strategy = SPARTAStrategy(0.3, "sgd", delay=delay, correct_delay=True, lr=0.1)
+        strategy = SPARTAStrategy(0.1, "sgd", delay=delay, correct_delay=True, lr=0.1)
         data = [TensorDataset(torch.full((4, 1), 1.0 + node)) for node in range(4)]
         trainer = Trainer(model, lambda rank, num_nodes, train: data[rank])
         trainer.fit(strategy, table.shape[1], max_steps=len(table), batch_size=4, availability=Trace(table),
