@@ -2,8 +2,9 @@
 
 Threads of OpenMP wait for one another at the end of every operation, by default in a loop that keeps the core busy.
 Where other programs want the cores too, a thread that all others wait for may not run meanwhile.
-`OMP_WAIT_POLICY=PASSIVE` makes them sleep instead; it is read when torch is imported. Node threads compute whole nodes,
-and wait once in a step.
+`OMP_WAIT_POLICY=PASSIVE` makes them sleep instead, which `import vecgym` says for you; torch reads it when it is
+imported. Where that was before, as here, vecgym starts idle threads, with the same effect; "spinning" is without them.
+Node threads compute whole nodes, and wait once in a step.
 
 Each setting is a process of its own: the small GPT on 8 nodes with DiLoCo. They take turns, alone and then beside
 `--load` processes that only count. "ms per step" is the median of blocks; a fair share of the cores is what the load
@@ -29,6 +30,7 @@ H = 20
 SETTINGS = {  # name: (environment, torch's threads, node threads)
     "1 thread": ({}, 1, 1),
     "2 threads": ({}, 2, 1),
+    "2 threads, spinning": ({"GOMP_SPINCOUNT": "300000"}, 2, 1),  # GNU's default
     "2 threads, passive": ({"OMP_WAIT_POLICY": "PASSIVE"}, 2, 1),
     "2 node threads": ({}, 2, 2),
 }

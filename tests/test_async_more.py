@@ -574,6 +574,32 @@ def test_a_resumed_run_is_an_uninterrupted_one(strategy: str, kind: str, tmp_pat
         assert list(resumed.ledger) == list(whole.ledger)
 
 
+class PartlyEmpty(nn.Module):
+    """Has parameters without elements, as of a layer of width 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.none, self.wide = (nn.Parameter(torch.ones(*shape)) for shape in ((2,), (0,), (3, 0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.sum() - x).square().mean() + self.none.sum() + self.wide.sum()
+
+
+@pytest.mark.parametrize("strategy", ["async", *STRATEGIES])
+def test_a_run_of_a_model_with_empty_parameters_resumes(strategy: str, tmp_path: pathlib.Path) -> None:
+    def run(folder: str, **options: Any) -> Trainer[nn.Module]:
+        trainer: Trainer[nn.Module] = Trainer(PartlyEmpty(), torch.arange(64.0) / 64)
+        trainer.fit(more(strategy), 4, max_updates=7, batch_size=2, compute=Compute([1.0, 1.5, 2.0, 1.1]),
+                    save_dir=tmp_path / folder, checkpoint_interval=1, keep_checkpoints=100, device="cpu",
+                    progress=False, **options)  # fmt: skip
+        return trainer
+
+    whole = run("whole")
+    resumed = run("again", resume=tmp_path / "whole" / "step-000000004.pt")
+    assert torch.equal(resumed.nodes.params["weight"], whole.nodes.params["weight"])
+    assert [tuple(p.shape) for p in resumed.nodes.params.values()] == [(4, 2), (4, 0), (4, 3, 0)]
+
+
 class Killer(Logger):
     """Ends its process by SIGKILL after some updates."""
 

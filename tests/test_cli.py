@@ -15,7 +15,7 @@ import torch
 import vecgym.cli.compare as compare
 import vecgym.data.text as corpus
 from vecgym import Trainer
-from vecgym.cli import COMMANDS, WAITING, main
+from vecgym.cli import COMMANDS, main
 from vecgym.cli.compare import allreduce_bytes, comparison_table
 from vecgym.cli.values import ENGINES as ENGINE_NAMES
 from vecgym.data.text import read_text, split_text, standard_library_text
@@ -331,6 +331,9 @@ def test_help_exits_with_0(capsys, argv):
     assert "vecgym" in capsys.readouterr().out
 
 
+WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+
+
 def in_a_process(code: str, **environment: str) -> str:
     """What `code` prints in a new Python, where only `environment` may say how threads wait."""
     command = [sys.executable, "-c", code]
@@ -341,7 +344,7 @@ def in_a_process(code: str, **environment: str) -> str:
 def test_help_imports_nothing_heavy():
     code = f"""if True:
         import sys
-        from vecgym.cli import COMMANDS, WAITING, main
+        from vecgym.cli import COMMANDS, main
         for argv in (["--help"], ["--version"], *([name, "--help"] for name in {list(COMMANDS)})):
             try:
                 main(argv)
@@ -362,17 +365,49 @@ def test_help_imports_nothing_heavy():
     ],
 )
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(environment, seen):
-    """It is in the environment before torch, which reads it once, is loaded; and not set any more afterwards."""
+    """vecgym says so before torch, which reads it once, is loaded; and not any more afterwards."""
     code = """if True:
-        import os
-        from vecgym import cli
-        cli.info.run = lambda args: print(os.environ.get("OMP_WAIT_POLICY"))
-        cli.main(["info"])
+        import importlib, os, vecgym
+        print(os.environ.get("OMP_WAIT_POLICY"))
         import torch
         os.environ.pop("OMP_WAIT_POLICY", None)
-        cli.main(["info"])
+        importlib.reload(vecgym)
+        print(os.environ.get("OMP_WAIT_POLICY"))
     """
     assert in_a_process(code, **environment) == seen
+
+
+def test_threads_sleep_where_torch_was_loaded_first():
+    """Then a process that has more threads than the machine has cores has the same effect; once, and no bit differs."""
+    code = """if True:
+        import threading, torch, warnings
+        from pathlib import Path
+        torch.set_num_threads(2)
+        from vecgym.engine import Engine, plan
+        from vecgym.models import Line
+        count = lambda: sum("vecgym-idle" == thread.name for thread in threading.enumerate())
+        plan.programs_running = lambda: 1 + 10**6
+        threads = lambda: len(list(Path("/proc/self/task").iterdir())) if Path("/proc").exists() else 10**6
+        before = count()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                Engine(Line())
+        print(before, count(), torch.get_num_threads(), threads() > torch.multiprocessing.cpu_count())
+        print([str(w.message).split(",")[0] for w in caught])
+    """
+    said = "['the machine is busy: 1000000 other threads want its"
+    sleeping, warned = in_a_process(code).splitlines()
+    assert (sleeping, warned[: len(said)]) == ("0 1 2 True", said)
+    assert in_a_process(code, OMP_WAIT_POLICY="ACTIVE").startswith("0 0 2")
+
+
+def test_what_the_system_tells_of_other_programs(monkeypatch):
+    from vecgym.engine import plan
+
+    for text, found in (("2.62 1.4 0.6 4/136 7168\n", 3), ("9.0 1.4 0.6 1/136 7168\n", 1), ("unknown", 0)):
+        monkeypatch.setattr(plan.Path, "read_text", lambda path, text=text: text)
+        assert plan.programs_running() == found
 
 
 def test_as_a_program(text_file, tmp_path):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from tests.fitting import dataset, fit
+from tests.fitting import alone, dataset, fit
 from tests.helpers import NEEDS_LOOP
 from tests.models import MODELS, NO_VMAP, make_model
 from vecgym import Trainer, VecgymWarning, sweep
@@ -22,6 +23,7 @@ from vecgym.engine.backend import Local
 from vecgym.engine.compiled import Compiled
 from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.trial import first_part
+from vecgym.models import Classifier
 from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
@@ -95,6 +97,40 @@ def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
     compare(name)
     if name == "MLP":
         compare(name, mean=True)
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(1, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.layer(x) - x).square().mean() * self.calls
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_what_every_step_would_compile_anew_is_not_compiled() -> None:
+    with pytest.warns(VecgymWarning, match=r"compile=True has no effect.*self.calls \+= 1, at .*test_compiled.*buffer"):
+        trainer, _ = fit(Counting(), "FedAvg", data=torch.ones(24, 1), max_steps=20, compile=True)
+    assert trainer.history.settings["engine"] == "vmap"
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_a_process_may_compile_more_models_than_torch_counts() -> None:
+    """And a model for more sizes: torch's limit is eight of both together."""
+    for width in range(1, 11):
+        model = Classifier(nn.Linear(4, width))
+        data = TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.long))
+        trainer, _ = fit(model, alone(), data=data, max_steps=1, compile=True)
+        assert trainer.history.settings["engine"] == "compiled", width
+    engine = Engine(model, compile=True)
+    batch = lambda size: (torch.ones(2, size, 4), torch.zeros(2, size, dtype=torch.long))  # noqa: E731
+    engine.prepare(batch(1))
+    for size in range(1, 11):
+        assert computed(engine, batch(size)).losses.isfinite().all()
 
 
 @pytest.mark.usefixtures("_traced_only")

@@ -128,15 +128,15 @@ def test_attention_dropout_differs_between_nodes() -> None:
 
 
 def test_observer_counts_arithmetic() -> None:
-    with Observer() as observer:
+    with Observer({}) as observer:
         F.linear(draw(N, 3), draw(4, 3))
     assert observer.flop == 2 * N * 3 * 4
-    with Observer() as observer:
+    with Observer({}) as observer:
         draw(N, 3) @ draw(3, 4)
         torch.addmm(draw(4), draw(N, 3), draw(3, 4))
         F.conv2d(draw(2, 3, 8, 8), draw(4, 3, 3, 3))
     assert observer.flop == 2 * (2 * N * 3 * 4) + 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3)
-    with Observer() as observer:
+    with Observer({}) as observer:
         F.scaled_dot_product_attention(draw(2, 2, 4, 8), draw(2, 2, 6, 8), draw(2, 2, 6, 8))
     assert observer.flop == 2 * (2 * 2 * 2 * 4 * 6 * 8)
 
@@ -174,6 +174,6 @@ def test_padding_gets_no_gradient_under_vmap() -> None:
 
 
 def test_observer_names_what_vmap_does_wrong() -> None:
-    with Observer() as observer:
+    with Observer({}) as observer:
         F.embedding(torch.tensor([1]), draw(4, 3), scale_grad_by_freq=True)
     assert "scale_grad_by_freq" in observer.unsafe

@@ -12,10 +12,19 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.fitting import alone, dataset, fit
-from vecgym import Trainer
+from vecgym import OptimSpec, Trainer, VecgymWarning
+from vecgym.clock import Compute
 from vecgym.engine import Engine
+from vecgym.engine.availability import Trace
 from vecgym.runs.rollout import rollout
-from vecgym.strategy import FedAvgStrategy
+from vecgym.strategy import (
+    ADPSGDStrategy,
+    AllReduceStrategy,
+    AsyncStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    OuterOptimizer,
+)
 
 
 class Net(nn.Module):
@@ -237,3 +246,148 @@ def nn_dropout() -> nn.Module:
             return F.dropout(self.weight * x, 0.5).mean()
 
     return Dropped()
+
+
+# -------------------------------------------------------------------------------- what a forward pass writes to
+
+
+SEEN: list[Tensor] = []
+
+
+class Writing(nn.Module):
+    """Changes its weights in every forward pass, in one of several ways; `SEEN` are the batches of training."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.w, self.way = nn.Parameter(torch.full((3,), 0.9)), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            SEEN.append(x.clone())
+        if self.way == "data":
+            self.w.data.clamp_(-0.5, 0.5)
+        elif self.way == "assigned":
+            self.w.data = self.w.data.clamp(-0.5, 0.5)
+        elif self.way == "replaced":
+            self.w = nn.Parameter(self.w.detach().clamp(-0.5, 0.5))
+        else:
+            with torch.no_grad():
+                if self.way == "view":
+                    self.w.view(-1)[:2].clamp_(-0.5, 0.5)
+                elif self.way == "batch":
+                    self.w.add_(x.mean())
+                else:  # "halved" more often than once is another number, "clamped" is not
+                    self.w.mul_(0.5) if self.way == "halved" else self.w.clamp_(-0.5, 0.5)
+        return (self.w.sum() - x).square().mean()
+
+
+WAYS = ["clamped", "data", "assigned", "view", "batch", "halved"]
+WRITTEN: dict[str, Any] = {"num_nodes": 3, "max_steps": 6, "data": torch.arange(24.0) / 10, "val": torch.ones(4)}
+
+
+def by_itself(way: str, batches: list[Tensor], num_nodes: int, H: int | None, lr: float) -> Tensor:
+    """DiLoCo with torch's own optimizers, or gradients averaged in every step, on models of their own."""
+    models = [Writing(way) for _ in range(num_nodes)]
+    own = [torch.optim.SGD(model.parameters(), lr=lr) for model in models]
+    outer = nn.Parameter(models[0].w.detach().clone())
+    server = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(len(batches) // num_nodes):
+        for model, x in zip(models, batches[step * num_nodes :]):
+            model.zero_grad()
+            model(x).backward()
+        if H is None:
+            mean = torch.stack([model.w.grad for model in models if model.w.grad is not None]).mean(0)
+            for model in models:
+                model.w.grad = mean.clone()
+        for optimizer in own:
+            optimizer.step()
+        if H is not None and (step + 1) % H == 0:
+            outer.grad = outer.detach() - torch.stack([model.w.detach() for model in models]).mean(0)
+            server.step()
+            for model in models:
+                model.w.data.copy_(outer.detach())
+    return torch.stack([model.w.detach() for model in models]).mean(0)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_node_writes_to_its_own_parameters(way: str, num_nodes: int) -> None:
+    model, settings = Writing(way), {**WRITTEN, "num_nodes": num_nodes}
+    with pytest.warns(VecgymWarning, match="vmap cannot run this model.*one after the other"):
+        trainer, averaged = fit(model, DiLoCoStrategy("sgd", H=2, lr=0.1, outer_lr=0.7), batch_size=2, **settings)
+    assert torch.equal(model.w, torch.full((3,), 0.9))  # the model that was given is not changed
+    assert trainer.history.settings["engine"] == "loop"
+    expected = by_itself(way, SEEN[-6 * num_nodes :], num_nodes, 2, 0.1)
+    torch.testing.assert_close(averaged.get_parameter("w").detach(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run")
+@pytest.mark.parametrize("way", WAYS)
+def test_nodes_that_share_parameters_may_write_what_is_the_same_on_each(way: str) -> None:
+    strategy = AllReduceStrategy("sgd", lr=0.1)
+    for engine in ("auto", "loop"):
+        run = lambda: fit(Writing(way), strategy, batch_size=2, engine=engine, **WRITTEN)  # noqa: B023, E731
+        if way == "batch":
+            with pytest.raises(ValueError, match=r"writes to its parameter 'w'.*AllReduce.*drift apart.*DiLoCo"):
+                run()
+        else:
+            averaged = run()[1]
+            torch.testing.assert_close(averaged.get_parameter("w").detach(), by_itself(way, SEEN[-18:], 3, None, 0.1))
+    with pytest.raises(RuntimeError, match=r"vmap cannot run this model(.|\n)*engine=\"loop\""):
+        fit(Writing(way), strategy, batch_size=2, engine="vmap", **WRITTEN)
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run")
+@pytest.mark.parametrize("where", ["unequal", "absent", "partial", "asynchronous"])
+def test_what_is_written_stays_in_every_kind_of_step(where: str) -> None:
+    """At a rate of 0 nothing but the forward pass changes a node: it halves its weights once in a step."""
+    nodes: dict[str, Any] = {"num_nodes": 2, "data": torch.ones(24), "max_steps": 3}
+    if where == "unequal":
+        parts = lambda rank, num_nodes, data: torch.ones(3 if rank else 1)  # noqa: E731
+        trainer, _ = fit(Writing("halved"), alone(lr=0.0), batch_size=3, **{**nodes, "data": parts})
+    elif where == "absent":
+        trace = Trace(torch.tensor([[True, True], [True, False], [True, True]]), rejoin="own")
+        trainer, _ = fit(Writing("halved"), alone(lr=0.0), batch_size=2, availability=trace, **nodes)
+    elif where == "partial":
+        strategy = FedAvgStrategy("sgd", H=2, participation=0.5, lr=0.0)
+        trainer, _ = fit(Writing("halved"), strategy, batch_size=2, **nodes)
+        assert sorted(trainer.nodes.params["w"][:, 0].tolist()) == pytest.approx([0.9 / 8, 0.9 / 4])
+        return
+    else:
+        server = OuterOptimizer(OptimSpec("sgd", lr=1.0))
+        trainer, averaged = fit(Writing("halved"), AsyncStrategy("sgd", server, H=1, lr=0.0), batch_size=2,
+                                compute=Compute(1.0), **{**nodes, "num_nodes": 1})  # fmt: skip
+        assert averaged.get_parameter("w")[0].item() == pytest.approx(0.9 / 8)
+        return
+    steps = [3, 2 if where == "absent" else 3]
+    assert trainer.nodes.params["w"][:, 0].tolist() == pytest.approx([0.9 * 0.5**n for n in steps])
+
+
+class Momentum(nn.Module):
+    """An average of a weight, kept in a parameter that is not trained."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.kept = nn.ParameterDict({"mean": nn.Parameter(torch.zeros(1, 1), requires_grad=trained)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["mean"].data.lerp_(self.net.weight.data, 0.5)
+        return (self.net(x) - self.kept["mean"].detach()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run")
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_is_not_trained_is_not_written_to(trained: bool) -> None:
+    with pytest.raises(ValueError, match=r"writes to 'kept.mean', a parameter that is not trained.*register_buffer\("):
+        fit(Momentum(trained), alone(), data=torch.ones(8, 1), batch_size=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*vmap cannot run")
+def test_what_cannot_be_written_is_said() -> None:
+    with pytest.raises(ValueError, match=r"loss depends on none of its trainable parameters, w: does forward replace"):
+        fit(Writing("replaced"), alone(), batch_size=2, **WRITTEN)
+    with pytest.raises(ValueError, match=r"writes to its parameter 'w', through which no derivatives"):
+        rollout(Writing("clamped"), FedAvgStrategy("sgd"), torch.ones(2, 2, 2), num_nodes=2, eval_batch=torch.ones(2))
+    with pytest.raises(ValueError, match=r"writes to its parameter 'w'.*AD-PSGD"):
+        fit(Writing("clamped"), ADPSGDStrategy("sgd", "ring", lr=0.1), batch_size=2, compute=Compute(1.0), **WRITTEN)

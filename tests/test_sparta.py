@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils.data import TensorDataset
 
 from tests.helpers import (
     Recording,
@@ -39,8 +40,10 @@ from tests.reference import common
 from tests.reference.common import Result
 from tests.reference.sparta import sparta
 from tests.reference.sparta_diloco import sparta_diloco
+from vecgym import Trainer
 from vecgym.collectives import StackedCollectives
 from vecgym.core.errors import VecgymWarning
+from vecgym.engine.availability import Trace
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -988,3 +991,35 @@ def test_combinators_show_what_they_hold() -> None:
 def test_recording_collectives_see_one_mean_per_exchange() -> None:
     ours = composed([SparseCommunicator(sparsification_rate=0.5)], stacked(data("GPT", 2, 3)), "GPT", comm=Recording(2))
     assert [e.operation for e in ours.comm.ledger] == ["mean"] * 3
+
+
+@pytest.mark.parametrize("delay", [1, 2, 12])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_late_of_tensors_so_small_that_nothing_is_drawn_is_each_nodes_own(seed: int, delay: int) -> None:
+    """Nodes may be absent. What was never drawn of a tensor, or is in a slot not used yet, says nothing of the others.
+
+    Node 3 is never there: the others do what three nodes do.
+    """
+    table = torch.rand(30, 4, generator=torch.Generator().manual_seed(seed)) > 0.3
+    table[:, 0], table[:, 3] = True, False
+
+    def run(table: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        model = Tiny()
+        strategy = SPARTAStrategy(0.1, "sgd", delay=delay, correct_delay=True, lr=0.1)
+        data = [TensorDataset(torch.full((4, 1), 1.0 + node)) for node in range(4)]
+        trainer = Trainer(model, lambda rank, num_nodes, train: data[rank])
+        trainer.fit(strategy, table.shape[1], max_steps=len(table), batch_size=4, availability=Trace(table),
+                    device="cpu", progress=False)  # fmt: skip
+        return torch.cat([p.flatten(1) for p in trainer.nodes.params.values()], 1)
+
+    torch.testing.assert_close(run(table)[:3], run(table[:, :3]))
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def forward(self, batch: Any) -> Tensor:
+        return (self.net(batch[0]) - 1).square().mean()

@@ -48,6 +48,7 @@ same on every node". What needs torch is imported when it is first used.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -168,3 +169,9 @@ def __dir__() -> list[str]:
 
 
 moved.install(sys.modules[__name__])
+
+# torch's threads sleep while they wait for one another, unless the user has said how they wait. By default they spin,
+# which slows everything down many times over when other programs want the same cores. It is read when torch is loaded;
+# `vecgym.engine.plan.settle_threads` is for where that was before.
+if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

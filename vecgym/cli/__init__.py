@@ -7,7 +7,6 @@ A subcommand is a module here: `options(parser)` adds its options, `run(args)` r
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import sysconfig
@@ -49,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if unknown:  # reported by the subcommand, whose usage line shows what is allowed
         args.parser.error(f"there is no option {' '.join(unknown)}; see {args.parser.prog} --help")
-    wait_passively()
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -61,19 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{args.parser.prog}: error: {in_short(error)}", file=sys.stderr)
         return 1
-
-
-WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"})  # how a user says it
-
-
-def wait_passively() -> None:
-    """Let torch's threads sleep while they wait for work, unless the user has chosen how they wait.
-
-    By default they spin, which slows everything down many times over when other programs want the same cores. OpenMP
-    reads its environment once, when torch is loaded.
-    """
-    if "torch" not in sys.modules and not WAITING & os.environ.keys():
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 # Their messages say everything, without the names of the classes.

@@ -38,6 +38,11 @@ class ADPSGDSimulation(AsyncSimulation):
 
     def rounds(self, state: State, rows: Sequence[int], inplace: bool) -> State:
         """Compute the gradients of some nodes, given by their ids, in one stacked call."""
+        if self.engine.written:
+            raise ValueError(
+                f"the model's forward writes to its parameter {min(self.engine.written)!r}: in AD-PSGD a node's "
+                "parameters change while its gradient is computed, so that it is not known which."
+            )
         K, was, order = self.num_local, state.strategy, sorted(rows)
         chosen, counts = torch.tensor(order), state.node_steps.tolist()
         start, buffers = (nodes.take_rows(x, chosen) for x in (was["starts"], state.buffers))

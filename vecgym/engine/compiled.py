@@ -6,8 +6,10 @@ gradients with those of `vmap`, and says how long compiling took and when that i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +27,8 @@ from vecgym.engine.contract import cause
 from vecgym.engine.stateless import StatelessModel
 from vecgym.engine.trial import Trial, Tried, difference, first_line, first_part, timed, turned
 from vecgym.engine.vmap import Vmap
+
+MANY = 10**6
 
 
 class Compiled(Tried):
@@ -90,6 +94,10 @@ class Compiled(Tried):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch.compile about itself
                 found, compile_s = timed(self, work(batch), mean)
+                with torch._dynamo.config.patch(error_on_recompile=True):
+                    timed(self, work(batch), mean)
+        except torch._dynamo.exc.RecompileError as error:
+            return Trial(f"{_changed(error)}, so that every step would compile it anew: keep that in a buffer", "")
         except Exception as error:  # whatever the compiler raises: without it the model runs
             _check_compiler(error)
             return Trial(first_line(cause(error), "torch.compile gives no reason"), "")
@@ -120,8 +128,19 @@ def _check_compiler(error: BaseException) -> None:
         seen = seen.__cause__ or seen.__context__
 
 
-def _compiler_settings() -> Any:
+def _changed(error: Exception) -> str:
+    """Say what a recompilation is due to: its message has the guard, the line of code, and where that is."""
+    found = re.search(r"^ *- \d+/\d+: (.*?)(?:\(HINT.*)?$", str(error), re.MULTILINE)
+    guard, *code = [" ".join(part.split()) for part in found[1].split("#")] if found else [""]
+    at = f", at {code[1]}" if len(code) > 1 else ""
+    return f"its forward changes what is no tensor ({code[0] if code else guard}{at})"
+
+
+def _compiler_settings() -> contextlib.ExitStack:
     """Let dropout and the like draw the random numbers that they draw uncompiled, and loops be spread over the nodes.
+
+    torch counts what it has compiled of a function, of all models of the process together, and ends at eight: it need
+    not, since each model is compiled for as many sizes as it has.
 
     Where a tensor's last dimension is shorter than a vector register, a bias of ten classes, say, and its loop a vector
     all the same, Inductor takes it to have no steps, and spreads the sum within it over the threads: once for each
@@ -130,4 +149,7 @@ def _compiler_settings() -> Any:
     from torch._inductor import config  # only here: it takes a second to import
 
     tails = {"cpp.enable_loop_tail_vec": False} if hasattr(config.cpp, "enable_loop_tail_vec") else {}
-    return config.patch({"fallback_random": True, **tails})
+    settings = contextlib.ExitStack()
+    settings.enter_context(config.patch({"fallback_random": True, **tails}))
+    settings.enter_context(torch._dynamo.config.patch(cache_size_limit=MANY, accumulated_cache_size_limit=MANY))
+    return settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,38 @@ def check_loss(loss: Any, model: nn.Module) -> None:
         )
 
 
-def check_differentiable(model: nn.Module) -> None:
+def check_written(names: Collection[str]) -> None:
+    """Raise the error for a model whose forward writes to parameters that it does not train.
+
+    >>> try:
+    ...     check_written(["center"])
+    ... except ValueError as error:
+    ...     print(str(error).split(":")[0])
+    the model's forward writes to 'center', a parameter that is not trained
+    """
+    if names:
+        *_, name = min(names).split(".")
+        raise ModelError(
+            f"the model's forward writes to {min(names)!r}, a parameter that is not trained: what is not trained is "
+            f"the same on every node. Make it a buffer, of which each node has its own: register_buffer({name!r}, ...)."
+        )
+
+
+def check_influence(unused: Collection[str], params: Collection[str]) -> None:
+    """Raise the error for a model of whose parameters none has an influence on its loss."""
+    if len(unused) == len(params) > 0:
+        raise ModelError(
+            f"the model's loss depends on none of its trainable parameters, {', '.join(sorted(unused)[:3])}: does "
+            "forward replace them (self.weight = nn.Parameter(...)), or detach them? Write in place, under "
+            "torch.no_grad(), or use torch.nn.utils.parametrize."
+        )
+
+
+def check_differentiable(model: nn.Module, written: Collection[str] = ()) -> None:
     """Raise a ValueError for a model whose gradient has no derivative, or not the one that torch computes.
+
+    Args:
+        written: parameters that its forward changes.
 
     >>> model = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     >>> try:
@@ -133,6 +163,11 @@ def check_differentiable(model: nn.Module) -> None:
         raise ValueError(
             f"{hooked}, through which no derivatives can be taken: remove it (handle.remove()), and let forward, or "
             "the strategy, do what it does."
+        )
+    if written:
+        raise ValueError(
+            f"the model's forward writes to its parameter {min(written)!r}, through which no derivatives can be taken: "
+            "use torch.nn.utils.parametrize, or let the strategy do it."
         )
     for name, module in model.named_modules():
         of_hooks = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())

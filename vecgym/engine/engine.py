@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,17 @@ from vecgym.engine.backend import Backend, Keys, Local, Part, rows, stacked, uns
 from vecgym.engine.batching_rules import TwiceDifferentiable
 from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
-from vecgym.engine.plan import BACKENDS, TRIED, Plan, check_settings, choose_plan, fastest, one_thread, start_threads
+from vecgym.engine.plan import (
+    BACKENDS,
+    TRIED,
+    Plan,
+    check_settings,
+    choose_plan,
+    fastest,
+    one_thread,
+    settle_threads,
+    start_threads,
+)
 from vecgym.engine.stateless import StatelessModel, plain_attention
 from vecgym.engine.trial import Tried
 from vecgym.optim import RecordableStep
@@ -95,6 +105,8 @@ class Engine:
         self.facts: ModelFacts | None = None
         self.autocast = autocast
         self._stateless = StatelessModel(model, autocast)
+        if self.device.type == "cpu":
+            settle_threads()
         self.params, self.frozen, self.buffers = self._stateless.params, self._stateless.frozen, self._stateless.buffers
         self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
         self._special: Tried | None = None
@@ -120,7 +132,7 @@ class Engine:
         required = engine not in ("auto", "fastest")
         facts = in_own_thread(lambda: examine(self._stateless, of_one, stacked, required))
         self.facts = facts = facts if agree is None else agree(facts)
-        self._stateless.learn(facts.random, facts.mutated)
+        self._stateless.learn(facts.random, facts.mutated, facts.written)
         self._stateless.freeze(facts.unused)
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
@@ -146,6 +158,11 @@ class Engine:
     def device(self) -> torch.device:
         """The device of the model, and so of everything that is computed."""
         return self._stateless.device
+
+    @property
+    def written(self) -> Collection[str]:
+        """The parameters that the model's forward changes: `gradients` does so in the storage that it is given."""
+        return self._stateless.written
 
     def close(self) -> None:
         """End the node threads, which start with the first gradients."""
@@ -234,7 +251,7 @@ class Engine:
         """
         describe = contract.derivative_error if differentiable else None
         if differentiable:
-            contract.check_differentiable(self.model)
+            contract.check_differentiable(self.model, self.written)
         num_nodes, batch_size = sizes_of(batch)
         seeds = seed if isinstance(seed, Sequence) else [seed] * num_nodes
         keys = Keys(seeds, step, range(num_nodes) if node_ids is None else node_ids)
@@ -247,7 +264,7 @@ class Engine:
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
         if limits is None or min(limits) >= batch_size:
             return by_minibatches(part)
-        return by_batch_size(part, limits, by_minibatches, mean, inplace=not differentiable)
+        return by_batch_size(part, limits, by_minibatches, mean, inplace=not differentiable, written=self.written)
 
     def _pure(self, part: Part) -> Local:
         with sdpa_kernel(SDPBackend.MATH):

@@ -42,13 +42,14 @@ class Loop:
         """Keep nothing; see `Backend.forget`."""
 
     def _one(self, part: Part, i: int, thread: int) -> tuple[Tensor, Tree]:
-        """Compute the loss and gradient of one node; its row of the buffers is overwritten."""
-        leaves = {name: self.model.leaf(name, p) for name, p in row(part.params, i).items()}
-        buffers = row(part.buffers, i)
+        """Compute the loss and gradient of one node; its rows of buffers, and parameters written, are overwritten."""
+        params, buffers = row(part.params, i), row(part.buffers, i)
+        leaves = {name: self.model.leaf(name, p) for name, p in params.items()}
         batch = tree.map_leaves(lambda x: x[i], part.batch)
         with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.step_of(i)}"):
             loss, after, grads = self.model.gradient(leaves, buffers, batch, thread)
         settle(buffers, {name: b for name, b in after.items() if self.model.changes(name)})
+        settle(params, {name: leaves[name] for name in self.model.written})
         dense = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}
         return loss.detach(), dense
 

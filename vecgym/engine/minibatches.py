@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,13 @@ def _added(total: Local | None, part: Local, weight: float) -> Local:
     return Local(tree.map(torch.add, total.grads, grads), total.losses + losses, part.buffers)
 
 
-def by_batch_size(part: Part, limits: Sequence[int], compute: Compute, mean: bool, inplace: bool) -> Local:
+def by_batch_size(
+    part: Part, limits: Sequence[int], compute: Compute, mean: bool, inplace: bool, written: Collection[str] = ()
+) -> Local:
     """Compute the gradients of nodes that have only `limits` examples each, nodes with equally many at a time.
+
+    Args:
+        written: parameters, `[n, *]`, that the passes change.
 
     Raises:
         ValueError: for a batch that cannot be cut.
@@ -66,7 +71,10 @@ def by_batch_size(part: Part, limits: Sequence[int], compute: Compute, mean: boo
     groups = [torch.tensor([i for i, s in enumerate(sizes) if s == size]) for size in sorted(set(sizes))]
     results = []
     for group in groups:
-        local = compute(part.take(group, sizes[group[0]]))
+        taken = part.take(group, sizes[group[0]])
+        local = compute(taken)
+        for name in written:
+            part.params[name].index_copy_(0, placed(group, taken.params[name].device), taken.params[name])
         part = part._replace(buffers=nodes.put_rows(part.buffers, group, local.buffers, part.size, inplace))
         share = len(group) / part.size if mean else 1.0
         results.append(Local(tree.map(lambda g: g * share, local.grads), local.losses, {}))  # noqa: B023

@@ -18,7 +18,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine import hooks
 from vecgym.engine.backend import Backend, Keys, Part
-from vecgym.engine.contract import cause, first_call, vmap_error
+from vecgym.engine.contract import cause, check_influence, check_written, first_call, vmap_error
 from vecgym.engine.stateless import StatelessModel, clones, seeded
 
 
@@ -34,6 +34,7 @@ class ModelFacts:
     unused: frozenset[str]  # parameters that get no gradient: as in torch, they are never updated
     mutated: frozenset[str]  # buffers that a training step changes
     random: bool  # draws random numbers (dropout)
+    written: frozenset[str] = frozenset()  # parameters that its forward changes, as torch.no_grad() allows
     hooked: bool = False  # has hooks on its gradients
     flop: int = 0  # floating-point operations of one node's forward and backward pass
     convolution_flop: int = 0  # the part of it in convolutions of images
@@ -52,19 +53,25 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
         required: raise the error of that, instead of noting it.
     """
     hooked = hooks.on_gradients(model.model)
-    params = {name: p.detach().requires_grad_() for name, p in model.params.items()}
-    with seeded(0, model.device), Observer() as observer, first_call(model.model, batch):
+    # Copies: a forward pass may write to them.
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.params.items()}
+    observer = Observer({**params, **model.frozen})
+    with seeded(0, model.device), observer, first_call(model.model, batch):
         facts = _facts(model, params, batch)
     largest = max(observer.largest_bytes, *(p.numel() * p.element_size() for p in model.params.values()))
     model.recomputes = observer.recomputes
     # A backward pass costs about two forward passes.
+    written = observer.written()
+    check_influence(facts.unused, params)
+    check_written(written - params.keys() | written & facts.unused)
     facts = replace(
-        facts, hooked=bool(hooked), flop=3 * observer.flop, convolution_flop=3 * observer.convolution_flop,
-        largest_bytes=largest, output_bytes=observer.largest_bytes,
+        facts, written=written, hooked=bool(hooked), flop=3 * observer.flop,
+        convolution_flop=3 * observer.convolution_flop, largest_bytes=largest, output_bytes=observer.largest_bytes,
     )  # fmt: skip
     if stacked is None:
         return facts
-    if unsafe := observer.unsafe or (hooked and f"{hooked}, which sees one node at a time"):
+    writes = f"its forward writes to its parameter {min(written)!r}" if written else ""
+    if unsafe := observer.unsafe or writes or (hooked and f"{hooked}, which sees one node at a time"):
         return replace(facts, vmap_error=vmap_error(unsafe))
     model.learn(facts.random, facts.mutated)
     try:
@@ -121,10 +128,16 @@ class Observer(TorchFunctionMode):
         largest_bytes: of the tensors that the calls gave.
         recomputes: whether the backward pass ran parts of the model again.
         unsafe: what vmap would do wrong without a word; empty if nothing.
+
+    Args:
+        watched: tensors of which `written` tells.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Tree) -> None:
         super().__init__()
+        self._names = {x.data_ptr(): name for name, x in watched.items() if x.numel()}
+        # Each of them, and each `.data` of it, counts its changes in place.
+        self._watched = [(name, x, x._version, x.data_ptr()) for name, x in watched.items()]
         self.flop = self.convolution_flop = 0
         self.largest_bytes = 0
         self.recomputes = False
@@ -132,6 +145,8 @@ class Observer(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func == _DATA and (name := self._names.get(out.data_ptr())) is not None:
+            self._watched.append((name, out, out._version, out.data_ptr()))
         if torch._C._current_graph_task_id() != -1:  # in the backward pass; an operation's own keeps no graph
             self.recomputes |= torch.is_grad_enabled()
             return out
@@ -153,6 +168,10 @@ class Observer(TorchFunctionMode):
             self.convolution_flop += flop if func is F.conv2d else 0
         return out
 
+    def written(self) -> frozenset[str]:
+        """Return which of the tensors watched have been changed, in place or by giving them another `.data`."""
+        return frozenset(name for name, x, version, at in self._watched if (x._version, x.data_ptr()) != (version, at))
+
 
 def _contraction(out: Tensor, given: list[Tensor]) -> int:
     """Return 2 M N K of a product [M, K] x [K, N] -> [M, N], from the numbers of elements."""
@@ -167,6 +186,7 @@ def _weighted(out: Tensor, given: list[Tensor]) -> int:
     return 2 * out.numel() * given[1][0].numel() if len(given) > 1 and given[1].dim() > 0 else 0
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _EMBEDDING = inspect.signature(F.embedding)
 _PRODUCTS: dict[Callable, Callable[[Tensor, list[Tensor]], int]] = {
     **dict.fromkeys([F.linear, F.conv1d, F.conv2d, F.conv3d], _weighted),

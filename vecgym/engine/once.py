@@ -19,6 +19,7 @@ from vecgym.core.objects import reachable
 from vecgym.core.tree import Path, Tree
 from vecgym.engine.exchanges import exchanges
 from vecgym.strategy import Strategy
+from vecgym.strategy.when import QUEUE
 
 ENOUGH = 8  # exchanges, after which it is known what is stored once
 
@@ -81,7 +82,12 @@ def stored_once(
                     (own if len(x) > 1 else seen).add(path)
     except Exception:  # whatever a strategy does with tensors that have no values
         return None
-    return StoredOnce(frozenset(once), frozenset(once if shared == set(once) else ()), frozenset(seen - own))
+    several = set(map(_place, own))
+    return StoredOnce(
+        frozenset(once),
+        frozenset(once if shared == set(once) else ()),
+        frozenset(path for path in seen if _place(path) not in several),
+    )
 
 
 def has_own_numbers(strategy: Strategy, num_nodes: int) -> bool:
@@ -94,3 +100,9 @@ def has_own_numbers(strategy: Strategy, num_nodes: int) -> bool:
     settings = {name: value for name, value in vars(strategy).items() if name != "communication_modules"}
     tensors = (x for x in reachable(settings) if isinstance(x, Tensor) and x.dim() > 0)
     return any(x.shape[-1] == num_nodes > 1 for x in tensors)
+
+
+def _place(path: Path) -> Path:
+    """Return the path without which slot of a queue it is: what is in one may be in each, also in one not used yet."""
+    at = [key for _, key in path].index(QUEUE) + 1 if (dict, QUEUE) in path else len(path)
+    return path[:at] + path[at + 1 :]

@@ -7,15 +7,20 @@ after run.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.engine.backend import Backend
 from vecgym.engine.compiled import Compiled
 from vecgym.engine.layouts import ChannelsLast
@@ -223,6 +228,50 @@ def fastest(plans: Sequence[Plan], step: Callable[[Plan], None]) -> Plan:
     best = plans[min(range(len(timed)), key=timed.__getitem__)]
     report = ", ".join(f"{plan}: {1e3 * s:.1f} ms" for plan, s in zip(plans, timed))
     return replace(best, reason=f"fastest measured: {report}")
+
+
+def settle_threads() -> None:
+    """Let the threads of torch's operations sleep while they wait for one another; warn, once, of a busy machine.
+
+    `vecgym` says so in the environment, which torch reads when it is loaded. Where torch was there before, another way
+    has the same effect: GNU's OpenMP stops spinning in a process that has more threads than the machine has cores.
+    So many are started here, which have nothing to do. No bit depends on how threads wait.
+    """
+    if torch.get_num_threads() > 1:  # else there is nothing to wait for
+        _settle_threads()
+
+
+@functools.cache
+def _settle_threads() -> None:
+    if (others := programs_running() - 1) >= (cores := os.cpu_count() or 1):
+        warn(
+            f"the machine is busy: {others} other threads want its {cores} cores, and in every operation "
+            f"torch's {torch.get_num_threads()} threads wait for the last of them. torch.set_num_threads(1) may be "
+            "faster here; sums are then rounded in another order."
+        )
+    if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():  # see `vecgym/__init__.py`
+        return
+    before, started = torch.get_num_threads(), threading.Event()
+
+    def start() -> None:
+        torch.get_num_threads()  # see `_take_one_thread`
+        torch.set_num_threads(cores + 1)
+        torch.zeros((cores + 1) << 15, dtype=torch.uint8).add_(1)  # each thread gets a part of it
+        started.set()
+        threading.Event().wait()  # for ever: a thread's threads end with it
+
+    threading.Thread(target=start, name="vecgym-idle", daemon=True).start()
+    started.wait()
+    torch.set_num_threads(before)
+
+
+def programs_running() -> int:
+    """Return how many threads of all programs run now and have done so in the last minute; 0 where that is not told."""
+    try:
+        average, *_, running, _ = Path("/proc/loadavg").read_text().split()
+        return min(round(float(average)), int(running.split("/")[0]))
+    except (OSError, ValueError):
+        return 0
 
 
 def start_threads(count: int) -> ThreadPoolExecutor | None:

@@ -154,7 +154,7 @@ class Simulation:
     @property
     def beside(self) -> bool:
         """Whether nodes that are absent may train beside the others, which is undone, and is faster."""
-        return not self.exact and not exchanges_gradients(self.strategy)
+        return not (self.exact or self.engine.written or exchanges_gradients(self.strategy))
 
     def result(self, state: State) -> Result:
         """Return what the run's model is the mean of: the one rule for all that is evaluated, returned and saved."""
@@ -333,14 +333,16 @@ class Simulation:
         # 1. Gradients: each node by itself.
         update = functools.partial(self.strategy.recordable_step, state.params, state.optimizer, ctx)
         everyone = range(self.num_local)
-        local = self._gradients(state.params, state.buffers, batch, everyone, state.strategy, ctx, update)
+        before = self._to_write(state.params, self.num_local)
+        local = self._gradients(before, state.buffers, batch, everyone, state.strategy, ctx, update)
+        before = self._as_stored(before, state.params)
         if local.grads:
             # 2. What is exchanged of the gradients.
             grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
             if ctx.inplace:
                 exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
             # 3. The inner optimizer: each node by itself.
-            params, optimizer = self._optimize(state.params, grads, state.optimizer, ctx)
+            params, optimizer = self._optimize(before, grads, state.optimizer, ctx)
         else:  # the engine has taken the optimizer's step, too
             params, exchanged = state.params, state.strategy
             optimizer = {**state.optimizer, "step": state.optimizer["step"] + 1}
@@ -382,7 +384,9 @@ class Simulation:
         optimizer, modules = (self.strategy.take_rows(x, rows) for x in (state.optimizer, state.strategy))
         batch = nodes.take_rows(batch, rows) if self.num_local > 1 else batch
         part = ctx.of_rows(rows)
+        once, params = params, self._to_write(params, len(rows))
         local = self._gradients(params, buffers, batch, rows.tolist(), modules, part)
+        params = self._as_stored(params, once)
         grads, exchanged = local.grads, state.strategy
         if self.strategy.exchanges_where_some_rest:
             grads, exchanged = self.strategy.exchange_gradients(grads, exchanged, part)
@@ -422,6 +426,32 @@ class Simulation:
         # The mean of the nodes here is not that of all: as each one's gradient it is averaged with the others'.
         grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads
         return local._replace(grads=self.strategy.local_gradients(grads, params, modules, ctx))
+
+    def _to_write(self, params: Tree, num_nodes: int) -> Tree:
+        """Return the parameters, `[L, *]` where the model's forward writes to them: each node to its own."""
+        return nodes.widened(params, num_nodes) if self.engine.written else params
+
+    def _as_stored(self, params: Tree, before: Tree) -> Tree:
+        """Return what the forward passes have left of parameters, stored once again by nodes that share gradients.
+
+        Raises:
+            ValueError: if the nodes have written different values.
+        """
+        if not self.engine.written or not exchanges_gradients(self.strategy):
+            return params
+
+        def once(name: str, x: Tensor, count: int) -> Tensor:
+            rows = x.unflatten(0, (count, -1))  # of each configuration
+            if self.num_local < self.comm.num_nodes or not torch.allclose(rows, rows[:, :1], 0, 0, equal_nan=True):
+                raise ValueError(
+                    f"the model's forward writes to its parameter {name!r}, on each node what its own batch says. "
+                    f"{self.strategy!r} exchanges gradients, for which all nodes must have the same parameters: theirs "
+                    "would drift apart, as they do in DDP. Take a strategy that exchanges parameters (DiLoCo, FedAvg), "
+                    "or write nothing that depends on the batch."
+                )
+            return rows[:, 0]
+
+        return {name: once(name, x, len(before[name])) for name, x in params.items()}
 
     def _context(self, step: int, node_steps: Tensor, inplace: bool) -> Context:
         presence = self.presence

@@ -81,6 +81,7 @@ class StatelessModel:
         params: that are trained.
         frozen: parameters that are not: those without `requires_grad`, and those that get no gradient.
         buffers: before training.
+        written: parameters that its forward changes.
         random: whether it draws random numbers in training; True until that is known.
         recomputes: whether its backward pass runs parts of it again, as activation checkpointing does, and must find
             everything as it was in the forward pass.
@@ -96,6 +97,7 @@ class StatelessModel:
         self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
         self.buffers = {name: b.detach() for name, b in model.named_buffers()}
         self.random = True
+        self.written: Collection[str] = ()
         self.recomputes = False
         self._autocast = autocast
         self._mutated: Collection[str] | None = None
@@ -113,9 +115,9 @@ class StatelessModel:
         values = self.params or self.frozen
         return next(iter(values.values())).device if values else torch.device("cpu")
 
-    def learn(self, random: bool, mutated: Collection[str]) -> None:
-        """Note whether a training step draws random numbers, and which buffers it changes."""
-        self.random, self._mutated = random, mutated
+    def learn(self, random: bool, mutated: Collection[str], written: Collection[str] = ()) -> None:
+        """Note whether a training step draws random numbers, and which buffers and parameters it changes."""
+        self.random, self._mutated, self.written = random, mutated, written
 
     def freeze(self, names: Collection[str]) -> None:
         """Stop training these parameters."""
@@ -205,7 +207,7 @@ class StatelessModel:
 
     def spared(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
         """Copy what a forward pass in eval mode may change."""
-        params = clones(params) if self._writes_params else params
+        params = clones(params) if self._writes_params or self.written else params
         return params, clones(buffers)
 
     # --------------------------------------------------------------------------------------------- around a call

@@ -48,7 +48,7 @@ processes. Earlier results are replaced only with `--overwrite`.
 
 ## Threads
 
-All commands set `OMP_WAIT_POLICY=PASSIVE`, so that torch's threads sleep while they wait for work instead of keeping
+vecgym sets `OMP_WAIT_POLICY=PASSIVE`, so that torch's threads sleep while they wait for work instead of keeping
 cores from other programs. If your environment has `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`, it stays as
 it is. `vecgym.guide.performance` has measurements.
 

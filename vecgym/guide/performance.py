@@ -133,13 +133,12 @@ Under torchrun, 64 nodes of the MLP on W processes that share the two cores, in 
 ## On a busy machine
 
 By default, OpenMP's threads wait for one another in a busy loop. When other programs want the same cores, that keeps
-the cores from the very threads that they wait for. `vecgym` on the command line therefore sets
-`OMP_WAIT_POLICY=PASSIVE`, unless your environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or
-`KMP_BLOCKTIME`). For scripts and notebooks, set it before Python starts:
-
-```bash
-OMP_WAIT_POLICY=PASSIVE python experiment.py
-```
+the cores from the very threads that they wait for. `import vecgym` therefore sets `OMP_WAIT_POLICY=PASSIVE`, unless your
+environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`). torch reads it when it is
+imported. Where you import torch first, the first run on a CPU starts a few idle threads instead: GNU's OpenMP, which
+torch has on Linux, does not spin in a process that has more threads than there are cores. How threads wait changes no
+bit. How many there are does, so vecgym never changes their number by itself: on a busy machine it warns, once, that
+`torch.set_num_threads(1)` may be faster.
 
 A step of the MLP on 8 nodes, in ms, medians of five blocks of 20 steps (`python benchmarks/busy.py --workload mlp`):
 

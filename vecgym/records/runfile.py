@@ -291,7 +291,7 @@ def difference(value: Any, demanded: Any, where: str = "", *, more: bool = False
 def compact(x: Tensor) -> Tensor:
     """Move a tensor to the CPU, in no more storage than it needs; keep one row of an expanded node dimension."""
     x = x.detach()
-    if x.dim() > 0 and len(x) > 1 and x.stride(0) == 0:
+    if x.dim() > 0 and len(x) > 1 and x.stride(0) == 0 and x.numel():
         x = x[:1]
     x = x.cpu()
     return x.clone() if x.untyped_storage().nbytes() > x.numel() * x.element_size() else x

@@ -60,7 +60,7 @@ class Session:
         """Return what the first process knows of the model: which parameters are trained, say."""
         if self.wire is None:
             return facts
-        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random")}
+        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written")}
         return replace(facts, **self.wire.broadcast_object(shared))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:

@@ -94,7 +94,10 @@ class SparseChange(Sparse):
 
     def agree(self, values: Tree, state: State, ctx: Context) -> tuple[State, State]:
         agreed, state = super().agree(values, state, ctx)
-        return _shifted(agreed, values, -1), state
+        # Of a tensor left out each node has nothing of its own, `[L, 0]`: it is not stored once.
+        own = {name: x.new_empty(len(x), 0) for name, x in values.items()}
+        drawn = {name: mean for name, mean in agreed["mean"].items() if mean.numel()}
+        return _shifted({**agreed, "mean": own | drawn}, values, -1), state
 
     def write(self, agreed: State, values: Tree, ctx: Context) -> Tree:
         return super().write(_shifted(agreed, values, 1), values, ctx)
