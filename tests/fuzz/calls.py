@@ -30,8 +30,6 @@ from vecgym.clock import Compute, Network, price
 from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
-from vecgym.compat.exogym.behaviour import Choice
-from vecgym.compat.exogym.config import TrainConfig
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
 from vecgym.engine import Engine, ModelFacts, Plan, availability
@@ -40,7 +38,6 @@ from vecgym.engine.simulation import Simulation
 from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
-from vecgym.runs.recorder import Loggers
 from vecgym.runs.verification import Check, Difference
 from vecgym.strategy import (
     AsyncStrategy,
@@ -92,8 +89,6 @@ UNCALLED = {
     "vecgym.History.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.SweepResult.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.optim.Muon": "torch's own, where it has one",
-    **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
-       ("", ".train")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
@@ -374,21 +369,6 @@ def _moments() -> dict[str, Any]:
     return {"exp_avg": tree_of_nodes(), "exp_avg_sq": tree_of_nodes()}
 
 
-def _sgd() -> vecgym.OptimSpec:
-    return vecgym.OptimSpec("sgd")
-
-
-def _choice() -> Choice:
-    return Choice(_sgd(), _sgd(), ())
-
-
-def _strict_config() -> TrainConfig:
-    return TrainConfig(
-        1, exogym.SimpleReduceStrategy("sgd"), K, max_steps=1, batch_size=2, device="cpu",
-        model=Line(), train_dataset=examples(), val_dataset=None,
-    )  # fmt: skip
-
-
 def _cut() -> compress.Grid:
     return compress.grid((DIM,), 4)
 
@@ -588,13 +568,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     **{f"vecgym.compat.exogym.strategies.{name}IndexSelector.get_indices": {
         "param": lambda: torch.ones(4), "iteration": lambda: 0}
        for name in ("", "Partitioned", "Random", "ShuffledSequential")},
-    "vecgym.compat.exogym.strict.AsExoGym": {"local_step": lambda: 1, "interval": lambda: 1, "given": _sgd,
-                                             "choice": _choice, "progress": lambda: 0.5, "max_norm": lambda: None,
-                                             "spec": _sgd},
-    "vecgym.compat.exogym.strict.AsExoGym.check_demo": {"shape": lambda: [2, 2]},
-    "vecgym.compat.exogym.strict.ignored": {"strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
-    "vecgym.compat.exogym.strict.StrictRun": {
-        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "progress": lambda: False},
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 

@@ -1,8 +1,4 @@
-"""The bases of EXO Gym's strategies: what one node does in a step, and one thing that it exchanges.
-
-How they interpret their arguments is their `behaviour`: as they say (`AsAsked`), or as EXO Gym does
-(`vecgym.compat.exogym.strict`).
-"""
+"""The bases of EXO Gym's strategies: what one node does in a step, and one thing that it exchanges."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from vecgym.compat.exogym.behaviour import AsAsked
-from vecgym.compat.exogym.optimizers import AnySpec, Spec, inner_choice
+from vecgym.compat.exogym.optimizers import AnySpec, Spec, inner_spec
 from vecgym.compat.exogym.options import OF_STRATEGIES, Keywords, MaxNorm, Modules, checked, warn_without_effect
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.core import check
@@ -35,8 +30,6 @@ class Strategy(ABC, LogModule):
         options: of a user's class, become attributes. Of EXO Gym's own classes, one without effect warns, and an
             unknown one is a TypeError.
     """
-
-    behaviour: AsAsked = AsAsked()  # of the run
 
     @checked
     def __init__(
@@ -105,7 +98,7 @@ class Strategy(ABC, LogModule):
             return 1.0
         end = min(kwargs.get("max_steps", math.inf), self.max_steps)
         progress = (step - warmup) / max(1, end - warmup)
-        return 0.9 * (0.5 * (1 + math.cos(math.pi * self.behaviour.annealed(progress)))) + 0.1
+        return 0.9 * (0.5 * (1 + math.cos(math.pi * min(1.0, progress)))) + 0.1
 
     def __config__(self, remove_keys: Sequence[str] | None = None) -> dict[str, Any]:
         hidden = ("iteration", "local_step", "lr_callbacks", "model", "optim", "scheduler", *(remove_keys or ()))
@@ -118,12 +111,8 @@ class OptimizingStrategy(Strategy):
     @checked
     def __init__(self, optim_spec: AnySpec = None, max_norm: MaxNorm = None, **options: Any) -> None:
         """Take the inner optimizer, the norm to which each node clips its gradient, and every strategy's options."""
-        self._choice = inner_choice(type(self).__name__, optim_spec, options)
-        self.optim_spec, self.max_norm = self._choice.asked, max_norm
+        self.optim_spec, self.max_norm = inner_spec(type(self).__name__, optim_spec, options), max_norm
         super().__init__(**options)
-
-    def _inner_spec(self) -> Spec:
-        return self.behaviour.spec(self.optim_spec, self._choice)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
@@ -146,10 +135,6 @@ class CommunicationModule(ABC):
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:  # noqa: B027 - few have anything to do
         """Start on a node; called once, with the node's own model."""
-
-    @property
-    def behaviour(self) -> AsAsked:
-        return AsAsked() if self.strategy is None else self.strategy.behaviour
 
 
 class CommunicateOptimizeStrategy(OptimizingStrategy):

@@ -42,7 +42,7 @@ class FitOptions(Options):
         kwargs: anything; it is added to the logged settings.
         logger, log_interval: vecgym's own loggers instead.
         disable_logging: neither files nor a progress bar.
-        gradient_accumulation, max_memory_usage: see `vecgym.Trainer.fit`; without effect with strict timing.
+        gradient_accumulation, max_memory_usage: see `vecgym.Trainer.fit`.
         start_port, port, devices, force_minibatch_recalculate: without effect, with a warning.
     """
 
@@ -90,9 +90,22 @@ class FitOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(FitOptions):
-    """What a node of a run with strict timing is given."""
+    """What EXO Gym gives to its processes. Nothing here takes it; it is there to be imported."""
 
     model: nn.Module
     train_dataset: Any
     val_dataset: Any
-    rank: int = 0
+    rank: int | None = None
+
+
+class TrainNode:
+    """A process of EXO Gym's. Here are none; this class is there to be imported.
+
+    Raises:
+        TypeError: whenever one is made.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        raise TypeError(
+            "there is no TrainNode: after fit(), trainer.nodes has the nodes, and nodes.module(i) is one's."
+        )

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from vecgym import optim as vecgym_optim
-from vecgym.compat.exogym.behaviour import Choice
 
 Spec = vecgym_optim.OptimSpec
 AnySpec = str | Spec | type[torch.optim.Optimizer] | None
@@ -32,23 +31,19 @@ def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any
     return vecgym_optim.ensure_optim_spec(optim, **kwargs)
 
 
-def inner_choice(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
-    """Return the inner optimizer asked for, under whichever of its names, and take these out of `options`.
-
-    EXO Gym reads only `optim_spec`.
-    """
+def inner_spec(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Spec:
+    """Return the inner optimizer asked for, under whichever of its names, and take these out of `options`."""
     others = taken(options, "inner_optim", "inner_optim_spec")
     rates = taken(options, "lr", "inner_lr")
     given = [x for x in (optim_spec, *others.values()) if x is not None]
     if len(given) > 1 or len(rates) > 1:
         raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
     asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
-    asked = asked if lr is None else asked.replace(lr=lr)
-    return Choice(asked, ensure_optim_spec(optim_spec), _in_words({**others, **rates}))
+    return asked if lr is None else asked.replace(lr=lr)
 
 
-def outer_choice(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
-    """Do the same for the outer optimizer, of which EXO Gym reads only `outer_optim_spec`."""
+def outer_spec(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Spec:
+    """Do the same for the outer optimizer."""
     other, lr = (options.pop(name, None) for name in OUTER_NAMES)
     if other is not None and outer_optim_spec is not None:
         raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {other!r}.")
@@ -56,16 +51,9 @@ def outer_choice(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Choice:
     given = other if outer_optim_spec is None else outer_optim_spec
     by_name = isinstance(given, str) and given.lower() == "sgd"
     asked = default if by_name else ensure_optim_spec(given, default)
-    unread = _in_words({"outer_optim": other, "outer_lr": lr})
-    if by_name and not unread:
-        unread = (f"{given!r} as the outer optimizer",)
-    return Choice(asked if lr is None else asked.replace(lr=lr), ensure_optim_spec(outer_optim_spec, default), unread)
+    return asked if lr is None else asked.replace(lr=lr)
 
 
 def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
     """Remove the named options, and return them."""
     return {name: options.pop(name) for name in names if name in options}
-
-
-def _in_words(options: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{name}={value!r}" for name, value in options.items() if value is not None)

@@ -38,7 +38,6 @@ MaxNorm = Annotated[
 ]
 Flag = Annotated[bool, check.flag]
 OptionalPort = Annotated[int | None, partial(check.integer, least=0)]
-OptionalFlag = Annotated[bool | None, check.flag]
 PathLike = Annotated[str | os.PathLike[str], check.path]
 CommandLine = Annotated[
     Sequence[str], partial(check.instance, kind=_SEQUENCE, give="the command line as a list of str")

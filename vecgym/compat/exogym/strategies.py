@@ -1,4 +1,4 @@
-"""EXO Gym's strategies, written for one rank: they are the bases of users' classes, and run with strict timing.
+"""EXO Gym's strategies, written for one rank: they are the bases of users' classes.
 
 Where a strategy has no code of the user's, `vecgym.compat.exogym.vectorised` finds the strategy of vecgym that does
 the same for all nodes at once, and this code does not run.
@@ -21,7 +21,7 @@ from vecgym.compat.exogym.base import (
     Strategy,
 )
 from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
-from vecgym.compat.exogym.optimizers import OUTER_NAMES, AnySpec, OptimSpec, ensure_optim_spec, outer_choice, taken
+from vecgym.compat.exogym.optimizers import OUTER_NAMES, AnySpec, OptimSpec, ensure_optim_spec, outer_spec, taken
 from vecgym.compat.exogym.options import (
     CountFrom0,
     Fraction,
@@ -56,12 +56,7 @@ class SimpleReduceStrategy(OptimizingStrategy):
 
 
 class DiLoCoCommunicator(CommunicationModule):
-    """Every H steps, node 0 takes a step of the outer optimizer on the nodes' mean movement, and sends the result.
-
-    One deviation from EXO Gym, also with `strict_timing`: node 0 gets a copy of the outer parameters. In EXO Gym, on a
-    CPU, it gets the outer parameters themselves, which its inner steps then change, so that every outer gradient after
-    the first is 0.
-    """
+    """Every H steps, node 0 takes a step of the outer optimizer on the nodes' mean movement, and sends the result."""
 
     master_model: nn.Module
     outer_optimizer: torch.optim.Optimizer
@@ -69,18 +64,16 @@ class DiLoCoCommunicator(CommunicationModule):
     @checked
     def __init__(self, H: Interval = 100, outer_optim_spec: AnySpec = None, **options: Any) -> None:
         self.H = H
-        self._choice = outer_choice(outer_optim_spec, options)
+        self.outer_optim_spec = outer_spec(outer_optim_spec, options)
         check.keywords(type(self).__name__, options, ())
-        self.outer_optim_spec = self._choice.asked
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         if rank == 0:
             self.master_model = copy.deepcopy(model).cpu().requires_grad_(True)
-            spec = self.behaviour.spec(self.outer_optim_spec, self._choice)
-            self.outer_optimizer = spec.build(list(self.master_model.parameters()))
+            self.outer_optimizer = self.outer_optim_spec.build(list(self.master_model.parameters()))
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
-        if not self.behaviour.is_due(local_step, self.H) or (num_nodes == 1 and not self.behaviour.steps_alone()):
+        if (local_step + 1) % self.H != 0:
             return
         for p in model.parameters():
             average_(p.data, num_nodes)
@@ -168,7 +161,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         self.H = H
 
     def _is_due(self, module: CommunicationModule) -> bool:
-        return self.behaviour.is_due(self.local_step, self.H)
+        return (self.local_step + 1) % self.H == 0
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
@@ -296,5 +289,4 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         super().__init__([self.sparse_comm, self.diloco_comm], **options)
 
     def _is_due(self, module: CommunicationModule) -> bool:
-        sparse = module is self.sparse_comm
-        return not sparse or self.behaviour.is_sparta_due(self.local_step, self.sparta_interval)
+        return module is not self.sparse_comm or (self.local_step + 1) % self.sparta_interval == 0

@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from vecgym.collectives.ledger import Ledger
-from vecgym.compat.exogym import strict
 from vecgym.compat.exogym.communicate import torch_distributed_calls
-from vecgym.compat.exogym.config import FitOptions, TrainConfig
+from vecgym.compat.exogym.config import FitOptions
 from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
 from vecgym.compat.exogym.options import (
     OF_RUNS,
     Count,
     Flag,
-    OptionalFlag,
     OptionalPort,
     checked,
     warn_without_effect,
@@ -34,19 +32,6 @@ from vecgym.records.history import History
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs import options as vecgym_options
 from vecgym.runs import trainer as vecgym_trainer
-from vecgym.runs.recorder import Loggers
-
-# What the documents give to `fit`, and EXO Gym does not read.
-IGNORED_BY_FIT = dict.fromkeys(
-    ("gradient_accumulation", "max_memory_usage"), "EXO Gym ignores it, and so does strict timing"
-)
-
-_defaults = {"strict_timing": False}
-
-
-def set_strict_timing(strict_timing: bool) -> None:
-    """Set the default of trainers; see `vecgym.compat.exogym.install`."""
-    _defaults["strict_timing"] = strict_timing
 
 
 class Trainer:
@@ -57,7 +42,6 @@ class Trainer:
         train_dataset, val_dataset: datasets, or factories `(rank, num_nodes, train_dataset=...) -> Dataset`.
         start_port, devices: without effect, with a warning.
         device: "cpu", "cuda", "mps"; None or "": the best one present.
-        strict_timing: train exactly as EXO Gym's processes do, see `vecgym.compat.exogym`; None: as `install` was told.
 
     Attributes, after `fit`: `history`, `ledger` and `nodes`, as in `vecgym.Trainer`.
 
@@ -80,15 +64,12 @@ class Trainer:
         start_port: OptionalPort = None,
         device: str | torch.device | None = None,
         devices: Sequence[int] | None = None,
-        *,
-        strict_timing: OptionalFlag = None,
     ) -> None:
         warn_without_effect("Trainer", {"start_port": start_port, "devices": devices}, OF_RUNS)
         self.model_orig = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.device = device
-        self.strict_timing = strict_timing
         self.history = History()
         self.ledger = Ledger()
         self.nodes: Nodes | None = None
@@ -108,8 +89,7 @@ class Trainer:
         devices = [device for device in (options.device, self.device) if device is not None and str(device)]
         device = vecgym_options.resolve_device(devices[0] if devices else None)
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
-        is_strict = _defaults["strict_timing"] if self.strict_timing is None else self.strict_timing
-        return self._fit_strict(options) if is_strict else self._fit(options)
+        return self._fit(options)
 
     def _fit(self, options: FitOptions) -> nn.Module:
         trainer = vecgym_trainer.Trainer(self.model_orig, self.train_dataset, self.val_dataset)
@@ -130,24 +110,6 @@ class Trainer:
         finally:
             self.history, self.ledger = trainer.history, trainer.ledger
             self.nodes = None if trainer.run is None else trainer.run.nodes
-
-    def _fit_strict(self, options: FitOptions) -> nn.Module:
-        if options.checkpoint_interval is not None:
-            warn("fit(): checkpoint_interval has no effect with strict timing; in EXO Gym it ends in an error.")
-        warn_without_effect("fit()", vars(options), IGNORED_BY_FIT)
-        for text in dict.fromkeys(strict.ignored(options.strategy)):
-            warn(f"EXO Gym ignores, and so does strict timing: {text}.")
-        if self.val_dataset is not None and 0 < options.val_size < options.batch_size:
-            raise ValueError(
-                f"val_size={options.val_size} is less than batch_size={options.batch_size}: EXO Gym divides by zero. "
-                "Fix: val_size=0, or at least batch_size."
-            )
-        task = {"model": self.model_orig, "train_dataset": self.train_dataset, "val_dataset": self.val_dataset}
-        loggers = Loggers(self._loggers(options), options.log_interval)
-        run = strict.StrictRun(TrainConfig(**vars(options), **task), loggers, not options.disable_logging)
-        self.history, self.ledger, self.nodes = run.history, run.ledger, run.nodes
-        run.loop()
-        return run.nodes.average()
 
     def _loggers(self, options: FitOptions) -> list[Logger]:
         if options.disable_logging:
