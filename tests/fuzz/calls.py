@@ -369,10 +369,6 @@ def _moments() -> dict[str, Any]:
     return {"exp_avg": tree_of_nodes(), "exp_avg_sq": tree_of_nodes()}
 
 
-def _cut() -> compress.Grid:
-    return compress.grid((DIM,), 4)
-
-
 # By the callable's name; a method takes what its class says, and then what it says itself.
 VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.Trainer": {"path": lambda: "out.png"},
@@ -422,21 +418,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compress.PowerSGD.compresses": {"x": lambda: torch.ones(K, 4, 4)},
     "vecgym.compress.PowerSGD.reduce": {"state": dict, "mean": lambda: lambda x: x,
                                        "draw": lambda: lambda name: drawn()},
-    "vecgym.compress.accumulate_dct_": {"X": lambda: torch.zeros(K, 1, 1, 1, DIM), "x": lambda: tree_of_nodes()["w"],
-                                        "cut": _cut, "decay": lambda: 0.9},
     "vecgym.compress.check_bits": {"value": lambda: 8},
-    "vecgym.compress.chunk_size": {"limit": lambda: 2},
-    "vecgym.compress.dct": {"x": lambda: torch.ones(2, 4)},
-    "vecgym.compress.inverse_dct": {"X": lambda: torch.ones(2, 4)},
-    "vecgym.compress.to_chunks": {"x": lambda: tree_of_nodes()["w"], "cut": _cut},
-    "vecgym.compress.from_chunks": {"chunks": lambda: compress.to_chunks(tree_of_nodes()["w"], _cut()), "cut": _cut,
-                                    "shape": lambda: (DIM,)},
-    "vecgym.compress.grid": {"shape": lambda: (4, 4), "limit": lambda: 4},
-    "vecgym.compress.mean_of_senders": {"indices": lambda: torch.zeros(1, K, 1, 1, dtype=torch.long),
-                                        "values": lambda: torch.ones(1, K, 1, 1)},
-    "vecgym.compress.strongest": {"x": lambda: torch.ones(2, 4), "k": lambda: 1},
-    "vecgym.compress.topk_bytes": {"shape": lambda: (4, 4), "k": lambda: 1, "limit": lambda: 4,
-                                   "value_bytes": lambda: 4},
     "vecgym.data.text.read_text": {"path": lambda: file("text.txt")},
     "vecgym.data.text.standard_library_text": {"num_chars": lambda: 1000},
     "vecgym.data.text.split_text": {},
