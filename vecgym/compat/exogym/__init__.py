@@ -8,12 +8,12 @@ Reference: exo-explore/gym at 9fa323c. `vecgym.guide.compat` has a table of its 
 """
 
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, barrier, broadcast
-from vecgym.compat.exogym.demo import DeMoStrategy
 from vecgym.compat.exogym.modules import install, run_script, uninstall
 from vecgym.compat.exogym.strategies import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,

@@ -6,10 +6,11 @@ import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 
 from vecgym.compat import imports
-from vecgym.compat.exogym import communicate, config, demo, logger, strategies, trainer, utils
-from vecgym.compat.exogym.options import CommandLine, PathLike, checked
+from vecgym.compat.exogym import communicate, logger, strategies, trainer, utils
+from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.records import loggers
 
@@ -52,9 +53,7 @@ NAMES = {
     "exogym.strategy.demo": "DeMoStrategy",
 }
 _MEMBERS = {
-    name: value
-    for module in (communicate, utils, strategies, demo, config, trainer, logger)
-    for name, value in vars(module).items()
+    name: value for module in (communicate, utils, strategies, trainer, logger) for name, value in vars(module).items()
 }
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
 # A path of the documents, which show vecgym's own loggers there.
@@ -95,8 +94,7 @@ def uninstall() -> None:
     imports.uninstall("exogym")
 
 
-@checked
-def run_script(path: PathLike, args: CommandLine = ()) -> None:
+def run_script(path: str | os.PathLike[str], args: Sequence[str] = ()) -> None:
     """Run a script as `python path args` would, with vecgym's `exogym`. Its exceptions are passed on.
 
     Args:
@@ -104,7 +102,8 @@ def run_script(path: PathLike, args: CommandLine = ()) -> None:
         args: its command line.
     """
     before = sys.argv, list(sys.path)
-    sys.argv = [str(path), *args]
+    check.path("path", path)
+    sys.argv = [str(path), *check.instance("args", args, (list, tuple), "the command line as a list of str")]
     sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
     install()
     try:

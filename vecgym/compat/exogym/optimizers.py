@@ -11,9 +11,6 @@ from vecgym import optim as vecgym_optim
 Spec = vecgym_optim.OptimSpec
 AnySpec = str | Spec | type[torch.optim.Optimizer] | None
 
-OUTER_NAMES = ("outer_optim", "outer_lr")  # besides `outer_optim_spec`
-OUTER_SGD: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
-
 
 class OptimSpec(Spec):
     """`vecgym.OptimSpec`, with `cls` as the name of its first argument."""
@@ -39,18 +36,6 @@ def inner_spec(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Spec
     if len(given) > 1 or len(rates) > 1:
         raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
     asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
-    return asked if lr is None else asked.replace(lr=lr)
-
-
-def outer_spec(outer_optim_spec: AnySpec, options: dict[str, Any]) -> Spec:
-    """Do the same for the outer optimizer."""
-    other, lr = (options.pop(name, None) for name in OUTER_NAMES)
-    if other is not None and outer_optim_spec is not None:
-        raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {other!r}.")
-    default = Spec(torch.optim.SGD, **OUTER_SGD)
-    given = other if outer_optim_spec is None else outer_optim_spec
-    by_name = isinstance(given, str) and given.lower() == "sgd"
-    asked = default if by_name else ensure_optim_spec(given, default)
     return asked if lr is None else asked.replace(lr=lr)
 
 
