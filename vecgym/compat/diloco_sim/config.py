@@ -1,4 +1,4 @@
-"""diloco-sim's arguments, whose types say how each is checked, and what its hooks are given."""
+"""diloco-sim's arguments, whose types say how each is checked, what its hooks are given, and when it exchanges."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from vecgym.compat.diloco_sim.timing import BeforeSteps
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.core.options import checks_of
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    Context,
     DiLoCoCommunicator,
     RandomSelector,
     SparseCommunicator,
@@ -207,3 +209,33 @@ class DilocoSimulatorConfig:
             modules, OptimSpec(self.optimizer_cls, **self.optimizer_kwargs), max_norm=self.max_norm,
             warmup_steps=self.warmup_steps, cosine_anneal=self.cosine_anneal,
         )  # fmt: skip
+
+
+class BeforeSteps(CommunicationModule):
+    """Exchange before each step, not after the one before it.
+
+    This differs only at the two ends of a run: nothing follows the last step, and sparse values that are exchanged
+    before the first, when all nodes are equal, are written when their delay is over.
+    """
+
+    def __init__(self, module: CommunicationModule, name: str, interval: int) -> None:
+        self.module = module
+        self._interval = (name, interval)
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        name, interval = self._interval
+        if interval >= max_steps:
+            warn(f"{name}={interval} in a run of {max_steps} steps: it never exchanges anything.")
+        else:
+            self.module.check(num_nodes, max_steps - 1)
+
+    def init(self, params: Tree, ctx: Context) -> dict[str, Any]:
+        state = self.module.init(params, ctx)
+        if not isinstance(self.module, SparseCommunicator):
+            return state  # the outer step needs a local one before it
+        return self.module.exchange_parameters(params, state, ctx.replace(step=-1))[1]
+
+    def exchange_parameters(self, params: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
+        if ctx.step + 1 == ctx.max_steps:
+            return params, state
+        return self.module.exchange_parameters(params, state, ctx)

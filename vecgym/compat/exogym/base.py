@@ -10,18 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
+from vecgym import optim as vecgym_optim
 from vecgym import strategy as native
-from vecgym.compat.exogym.optimizers import AnySpec, Spec, inner_spec
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.optim.schedule import NAMES as SCHEDULES
 from vecgym.optim.schedule import Schedule, lambda_cosine
 from vecgym.runs.options import optional_number
+
+Spec = vecgym_optim.OptimSpec
+AnySpec = str | Spec | type[torch.optim.Optimizer] | None
 
 PACKAGE = __name__.rsplit(".", 1)[0]  # of the classes that are not a user's
 
@@ -39,6 +43,44 @@ WITHOUT_EFFECT = {
     "optim_spec": "this strategy has no optimizer of its own",
     "communication_modules": "this strategy has modules of its own",
 }
+
+
+# ------------------------------------------------------------- optimizers, under the several names that scripts use
+
+
+class OptimSpec(Spec):
+    """`vecgym.OptimSpec`, with `cls` as the name of its first argument."""
+
+    def __init__(self, cls: str | type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any) -> None:
+        super().__init__(cls, **kwargs)
+
+
+def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any) -> Spec:
+    """Make an `OptimSpec` of a name, a spec, a class or None; `kwargs` override what a spec has."""
+    if optim is None:
+        return Spec(torch.optim.AdamW, **kwargs) if default is None else default
+    if isinstance(optim, Spec):
+        return optim.replace(**kwargs) if kwargs else optim
+    return vecgym_optim.ensure_optim_spec(optim, **kwargs)
+
+
+def inner_spec(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Spec:
+    """Return the inner optimizer asked for, under whichever of its names, and take these out of `options`."""
+    others = taken(options, "inner_optim", "inner_optim_spec")
+    rates = taken(options, "lr", "inner_lr")
+    given = [x for x in (optim_spec, *others.values()) if x is not None]
+    if len(given) > 1 or len(rates) > 1:
+        raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
+    asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
+    return asked if lr is None else asked.replace(lr=lr)
+
+
+def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Remove the named options, and return them."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+# ---------------------------------------------------------------------------------------------------------- classes
 
 
 def warn_without_effect(whose: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -13,14 +13,18 @@ from torch.nn.utils import clip_grad_norm_
 
 from vecgym import strategy as native
 from vecgym.compat.exogym.base import (
+    AnySpec,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     OptimizingStrategy,
+    OptimSpec,
+    Spec,
     Strategy,
     as_written,
+    ensure_optim_spec,
+    taken,
 )
 from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
-from vecgym.compat.exogym.optimizers import AnySpec, OptimSpec, Spec, ensure_optim_spec, taken
 from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_senders, strongest, to_chunks
 from vecgym.core import check
 from vecgym.strategy import per_rank

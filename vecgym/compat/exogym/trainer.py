@@ -177,9 +177,6 @@ class Trainer:
         devices = [device for device in (options.device, self.device) if device is not None and str(device)]
         device = vecgym_options.resolve_device(devices[0] if devices else None)
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
-        return self._fit(options)
-
-    def _fit(self, options: FitOptions) -> nn.Module:
         trainer = vecgym_trainer.Trainer(self.model_orig, self.train_dataset, self.val_dataset)
         known = {field.name for field in fields(vecgym_options.FitOptions)}
         arguments = {
