@@ -1,9 +1,10 @@
 """Predicted beside measured: what `vecgym.clock` says, and real processes on links that are really slow.
 
-Four processes, each in a network namespace of its own (see `links.py`), send over gloo what a dry run's ledger says
-that a strategy sends, one all-reduce for each parameter, and sleep where nodes would compute. Nothing overlaps, and
-neither does it in the prediction. Single messages are measured, too. All take turns; the figures are medians. The
-processes run in real time, so that other programs hardly count.
+Four processes, each in a network namespace of its own (see `links.py`), average gradients with torch's
+DistributedDataParallel (DDP), or send over gloo what a dry run's ledger says that DiLoCo sends, and sleep where nodes
+would compute. Nothing overlaps, and neither does it in the prediction. Models of 4 large tensors go in torch's messages
+of 25 MiB, those of 75 and 200 small ones in messages of 1 MiB, 19 of each. Single messages are measured, too. All take
+turns; the figures are medians. The processes run in real time, so that other programs hardly count.
 
 First, plain sockets say what the links carry, from each node to the next, all at once: `ping`, and `link` in Mbit/s,
 what headers and acknowledgements leave of the bandwidth. Where that is not what was asked for, the table says so
@@ -18,6 +19,7 @@ Needs Linux, root, `ip` and `tc` (iproute2); says so and ends where namespaces a
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import os
@@ -39,11 +41,14 @@ from workloads import header, machine, markdown
 
 from vecgym import dry_run
 from vecgym.clock import Compute, Network, price
+from vecgym.collectives.base import BUCKET_BYTES, bucketed
 from vecgym.collectives.ledger import Ledger
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy
 
 STEP_S = 0.05
-LAYERS, WIDTH = 4, 1448  # 4 matrices of 8 MiB
+WIDTH = 1448  # 4 matrices of 8 MiB
+SMALL = (75, 200)  # tensors
+SMALL_BYTES, SMALL_BUCKET = 20e6, 2**20  # of all of them, and of their messages
 MESSAGES = (2**16, 2**20, 2**22, 2**24)  # bytes
 MBITS = (50, 200, 1000)
 LATENCIES_MS = (0, 20)
@@ -53,31 +58,43 @@ COLUMNS = ("link", "nominal", "ring", "gloo", "measured")
 
 
 class Job(NamedTuple):
-    """What is measured: for each step the numbers of float32 values of each all-reduce, and what the clock says."""
+    """What is measured, and what the clock says.
+
+    Attributes:
+        steps: for each step the numbers of float32 values of each all-reduce; with torch's DistributedDataParallel, of
+            each parameter.
+        bucket_bytes: of its messages; 0: plain all-reduces.
+    """
 
     name: str
     steps: list[list[int]]
     step_s: float
+    bucket_bytes: int
     predict: Callable[[Network], float]
 
 
 def jobs(width: int) -> list[Job]:
-    """Two steps of AllReduce, six of DiLoCo with two exchanges, and single messages."""
-    with torch.device("meta"):
-        model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+    """Two steps of DDP, six of DiLoCo with two exchanges, for each model; and single messages."""
+    models = {"": ([width**2] * 4, BUCKET_BYTES)}
+    models |= {f", {n} tensors": ([round(SMALL_BYTES / 4 / n)] * n, SMALL_BUCKET) for n in SMALL}
     found = []
-    for name, ledger in {
-        "AllReduce": dry_run(model, AllReduceStrategy("sgd", lr=0.1), NODES, 2),
-        "DiLoCo, H=3": dry_run(model, DiLoCoStrategy("sgd", lr=0.1, H=3), NODES, 6),
-    }.items():
-        found.append(Job(name, all_reduces(ledger), STEP_S, partial(_priced, ledger)))
+    for of, (sizes, bucket_bytes) in models.items():
+        with torch.device("meta"):
+            model = nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
+        ddp = dry_run(model, AllReduceStrategy("sgd", lr=0.1), NODES, 2)
+        found.append(Job(f"DDP{of}", [sizes] * 2, STEP_S, bucket_bytes, partial(_priced, ddp, bucket_bytes)))
+        diloco = dry_run(model, DiLoCoStrategy("sgd", lr=0.1, H=3), NODES, 6)
+        sent = partial(_priced, diloco, bucket_bytes)
+        found.append(Job(f"DiLoCo, H=3{of}", all_reduces(diloco, bucket_bytes), STEP_S, 0, sent))
     for size in [size for size in MESSAGES if size <= 16 * width**2]:
         name = f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
-        found.append(Job(name, [[size // 4]], 0.0, partial(_of_one, size)))
+        found.append(Job(name, [[size // 4]], 0.0, 0, partial(_of_one, size)))
     return found
 
 
-def _priced(ledger: Ledger, network: Network) -> float:
+def _priced(ledger: Ledger, bucket_bytes: int, network: Network) -> float:
+    network = copy.copy(network)
+    network.bucket_bytes = bucket_bytes
     return float(price(ledger, network, Compute(STEP_S, overlap=False)).seconds)
 
 
@@ -85,13 +102,13 @@ def _of_one(num_bytes: int, network: Network) -> float:
     return network.seconds("mean", num_bytes, NODES)
 
 
-def all_reduces(ledger: Ledger) -> list[list[int]]:
-    """For each step the numbers of float32 values of each all-reduce, last parameter first."""
+def all_reduces(ledger: Ledger, bucket_bytes: int) -> list[list[int]]:
+    """For each step the numbers of float32 values of each all-reduce."""
     kinds, steps = ledger.by_step()
     found = []
     for step in steps:
-        sizes = [ledger.sizes[name] for kind in step for name in reversed(kinds[kind].tensors or ())]
-        found.append([size // 4 for size in sizes])
+        sizes = [[ledger.sizes[name] // 4 for name in kinds[kind].tensors or ()] for kind in step]
+        found.append([sum(own[i] for i in places) for own in sizes for places in bucketed(own, bucket_bytes / 4)])
     return found
 
 
@@ -110,23 +127,48 @@ def work(rank: int, folder: Path) -> None:
     ping, link = probe(rank, task["mbit"])
     for _ in range(3):
         dist.all_reduce(torch.ones(2**20))  # connections find their speed
-    seconds = [[_made(rank, *job) for job in task["jobs"]] for _ in range(task["repeats"])]
+    seconds = [[_made(*job) for job in task["jobs"]] for _ in range(task["repeats"])]
     dist.barrier()
     (folder / f"{rank}.json").write_text(json.dumps({"ping": ping, "link": link, "seconds": seconds}))
     dist.destroy_process_group()
 
 
-def _made(rank: int, steps: list[list[int]], step_s: float) -> float:
+class Parameters(nn.Module):
+    """Parameters whose gradients are there at once, the last one's first."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in sizes)
+
+    def forward(self) -> torch.Tensor:
+        total = torch.zeros(())
+        for x in self.values:
+            total = total + x[0]
+        return total
+
+
+def _made(steps: list[list[int]], step_s: float, bucket_bytes: int) -> float:
     """Seconds of some steps, from a time that all processes begin at."""
     import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
 
-    tensors = [[torch.ones(size) for size in step] for step in steps]
+    if bucket_bytes:
+        # With a size of one's own, torch's first message is as large as the others.
+        cap = None if bucket_bytes == BUCKET_BYTES else bucket_bytes / 2**20
+        model = DistributedDataParallel(Parameters(steps[0]), bucket_cap_mb=cap, gradient_as_bucket_view=True)
+        for _ in range(2):  # it looks for the order of its messages
+            model().backward()
+    else:
+        tensors = [[torch.ones(size) for size in step] for step in steps]
     start = torch.tensor([time.monotonic() + 0.3], dtype=torch.float64)
     dist.broadcast(start, 0)
     time.sleep(max(0.0, float(start) - time.monotonic()))
-    for step in tensors:
+    for t in range(len(steps)):
         time.sleep(step_s)
-        for x in step:
+        if bucket_bytes:
+            model().backward()
+            continue
+        for x in tensors[t]:
             dist.all_reduce(x)
     return time.monotonic() - float(start)
 
@@ -135,7 +177,8 @@ def measured(given: list[Job], mbit: float, repeats: int, timeout_s: float) -> d
     """Median seconds of each job, until the last process was done, and what plain sockets say."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        task = {"mbit": mbit, "repeats": repeats, "jobs": [(job.steps, job.step_s) for job in given]}
+        asked = [(job.steps, job.step_s, job.bucket_bytes) for job in given]
+        task = {"mbit": mbit, "repeats": repeats, "jobs": asked}
         (folder / "task.json").write_text(json.dumps(task))
         command = [sys.executable, "-W", "ignore", __file__, "--work", name]
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -233,10 +233,14 @@ def test_network(tmp_path: Path) -> None:
     if "Skipped: " in table:
         pytest.skip(table.splitlines()[-1])
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == ["AllReduce", "DiLoCo, H=3", "64 KiB", "1 MiB"]
+    models = ["", ", 75 tensors", ", 200 tensors"]
+    runs = [f"{name}{of}" for of in models for name in ("DDP", "DiLoCo, H=3")]
+    assert [row["what"] for row in rows] == [*runs, "64 KiB", "1 MiB"]
     assert {row["by"] for row in rows} <= {"netem", "switch"}
     assert all(row["ping"] >= 40 and row["link"] > 0 for row in rows)
     assert all(row["measured"] > 0.2 for row in rows), "each sends six times at least, and is asked before"
+    several = {row["what"]: row["measured"] for row in rows}
+    assert several["DDP, 75 tensors"] < 0.75 * several["DiLoCo, H=3, 75 tensors"], "two messages are under way"
     assert "| measured / gloo |" in table
 
 

@@ -269,6 +269,19 @@ def test_rows_ledger_and_timeline_of_halos() -> None:
     assert len(trainer.nodes) == K
 
 
+def test_a_slow_node_of_a_region_holds_up_nobody_else() -> None:
+    """A movement of the others takes 0.074 s; node 1, the second to end, takes 22.322 s for it."""
+    bits, compute = 8 * num_bytes(), Compute([7.6, 7.65, 7.805, 8.072])
+    network = Network(up=[bits / 0.074, bits / 22.322, bits / 0.074, bits / 0.074], down=math.inf)
+    trainer = fit(more("halos", regions=1, H=1, local_updates=1, dylu=False), compute=compute, network=network,
+                  max_updates=3)  # fmt: skip
+    timeline = trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    arrivals = [event for event in timeline.events if isinstance(event, Arrival)][:3]
+    assert [event.time for event in arrivals] == pytest.approx([7.674, 7.879, 8.146])
+    assert [event.node for event in arrivals] == [0, 2, 3]
+
+
 def test_a_matrix_of_links_is_looked_at_within_regions() -> None:
     """Nodes reach their region's server by links within the region, however slow those between regions are."""
     near = fit(more("halos", regions=2), network=Network.regions([2, 2], (1e5, 0.1), (1e5, 0.1)), max_updates=4)

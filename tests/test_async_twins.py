@@ -329,12 +329,13 @@ def test_downloads_of_those_who_begin_together_are_in_the_order_of_nodes() -> No
     assert nodes_of(updates)[3:] == [[1], [0], [2]]
 
 
-def test_the_slower_end_of_a_link_decides_and_latency_takes_no_link() -> None:
+def test_each_end_of_a_link_is_taken_for_its_own_time_and_latency_takes_none() -> None:
     """Node 0 has 0.5 s per byte up, the server 0.25; 4 bytes. Latency 10 s of node 0 does not keep node 1 waiting."""
     network = Network(4.0, up_pace=[0.5, 0.0], down_pace=0.0, server_pace=0.25, latency=[10.0, 0.0])
     updates = drift([1.0, 1.0], 3, network=network)
-    # ready 1, 1: node 0 1-3 and there at 13; node 1 3-4. Down 4-5, round 5-6, up 6-7; down 7-8, 8-9, up 9-10
-    assert times(updates) == [4, 7, 10]
+    # ready 1, 1: the server has node 0's at 2, its link at 3, there at 13; node 1's at 3. Down 3-4, round 4-5, up 5-6;
+    # down 6-7, round 7-8, up 8-9
+    assert times(updates) == [3, 6, 9]
     assert nodes_of(updates) == [[1], [1], [1]]
 
 

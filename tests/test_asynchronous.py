@@ -187,6 +187,33 @@ def test_waiting_for_all_with_a_full_buffer_is_diloco(engine: str, kind: str, ou
     assert [row["staleness"] for row in found.history.rows[1:]] == [0.0] * 5
 
 
+@pytest.mark.parametrize("up", [[80.0] * K, [80.0, 20.0, 1000.0, 1000.0]])
+def test_waiting_for_all_takes_as_long_as_diloco_through_the_same_server(up: list[float]) -> None:
+    """Nodes of one speed, messages of one tensor: however slowly some send, they are no burden to the others."""
+    network = Network(up=up, down=1000.0, latency=0.25, all_reduce="server")
+    options: dict[str, Any] = {"compute": Compute(2.0), "network": network, "val_interval": None}
+    waiting = AsyncStrategy("sgd", H=3, buffer=K, max_wait=math.inf, lr=0.02)
+    arrived = fit(waiting, "Quadratic", max_updates=4, **options).history["sim_seconds"][1:]
+    ended = fit(DiLoCoStrategy("sgd", H=3, lr=0.02), "Quadratic", max_steps=12, **options).history["sim_seconds"][3::3]
+    bits = 8 * 8 * sum(p.numel() for p in make_model("Quadratic").parameters())
+    a_round = 6.0 + bits / min(up) + bits / 1000 + 2 * 0.25
+    assert ended == pytest.approx([a_round * i for i in range(1, 5)], rel=1e-12)
+    down = bits / 1000 + 0.25  # a movement has arrived before anybody has what comes of it
+    assert arrived == pytest.approx([end - down for end in ended], rel=1e-12)
+
+
+def test_a_nodes_link_is_taken_for_its_own_time() -> None:
+    """However narrow the server's link is."""
+    network = Network(up=[80.0, 20.0, 1000.0, 1000.0], down=1000.0, server_bandwidth=10.0)
+    trainer = fit(AsyncStrategy("sgd", H=3, lr=0.02), "Quadratic", network=network, max_updates=9)
+    timeline = trainer.timeline()
+    assert isinstance(timeline, AsyncTimeline)
+    counts = [sum(isinstance(x, Arrival) and x.node == node for x in timeline.events) for node in range(K)]
+    bits = 8 * 8 * sum(p.numel() for p in make_model("Quadratic").parameters())
+    sent = [count * bits / bandwidth for count, bandwidth in zip(counts, [80.0, 20.0, 1000.0, 1000.0])]
+    assert timeline.per_node.sent.tolist() == pytest.approx(sent)
+
+
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("inner", ["sgd", "adamw", "lion"])
 @pytest.mark.parametrize("settings", [

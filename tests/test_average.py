@@ -356,7 +356,20 @@ def test_codes_to_neighbours(inplace: bool) -> None:
         e = p - sent
         assert_close({"w": found}, {"w": (sent.roll(1, 0) + sent + sent.roll(-1, 0)) / 3}, 1e-14)
         (entry,) = ctx.comm.ledger
-        assert (entry.operation, entry.sent_bytes) == ("all_gather", 2 * (8 + 4))
+        assert (entry.operation, entry.sent_bytes) == ("all_gather", 2 * 2 * (8 + 4))  # to both neighbours
+
+
+@pytest.mark.parametrize(
+    ("inner", "pairs", "of"), [(Mean(island_size=2), 2 * 2, 4), (Mean(island_size=2, participation=0.4), 2, 2),
+                               (Robust(island_size=3), 3 * 2 + 2 * 1, 5), (Mean(participation=0.6), 3 * 2, 3)],
+)  # fmt: skip
+def test_codes_go_to_the_nodes_of_an_island(inner: Any, pairs: int, of: int) -> None:
+    """Whoever is alone, or sits out, sends nothing."""
+    ctx = Context(StackedCollectives(5))
+    Compressed(inner, TopK(k=2), error_feedback=False)({"w": torch.ones(5, 7)}, {}, ctx)
+    (entry,) = ctx.comm.ledger
+    assert entry.sent_bytes == entry.received_bytes == pairs * 2 * (4 + 4) / 5
+    assert ctx.comm.ledger.total_payload_bytes == of * 2 * (4 + 4) / 5
 
 
 def test_what_moved_most_is_written_late_where_it_was_sent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from vecgym import CSVLogger, Trainer
 from vecgym.clock import Compute, Network, price
+from vecgym.collectives.ledger import Ledger
+from vecgym.engine.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
+from vecgym.engine.presence import Presence
 from vecgym.records.loggers import read_csv
 from vecgym.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
 
@@ -49,6 +53,39 @@ def test_the_history_says_what_the_timeline_says(strategy: Strategy) -> None:
     assert trainer.history.settings["network"] == repr(NETWORK)
 
 
+ABSENT = [Dropout(0.4, mean_steps=2), Sampled(0.5, H=4), LocalSteps([4, 1, 2, 3], H=4), Deadline(1.8, H=4)]
+
+
+@pytest.mark.parametrize("availability", ABSENT, ids=repr)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_who_is_absent_does_not_compute(availability: Availability, drawn: bool) -> None:
+    """In the history, on the timeline and at any other price; neither once the run has been resumed."""
+    compute = Compute.lognormal([0.4, 0.3, 5.0, 0.4], 0.3) if drawn else Compute([0.4, 0.3, 5.0, 0.4])
+    trainer = trained(network=NETWORK, compute=compute, availability=availability)
+    timeline = trainer.timeline(NETWORK, compute)
+    assert timeline.step_seconds.tolist() == pytest.approx(trainer.history["sim_seconds"][1:], rel=1e-12)
+    assert timeline.step_utilization.tolist() == pytest.approx(trainer.history["sim_utilization"][1:], rel=1e-12)
+    took = compute.of_steps(12, 4).where(computing(availability, compute), 0.0)
+    assert timeline.per_node.computed.tolist() == pytest.approx(took.sum(0).tolist())
+    bars = [bar for bar in timeline.bars() if bar.kind in ("forward", "backward") and bar.node == 2]
+    assert sum(bar.end - bar.begin for bar in bars) == pytest.approx(float(took.sum(0)[2]))
+    ledger = Ledger()
+    ledger.load(trainer.ledger.state())
+    assert price(ledger, Network(1e9), COMPUTE).seconds == trainer.timeline(Network(1e9), COMPUTE).seconds
+
+
+def computing(availability: Availability, compute: Compute) -> Tensor:
+    presence = Presence(availability, Facts(4, 12, seed=42, compute=compute))
+    return torch.stack([presence.computing(step) for step in range(12)])
+
+
+def test_the_slowest_node_is_never_there() -> None:
+    there = Trace([[True, True, True, False]] * 10)
+    compute = Compute([1.0, 1.0, 1.0, 10.0])
+    trainer = trained(steps=10, network=Network(math.inf), compute=compute, availability=there)
+    assert trainer.history.last("sim_seconds") == trainer.timeline(Network(math.inf), compute).seconds == 10.0
+
+
 def test_the_bits_do_not_depend_on_the_clock() -> None:
     plain, clocked = trained(), trained(network=NETWORK, compute=COMPUTE)
     for name, x in plain.nodes.params.items():
@@ -57,9 +94,11 @@ def test_the_bits_do_not_depend_on_the_clock() -> None:
     assert "sim_seconds" not in plain.history.columns
 
 
-def test_a_resumed_run_keeps_its_clock(tmp_path: Path) -> None:
-    whole = trained(network=NETWORK, compute=COMPUTE)
-    kept: dict[str, Any] = {"save_dir": tmp_path, "network": NETWORK, "compute": COMPUTE}
+@pytest.mark.parametrize("availability", [None, Dropout(0.4, mean_steps=2)])
+def test_a_resumed_run_keeps_its_clock(tmp_path: Path, availability: Availability | None) -> None:
+    clock: dict[str, Any] = {"network": NETWORK, "compute": COMPUTE, "availability": availability}
+    whole = trained(**clock)
+    kept: dict[str, Any] = {"save_dir": tmp_path, **clock}
 
     class Stops(Trainer[Line]):
         def after_step(self, row: dict[str, Any]) -> None:
@@ -90,9 +129,11 @@ def test_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on the network" in capsys.readouterr().err
 
 
-def test_with_real_processes() -> None:
-    stacked = trained(network=NETWORK, compute=COMPUTE)
-    processes = trained(network=NETWORK, compute=COMPUTE, backend="processes", num_processes=2)
+@pytest.mark.parametrize("availability", [None, Dropout(0.4, mean_steps=2)])
+def test_with_real_processes(availability: Availability | None) -> None:
+    clock: dict[str, Any] = {"network": NETWORK, "compute": COMPUTE, "availability": availability}
+    stacked = trained(**clock)
+    processes = trained(backend="processes", num_processes=2, **clock)
     assert processes.history["sim_seconds"] == stacked.history["sim_seconds"]
     assert processes.timeline(NETWORK, COMPUTE).seconds == price(stacked.ledger, NETWORK, COMPUTE).seconds
 

@@ -384,7 +384,8 @@ def test_bytes_equal_the_closed_form(model: str, dtype: torch.dtype, k: int, chu
         folded = torch.zeros(fold(p.shape))
         areas = [folded[piece].numel() for piece in make_chunks(list(folded.shape), chunk)]
         expected += sum(min(k, area) * (8 + p.element_size()) for area in areas)
-    assert result.comm.ledger.total_bytes == 3 * expected
+    assert result.comm.ledger.total_payload_bytes == 3 * expected
+    assert result.comm.ledger.total_bytes == result.comm.ledger.total_received_bytes == 3 * 3 * expected  # to 3 others
     assert module_of(strategy).step_bytes(result.state.params) == expected
     assert {entry.operation for entry in result.comm.ledger} == {"all_gather"}
     assert run(start, strategy, reordered(batches, [0])).comm.ledger.total_bytes == 0

@@ -124,9 +124,17 @@ def test_links_serve_one_message_at_a_time() -> None:
     assert [event.begins for event in of(events, Restart)] == [(6.0,), (8.0,)]
 
 
+def test_each_end_is_taken_for_its_own_time() -> None:
+    """Both end at 1 s. Node 0's link takes 4 s a message and the server's 1 s: node 1's is there at 3 s, not at 6 s."""
+    wires = Wires(1.0, up=[4.0, 0.5], down=[0.5, 4.0], latency=[0.25, 0.0], server=1.0)
+    events = schedule(Rules((1, 1), wires=wires), lambda node, step: 1.0, Stop(updates=3))
+    assert [(event.node, event.time) for event in of(events, Arrival)] == [(1, 3.0), (0, 5.25), (1, 9.5)]
+    assert [event.begins for event in of(events, Restart)] == [(7.0,), (6.5,)]
+
+
 def test_a_message_of_a_later_round_does_not_overtake() -> None:
     """While node 1's movement waits for the window to close, node 0 begins again, ends earlier, and sends first."""
-    wires = Wires(1.0, [0.0, 5.0, 0.0], [0.0] * 3, [3.0, 0.0, 0.0])
+    wires = Wires(1.0, [0.0] * 3, [0.0] * 3, [3.0, 0.0, 0.0], server=5.0)
     events = schedule(Rules((1, 1, 1), wires=wires), lambda node, step: [1.0, 5.5, 0.5][node], Stop(updates=12))
     ends = sorted(of(events, Arrival), key=lambda event: event.end)
     by_server = [event.time - wires.latency[event.node] for event in ends]

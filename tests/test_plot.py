@@ -39,7 +39,15 @@ def make_history(
     history = History()
     noise = np.random.default_rng(0).normal(size=(STEPS + 1, 4)) * 0.1
     if validate:
-        history.append({"step": 0, "bytes_total": 0.0, "val_loss": 4.0 + shift, "val_losses": np.full(4, 4.0 + shift)})
+        history.append(
+            {
+                "step": 0,
+                "bytes_total": 0.0,
+                "bytes_payload_total": 0.0,
+                "val_loss": 4.0 + shift,
+                "val_losses": np.full(4, 4.0 + shift),
+            }
+        )
     for step in range(1, STEPS + 1):
         losses = 4 / (1 + 0.1 * step) + shift + noise[step]
         row: dict[str, Any] = {
@@ -47,6 +55,7 @@ def make_history(
             "train_loss": losses.mean(),
             "train_losses": losses,
             "bytes_total": bytes_per_exchange * (step // every),
+            "bytes_payload_total": bytes_per_exchange / 2 * (step // every),
         }
         if validate and step % 10 == 0:
             row.update(val_loss=float(losses.mean()), val_losses=losses)
@@ -334,11 +343,11 @@ def test_runs_against_every_axis(x: str) -> None:
     losses, distances = figure.axes
     column = X_AXES[x]
     assert losses.get_xlabel() == distances.get_xlabel() == column_label(column) != column
-    assert losses.get_xscale() == distances.get_xscale() == ("log" if x == "bytes" else "linear")
+    assert losses.get_xscale() == distances.get_xscale() == ("log" if x in ("bytes", "payload") else "linear")
     assert figure.get_suptitle() == "two runs"
     for history, colour in ((one, COLOURS[0]), (other, COLOURS[1])):
         expected = dict(zip(*history.series("val_loss", column)))
-        if x == "bytes":
+        if x in ("bytes", "payload"):
             expected.pop(0.0)
         found = line_of(losses, colour, marker=True)
         assert dict(zip(found[0], found[1])) == pytest.approx(expected)
@@ -369,7 +378,8 @@ def test_runs_without_distances_or_nodes_have_one_panel() -> None:
     figure = plot_runs({"silent": history}, x="bytes")
     assert len(figure.axes) == 1
     assert "silent: sends nothing" in [text.get_text() for text in figure.axes[0].texts]
-    with pytest.raises(ValueError, match=r"x='epochs' is not known.* Allowed: 'step', 'examples', 'bytes', 'seconds'"):
+    allowed = "Allowed: 'step', 'examples', 'bytes', 'payload', 'seconds'"
+    with pytest.raises(ValueError, match=rf"x='epochs' is not known.* {allowed}"):
         plot_runs({"silent": history}, x="epochs")
 
 

@@ -276,6 +276,7 @@ def pairs(params: dict[str, Tensor]) -> float:
 
 
 ROUNDS = STEPS // H
+OTHERS = K - 1  # nodes to which each sends what goes through an all-gather
 STRATEGIES: dict[str, Row] = {
     **{name: Row.of(row) for name, row in CATALOGUE.items() if not (row.needs_moments or row.even)},
     "local-adam": Row(with_adam(LocalAdamStrategy, H=H), 3 * ROUNDS * ring(K), outer=None),
@@ -313,7 +314,10 @@ STRATEGIES: dict[str, Row] = {
         lambda **kw: DiLoCoStrategy(H=H, correction="median_norm", **kw),
         lambda params: (
             ROUNDS
-            * (ring(K) * sum(x.numel() * x.itemsize for x in params.values()) + next(iter(params.values())).itemsize)
+            * (
+                ring(K) * sum(x.numel() * x.itemsize for x in params.values())
+                + OTHERS * next(iter(params.values())).itemsize
+            )
         ),
         outer=nesterov,
     ),
@@ -328,12 +332,12 @@ STRATEGIES: dict[str, Row] = {
     ),
     "sparta-int4": Row(
         lambda **kw: SPARTAStrategy(index_selector=PartitionedSelector(1.0), quantization_bits=4, **kw),
-        lambda params: STEPS * sum(-(-x.numel() // 2) + 4 for x in params.values()),
+        lambda params: OTHERS * STEPS * sum(-(-x.numel() // 2) + 4 for x in params.values()),
         outer=None,
     ),
     "sparta-topk-int8": Row(
         lambda **kw: SPARTAStrategy(0.3, compression_method="topk", quantization_bits=8, **kw),
-        lambda params: STEPS * strongest(params, 0.3, 1, 4),
+        lambda params: OTHERS * STEPS * strongest(params, 0.3, 1, 4),
         outer=None,
     ),
     "sparta-diloco-rare": Row(
@@ -361,14 +365,14 @@ STRATEGIES: dict[str, Row] = {
     ),
     "allreduce-int8": Row(
         composed(compressed(GradientAveraging(), "int8")),
-        lambda params: STEPS * sum(x.numel() + 4 for x in params.values()),
+        lambda params: OTHERS * STEPS * sum(x.numel() + 4 for x in params.values()),
         outer=None,
         replicated=True,
         per_node=("residual",),
     ),
     "allreduce-sign": Row(
         composed(compressed(GradientAveraging(), "sign", error_feedback=False)),
-        lambda params: STEPS * sum(-(-x.numel() // 8) + 4 for x in params.values()),
+        lambda params: OTHERS * STEPS * sum(-(-x.numel() // 8) + 4 for x in params.values()),
         outer=None,
         replicated=True,
     ),
@@ -380,16 +384,18 @@ STRATEGIES: dict[str, Row] = {
     ),
     "fedavg-randomk": Row(
         composed(compressed(AveragingCommunicator(H=H), RandomK(0.3))),
-        lambda params: ROUNDS * sum(max(1, round(0.3 * x.numel())) * x.itemsize for x in params.values()),
+        lambda params: OTHERS * ROUNDS * sum(max(1, round(0.3 * x.numel())) * x.itemsize for x in params.values()),
         outer=None,
         per_node=("residual",),
     ),
     # In place of that of the catalogue, whose chunks are whole tensors here: where a gradient is 0, a sign is that of
     # a rounding error.
-    "demo": Row(demo, lambda params: STEPS * pairs(params), outer=None, replicated=True, per_node=("residual",)),
+    "demo": Row(
+        demo, lambda params: OTHERS * STEPS * pairs(params), outer=None, replicated=True, per_node=("residual",)
+    ),
     "demo-momentum": Row(
         composed(DeMoCommunicator(**DEMO)),
-        lambda params: STEPS * pairs(params),
+        lambda params: OTHERS * STEPS * pairs(params),
         outer=None,
         replicated=True,
         per_node=("residual",),

@@ -52,7 +52,8 @@ def test_it_equals_its_twin(k: int, chunk: int, bits: int | None, model: str, av
     assert max(float(x.abs().max()) for x in residuals.values()) > 1e-3
     shapes = [tuple(p.shape) for p in params[0].values()]
     sent = STEPS // H * sum(payload(shape, k, chunk, bits, 8) for shape in shapes)
-    assert found.comm.ledger.total_bytes == (sent if num_nodes > 1 else 0)
+    assert found.comm.ledger.total_payload_bytes == (sent if num_nodes > 1 else 0)
+    assert found.comm.ledger.total_bytes == (num_nodes - 1) * sent
 
 
 @pytest.mark.parametrize("average", ["all", "senders"])
@@ -76,9 +77,9 @@ def test_what_is_handed_over_is_what_the_ledger_says() -> None:
     handed: list[int] = []
 
     class Watched(StackedCollectives):
-        def all_gather(self, x: Any, *, inplace: bool = False) -> Any:
+        def all_gather(self, x: Any, **how: Any) -> Any:
             handed.append(sum(part[0].nbytes for part in x.values()))
-            return super().all_gather(x, inplace=inplace)
+            return super().all_gather(x, **how)
 
     comm = Watched(3)
     module = SparseLoCoStrategy(H=1).communication_modules[0]
@@ -90,7 +91,8 @@ def test_what_is_handed_over_is_what_the_ledger_says() -> None:
     module.exchange_parameters(moved, state, Context(comm, max_steps=1))
     parameters = 128 * 128 + 4096
     assert handed == [parameters // 4096 * 64 * (2 + 12) // 8 + 2 * 16]
-    assert comm.ledger.total_bytes == handed[0]
+    assert comm.ledger.total_payload_bytes == handed[0]
+    assert comm.ledger.total_bytes == 2 * handed[0]  # to two others
     assert (handed[0] - 32) * 8 / parameters == 0.21875
 
 

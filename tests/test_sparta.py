@@ -734,7 +734,7 @@ def test_quantised_sparta_averages_what_can_be_read(bits: int, levels: int) -> N
     expected = given["w"].flatten(1).clone()
     expected[:, drawn["w"]] = ((values / scale).round() * scale).mean(0).to(torch.float64)
     torch.testing.assert_close(after["w"].flatten(1), expected, rtol=1e-6, atol=1e-7)
-    assert ctx.comm.ledger.total_bytes == math.ceil(len(drawn["w"]) * bits / 8) + 4
+    assert ctx.comm.ledger.total_payload_bytes == math.ceil(len(drawn["w"]) * bits / 8) + 4
 
 
 # ------------------------------------------------------------------------------------------ bad input

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from tests.test_clock import cases, random_compute, random_network
 from vecgym import OptimizedSchedule, Trainer, dry_run, optimize_schedule
 from vecgym.cli import main
 from vecgym.clock import Compute, Network, price, required_bandwidth
-from vecgym.clock.required import Schedules, spread
+from vecgym.clock.required import Question, Schedules, spread
 from vecgym.clock.trace import bars
 from vecgym.clock.units import bits_per_second, seconds
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.collectives.topology import Links
+from vecgym.core.errors import VecgymWarning
+from vecgym.engine.availability import Dropout
 from vecgym.models import Line
 from vecgym.strategy import DiLoCoStrategy
 
@@ -89,10 +92,44 @@ def test_the_bandwidth_that_is_needed_is_enough_and_no_more() -> None:
             price([STEP] * 30, Network(b), compute, sizes=SIZES).utilization for b in (bandwidth, bandwidth * 0.999)
         )
         assert below < 0.9 <= reached
-    assert required_bandwidth([STEP] * 30, Compute([1.0, 1.0, 3.0]), sizes=SIZES) == math.inf
+    with pytest.warns(VecgymWarning, match=r"for 95 % computing: nodes wait for the slowest, and compute for 55.6 %"):
+        assert required_bandwidth([STEP] * 30, Compute([1.0, 1.0, 3.0]), sizes=SIZES) == math.inf
     assert required_bandwidth([[]] * 30 + [STEP], Compute(1e12), sizes=SIZES) == 1.0
     with pytest.raises(ValueError, match="utilization=1 must be a number in"):
         required_bandwidth([STEP], Compute(1.0), 1)
+
+
+def diloco(H: int, rounds: int = 2) -> Ledger:
+    """152 M parameters in 75 tensors, 8 nodes."""
+    with torch.device("meta"):
+        model = nn.ParameterList(nn.Parameter(torch.empty(152_000_000 // 75)) for _ in range(75))
+    return dry_run(model, DiLoCoStrategy("adamw", H=H), num_nodes=8, max_steps=H * rounds)
+
+
+@pytest.mark.parametrize(("H", "mbit"), [(100, 1535), (500, 264), (1000, 130)])
+def test_where_no_bandwidth_is_enough_it_says_why_and_what_one_message_needs(H: int, mbit: int) -> None:
+    """A message for each tensor takes 84 s of latency, 75 * 14 * 80 ms; one 1.12 s."""
+    ledger, asked = diloco(H), {"utilization": 0.9, "latency": "80 ms"}
+    assert round(required_bandwidth(ledger, Compute(0.6), **asked, bucket_bytes=math.inf) / 1e6) == mbit  # type: ignore
+    with pytest.warns(VecgymWarning) as warned:
+        assert required_bandwidth(ledger, Compute(0.6), **asked, bucket_bytes=0) == math.inf  # type: ignore[arg-type]
+    text = str(warned[0].message)
+    figure = "1.53 Gbit/s" if mbit > 1000 else f"{mbit} Mbit/s"
+    rarer = {100: 13, 500: 3, 1000: 2}[H]
+    assert text.startswith("No bandwidth is enough for 90 % computing: the latency of 80 ms alone takes 2.79 min of ")
+    assert f"exchanges {rarer} times as rare (H)" in text
+    assert f"one message an exchange, bucket_bytes=math.inf: {figure}" in text
+    assert ("all_reduce='tree'" in text) == (H == 1000)
+    assert required_bandwidth(diloco(H * rarer), Compute(0.6), **asked, bucket_bytes=0) < math.inf  # type: ignore
+
+
+def test_overlap_helps_where_it_is_missing() -> None:
+    slow = Question(diloco(1), Compute(60.0, overlap=False), 0.99, latency=0.004, options={"all_reduce": "tree"})
+    assert slow.bandwidth() < math.inf
+    late = replace(slow, latency=0.1)
+    assert late.bandwidth() == math.inf
+    assert late.why_none().endswith("; overlap, Compute(overlap=True).")
+    assert replace(late, compute=Compute(60.0)).bandwidth() < math.inf
 
 
 @pytest.mark.parametrize(
@@ -107,7 +144,8 @@ def test_bandwidths_as_text(text: str | float, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("50 ms", 0.05), ("50ms", 0.05), ("1.5 s", 1.5), ("20 us", 2e-5), ("500 ns", 5e-7), ("3", 3.0)]
+    ("text", "value"),
+    [("50 ms", 0.05), ("50ms", 0.05), ("1.5 s", 1.5), ("20 us", 2e-5), ("500 ns", 5e-7), ("3 s", 3.0)],
 )
 def test_times_as_text(text: str, value: float) -> None:
     assert seconds("latency", text) == value
@@ -117,10 +155,10 @@ def test_a_schedule_for_a_budget_of_seconds() -> None:
     def strategy(weights: torch.Tensor) -> DiLoCoStrategy:
         return DiLoCoStrategy("sgd", lr=0.1, sync_weight=weights)
 
-    def optimized(budget_seconds: float, **options: Any) -> OptimizedSchedule:
+    def optimized(budget_seconds: float, model: torch.nn.Module | None = None, **options: Any) -> OptimizedSchedule:
         return optimize_schedule(
-            Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2, eval_batch=torch.tensor([1.0]),
-            budget_seconds=budget_seconds, iterations=3, **on, **options,
+            model or Line(), strategy, torch.linspace(-1, 2, 20).view(10, 2, 1), num_nodes=2,
+            eval_batch=torch.tensor([1.0]), budget_seconds=budget_seconds, iterations=3, **on, **options,
         )  # fmt: skip
 
     on: dict[str, Any] = {"network": Network("1 Mbit/s", "100 ms"), "compute": Compute(1.0)}
@@ -128,8 +166,13 @@ def test_a_schedule_for_a_budget_of_seconds() -> None:
     found = optimized(10.9)
     assert found.schedule.sum() == 4
     assert price(dry_run(Line(), strategy(found.schedule), 2, 10), *on.values()).seconds <= 10.9
+    wide = Line()
+    wide.unused = torch.nn.Parameter(torch.zeros(100_000))  # 3.2 s a message, if it were sent
+    assert optimized(10.9, wide).schedule.sum() == 4
     with pytest.raises(ValueError, match="leaves no time for an exchange"):
         optimized(10.1)
+    with pytest.raises(ValueError, match="what nodes that may be absent send is not known before they train"):
+        optimized(10.9, availability=Dropout(0.1))
     with pytest.raises(ValueError, match=r"H=5, budget_bytes=None and budget_seconds=10.9: give one of them"):
         optimized(10.9, H=5)
     del on["network"]
@@ -179,8 +222,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     seconds = trainer.timeline(Network("1 Gbit/s", "50 ms"), Compute(0.4)).seconds
     assert f"1 Gbit/s  {seconds:.3g} s, {100 * 20 * 0.4 / seconds:.1f} %" in printed
     assert "20 steps of 4 nodes, Compute(400 ms)" in printed
-    assert "For 80 % computing with a latency of 0.05 s: " in printed
+    assert "For 80 % computing with a latency of 50 ms: " in printed
     assert figure.stat().st_size > 5000
+    assert main(["price", *given, "--latency", "2 s", "--bucket-bytes", "0", "--all-reduce", "tree"]) == 0
+    assert "computing: the latency of 2 s alone takes 32 s of 40 s. What would help: exc" in capsys.readouterr().out
+    assert main(["price", *given, "--latency", "80"]) == 1
+    assert "--latency='80' is not a time" in capsys.readouterr().err
     assert main(["price", str(tmp_path / "run"), "--output", str(figure)]) == 0  # as long as it took here
     assert main(["price", str(tmp_path), "--output", str(figure)]) == 1
     assert "there is no checkpoint in" in capsys.readouterr().err

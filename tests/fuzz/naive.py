@@ -41,9 +41,9 @@ class World:
         """Rings of these sizes reduce a payload: each member of a ring of n sends 2 (n - 1) / n of it."""
         self.sent += payload * sum(n * 2 * (n - 1) / n for n in sizes) / self.num_nodes
 
-    def gather(self, payload: float) -> None:
-        """Every node sends its payload once; a node alone sends nothing."""
-        self.sent += payload if self.num_nodes > 1 else 0.0
+    def gather(self, payload: float, sizes: Sequence[int] | None = None) -> None:
+        """Every node's payload goes to each other node of its group, of so many."""
+        self.sent += payload * sum(n * (n - 1) for n in sizes or [self.num_nodes]) / self.num_nodes
 
     def average(self, values: Values, members: Sequence[int], weights: Sequence[float]) -> dict[str, Tensor]:
         """sum_k w_k x_k / sum_k w_k over the members."""
@@ -511,9 +511,11 @@ class Compressed(Module):
                 sent[node][name] = code(t, name, node, p)
                 if self.error_feedback:
                     residuals[node][name] = p - sent[node][name]
-        at_server = isinstance(self.module, Average) and self.module.server
-        for y in x[0].values():  # to a server, each participant sends its own
-            self.world.gather(self.code_bytes(y.numel()) * (len(rings[0]) / len(x) if at_server else 1))
+        for y in x[0].values():
+            if isinstance(self.module, Average) and self.module.server:  # to which each participant sends its own
+                self.world.sent += self.code_bytes(y.numel()) * len(rings[0]) / len(x)
+            else:
+                self.world.gather(self.code_bytes(y.numel()), [len(ring) for ring in rings])
         result = [clones(y) for y in x]
         for ring in rings:
             total = sum((weights or [1.0] * len(x))[k] for k in ring)

@@ -13,11 +13,11 @@ It ends at b + (s_0 + s_1 + ...), the sum of its `step_seconds(node, own_step)` 
 sends is its movement Delta = start - end. The first round of all nodes begins at 0 from version 0: the initial
 parameters are everywhere before the clock starts, they are not downloaded.
 
-**Messages.** A pace is seconds per byte. An upload is ready when the round ends, and starts when it is ready, the
-node's up link is free and the server's in link is free. It takes num_bytes * max(up_pace[i], server_pace) seconds,
-during which both links are taken, and arrives latency[i] later. A download is ready when it is sent, starts when
-it is ready, the server's out link is free and the node's down link is free, takes num_bytes * max(down_pace[i],
-server_pace) seconds and arrives latency[i] later; the node then begins its round. What it carries is the server's
+**Messages.** A pace is seconds per byte. An upload is ready when the round ends. It takes the node's up link, from when
+it is ready and that is free, for num_bytes * up_pace[i] seconds, and the server's in link, from when it is ready and
+that is free, for num_bytes * server_pace seconds: each end for its own time. It arrives latency[i] after the later of
+both. A download is ready when it is sent, takes the server's out link and the node's down link likewise, and arrives
+latency[i] after the later of both; the node then begins its round. What it carries is the server's
 parameters, and their version, of the time at which it was *sent*. A link serves its messages in the order in which
 they became ready, ties by node. Latency is on the way: it takes no link. By default all of it is 0: no network.
 
@@ -244,17 +244,17 @@ class Links:
 
     def upload(self, node: int, ready: float, share: float = 1.0) -> float:
         """When node's message, ready at this time, arrives at the server."""
-        pace = max(of_node(self.network.up_pace, node), self.network.server_pace)
-        start = max(ready, self.node_up[node], self.server_in)
-        self.node_up[node] = self.server_in = start + share * self.network.num_bytes * pace
-        return self.server_in + of_node(self.network.latency, node)
+        size, network = share * self.network.num_bytes, self.network
+        self.node_up[node] = max(ready, self.node_up[node]) + size * of_node(network.up_pace, node)
+        self.server_in = max(ready, self.server_in) + size * network.server_pace
+        return max(self.node_up[node], self.server_in) + of_node(network.latency, node)
 
     def download(self, node: int, ready: float, share: float = 1.0) -> float:
         """When the server's message, ready at this time, arrives at node."""
-        pace = max(of_node(self.network.down_pace, node), self.network.server_pace)
-        start = max(ready, self.node_down[node], self.server_out)
-        self.node_down[node] = self.server_out = start + share * self.network.num_bytes * pace
-        return self.server_out + of_node(self.network.latency, node)
+        size, network = share * self.network.num_bytes, self.network
+        self.node_down[node] = max(ready, self.node_down[node]) + size * of_node(network.down_pace, node)
+        self.server_out = max(ready, self.server_out) + size * network.server_pace
+        return max(self.node_down[node], self.server_out) + of_node(network.latency, node)
 
 
 # -------------------------------------------------------------------------------------------------------------- nodes

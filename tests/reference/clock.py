@@ -1,7 +1,8 @@
 """The clock, naively: a loop over steps, nodes, layers and messages, and every collective round by round.
 
 A network is a pair of functions `latency(i, j)` seconds and `pace(i, j)` seconds a byte. A message of the queue is
-(layer, kind, who, bytes, lag); `who` are groups of nodes, pairs (sender, receiver), or (up, down) of a server.
+(layers, kind, who, bytes, lag, whether two such are under way at a time); `who` are groups of nodes, pairs (sender,
+receiver), or (up, down) of a server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Pair = Callable[[int, int], float]
-Message = tuple[int, str, Any, float, int]
+Message = tuple[Sequence[int], str, Any, float, int, bool]
 
 
 def ring_seconds(nodes: Sequence[int], num_bytes: float, rounds: int, latency: Pair, pace: Pair) -> float:
@@ -76,6 +77,19 @@ def all_reduce_seconds(algorithm: str, nodes: Sequence[int], num_bytes: float, l
     return seconds
 
 
+def buckets(sizes: dict[int, float], cap: float, first: float) -> list[tuple[list[int], float]]:
+    """(layers, bytes) of each message, last layer first: a message is closed once it is as large as the cap."""
+    closed: list[tuple[list[int], float]] = []
+    layers: list[int] = []
+    for layer in sorted(sizes, reverse=True):
+        layers.append(layer)
+        size = sum(sizes[x] for x in layers)
+        if size >= (cap if closed else first) or layer == min(sizes):
+            closed.append((layers, size))
+            layers = []
+    return closed
+
+
 def run(
     num_nodes: int,
     compute: Sequence[Sequence[float]],
@@ -120,10 +134,16 @@ def run(
                 ready[i] = [now[i]] * L
         for weight, queue in messages:
             before = up[:], down[:]
-            for layer, kind, who, size, lag in queue:
-                leaves = [ready[i][layer] for i in K]
-                arrived = passed(kind, who, size, leaves, up, down, latency, pace, own_link, all_reduce, server)
-                for i, time in arrived.items():
+            threads: dict[Any, list[float]] = {}
+            for m, (layers, kind, who, size, lag, two) in enumerate(queue):
+                leaves = [max(ready[i][layer] for layer in layers) for i in K]
+                if not two or m == 0 or queue[m - 1][2] != who or not queue[m - 1][5]:
+                    threads = {}
+                if two:
+                    arrived = in_two_threads(who, size, leaves, up, down, latency, pace, threads)
+                else:
+                    arrived = passed(kind, who, size, leaves, up, down, latency, pace, own_link, all_reduce, server)
+                for (i, time), layer in itertools.product(arrived.items(), layers):
                     late = leaves[i] + weight * (time - leaves[i])
                     needed.setdefault((t + 1 + (lag if overlap else 0), i, layer), []).append(late)
             for link, old in zip((up, down), before):
@@ -155,11 +175,30 @@ def passed(
     return arrived
 
 
+def in_two_threads(
+    groups: Sequence[Sequence[int]], size: float, leaves: Sequence[float], up: list[float], down: list[float],
+    latency: Pair, pace: Pair, threads: dict[Any, list[float]],
+) -> dict[int, float]:  # fmt: skip
+    """When an all-reduce of gloo is done, of which each group has two threads, one link, and hands them on in order."""
+    arrived = {}
+    for group in groups:
+        if len(group) > 1:
+            free = max(max(up[i], down[i]) for i in group)
+            one, other, link, handed = threads.get(group, [free, free, free, float("-inf")])
+            begin = max([min(one, other), *(leaves[i] for i in group)])
+            link = max(link, begin) + all_reduce_seconds("gloo", group, size, lambda i, j: 0.0, pace)
+            end = max(begin + all_reduce_seconds("gloo", group, size, latency, pace), link)
+            threads[group] = [end, max(one, other), link, max(handed, end)]
+            for i in group:
+                up[i] = down[i] = arrived[i] = max(handed, end)
+    return arrived
+
+
 def neighbours(
     pairs: Sequence[tuple[int, int]], size: float, leaves: Sequence[float], up: list[float], down: list[float],
     latency: Pair, pace: Pair, own_link: tuple[Sequence[float], Sequence[float]] | None,
 ) -> dict[int, float]:  # fmt: skip
-    """When each receiver has all of its messages; those of a node go side by side."""
+    """When each receiver has all of its messages; those of a node go side by side, and its next when they are there."""
     begun = {j: max(leaves[j], up[j]) for j, _ in pairs}
     taken_until = {}
     for j in begun:
@@ -176,7 +215,7 @@ def neighbours(
             last = max(taken_until[j] + latency(j, i) for j in mine)
             arrived[i] = max(last, first + len(mine) * size * own_link[1][i])
     for j, time in taken_until.items():
-        up[j] = time
+        up[j] = time + max(latency(j, i) for sender, i in pairs if sender == j)
     for i, time in arrived.items():
         down[i] = time
     return arrived

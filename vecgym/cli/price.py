@@ -24,6 +24,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-reduce", default="ring", help="ring, halving_doubling, tree, server or gloo (%(default)s)"
     )
+    parser.add_argument(
+        "--bucket-bytes", type=float, default=25 * 2**20, metavar="N",
+        help="of a message; 0: one for each tensor, inf: one for each exchange (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--no-overlap", action="store_true", help="nodes do not compute while they send")
     parser.add_argument("--utilization", type=float, default=0.95, help="say what bandwidth it needs (%(default)s)")
     parser.add_argument(
@@ -32,23 +36,26 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.clock import Compute, Network, price, required_bandwidth
+    from vecgym.clock import Compute, Network, price
     from vecgym.clock.gantt import plot_networks
-    from vecgym.clock.units import bits_per_second, readable_bandwidth, seconds
+    from vecgym.clock.required import Question
+    from vecgym.clock.units import bits_per_second, latency, readable_bandwidth, readable_time
+    from vecgym.core import check
 
     bandwidths = [bits_per_second("--bandwidth", _number(x)) for x in args.bandwidth]
-    latencies = [seconds("--latency", _number(x)) for x in args.latency]
+    latencies = [latency("--latency", x) for x in args.latency]
+    wanted = check.number("--utilization", args.utilization, "(0, 1)", "the part of the time in which nodes compute")
+    options = {"all_reduce": args.all_reduce, "bucket_bytes": args.bucket_bytes}
     ledger, history = recorded(args.run_folder)
     compute = _compute(Compute, args, history)
-    found = {
-        a: {b: price(ledger, Network(b, a, all_reduce=args.all_reduce), compute) for b in bandwidths} for a in latencies
-    }
+    found = {a: {b: price(ledger, Network(b, a, **options), compute) for b in bandwidths} for a in latencies}
     print(f"{ledger.num_steps} steps of {ledger.num_nodes} nodes, {compute}")
     print(table(found))
     for a in latencies:
-        needed = required_bandwidth(ledger, compute, args.utilization, latency=a, all_reduce=args.all_reduce)
-        enough = "no bandwidth is enough" if needed == float("inf") else readable_bandwidth(needed)
-        print(f"For {100 * args.utilization:g} % computing with a latency of {a:g} s: {enough}.")
+        question = Question(ledger, compute, wanted, a, options=options)
+        needed = question.bandwidth()
+        enough = f"For {100 * wanted:g} % computing with a latency of {readable_time(a)}: {readable_bandwidth(needed)}."
+        print(question.why_none() if needed == float("inf") else enough)
     plot_networks(found, args.output, title=str(args.run_folder))
     print(f"Figure: {args.output}")
     return 0

@@ -15,6 +15,7 @@ from vecgym.clock.network import Network, Routes
 from vecgym.clock.timeline import PerNode
 from vecgym.clock.trace import Bar
 from vecgym.clock.units import readable_time
+from vecgym.collectives.base import bucketed
 from vecgym.core import check
 from vecgym.engine.events import Arrival, Event, Restart, Rules, StepSeconds, Update
 from vecgym.engine.fragments import FragmentRules
@@ -46,20 +47,20 @@ def rules_of(
     ((4, 2), 2.0)
     """
     nominal = compute.seconds.expand(num_nodes).tolist()
-    seconds, num_bytes = step_seconds_of(compute, num_nodes), sum(sizes.values())
+    seconds, own = step_seconds_of(compute, num_nodes), list(sizes.values())
     if isinstance(strategy, DecoupledDiLoCoStrategy):
         return _of_fragments(strategy, nominal, network, sizes), seconds
     if isinstance(strategy, HALoSStrategy):
-        return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, num_bytes), seconds
+        return _of_regions(strategy, strategy.steps_of_rounds(nominal), network, own), seconds
     if isinstance(strategy, ADPSGDStrategy):
-        wires = None if network is None else wires_of(network, num_nodes, num_bytes)
+        wires = None if network is None else wires_of(network, num_nodes, own)
         neighbour = Neighbours(strategy.weights(num_nodes), seed)
         first = strategy.mix == "before"
         return PairRules((1,) * num_nodes, num_nodes, wires=wires, neighbour=neighbour, average_first=first), seconds
     assert isinstance(strategy, AsyncStrategy)
     rules = Rules(
         strategy.steps_of_rounds(nominal), strategy.buffer, strategy.max_wait, strategy.grace,
-        None if network is None else wires_of(network, num_nodes, num_bytes),
+        None if network is None else wires_of(network, num_nodes, own),
     )  # fmt: skip
     return rules, seconds
 
@@ -68,24 +69,27 @@ def _of_fragments(
     strategy: DecoupledDiLoCoStrategy, nominal: Sequence[float], network: Network | None, sizes: Mapping[str, int]
 ) -> FragmentRules:
     K, num_bytes = len(nominal), sum(sizes.values())
-    shares = [sum(sizes[name] for name in names) / num_bytes for names in strategy.fragments_of(sizes)]
+    fragments = [[sizes[name] for name in sizes if name in names] for names in strategy.fragments_of(sizes)]
+    shares = [sum(own) / num_bytes for own in fragments]
+    wires = None if network is None else wires_of(network, K, [num_bytes])
+    messages = [1 if network is None else len(bucketed(own, network.bucket_bytes)) for own in fragments]
     step = sum(nominal) / K if strategy.step_seconds is None else strategy.step_seconds
     return FragmentRules(
-        (1,) * K, wires=None if network is None else wires_of(network, K, num_bytes), H=strategy.H,
-        shares=tuple(shares), quorum=strategy.quorum or K, overlap=strategy.overlap, gamma=strategy.grace, nominal=step,
+        (1,) * K, wires=wires, H=strategy.H, shares=tuple(shares), messages=tuple(messages),
+        quorum=strategy.quorum or K, overlap=strategy.overlap, gamma=strategy.grace, nominal=step,
         sync=strategy.sync_seconds, tokens=tuple(strategy.tokens_of(K)),
     )  # fmt: skip
 
 
 def _of_regions(
-    strategy: HALoSStrategy, num_steps: tuple[int, ...], network: Network | None, num_bytes: float
+    strategy: HALoSStrategy, num_steps: tuple[int, ...], network: Network | None, sizes: Sequence[float]
 ) -> RegionRules:
     regions = strategy.regions_of(len(num_steps))
     between = _between(strategy.between, len(regions))
     return RegionRules(
         num_steps, strategy.local_updates, regions=regions,
-        wires=None if network is None else _wires_within(network, regions, num_bytes),
-        between=None if between is None else wires_of(between, len(regions), num_bytes),
+        wires=None if network is None else _wires_within(network, regions, sizes),
+        between=None if between is None else wires_of(between, len(regions), sizes),
     )  # fmt: skip
 
 
@@ -105,17 +109,17 @@ def _between(given: Any, num_regions: int) -> Network | None:
     return found
 
 
-def _wires_within(network: Network, regions: Sequence[Sequence[int]], num_bytes: float) -> Wires:
+def _wires_within(network: Network, regions: Sequence[Sequence[int]], sizes: Sequence[float]) -> Wires:
     """Return the links between the nodes and the servers of their regions."""
     K = sum(map(len, regions))
     network.check(K)
-    found = wires_of(network, K, num_bytes)
+    found = wires_of(network, K, sizes)
     up, down, latency = list(found.up), list(found.down), list(found.latency)
     for members in regions:
-        own = wires_of(network.within(members), len(members), num_bytes)
+        own = wires_of(network.within(members), len(members), sizes)
         for i, node in enumerate(members):
             up[node], down[node], latency[node] = own.up[i], own.down[i], own.latency[i]
-    return Wires(num_bytes, up, down, latency, found.server)
+    return Wires(found.num_bytes, up, down, latency, found.server)
 
 
 def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
@@ -138,18 +142,22 @@ def step_seconds_of(compute: Compute, num_nodes: int) -> StepSeconds:
     return seconds
 
 
-def wires_of(network: Network, num_nodes: int, num_bytes: float) -> Wires:
-    """Return the links between the nodes and a server. With a matrix, a node's is that of its slowest way.
+def wires_of(network: Network, num_nodes: int, sizes: Sequence[float]) -> Wires:
+    """Return the links between the nodes and a server, for all tensors of so many bytes.
 
-    >>> wires_of(Network("8 Mbit/s", latency=0.5), 1, num_bytes=1000).up, wires_of(Network(8e6, 0.5), 1, 1).latency
-    ([1e-06], [0.5])
+    One message leaves when the one before it is there: so many latencies. With a matrix, a node's way is its slowest.
+
+    >>> network = Network("8 Mbit/s", latency=0.5, bucket_bytes=0)
+    >>> wires_of(network, 1, [1000.0]).up, wires_of(network, 1, [300.0, 700.0]).latency
+    ([1e-06], [1.0])
     """
     routes = Routes(network, num_nodes)
     lags = routes.lags
     if lags is None:
         assert routes.latency is not None
         lags = routes.latency.amax(1)
-    return Wires(num_bytes, routes.up.tolist(), routes.down.tolist(), lags.tolist(), routes.server_pace)
+    lags = lags * len(bucketed(sizes, network.bucket_bytes))
+    return Wires(sum(sizes), routes.up.tolist(), routes.down.tolist(), lags.tolist(), routes.server_pace)
 
 
 @dataclass(frozen=True)
@@ -268,11 +276,9 @@ def timeline_of(
     sent, received = torch.zeros(2, K, dtype=torch.float64)
     if rules.wires is not None:
         for event in events:
-            senders, receivers, share = rules.messages_of(event)
-            for node in senders:
-                sent[node] += share * rules.wires.num_bytes * max(rules.wires.up[node], rules.wires.server)
-            for node in receivers:
-                received[node] += share * rules.wires.num_bytes * max(rules.wires.down[node], rules.wires.server)
+            for total, taken in zip((sent, received), rules.taken(event, rules.wires)):
+                for node, took in taken.items():
+                    total[node] += took
     used = float((computed / end).mean()) if end > 0 else 1.0
     per_node = PerNode(computed, end - computed, sent, received)
     return AsyncTimeline(end, used, torch.tensor(times, dtype=torch.float64), per_node, events, network, compute)

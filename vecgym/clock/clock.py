@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ class Clock:
         """Make steps that all send the same; when each node ended each, `[n, K]`, with what it was sent."""
         meeting = plans[0].exchange if len(plans) == 1 and plans[0].whole else None
         alike = all(nodes is None for plan in plans for *_, nodes in plan.needs)
-        if isinstance(meeting, Meeting) and alike and len(seconds) > 2 and self.records is None:
+        if isinstance(meeting, Meeting) and not meeting.pairs and alike and len(seconds) > 2 and self.records is None:
             return self._repeat(seconds.numpy(), Repeated(plans[0], meeting))
         ends = []
         for row in seconds:
@@ -203,12 +204,15 @@ class Clock:
         return Sent(plan, ready, *before, arrival)
 
     def _pass(self, plan: Plan, ready: Tensor) -> Passed:
-        """Messages that pass alike, in one call; others one after the other."""
+        """Messages that pass alike, and follow one another, in one call."""
         if plan.exchange is not None:
             return plan.exchange.run(ready, plan.amounts, self._up, self._down)
         up, down, arrivals = self._up, self._down, []
-        for place, (q, m) in enumerate(plan.order):
-            part = plan.parts[q]
-            arrival, up, down = part.exchange.run(ready[:, [place]], part.amounts[..., [m]], up, down)
-            arrivals.append(arrival.expand(self.num_nodes, 1))
+        alike = itertools.groupby(enumerate(plan.order), lambda entry: id(plan.parts[entry[1][0]].exchange))
+        for _, entries in alike:
+            places, messages = zip(*entries)
+            exchange = plan.parts[messages[0][0]].exchange
+            amounts = torch.stack([plan.parts[q].amounts[..., m] for q, m in messages], -1)
+            arrival, up, down = exchange.run(ready[:, list(places)], amounts, up, down)
+            arrivals.append(arrival.expand(self.num_nodes, -1))
         return Passed(torch.cat(arrivals, 1), up, down)

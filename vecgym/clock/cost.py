@@ -11,6 +11,7 @@ With S bytes of payload, n participants, latency a and a bandwidth of B bytes a 
 | "server"                                   | 2 (a + max(max_i S / B_i, n S / B_server))               |
 | "gloo", in segments of s seconds           | 2 (T + (m // 2) max(T, 2 s) + (m % 2) s), T = 2 a + s    |
 | `all_gather`, "ring"                       | (n - 1) (a + S / B)                                      |
+| "direct"                                   | a + (n - 1) S / B                                        |
 | "halving_doubling" (Bruck)                 | ceil(log2 n) a + (n - 1) S / B                           |
 | "tree": to the root, and from there        | 2 ceil(log2 n) a + (n - 1 + n ceil(log2 n)) S / B        |
 | "server"                                   | 2 a + max(S, n S B / B_server) / B + n - 1 times as much |
@@ -40,7 +41,6 @@ from torch import Tensor
 
 from vecgym.clock.rings import Ring
 
-ALGORITHMS = ("ring", "halving_doubling", "tree", "server")
 GLOO_SEGMENT = 2**20  # bytes, at most
 
 
@@ -52,6 +52,9 @@ class Team:
         up, down: seconds a byte of each one's link to a server, and back, `[n]`.
         server_pace: seconds a byte of the server's own link.
 
+    Attributes:
+        by_pair: whether each pair has a link of its own, so that what a node sends to several goes side by side.
+
     >>> team = Team.alike(4, latency=0.5, pace=1e-9)
     >>> all_reduce_seconds("ring", team, torch.tensor([8e9]))  # 6 * 0.5 s, and 1.5 * 8 s
     tensor([15.], dtype=torch.float64)
@@ -61,6 +64,7 @@ class Team:
         self.latency, self.pace, self.up, self.down = latency, pace, up, down
         self.server_pace = server_pace
         self.n = len(up)
+        self.by_pair = False
 
     @classmethod
     def alike(cls, num_nodes: int, latency: float, pace: float, server_pace: float = 0.0) -> Team:
@@ -70,6 +74,13 @@ class Team:
             matrix.fill_diagonal_(0)
         nodes = torch.full((num_nodes,), pace, dtype=torch.float64)
         return cls(lags, paces, nodes, nodes, server_pace)
+
+    @cached_property
+    def without_latency(self) -> Team:
+        """The same participants, whose messages take only what their bytes do."""
+        found = Team(torch.zeros_like(self.latency), self.pace, self.up, self.down, self.server_pace)
+        found.server_latency = 0.0
+        return found
 
     @cached_property
     def ring(self) -> Ring:
@@ -154,6 +165,13 @@ def _ring_all_gather(team: Team, size: Tensor) -> Tensor:
     return (team.n - 1) * team.ring.slowest(size)
 
 
+def _direct_all_gather(team: Team, size: Tensor) -> Tensor:
+    """Each sends to all others at once."""
+    if team.by_pair:
+        return team.round([(i, j) for i in range(team.n) for j in range(team.n) if i != j], size)
+    return team.latency.max() + (team.n - 1) * size * torch.maximum(team.up, team.down).max()
+
+
 def _bruck(team: Team, size: Tensor) -> Tensor:
     """In round k each passes on all that it has, at most what is missing, to the node 2^k before it."""
     total = torch.zeros_like(size)
@@ -200,6 +218,7 @@ ALL_REDUCE: dict[str, Form] = {
 }
 ALL_GATHER: dict[str, Form] = {
     "ring": _ring_all_gather,
+    "direct": _direct_all_gather,
     "halving_doubling": _bruck,
     "tree": _tree_all_gather,
     "server": _server_all_gather,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -14,20 +16,23 @@ from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
 
 
-def dry_run(model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42) -> Ledger:
+def dry_run(
+    model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int, *, seed: int = 42,
+    unused: Collection[str] = (),
+) -> Ledger:  # fmt: skip
     """The ledger of a run, from the exchanges alone: their tensors have shapes and no values.
 
     It equals that of `Trainer.fit` with this `seed`. Nothing is computed and nothing stored, so the model may be of any
     size, on the device "meta" too.
 
     Args:
-        model: its trainable parameters are what nodes exchange. (A run leaves out those that have no influence on the
-            loss.)
+        model: its trainable parameters are what nodes exchange.
         strategy: must not look at the values of what it exchanges, as every strategy here; one that is written for one
             rank cannot run dry.
         num_nodes: K.
         max_steps: steps.
         seed: of the run: which nodes meet, and which coordinates are drawn, depends on it.
+        unused: the names of parameters that have no influence on the loss: a run, which has seen that, leaves them out.
 
     Raises:
         ValueError, TypeError: for what no run would take, and for strategies that look at values.
@@ -50,7 +55,7 @@ def dry_run(model: nn.Module, strategy: Strategy, num_nodes: int, max_steps: int
     check_synchronous(strategy)
     strategy.check(K, T)
     comm = Announced(K)
-    params = {name: _like(p)[None] for name, p in model.named_parameters() if p.requires_grad}
+    params = {n: _like(p)[None] for n, p in model.named_parameters() if p.requires_grad and n not in unused}
     comm.ledger.announce(K, {name: p.nbytes for name, p in params.items()})
     wide = {name: p.expand(K, *p.shape[1:]) for name, p in params.items()}  # as of nodes that have moved apart
     try:

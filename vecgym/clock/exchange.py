@@ -1,9 +1,9 @@
 """Messages on the nodes' links: who waits for whom, and until when.
 
 `Meeting` is a collective of groups of nodes: it begins when the last participant is there and all their links are free,
-and holds these until its end. `Mesh` is messages from node to node: each leaves when its sender is ready, and what a
-node sends and receives at once shares its link. Both take a sequence of M messages in one call: a queue that serves
-them in order is a running maximum.
+and holds these until its end. `Mesh` is messages from node to node: each leaves when its sender is ready and its last
+one is there, and what a node sends and receives at once shares its link. Both take a sequence of M messages in one
+call: a queue that serves them in order is a running maximum.
 
 A sequence of times that follow from one another, e_m = max(e_(m-1), r_m) + d_m, is D_m + max(e_0, max_(k <= m) (r_k -
 D_(k-1))) with D the running sum of d.
@@ -48,6 +48,9 @@ class Exchange(Protocol):
     def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
         """How long each node's link is taken, up and down, `[K]`."""
 
+    def seconds_of(self, amount: Tensor) -> Tensor:
+        """How long each node's link is taken by one message, `[K]`."""
+
 
 def queued(ready: Tensor, took: Tensor, free: Tensor) -> Tensor:
     """The ends of M messages in a queue, one after the other, `[..., M]`.
@@ -65,6 +68,30 @@ def queued(ready: Tensor, took: Tensor, free: Tensor) -> Tensor:
     return total + torch.maximum(begun, free[..., None])
 
 
+def paired(ready: Tensor, took: Tensor, carried: Tensor, free: Tensor) -> Tensor:
+    """The ends of M messages of which two are under way at a time, and share a link, `[..., M]`.
+
+    Each begins when one of the two before it has ended. They are handed on in order.
+
+    Args:
+        ready, took, free: as of `queued`; `took`: alone.
+        carried: how long the link is busy with each.
+
+    >>> ready, took = torch.zeros(4), torch.tensor([3.0, 3.0, 3.0, 3.0])
+    >>> paired(ready, took, torch.full((4,), 0.5), torch.tensor(0.0)), paired(ready, took, took, torch.tensor(0.0))
+    (tensor([3., 3., 6., 6.]), tensor([ 3.,  6.,  9., 12.]))
+    """
+    first = last = link = free
+    ends = []
+    for there, alone, busy in zip(ready.unbind(-1), took.unbind(-1), carried.unbind(-1)):
+        begun = torch.maximum(there, torch.minimum(first, last))
+        link = torch.maximum(link, begun) + busy
+        end = torch.maximum(begun + alone, link)
+        first, last = torch.maximum(first, last), end
+        ends.append(end)
+    return torch.stack(ends, -1).cummax(-1).values
+
+
 class Meeting:
     """Collectives of groups of nodes.
 
@@ -72,6 +99,7 @@ class Meeting:
         routes: of the network.
         groups: the participants of each; node K is a server.
         receivers: the nodes that need the result, of one group, others too; None: all participants.
+        pairs: whether two are under way at a time.
 
     Attributes:
         members: the nodes of each group, the first repeated, `[G, n]`.
@@ -86,9 +114,12 @@ class Meeting:
     tensor([[12.]], dtype=torch.float64)
     """
 
-    def __init__(self, routes: Routes, groups: Sequence[Sequence[int]], receivers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, routes: Routes, groups: Sequence[Sequence[int]], receivers: Sequence[int] | None = None,
+        pairs: bool = False,
+    ) -> None:  # fmt: skip
         K = routes.num_nodes
-        self.routes, self.num_nodes = routes, K
+        self.routes, self.num_nodes, self.pairs = routes, K, pairs
         self.groups = [tuple(group) for group in groups]
         width = max(map(len, self.groups))
         self.members = torch.tensor([[*group, *[group[0]] * (width - len(group))] for group in self.groups])  # [G, n]
@@ -108,29 +139,39 @@ class Meeting:
         for group in self.groups:
             team = self.routes.team(tuple(node for node in group if node < self.num_nodes))
             if team not in found:
-                found[team] = self.routes.seconds(operation, team, sizes)
+                teams = (team, team.without_latency) if self.pairs else (team,)
+                found[team] = torch.stack([self.routes.seconds(operation, each, sizes) for each in teams])
             rows.append(found[team])
-        return torch.stack(rows)  # [G, M]
+        both = torch.stack(rows, -2)  # alone, and of pairs what the link carries: [1 or 2, G, M]
+        return both if self.pairs else both[0]
 
     def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passed:
         there = torch.cat([ready, ready.new_full((1, ready.shape[1]), NEVER)])
         taken = torch.maximum(up, down)
-        end = queued(there[self.members].amax(1), amounts, taken[self.members].amax(1))  # [G, M]
+        first, free = there[self.members].amax(1), taken[self.members].amax(1)
+        end = paired(first, amounts[0], amounts[1], free) if self.pairs else queued(first, amounts, free)  # [G, M]
         known = torch.cat([end, end.new_full((1, end.shape[1]), NEVER)])
         held = known[self.group, -1]
         arrival = end if self.everyone else known[self.heard]
         return Passed(arrival, torch.maximum(up, held), torch.maximum(down, held))
 
     def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
-        total = torch.cat([amounts.sum(1), amounts.new_zeros(1)])[self.group[: self.num_nodes]]
+        alone = amounts.sum(-1)
+        seconds = torch.maximum(alone[0] / 2, alone[1]) if self.pairs else alone
+        total = torch.cat([seconds, seconds.new_zeros(1)])[self.group[: self.num_nodes]]
         return total, total
+
+    def seconds_of(self, amount: Tensor) -> Tensor:
+        """How long each node's link is taken by one message that takes so much, alone, `[K]`."""
+        alone = amount[0] if self.pairs else amount
+        return torch.cat([alone, alone.new_zeros(1)])[self.group[:-1]]
 
 
 class Mesh:
     """Messages from node to node, over the links of a graph.
 
-    A node's messages of one exchange go side by side: over one link, of B bytes a second, d of them take d S / B, and
-    all are there when the last is; over a link for each pair, each takes its own time.
+    A node's messages to its neighbours go side by side: over one link, of B bytes a second, d of them take d S / B, and
+    all are there when the last is; over a link for each pair, each takes its own time. Its next ones leave then.
 
     Args:
         routes: of the network.
@@ -158,13 +199,15 @@ class Mesh:
             self.tx, self.rx = (zero.scatter_reduce(0, x, pace, "amax") for x in (j, i))
         self._sources, self._latency, self._pace = _padded(i, (j, latency, pace), K)  # of each receiver, [K, D]
         self._sends, self._hears = out > 0, into > 0
+        self.lag = torch.zeros(K, dtype=torch.float64).scatter_reduce(0, j, latency, "amax")  # until all have it
 
     def amounts(self, operation: str, sizes: Tensor) -> Tensor:
         return sizes
 
     def run(self, ready: Tensor, amounts: Tensor, up: Tensor, down: Tensor) -> Passed:
         K = self.num_nodes
-        sending, receiving = self.tx[:, None] * amounts, self.rx[:, None] * amounts  # [K, M]
+        receiving = self.rx[:, None] * amounts
+        sending = self.tx[:, None] * amounts + self.lag[:, None]  # [K, M]
         sent = queued(ready, sending, up[:K])
         begun = torch.maximum(ready, torch.cat([up[:K, None], sent[:, :-1]], 1))
         coming = begun[self._sources] + self._latency[..., None]  # [K, D, M]
@@ -180,6 +223,10 @@ class Mesh:
 
     def busy(self, amounts: Tensor) -> tuple[Tensor, Tensor]:
         return self.tx * amounts.sum(), self.rx * amounts.sum()
+
+    def seconds_of(self, amount: Tensor) -> Tensor:
+        """How long each node's link is taken by the messages of such a size, `[K]`."""
+        return torch.maximum(self.tx, self.rx) * amount
 
 
 def _padded(rows: Tensor, values: tuple[Tensor, Tensor, Tensor], num_rows: int) -> tuple[Tensor, Tensor, Tensor]:

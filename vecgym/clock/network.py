@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from vecgym.clock import cost
-from vecgym.clock.cost import ALGORITHMS, Team
-from vecgym.clock.units import bits_per_second, readable_bandwidth, readable_time, seconds
+from vecgym.clock.cost import Team
+from vecgym.clock.units import bits_per_second, readable_bandwidth, readable_time
+from vecgym.clock.units import latency as seconds
+from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.core import check
 
 BITS_PER_BYTE = 8
+BUCKET = "bytes of a message; 0: one for each tensor, math.inf: one for each exchange"
 
 
 class Network:
@@ -27,13 +30,18 @@ class Network:
     Args:
         bandwidth: bits per second, or a text such as "1 Gbit/s" or "100 MB/s": one for all links; `[K]`, of each node's
             link, up and down; or `[K, K]`, from the node of the row to that of the column. `math.inf` is allowed.
-        latency: seconds that a message is under way, half of what a ping takes, or a text such as "50 ms": one number;
-            `[K]`, where of the two ends of a link the slower counts; or `[K, K]`.
+        latency: seconds that a message is under way, half of what a ping takes, at most 10, or a text with its unit,
+            such as "50 ms": one number; `[K]`, where of the two ends of a link the slower counts; or `[K, K]`.
         up, down: `[K]` or a number, in place of `bandwidth`, where they differ.
         all_reduce: how means and sums are taken: "ring", "halving_doubling", "tree", "server", or "gloo", as by
             `torch.distributed` on CPUs; `vecgym.clock.cost` has the formulas. With a matrix, the ring takes the best
             order that it finds: exact up to 9 nodes, by a heuristic above.
-        all_gather: likewise, but for "gloo".
+        all_gather: likewise, but for "gloo"; or "direct", from each node to each at once. "server" is through a store,
+            as Templar's nodes do it: a payload of b bytes goes up once, and (n - 1) b come down, where in a ring, or
+            directly, (n - 1) b go up too. `routes` says so to the ledger of a run.
+        bucket_bytes: tensors of an exchange are joined into messages, from the last on, each complete with the tensor
+            that takes it to this size or beyond. 0: a message for each tensor, as EXO Gym, diloco-sim and torchft send
+            by themselves; `math.inf`: one for each exchange, the best case. See `vecgym.guide.clock`.
         server_bandwidth: of a server's own link, if it may become too narrow. A node reaches the server over its own
             link, with a matrix as it does the node that is hardest to reach.
 
@@ -55,6 +63,7 @@ class Network:
         down: Any = None,
         all_reduce: str = "ring",
         all_gather: str = "ring",
+        bucket_bytes: float = BUCKET_BYTES,
         server_bandwidth: Any = float("inf"),
     ) -> None:
         if (bandwidth is None) == (up is None and down is None) or (up is None) != (down is None):
@@ -66,7 +75,8 @@ class Network:
         )
         self.latency = _numbers("latency", latency, seconds, dims=2)
         self.all_reduce = check.choice("all_reduce", all_reduce, tuple(cost.ALL_REDUCE))
-        self.all_gather = check.choice("all_gather", all_gather, ALGORITHMS)
+        self.all_gather = check.choice("all_gather", all_gather, tuple(cost.ALL_GATHER))
+        self.bucket_bytes = check.number("bucket_bytes", bucket_bytes, "[0, inf]", BUCKET)
         self.server_bandwidth = bits_per_second("server_bandwidth", server_bandwidth)
         self.num_nodes = self._size()
 
@@ -78,7 +88,7 @@ class Network:
             sizes: nodes in each region; the first region has the first nodes.
             inside: (bandwidth, latency) of the links within a region, or a list of such pairs, one for each region.
             between: (bandwidth, latency) of a link between nodes of two regions.
-            options: `all_reduce`, `all_gather`, `server_bandwidth`.
+            options: `all_reduce`, `all_gather`, `bucket_bytes`, `server_bandwidth`.
 
         >>> Network.regions([2, 1], inside=("400 Gbit/s", 1e-4), between=(1e9, 0.05)).latency.tolist()
         [[0.0, 0.0001, 0.05], [0.0001, 0.0, 0.05], [0.05, 0.05, 0.0]]
@@ -113,6 +123,17 @@ class Network:
         n = check.integer("num_nodes", num_nodes)
         routes = Routes(self, n if self.num_nodes is None else self.num_nodes)
         return float(routes.seconds(operation, routes.team(tuple(range(n))), size))
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """{operation: route} of what a node's link carries other bytes of than in a ring; see `Transfer`.
+
+        >>> Network(1e9, all_gather="server").routes
+        {'all_gather': 'server'}
+        """
+        reduced = {"mean": self.all_reduce, "sum": self.all_reduce, "broadcast": self.all_reduce}
+        found = {name: route for name, route in reduced.items() if route == "server"}
+        return found | ({"all_gather": self.all_gather} if self.all_gather in ("server", "tree") else {})
 
     def within(self, members: Sequence[int]) -> Network:
         """Return the network of some of the nodes.
@@ -159,6 +180,8 @@ class Network:
         parts += [f"latency={_shown(self.latency, readable_time)}"] if bool((self.latency > 0).any()) else []
         parts += [f"{name}={x!r}" for name, x in (("all_reduce", self.all_reduce), ("all_gather", self.all_gather))
                   if x != "ring"]  # fmt: skip
+        if self.bucket_bytes != BUCKET_BYTES:
+            parts.append(f"bucket_bytes={self.bucket_bytes:g}")
         if self.server_bandwidth != float("inf"):
             parts.append(f"server_bandwidth={readable_bandwidth(self.server_bandwidth)}")
         return f"Network({', '.join(parts)})"
@@ -218,6 +241,7 @@ class Routes:
         for matrix in (latency, pace):
             matrix.fill_diagonal_(0)
         team = Team(latency, pace, self.up[at], self.down[at], self.server_pace)
+        team.by_pair = self.pace is not None
         if self.lags is not None:
             team.server_latency = float(self.lags[at].max())
         elif self.latency is not None:

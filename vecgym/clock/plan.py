@@ -11,6 +11,7 @@ from torch import Tensor
 from vecgym.clock.compute import Compute
 from vecgym.clock.exchange import Exchange, Meeting, Mesh
 from vecgym.clock.network import Routes
+from vecgym.collectives.base import bucketed
 from vecgym.collectives.ledger import Transfer
 from vecgym.collectives.topology import Links, Server
 
@@ -40,12 +41,13 @@ class Layers(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The messages of one transfer: one for each parameter.
+    """The messages of one transfer, each of some parameters.
 
     Attributes:
         transfer: it.
         exchange: how they pass.
-        layers: the layer of each, from the last to the first, `[M]`: in the order of the backward pass.
+        layers: the first layer of each, after whose backward pass it leaves, `[M]`, falling.
+        last: the last layer of each, `[M]`.
         sizes: bytes of each, `[M]`.
         amounts: what each takes of the links, `[..., M]`.
     """
@@ -53,6 +55,7 @@ class Part(NamedTuple):
     transfer: Transfer
     exchange: Exchange
     layers: Tensor
+    last: Tensor
     sizes: Tensor
     amounts: Tensor
 
@@ -113,7 +116,7 @@ class Planner:
         return tuple(self._plan(tuple(parts)) for parts in together.values() if parts)
 
     def _plan(self, parts: tuple[Part, ...]) -> Plan:
-        # Last layer first; of one layer, the first transfer's first. (Of a layer each transfer has one message.)
+        # Last layer first; of one layer, the first transfer's first. (Of a layer each has one message at most.)
         keys = [(-layer, q, m) for q, part in enumerate(parts) for m, layer in enumerate(part.layers.tolist())]
         order = tuple((q, m) for _, q, m in sorted(keys))
         done = torch.stack([self.layers.done[parts[q].layers[m]] for q, m in order])
@@ -152,11 +155,13 @@ class Planner:
         total = sizes.sum()
         shares = sizes / total if total > 0 else torch.full_like(sizes, 1 / len(sizes))
         sizes = transfer.payload_bytes * shares
-        amounts = exchange.amounts(transfer.operation, sizes)
-        return Part(transfer, exchange, layers, sizes, amounts)
+        messages = bucketed(sizes.tolist(), self.routes.network.bucket_bytes, transfer.gradients)
+        first, last = (layers[[message[end] for message in messages]] for end in (-1, 0))
+        sizes = torch.stack([sizes[message].sum() for message in messages])
+        return Part(transfer, exchange, first, last, sizes, exchange.amounts(transfer.operation, sizes))
 
     def _layers(self, tensors: tuple[str, ...] | None) -> Tensor:
-        """The layers of what a transfer carries, last to first; of what has no known name, the first layer.
+        """The layers of what a transfer carries, in their order; of what has no known name, the first layer.
 
         A part of a parameter's code is called "parameter/part".
         """
@@ -164,18 +169,20 @@ class Planner:
         for name in tensors or ("",):
             known = name if name in self._place else name.rpartition("/")[0]
             found.add(self._place.get(known, 0))
-        return torch.tensor(sorted(found, reverse=True))
+        return torch.tensor(sorted(found))
 
     def _exchange(self, transfer: Transfer) -> Exchange | None:
-        who = transfer.who
-        if who not in self._exchanges:
-            found = self._made(transfer)
+        # torch's DistributedDataParallel has two all-reduces of gloo under way; those of NCCL wait for one another.
+        all_reduce = transfer.operation in ("mean", "sum") and self.routes.network.all_reduce
+        key = transfer.who, transfer.gradients and all_reduce == "gloo"
+        if key not in self._exchanges:
+            found = self._made(transfer, pairs=key[1])
             if found is None:
                 return None
-            self._exchanges[who] = found
-        return self._exchanges[who]
+            self._exchanges[key] = found
+        return self._exchanges[key]
 
-    def _made(self, transfer: Transfer) -> Exchange | None:
+    def _made(self, transfer: Transfer, pairs: bool) -> Exchange | None:
         K, who = transfer.num_nodes, transfer.who
         if isinstance(who, Links):
             return Mesh(self.routes, who.senders, who.receivers) if len(who.senders) else None
@@ -185,4 +192,4 @@ class Planner:
             receivers = range(K) if who.down else ()
             return Meeting(self.routes, [group], receivers) if len(group) > 1 else None
         groups = [g for g in ([tuple(range(K))] if who is None else who) if len(g) > 1]
-        return Meeting(self.routes, groups) if groups else None
+        return Meeting(self.routes, groups, pairs=pairs) if groups else None

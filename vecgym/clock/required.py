@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vecgym.clock.compute import Compute
+from vecgym.clock.cost import ALL_REDUCE
 from vecgym.clock.dry import dry_run
 from vecgym.clock.network import Network
-from vecgym.clock.timeline import price
-from vecgym.clock.units import seconds
+from vecgym.clock.timeline import Timeline, price
+from vecgym.clock.units import latency as seconds
+from vecgym.clock.units import readable_bandwidth, readable_time
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.strategy import Strategy
 
 LOWEST, HIGHEST = 1.0, 1e18  # bit/s
@@ -34,13 +38,14 @@ def required_bandwidth(
 ) -> float:
     """The bandwidth of every node's link, in bit/s, at which nodes compute for that part of their time.
 
-    The least one, to 0.01 %. `math.inf` where no bandwidth is enough, because of the latency or of stragglers.
+    The least one, to 0.01 %. `math.inf` where no bandwidth is enough, because of the latency or of stragglers: a
+    warning says which, and what would help.
 
     Args:
         transfers, compute, sizes: see `price`.
         utilization: computed / (computed + waited), in (0, 1).
         latency: seconds, or a text such as "50 ms".
-        options: of `Network`: `all_reduce`, `all_gather`, `server_bandwidth`.
+        options: of `Network`: `all_reduce`, `all_gather`, `bucket_bytes`, `server_bandwidth`.
 
     >>> from vecgym.collectives.ledger import Transfer
     >>> steps = [[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 10
@@ -49,21 +54,88 @@ def required_bandwidth(
     8.0
     """
     wanted = check.number("utilization", utilization, "(0, 1)", "the part of the time in which nodes compute")
-    a = seconds("latency", latency)
+    question = Question(transfers, compute, wanted, seconds("latency", latency), sizes, options)
+    needed = question.bandwidth()
+    if needed == math.inf:
+        warn(question.why_none())
+    return needed
 
-    def reached(bandwidth: float) -> bool:
-        network = Network(bandwidth, a, **options)
-        return float(price(transfers, network, compute, sizes=sizes).utilization) >= wanted
 
-    if not reached(math.inf):
-        return math.inf
-    if reached(LOWEST):
-        return LOWEST
-    low, high = LOWEST, HIGHEST
-    while high > low * (1 + PRECISION):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return high
+@dataclass(frozen=True)
+class Question:
+    """Which bandwidth a run needs; see `required_bandwidth`.
+
+    >>> step = [Transfer("mean", payload_bytes=10**9, num_nodes=2, tensors=("a", "b"))]
+    >>> sizes = {"a": 5e8, "b": 5e8}
+    >>> question = Question([step] * 10, Compute(1.0, overlap=False), 0.8, latency=0.1, sizes=sizes)
+    >>> question.bandwidth(), question.why_none()[:90]
+    (inf, 'No bandwidth is enough for 80 % computing: the latency of 100 ms alone takes 4 s of 14 s. ')
+    >>> question.why_none()[90:]
+    'What would help: exchanges 2 times as rare (H); one message an exchange, bucket_bytes=math.inf: 160 Gbit/s; \
+overlap, Compute(overlap=True).'
+    """
+
+    transfers: Ledger | Sequence[Sequence[Transfer]]
+    compute: Compute
+    utilization: float
+    latency: float
+    sizes: Mapping[str, float] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def on(self, bandwidth: float) -> Timeline:
+        """Return the run where every link has this bandwidth."""
+        return price(
+            self.transfers, Network(bandwidth, self.latency, **self.options), self.compute, sizes=self.sizes
+        )  # fmt: skip
+
+    def reached(self, bandwidth: float = math.inf) -> bool:
+        """Return whether nodes compute for that part of their time."""
+        return float(self.on(bandwidth).utilization) >= self.utilization
+
+    def bandwidth(self) -> float:
+        """Return the least bandwidth, in bit/s, to 0.01 %; `math.inf`: none is enough."""
+        if not self.reached():
+            return math.inf
+        if self.reached(LOWEST):
+            return LOWEST
+        low, high = LOWEST, HIGHEST
+        while high > low * (1 + PRECISION):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self.reached(middle) else (middle, high)
+        return high
+
+    def why_none(self) -> str:
+        """Say why no bandwidth is enough, and what would be."""
+        best, free = self.on(math.inf), replace(self, latency=0.0).on(math.inf)
+        total, alone = float(best.seconds), float(free.seconds)
+        said = f"No bandwidth is enough for {100 * self.utilization:g} % computing: "
+        left = alone * (float(free.utilization) / self.utilization - 1)  # seconds that messages may take
+        if left <= 0:
+            used = 100 * float(free.utilization)
+            return f"{said}nodes wait for the slowest, and compute for {used:.3g} % of the time without any network."
+        took, helps = total - alone, "; ".join(self._helps(math.ceil((total - alone) / left)))
+        said += (
+            f"the latency of {readable_time(self.latency)} alone takes {readable_time(took)} of {readable_time(total)}"
+        )
+        return f"{said}. What would help: {helps}."
+
+    def _helps(self, rarer: int) -> Iterator[str]:
+        """What would make some bandwidth enough, each by itself."""
+        yield f"exchanges {rarer} times as rare (H)"
+        if self.options.get("bucket_bytes") != math.inf:
+            needed = self._with(bucket_bytes=math.inf).bandwidth()
+            figure = readable_bandwidth(needed) if needed < math.inf else "not enough by itself"
+            yield f"one message an exchange, bucket_bytes=math.inf: {figure}"
+        for name in sorted(ALL_REDUCE.keys() - {"gloo", "server"}):
+            if name != self.options.get("all_reduce", "ring") and self._with(all_reduce=name).reached():
+                yield f"all_reduce={name!r}"
+        overlapping = copy.copy(self.compute)
+        overlapping.overlap = True
+        if not self.compute.overlap and replace(self, compute=overlapping).reached():
+            yield "overlap, Compute(overlap=True)"
+
+    def _with(self, **options: Any) -> Question:
+        return replace(self, options={**self.options, **options})
 
 
 @dataclass(frozen=True)
@@ -71,7 +143,7 @@ class Schedules:
     """The seconds of runs that differ only in when their nodes exchange: dry runs, priced on one network.
 
     Attributes:
-        model, num_nodes, max_steps: as for `vecgym.dry_run`.
+        model, num_nodes, max_steps, unused: as for `vecgym.dry_run`.
         strategy: weights `[T]` or mixing matrices -> a strategy, such as `lambda w: DiLoCoStrategy(sync_weight=w)`.
         network, compute: see `price`.
 
@@ -91,10 +163,11 @@ class Schedules:
     max_steps: int
     network: Network
     compute: Compute
+    unused: Collection[str] = ()
 
     def seconds(self, weights: Tensor) -> float:
         """Return the seconds of the run with these weights."""
-        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps)
+        ledger = dry_run(self.model, self.strategy(weights), self.num_nodes, self.max_steps, unused=self.unused)
         return float(price(ledger, self.network, self.compute).seconds)
 
     def exchanges_within(self, budget_seconds: float) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -19,7 +19,6 @@ class RunningClock:
     Args:
         network, compute: see `price`.
         ledger: of the run; steps that are in it already are made first, so a resumed run needs nothing else.
-        computing: step -> which nodes compute in it, bool `[K]`; None: all, always.
 
     >>> ledger, step = Ledger(), [Transfer("mean", payload_bytes=10**9, num_nodes=2)]
     >>> ledger.announce(2, {"w": 10**9})
@@ -28,24 +27,23 @@ class RunningClock:
     ((2.0, 0.5), (3.0, 0.6666666666666666), (5.0, 0.6))
     """
 
-    def __init__(
-        self, network: Network, compute: Compute, ledger: Ledger, computing: Callable[[int], Tensor] | None = None
-    ) -> None:
+    def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
         assert ledger.num_nodes is not None
         self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
         self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
         self._drawn: Tensor | None = None
-        self._computing = computing
         kinds, steps = ledger.by_step()
-        for step in steps:
-            self.step([kinds[kind] for kind in step])
+        computing = ledger.computing()
+        for i, step in enumerate(steps):
+            self.step([kinds[kind] for kind in step], None if computing is None else computing[i])
 
-    def step(self, transfers: Sequence[Transfer]) -> tuple[float, float]:
-        """Make a step: seconds and utilization so far."""
+    def step(self, transfers: Sequence[Transfer], computing: Tensor | None = None) -> tuple[float, float]:
+        """Make a step in which some nodes compute, bool `[K]`, None: all; return seconds and utilization so far."""
         clock, key = self._clock, tuple(transfers)
         if key not in self._plans:
             self._plans[key] = clock.plans(key)
-        clock.advance(self._seconds(clock.step), self._plans[key])
+        seconds = self._seconds(clock.step)
+        clock.advance(seconds if computing is None else seconds.where(computing, 0.0), self._plans[key])
         ends = clock.ends
         used = (clock.computed / ends).where(ends > 0, 1.0)
         return float(ends.max()), float(used.mean())
@@ -54,5 +52,4 @@ class RunningClock:
         """What the nodes compute in a step, `[K]`, drawn for many steps at a time."""
         if self._drawn is None or step >= len(self._drawn):
             self._drawn = self.compute.of_steps((step // BLOCK + 1) * BLOCK, self._clock.num_nodes)
-        seconds = self._drawn[step]
-        return seconds if self._computing is None else seconds.where(self._computing(step), 0.0)
+        return self._drawn[step]

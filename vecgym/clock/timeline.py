@@ -157,7 +157,8 @@ def price(
     What overlaps: see `vecgym.guide.clock`.
 
     Args:
-        transfers: the ledger of a run, `trainer.ledger` or `vecgym.dry_run(...)`; or the transfers of each step.
+        transfers: the ledger of a run, `trainer.ledger` or `vecgym.dry_run(...)`, which knows who was absent; or the
+            transfers of each step.
         network: the links between the nodes.
         compute: how long they compute.
         num_nodes: K; a ledger, and transfers, know it.
@@ -201,9 +202,11 @@ class Priced:
                 )
             num_nodes, sizes = num_nodes or transfers.num_nodes, sizes or transfers.sizes
             self.kinds, self.steps = transfers.by_step()
+            self._computing = transfers.computing()
         else:
             check.instance("transfers", transfers, (list, tuple), "a Ledger, or for each step a list of Transfers")
             self.kinds, self.steps = _numbered(transfers)
+            self._computing = None
         if num_nodes is not None:
             check.integer("num_nodes", num_nodes)
         self.sizes = sizes or {}
@@ -216,7 +219,7 @@ class Priced:
     def timeline(self) -> Timeline:
         """Go through all steps."""
         clock = self.clock()
-        computed = self.compute.of_steps(len(self.steps), self.num_nodes)
+        computed = self._computed(len(self.steps))
         found = list(self._ends(clock, computed))
         ends = torch.cat(found) if found else computed.new_zeros(0, self.num_nodes)  # [T, K]
         used = torch.where(ends > 0, computed.cumsum(0) / ends, 1.0).mean(1)
@@ -232,7 +235,7 @@ class Priced:
     def records(self, first: int, last: int) -> list[Record]:
         """What the nodes did in these steps."""
         clock = self.clock()
-        computed = self.compute.of_steps(last, self.num_nodes)
+        computed = self._computed(last)
         for _ in self._ends(clock, computed[:first]):
             pass
         clock.records = []
@@ -240,6 +243,11 @@ class Priced:
         for step in range(first, last):
             clock.advance(computed[step], self._plans(clock, plans, step))
         return clock.records
+
+    def _computed(self, num_steps: int) -> Tensor:
+        """For how long each node computes in each of the first steps, `[T, K]`: none while it is absent."""
+        found = self.compute.of_steps(num_steps, self.num_nodes)
+        return found if self._computing is None else found.where(self._computing[:num_steps], 0.0)
 
     def _ends(self, clock: Clock, computed: Tensor) -> Iterator[Tensor]:
         """When each node ended each step, `[n, K]` at a time: between exchanges nothing happens."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from vecgym.clock.clock import Need, Record, Sent
 from vecgym.clock.exchange import NEVER, Meeting, Mesh
@@ -164,7 +163,7 @@ def _sending(step: int, sent: Sent) -> Iterator[Bar]:
     free = torch.maximum(sent.up, sent.down)[:num_nodes]
     for place, (q, m) in enumerate(sent.plan.order):
         part = sent.plan.parts[q]
-        took = _took(part.exchange, part.amounts[..., m])
+        took = part.exchange.seconds_of(part.amounts[..., m])
         for node in range(num_nodes):
             end = float(arrival[node, place])
             if took[node] > 0 and end > NEVER and end > float(free[node]):
@@ -172,12 +171,7 @@ def _sending(step: int, sent: Sent) -> Iterator[Bar]:
                 yield Bar(node, "send", step, begin, end, f"{part.transfer.operation} {_carried(part, m)}")
 
 
-def _took(exchange: object, amount: Tensor) -> Tensor:
-    if isinstance(exchange, Meeting):
-        return torch.cat([amount, amount.new_zeros(1)])[exchange.group[:-1]]
-    assert isinstance(exchange, Mesh)
-    return torch.maximum(exchange.tx, exchange.rx) * amount
-
-
 def _carried(part: Part, m: int) -> str:
-    return f"of parameter {int(part.layers[m])}, {float(part.sizes[m]):,.0f} bytes"
+    first, last = int(part.layers[m]), int(part.last[m])
+    which = f"parameter {first}" if first == last else f"parameters {first} to {last}"
+    return f"of {which}, {float(part.sizes[m]):,.0f} bytes"

@@ -16,7 +16,6 @@ PARTS_OF_A_SECOND = {
     "μs": 1e6,
     "ms": 1e3,
     "s": 1.0,
-    "": 1.0,
     "min": 1 / 60,
     "h": 1 / 3600,
 }
@@ -54,8 +53,11 @@ def bits_per_second(name: str, value: Any, what: str = "bits per second") -> flo
     return float(check.number(name, value, "(0, inf]", f'{what}, or a text such as "1 Gbit/s"'))
 
 
+LONGEST_LATENCY = 10.0  # seconds: what is more is a number of milliseconds
+
+
 def seconds(name: str, value: Any, what: str = "seconds", within: str = "[0, inf)") -> float:
-    """`value` if it is a number in an interval, or the number of a text such as "50 ms".
+    """`value` if it is a number in an interval, or the number of a text with its unit, such as "50 ms".
 
     Raises:
         ValueError: for anything else.
@@ -67,10 +69,33 @@ def seconds(name: str, value: Any, what: str = "seconds", within: str = "[0, inf
         found = _TIME.fullmatch(value)
         if found is None:
             raise ValueError(
-                f'{name}={value!r} is not a time: give {what} as a number, or as a text such as "50 ms" or "0.4 s".'
+                f"{name}={value!r} is not a time: give {what} as a number, or as a text with its unit, such as "
+                '"50 ms" or "0.4 s".'
             )
         value = float(found[1]) / PARTS_OF_A_SECOND[found[2]]
     return float(check.number(name, value, within, f'{what}, or a text such as "50 ms"'))
+
+
+def latency(name: str, value: Any) -> float:
+    """The seconds of a latency, at most 10.
+
+    Raises:
+        ValueError: for anything else.
+
+    >>> latency("latency", "80 ms")
+    0.08
+    >>> latency("latency", 80)
+    Traceback (most recent call last):
+    ...
+    ValueError: latency=80 is 80 s for every message; give at most 10 s. Are milliseconds meant? Give "80 ms".
+    """
+    found = seconds(name, value)
+    if found > LONGEST_LATENCY:
+        raise ValueError(
+            f"{name}={value!r} is {readable_time(found)} for every message; give at most {LONGEST_LATENCY:g} s. Are "
+            f'milliseconds meant? Give "{found:g} ms".'
+        )
+    return found
 
 
 def readable_bandwidth(bits: float) -> str:

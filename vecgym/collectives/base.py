@@ -18,6 +18,9 @@ from vecgym.core.tree import Tree
 
 T = TypeVar("T", Tensor, Tree)
 
+BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messages, and little memory for them
+FIRST_BUCKET_BYTES = 2**20  # of gradients: sending begins soon after the backward pass
+
 
 class Collectives(ABC):
     """Operations on tensors `[L, *]`, or trees of them, of the L nodes that this process holds.
@@ -174,9 +177,13 @@ class Collectives(ABC):
         self._announce("server_send", x, self._server([], self._nodes(to)))
         return x
 
-    def all_gather(self, x: T, *, inplace: bool = False) -> T:
-        """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`."""
-        self._announce("all_gather", x)
+    def all_gather(self, x: T, *, inplace: bool = False, readers: Groups | Links | None = None) -> T:
+        """Give every node all values: `[L, *] -> [1, K, *]`. With `inplace`, the result may be a view of `x`.
+
+        Where a node then reads those of its group only, or of those that `readers` links to it, give that: only these
+        are counted as sent.
+        """
+        self._announce("all_gather", x, readers if isinstance(readers, Links) else self._checked_groups(readers))
         return self._own_storage(self._apply(x, lambda comm, y: comm._all_gather(y)), x, inplace)
 
     def broadcast(self, x: T, src: int) -> T:
@@ -286,6 +293,29 @@ def payload_bytes(x: Tensor | Tree) -> int:
     """
     values = [x] if isinstance(x, Tensor) else x.values()
     return sum(math.prod(y.shape[1:]) * y.element_size() for y in values)
+
+
+def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = False) -> list[list[int]]:
+    """Join tensors of so many bytes into messages: from the last, whose gradient is the first to be there, on.
+
+    A message is complete with the tensor that takes it to `bucket_bytes` or beyond; of gradients the first at 1 MiB. So
+    does torch's DistributedDataParallel. 0: a message for each tensor; `math.inf`: one for all.
+
+    >>> bucketed([40, 30, 20, 10], bucket_bytes=30), bucketed([40, 30, 20, 10], 0)
+    ([[3, 2], [1], [0]], [[3], [2], [1], [0]])
+    >>> bucketed([40, 30, 20, 10], math.inf), bucketed([8 * 2**20] * 5, 25 * 2**20, gradients=True)
+    ([[3, 2, 1, 0]], [[4], [3, 2, 1, 0]])
+    """
+    first = min(bucket_bytes, FIRST_BUCKET_BYTES) if gradients and bucket_bytes < math.inf else bucket_bytes
+    found: list[list[int]] = []
+    left = 0.0
+    for i in reversed(range(len(sizes))):
+        if left <= 0:
+            left = bucket_bytes if found else first
+            found.append([])
+        found[-1].append(i)
+        left -= sizes[i]
+    return found
 
 
 def check_groups(groups: Groups, num_nodes: int) -> list[int]:

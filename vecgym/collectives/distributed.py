@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.collectives.base import Collectives, T, payload_bytes
+from vecgym.collectives.base import BUCKET_BYTES, Collectives, T, bucketed, payload_bytes
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.stacked import StackedCollectives
 from vecgym.collectives.topology import Groups
 from vecgym.collectives.wire import Wire
 from vecgym.core.tree import Tree
-
-BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel: large messages, and little memory for them
 
 
 class DistributedCollectives(Collectives):
@@ -44,7 +42,7 @@ class DistributedCollectives(Collectives):
         wire: how to reach the other processes; None: the default process group.
         exact: gather `[K, *]` in every process and apply the very operation of `StackedCollectives`: the same bits on a
             CPU, for proof. Otherwise torch.distributed reduces, in an order of its own.
-        bucket_bytes: tensors of a tree are joined into messages of about this size.
+        bucket_bytes: tensors of a tree are joined into messages that end at this size or beyond; see `bucketed`.
 
     Raises:
         ValueError: for a K that W does not divide.
@@ -89,7 +87,7 @@ class DistributedCollectives(Collectives):
             return {name: self._rows_here(operation(self._stacked, y)) for name, y in self.everyone(x).items()}
         same, own = self._split(x)
         results = {name: self._rows_here(operation(self._stacked, y)) for name, y in same.items()}
-        results |= in_buckets(own, self.bucket_bytes, lambda y: operation(self, y))
+        results |= self._in_buckets(own, lambda y: operation(self, y))
         return {name: results[name] for name in x}
 
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:
@@ -105,7 +103,10 @@ class DistributedCollectives(Collectives):
         """Give every process the values of all nodes, `[L, *] -> [K, *]`; what is the same on every node stays so."""
         if self.wire.num_processes == 1:
             return x
-        return {**x, **in_buckets(self._split(x)[1], self.bucket_bytes, self._gathered)}
+        return {**x, **self._in_buckets(self._split(x)[1], self._gathered)}
+
+    def _in_buckets(self, x: Tree, operation: Callable[[Tensor], Tensor]) -> Tree:
+        return in_buckets(x, self.bucket_bytes, operation, self.ledger.gradients)
 
     def _split(self, x: Tree) -> tuple[Tree, Tree]:
         """Split a tree into what is the same on every node, and the nodes' own values, `[L, *]`."""
@@ -289,7 +290,7 @@ def check_divides(num_processes: int, num_nodes: int) -> None:
         )
 
 
-def in_buckets(x: Tree, bucket_bytes: int, operation: Callable[[Tensor], Tensor]) -> Tree:
+def in_buckets(x: Tree, bucket_bytes: float, operation: Callable[[Tensor], Tensor], gradients: bool = False) -> Tree:
     """Apply `operation` to the tensors of `x`, joined: it maps `[R, n]` to `[..., n]`, each column by itself.
 
     >>> values = {"a": torch.ones(2, 3), "b": torch.ones(2, 2, 2), "c": torch.ones(2)}
@@ -297,7 +298,7 @@ def in_buckets(x: Tree, bucket_bytes: int, operation: Callable[[Tensor], Tensor]
     {'a': torch.Size([1, 3]), 'b': torch.Size([1, 2, 2]), 'c': torch.Size([1])}
     """
     results: Tree = {}
-    for names in buckets(x, bucket_bytes):
+    for names in buckets(x, bucket_bytes, gradients):
         parts = [x[name].reshape(len(x[name]), math.prod(x[name].shape[1:])) for name in names]
         joined = operation(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
         for name, part in zip(names, joined.split([part.shape[1] for part in parts], -1)):
@@ -306,28 +307,20 @@ def in_buckets(x: Tree, bucket_bytes: int, operation: Callable[[Tensor], Tensor]
     return {name: results[name] for name in x}
 
 
-def buckets(x: Tree, bucket_bytes: int) -> Iterator[list[str]]:
-    """Group the names in `x` by type and number of rows, about `bucket_bytes` each, in a fixed order.
+def buckets(x: Tree, bucket_bytes: float, gradients: bool = False) -> Iterator[list[str]]:
+    """Group the names in `x` by type and number of rows, and these into messages, last first; see `bucketed`.
 
     >>> list(buckets({"a": torch.ones(1, 4), "b": torch.ones(1, 4).int(), "c": torch.ones(1, 4)}, 32))
-    [['a', 'c'], ['b']]
+    [['c', 'a'], ['b']]
     >>> list(buckets({"a": torch.ones(1, 4), "b": torch.ones(1, 40), "c": torch.ones(1, 4)}, 32))
-    [['a'], ['b'], ['c']]
+    [['c', 'b'], ['a']]
     """
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for name, y in x.items():
         kinds.setdefault((y.dtype, y.device, len(y)), []).append(name)
     for names in kinds.values():
-        bucket: list[str] = []
-        size = 0
-        for name in names:
-            num_bytes = x[name].numel() * x[name].element_size()
-            if bucket and size + num_bytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += num_bytes
-        yield bucket
+        for places in bucketed([x[name].numel() * x[name].element_size() for name in names], bucket_bytes, gradients):
+            yield [names[i] for i in places]
 
 
 def _partial(x: Tensor, count: int) -> Tensor:

@@ -3,19 +3,25 @@
 A `Transfer` says which operation, how many bytes, between whom, and when the result is used. A training step returns
 its transfers; the `Ledger` of a run is made of them.
 
-`payload_bytes` is what one node hands to the operation. With the usual algorithm of each operation among n
-participants, a payload of b bytes makes each of them send and receive
+There are two counts. `payload_bytes` is what one node hands to an operation: what papers report. `sent_bytes` and
+`received_bytes` are what then passes over a node's link, with what it forwards for others. A payload of b bytes makes
+each of n participants send and receive, on average,
 
-| operation                   | sends                                     | receives     |
-|-----------------------------|-------------------------------------------|--------------|
-| `mean`, `sum`               | 2 (n - 1) / n * b (ring all-reduce)       | as much      |
-| `all_gather`                | b (n > 1): its payload once               | (n - 1) * b  |
-| `broadcast`                 | b (n - 1) / n, on average, along a chain  | as much      |
-| `permute`                   | b (to one other node)                     | b            |
-| `mix`                       | degree * b (to each neighbour)            | degree * b   |
-| `server_mean`, `server_sum` | b (up to the server)                      | b (the result) |
-| `server_gather`             | b (up to the server)                      | nothing      |
-| `server_send`               | nothing                                   | b            |
+| operation                   | sends                                      | receives       |
+|-----------------------------|--------------------------------------------|----------------|
+| `mean`, `sum`               | 2 (n - 1) / n * b                          | as much        |
+| `all_gather`                | (n - 1) * b; to neighbours degree * b      | as much        |
+| `broadcast`                 | b (n - 1) / n, on average, along a chain   | as much        |
+| `permute`                   | b (to one other node)                      | b              |
+| `mix`                       | degree * b (to each neighbour)             | degree * b     |
+| `server_mean`, `server_sum` | b (up to the server)                       | b (the result) |
+| `server_gather`             | b (up to the server)                       | nothing        |
+| `server_send`               | nothing                                    | b              |
+
+Without a server all that is sent is received. The first three rows hold for every algorithm in which nodes pass values
+on (a ring, halving and doubling, a tree) or send them to each other directly, but for an all-gather over a tree, which
+sends more. Through a server or a store, the `route` "server", a mean is b up and b down, and an all-gather b up and
+(n - 1) b down. A `vecgym.clock.Network` says by which route, `all_reduce=` and `all_gather=`.
 """
 
 from __future__ import annotations
@@ -25,11 +31,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vecgym.collectives.topology import Islands, Links, Server, plain_who, who_of
 
+TOTALS = ("total_bytes", "total_received_bytes", "total_payload_bytes")
 Lag = int | tuple[int, ...]  # of all nodes, or of each
 
 
@@ -45,10 +53,14 @@ class Transfer(NamedTuple):
         lag: steps after this one until the result is used; 0: in this step. Of K numbers, those of each node.
         tensors: the names of the tensors that it carries, where they have names.
         weight: how often it counts: less than 1 where a relaxed schedule makes an exchange in part.
+        gradients: whether it is sent while gradients are exchanged, each as soon as it is there.
+        route: "ring" stands for all ways from node to node; "tree"; or "server", through a server that is no node.
 
-    >>> transfer = Transfer("mean", payload_bytes=400, num_nodes=4)
+    >>> transfer = Transfer("all_gather", payload_bytes=400, num_nodes=4)
     >>> transfer.sent_bytes, transfer.received_bytes, transfer.num_participants  # per node, averaged over all 4
-    (600.0, 600.0, 4)
+    (1200.0, 1200.0, 4)
+    >>> transfer._replace(route="server").per_node  # sent, received, and handed over
+    (400.0, 1200.0, 400.0)
     """
 
     operation: str
@@ -58,21 +70,30 @@ class Transfer(NamedTuple):
     lag: Lag = 0
     tensors: tuple[str, ...] | None = None
     weight: float | Tensor = 1.0
+    gradients: bool = False
+    route: str = "ring"
+
+    @property
+    def per_node(self) -> tuple[Any, Any, Any]:
+        """Bytes that a node sends, receives and hands over, averaged over all nodes; tensors where `weight` is one."""
+        counts = _counts(self)[:3]
+        sent, received, handed = (self.payload_bytes * n / self.num_nodes * self.weight for n in counts)
+        return sent, received, handed
 
     @property
     def sent_bytes(self) -> Any:
         """Bytes that a node sends, averaged over all nodes; a tensor where `weight` is one."""
-        return self.payload_bytes * _cost(self)[0] / self.num_nodes * self.weight
+        return self.per_node[0]
 
     @property
     def received_bytes(self) -> Any:
         """Bytes that a node receives, averaged over all nodes; a tensor where `weight` is one."""
-        return self.payload_bytes * _cost(self)[1] / self.num_nodes * self.weight
+        return self.per_node[1]
 
     @property
     def num_participants(self) -> int:
         """How many nodes take part."""
-        return _cost(self)[2]
+        return _counts(self)[3]
 
 
 def _later(lag: Lag, more: Lag) -> Lag:
@@ -86,25 +107,44 @@ def _later(lag: Lag, more: Lag) -> Lag:
     return tuple(map(sum, zip(lag, (more,) * len(lag) if isinstance(more, int) else more)))
 
 
-def _cost(transfer: Transfer) -> tuple[int, int, int]:
-    """Return how many payloads all nodes together send, how many they receive, and how many nodes take part."""
-    K, who = transfer.num_nodes, transfer.who
+def bytes_of(transfers: Iterable[Transfer]) -> tuple[float, float, float]:
+    """Return what a node sends, receives and hands over in several transfers, averaged over all nodes.
+
+    >>> bytes_of([Transfer("all_gather", payload_bytes=400, num_nodes=4)] * 2)
+    (2400.0, 2400.0, 800.0)
+    """
+    sent, received, handed = (float(sum(x)) for x in zip((0.0, 0.0, 0.0), *(each.per_node for each in transfers)))
+    return sent, received, handed
+
+
+def _counts(transfer: Transfer) -> tuple[int, int, int, int]:
+    """Return how many payloads all nodes together send, receive and hand over, and how many nodes take part."""
+    K, who, operation = transfer.num_nodes, transfer.who, transfer.operation
     if isinstance(who, Server):
-        return len(who.up), len(who.down), len({*who.up, *who.down})
+        return len(who.up), len(who.down), len(who.up), len({*who.up, *who.down})
     if isinstance(who, Links):
-        count = len(who.senders)
-        return count, count, K if transfer.operation == "mix" else count
+        senders = who.senders
+        return len(senders), len(senders), len(set(senders)), len(senders) if operation == "permute" else K
     sizes = [K] if who is None else [len(group) for group in who]
-    if transfer.operation == "all_gather":
-        return sum(n for n in sizes if n > 1), sum(n * (n - 1) for n in sizes), sum(sizes)
-    if transfer.operation == "broadcast":
-        return sum(sizes) - len(sizes), sum(sizes) - len(sizes), sum(sizes)
-    sent = sum(2 * (n - 1) for n in sizes)
-    return sent, sent, sum(n for n in sizes if n > 1)
+    meeting = [n for n in sizes if n > 1]
+    handed = len(meeting) if operation == "broadcast" else sum(meeting)
+    passed = sum(_passed(operation, n, transfer.route) for n in meeting)
+    participants = sum(sizes) if operation in ("all_gather", "broadcast") else sum(meeting)
+    return handed if transfer.route == "server" else passed, passed, handed, participants
+
+
+def _passed(operation: str, n: int, route: str) -> int:
+    """Return how many payloads n participants receive together."""
+    if operation == "all_gather":  # over a binomial tree, what a node collects from those below goes up first
+        collected = sum(min(i & -i, n - i) for i in range(1, n)) if route == "tree" else 0
+        return n * (n - 1) + collected
+    if operation == "broadcast":
+        return n - 1
+    return n if route == "server" else 2 * (n - 1)
 
 
 class Entry(NamedTuple):
-    """One collective of a run, with its bytes per node, averaged over all nodes.
+    """One collective of a run, with its bytes per node, averaged over all nodes; the payload is a participant's.
 
     >>> ledger = Ledger()
     >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
@@ -127,24 +167,34 @@ class Ledger:
 
     Attributes:
         num_nodes, sizes: see `announce`; None, and empty, before.
+        gradients: whether gradients are exchanged at present; see `of_gradients`.
         asynchronous: whether its steps are updates of a server that does not wait, in an order that depends on time.
         num_steps: steps begun, with those in which nothing was sent.
+        step_bytes, total_bytes, total_received_bytes: what a node's link has carried, on average: sent in the present
+            step, sent, and received.
+        total_payload_bytes: what a node has handed to collectives, on average: the count of papers.
+        routes: {operation: route} of what is recorded from now on, where a network says so; see `Transfer`.
 
     >>> ledger = Ledger()
     >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
     >>> ledger.step_bytes, ledger.total_bytes, ledger.total_received_bytes, list(ledger)[0].operation
     (600.0, 600.0, 600.0, 'mean')
+    >>> ledger.totals  # sent, received, handed over
+    (600.0, 600.0, 400.0)
     """
 
     def __init__(self) -> None:
         self._kinds: dict[Transfer, int] = {}
+        self._per_node: list[tuple[float, float, float]] = []  # of each kind
         self._kind_of_entry = array("i")
         self._step_of_entry = array("q")
         self._step = 0
         self._weight: float | Tensor | None = None
         self._lag: Lag = 0
         self._steps_per_unit = 1
+        self.gradients = False
         self._recording: list[Transfer] | None = None
+        self._computing: dict[int, bytes] = {}  # step -> who computed in it, as bits, where that is not all
         self.num_nodes: int | None = None
         self.sizes: dict[str, int] = {}
         self.asynchronous = False
@@ -152,6 +202,13 @@ class Ledger:
         self.step_bytes = 0.0
         self.total_bytes = 0.0
         self.total_received_bytes = 0.0
+        self.total_payload_bytes = 0.0
+        self.routes: Mapping[str, str] = {}
+
+    @property
+    def totals(self) -> tuple[float, float, float]:
+        """What a node has sent, received and handed over in all, on average."""
+        return self.total_bytes, self.total_received_bytes, self.total_payload_bytes
 
     def announce(self, num_nodes: int, sizes: Mapping[str, int]) -> None:
         """Say what runs: on K nodes, the trainable parameters of a node, {name: bytes}, in the model's order.
@@ -163,8 +220,8 @@ class Ledger:
         """
         self.num_nodes, self.sizes = num_nodes, dict(sizes)
 
-    def add(self, step: int, transfers: Iterable[Transfer]) -> None:
-        """Add the transfers that `step` returned.
+    def add(self, step: int, transfers: Iterable[Transfer], computing: Tensor | None = None) -> None:
+        """Add the transfers that `step` returned, and who computed in it, bool `[K]`; None: all.
 
         >>> ledger = Ledger()
         >>> ledger.add(7, [Transfer("mean", payload_bytes=400, num_nodes=4)])
@@ -172,6 +229,8 @@ class Ledger:
         [7]
         """
         self.begin_step(step)
+        if computing is not None and not bool(computing.all()):
+            self._computing[step] = np.packbits(computing.numpy()).tobytes()
         for transfer in transfers:
             self._append(transfer)
 
@@ -190,10 +249,14 @@ class Ledger:
 
     def record(self, transfer: Transfer) -> None:
         """Add one collective to the present step; inside `recording`, to that list instead."""
+        if transfer.operation in self.routes:
+            transfer = transfer._replace(route=self.routes[transfer.operation])
         if self._lag:
             transfer = transfer._replace(lag=_later(transfer.lag, self._lag))
         if self._weight is not None:
             transfer = transfer._replace(weight=transfer.weight * self._weight)
+        if self.gradients:
+            transfer = transfer._replace(gradients=True)
         if self._recording is None:
             self._append(transfer)
         else:
@@ -202,12 +265,34 @@ class Ledger:
     def _append(self, transfer: Transfer) -> None:
         if isinstance(transfer.weight, Tensor):
             transfer = transfer._replace(weight=transfer.weight.detach().item())
-        self._kind_of_entry.append(self._kinds.setdefault(transfer, len(self._kinds)))
+        kind = self._kinds.setdefault(transfer, len(self._kinds))
+        if kind == len(self._per_node):
+            self._per_node.append(transfer.per_node)
+        self._kind_of_entry.append(kind)
         self._step_of_entry.append(self._step)
         self.num_steps = max(self.num_steps, self._step + 1)
-        self.step_bytes += transfer.sent_bytes
-        self.total_bytes += transfer.sent_bytes
-        self.total_received_bytes += transfer.received_bytes
+        sent, received, handed = self._per_node[kind]
+        self.step_bytes += sent
+        self.total_bytes += sent
+        self.total_received_bytes += received
+        self.total_payload_bytes += handed
+
+    def routed(self, routes: Mapping[str, str]) -> Ledger:
+        """Return the same collectives as other routes carry them, such as `Network(...).routes`; see `Transfer`.
+
+        >>> ledger = Ledger()
+        >>> ledger.record(Transfer("all_gather", payload_bytes=400, num_nodes=4))
+        >>> stored = ledger.routed({"all_gather": "server"})
+        >>> ledger.total_bytes, stored.total_bytes, stored.total_received_bytes
+        (1200.0, 400.0, 1200.0)
+        """
+        found, kinds = Ledger(), [kind._replace(route=routes.get(kind.operation, "ring")) for kind in self._kinds]
+        for step, kind in zip(self._step_of_entry, self._kind_of_entry):
+            found._step = step
+            found._append(kinds[kind])
+        found.num_nodes, found.sizes, found.routes = self.num_nodes, dict(self.sizes), dict(routes)
+        found.num_steps, found.asynchronous = self.num_steps, self.asynchronous
+        return found
 
     @contextmanager
     def recording(self) -> Iterator[list[Transfer]]:
@@ -262,6 +347,17 @@ class Ledger:
         """
         return self._marking(_steps_per_unit=self._steps_per_unit * steps)
 
+    def of_gradients(self) -> AbstractContextManager[None]:
+        """Mark what is sent in a block as an exchange of gradients.
+
+        >>> ledger = Ledger()
+        >>> with ledger.of_gradients():
+        ...     ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
+        >>> next(iter(ledger)).transfer.gradients
+        True
+        """
+        return self._marking(gradients=True)
+
     @contextmanager
     def _marking(self, **marks: Any) -> Iterator[None]:
         """Set attributes within a block."""
@@ -278,7 +374,7 @@ class Ledger:
         >>> ledger = Ledger()
         >>> ledger.record(Transfer("mean", payload_bytes=400, num_nodes=4))
         >>> ledger.state()["kinds"], ledger.state()["total_bytes"]
-        ([['mean', 400, 4, None, 0, None, 1.0]], 600.0)
+        ([['mean', 400, 4, None, 0, None, 1.0, False, 'ring']], 600.0)
         """
         return {
             "kinds": [[*kind[:3], plain_who(kind.who), *kind[4:]] for kind in self._kinds],
@@ -288,8 +384,8 @@ class Ledger:
             "sizes": dict(self.sizes),
             "num_steps": self.num_steps,
             "asynchronous": self.asynchronous,
-            "total_bytes": self.total_bytes,
-            "total_received_bytes": self.total_received_bytes,
+            "computing": {step: list(bits) for step, bits in self._computing.items()},
+            **dict(zip(TOTALS, self.totals)),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -302,16 +398,23 @@ class Ledger:
         (True, Ledger(1 collectives, 600 bytes sent per node))
         """
         self._kinds = {
-            Transfer(name, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), of and tuple(of), w): i
-            for i, (name, size, K, who, lag, of, w) in enumerate(state["kinds"])
+            Transfer(
+                name, size, K, who_of(who), lag if isinstance(lag, int) else tuple(lag), of and tuple(of), *rest
+            ): i
+            for i, (name, size, K, who, lag, of, *rest) in enumerate(state["kinds"])
         }
+        self._per_node = [kind.per_node for kind in self._kinds]
         self._kind_of_entry = array("i", state["kind_of_entry"].tolist())
         self._step_of_entry = array("q", state["step_of_entry"].tolist())
         self.num_nodes, self.sizes = state.get("num_nodes"), dict(state.get("sizes", {}))
         self.num_steps = state.get("num_steps", max(self._step_of_entry, default=-1) + 1)
         self.asynchronous = state.get("asynchronous", False)
-        self.total_bytes = state["total_bytes"]
-        self.total_received_bytes = state["total_received_bytes"]
+        self._computing = {step: bytes(bits) for step, bits in state.get("computing", {}).items()}
+        totals = [state[name] for name in TOTALS if name in state]
+        if len(totals) < len(TOTALS):  # a file of before, which counted an all-gather once
+            of_entries = [self._per_node[kind] for kind in self._kind_of_entry]
+            totals = [float(sum(x)) for x in zip((0.0, 0.0, 0.0), *of_entries)]
+        self.total_bytes, self.total_received_bytes, self.total_payload_bytes = totals
 
     def __len__(self) -> int:
         return len(self._step_of_entry)
@@ -336,6 +439,24 @@ class Ledger:
         for step, kind in zip(self._step_of_entry, self._kind_of_entry):
             steps[step] += (kind,)
         return list(self._kinds), steps
+
+    def computing(self) -> Tensor | None:
+        """Return who computed in each step, bool `[T, K]`; None: all, always.
+
+        >>> ledger = Ledger()
+        >>> ledger.announce(2, {})
+        >>> ledger.add(1, [], computing=torch.tensor([True, False]))
+        >>> ledger.computing()
+        tensor([[ True,  True],
+                [ True, False]])
+        """
+        if not self._computing:
+            return None
+        assert self.num_nodes is not None
+        found = torch.ones(self.num_steps, self.num_nodes, dtype=torch.bool)
+        bits = np.frombuffer(b"".join(self._computing.values()), dtype=np.uint8).reshape(len(self._computing), -1)
+        found[list(self._computing)] = torch.from_numpy(np.unpackbits(bits, axis=1, count=self.num_nodes) != 0)
+        return found
 
     def summary(self) -> dict[str, tuple[int, float]]:
         """Return operation -> (number of calls, bytes sent per node in all).

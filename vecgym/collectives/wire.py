@@ -27,7 +27,8 @@ class Wire:
 
     Attributes:
         rank, num_processes: of this process in the group, and W.
-        handed_bytes: bytes of tensors that this process has handed over to be sent or reduced: of an all-reduce the
+        handed_bytes: bytes of tensors that this process has handed over to be sent or reduced, however often a link
+            then carries them: of an all-reduce the
             tensor, of an all-gather this process's part, of a broadcast the tensor at its source only, of an exchange
             the parts for other processes.
     """

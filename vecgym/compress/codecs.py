@@ -3,7 +3,7 @@
 A `Codec` turns `[L, *shape]` into a code, a few tensors `[L, ...]` that every node sends to all others; its bytes
 are the bytes of these tensors. `PowerSGD` needs no such gathering: two averages suffice.
 
-Bytes that a node sends for a tensor of n values of b bytes:
+Bytes of the code of a tensor of n values of b bytes, a node's payload, which its link carries to each of the others:
 
 | method    | code                                        | bytes                    |
 |-----------|---------------------------------------------|--------------------------|

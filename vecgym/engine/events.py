@@ -199,11 +199,11 @@ class Rules:
         """Yield what happens, without an end."""
         return _Run(self, step_seconds).events()
 
-    def messages_of(self, event: Event) -> tuple[Sequence[int], Sequence[int], float]:
-        """Return who sends, who receives, and which share of `num_bytes`, at an event."""
+    def taken(self, event: Event, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
+        """Return for how long the messages of an event take nodes' links, up and down: seconds by node."""
         if isinstance(event, Arrival):
-            return (event.node,), (), 1.0
-        return (), event.nodes if isinstance(event, Restart) else (), 1.0
+            return {event.node: wires.sending(event.node)}, {}
+        return {}, {node: wires.receiving(node) for node in event.nodes} if isinstance(event, Restart) else {}
 
     def arrives(self, links: Links, node: int, end: float, first_step: int) -> float:
         """Send what a node's round has moved; return when it is there."""

@@ -13,7 +13,7 @@ the server (both by node, then fragment), fragments that close, what the server 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from vecgym.engine.events import (
@@ -41,6 +41,7 @@ class FragmentRules(Rules):
     Attributes:
         H: steps between two messages of a fragment.
         shares: of each fragment, of the bytes of all.
+        messages: in which each fragment is sent, one after the other; (): one.
         quorum: messages of which an update may be made.
         overlap: steps after its message before which a node does not merge what it gets.
         gamma: the grace; and `nominal`, the seconds of a step, and `sync`: see
@@ -50,6 +51,7 @@ class FragmentRules(Rules):
 
     H: int = 1
     shares: tuple[float, ...] = ()
+    messages: tuple[int, ...] = ()
     quorum: int = 1
     overlap: int = 0
     gamma: float = 0.0
@@ -60,12 +62,13 @@ class FragmentRules(Rules):
     def events(self, step_seconds: StepSeconds) -> Iterator[Event]:
         return _Run(self, step_seconds).events()
 
-    def messages_of(self, event: Event) -> tuple[Sequence[int], Sequence[int], float]:
+    def taken(self, event: Event, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
         if isinstance(event, Uploaded):
-            return (event.node,), (), self.shares[event.fragment]
+            return {event.node: wires.sending(event.node, self.shares[event.fragment])}, {}
         if isinstance(event, Closed):
-            return (), range(len(self.num_steps)), self.shares[event.fragment]
-        return (), (), 0.0
+            share = self.shares[event.fragment]
+            return {}, {node: wires.receiving(node, share) for node in range(len(self.num_steps))}
+        return {}, {}
 
     def offset(self, fragment: int) -> int:
         """Return after which own steps, modulo H, a node sends a fragment."""
@@ -118,6 +121,11 @@ class _Run:
     def _push(self, time: float, kind: int, who: int, what: int) -> None:
         heapq.heappush(self.queue, (time, kind, who, what))
 
+    def _more_latency(self, node: int, p: int) -> float:
+        """Return how much later a fragment of several messages is there than one of a single message."""
+        messages = self.rules.messages
+        return (messages[p] - 1) * self.links.wires.latency[node] if messages else 0.0
+
     def _begin(self, node: int, time: float) -> None:
         self.begins[node] = time
         self._push(time + self.step_seconds(node, self.steps[node]), ENDED, node, 0)
@@ -131,7 +139,8 @@ class _Run:
                 first, count = copy.merged_at, self.steps[node] - copy.merged_at
                 copy.way.append(Arrival(time, node, copy.number, copy.version, 0, first, count, begin, time))
                 copy.sent_at = self.steps[node]
-                self._push(self.links.up(node, time, self.rules.shares[p]), DELIVERED, node, p)
+                there = self.links.up(node, time, self.rules.shares[p]) + self._more_latency(node, p)
+                self._push(there, DELIVERED, node, p)
                 yield Uploaded(time, node, p, copy.number, count)
                 copy.number += 1
         self._push(time, BEGINS, node, 0)
@@ -160,7 +169,8 @@ class _Run:
         self.version += 1
         for node in range(len(rules.num_steps)):
             self.copies[node][p].coming.append(version + 1)
-            self._push(self.links.down(node, time, rules.shares[p]), RECEIVED, node, p)
+            there = self.links.down(node, time, rules.shares[p]) + self._more_latency(node, p)
+            self._push(there, RECEIVED, node, p)
         return [Closed(time, p, version, arrivals, weights), Update(time, self.version, len(arrivals))]
 
     def _received(self, time: float, node: int, p: int) -> list[Event]:

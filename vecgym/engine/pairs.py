@@ -14,11 +14,11 @@ Update(time=1.5, version=1, num_arrivals=2)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vecgym.engine.events import Arrival, Averaged, Event, Restart, Rules, StepSeconds
-from vecgym.engine.wires import Links
+from vecgym.engine.wires import Links, Wires
 
 
 def _itself(node: int, step: int) -> int:
@@ -47,9 +47,11 @@ class PairRules(Rules):
     def begins(self, links: Links, node: int, time: float) -> float:
         return time
 
-    def messages_of(self, event: Event) -> tuple[Sequence[int], Sequence[int], float]:
-        pair = (event.node, event.neighbour) if isinstance(event, Averaged) else ()
-        return pair, pair, 1.0
+    def taken(self, event: Event, wires: Wires) -> tuple[dict[int, float], dict[int, float]]:
+        if not isinstance(event, Averaged):
+            return {}, {}
+        pair = dict.fromkeys((event.node, event.neighbour), wires.swapping(event.node, event.neighbour))
+        return pair, pair
 
     def events(self, step_seconds: StepSeconds) -> Iterator[Event]:
         changed = [0] * len(self.num_steps)

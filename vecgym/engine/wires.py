@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 class Wires:
     """The links between the nodes and a server: each end serves one message at a time in each direction.
 
-    A message takes its bytes times the slower of the two ends' seconds a byte, and is there a latency later.
+    Each end is taken for its own time, the message's bytes times its own seconds a byte, from when the message is ready
+    and that end is free: who sends slowly holds up nobody else. The message is there a latency after the later of both.
 
     Attributes:
         num_bytes: of a message, up and down.
@@ -30,6 +31,22 @@ class Wires:
     down: Sequence[float]
     latency: Sequence[float]
     server: float = 0.0
+
+    def sending(self, node: int, share: float = 1.0) -> float:
+        """Return how long a node's link is taken by a message, or a share of it, up."""
+        return share * self.num_bytes * self.up[node]
+
+    def receiving(self, node: int, share: float = 1.0) -> float:
+        """Return how long it is, down."""
+        return share * self.num_bytes * self.down[node]
+
+    def serving(self, share: float = 1.0) -> float:
+        """Return how long the server's is, in either direction."""
+        return share * self.num_bytes * self.server
+
+    def swapping(self, node: int, other: int) -> float:
+        """Return how long the links of two nodes are when they swap messages: as long as the slowest end needs."""
+        return max(*map(self.sending, (node, other)), *map(self.receiving, (node, other)))
 
     @classmethod
     def none(cls, num_nodes: int) -> Wires:
@@ -55,10 +72,9 @@ class Links:
     def up(self, node: int, ready: float, share: float = 1.0) -> float:
         """Send a movement, or a share of it; return when it is at the server."""
         wires = self.wires
-        took = share * wires.num_bytes * max(wires.up[node], wires.server)
-        end = max(ready, self.node_up[node], self.server_in) + took
-        self.node_up[node] = self.server_in = end
-        return end + wires.latency[node]
+        self.node_up[node] = max(ready, self.node_up[node]) + wires.sending(node, share)
+        self.server_in = max(ready, self.server_in) + wires.serving(share)
+        return max(self.node_up[node], self.server_in) + wires.latency[node]
 
     def swap(self, node: int, other: int, ready: float) -> float:
         """Let two nodes send each other a message of `num_bytes`; return when both are there.
@@ -69,8 +85,7 @@ class Links:
         4.5
         """
         wires, ends = self.wires, (self.node_up, self.node_down)
-        took = wires.num_bytes * max(wires.up[node], wires.up[other], wires.down[node], wires.down[other])
-        end = max(ready, *(taken[i] for taken in ends for i in (node, other))) + took
+        end = max(ready, *(taken[i] for taken in ends for i in (node, other))) + wires.swapping(node, other)
         for taken in ends:
             taken[node] = taken[other] = end
         return end + max(wires.latency[node], wires.latency[other])
@@ -78,7 +93,6 @@ class Links:
     def down(self, node: int, ready: float, share: float = 1.0) -> float:
         """Send the server's parameters, or a share of them; return when they are at the node."""
         wires = self.wires
-        took = share * wires.num_bytes * max(wires.down[node], wires.server)
-        end = max(ready, self.server_out, self.node_down[node]) + took
-        self.node_down[node] = self.server_out = end
-        return end + wires.latency[node]
+        self.node_down[node] = max(ready, self.node_down[node]) + wires.receiving(node, share)
+        self.server_out = max(ready, self.server_out) + wires.serving(share)
+        return max(self.node_down[node], self.server_out) + wires.latency[node]

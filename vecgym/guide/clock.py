@@ -24,16 +24,24 @@ Timeline(20 steps of 8 nodes: 10.8 s, 74.1 % computing)
 >>> ledger = vecgym.dry_run(model, DiLoCoStrategy("adamw", H=100), num_nodes=16, max_steps=1000)
 >>> compute = Compute.from_flop(6 * 6.7e9 * 2**18, peak_flops=989e12, utilization=0.4)
 >>> price(ledger, Network("1 Gbit/s", latency="50 ms"), compute)
-Timeline(1000 steps of 16 nodes: 8.74 h, 84.6 % computing)
+Timeline(1000 steps of 16 nodes: 8.33 h, 88.9 % computing)
 >>> bandwidth = required_bandwidth(ledger, compute, utilization=0.95, latency="10 ms")
 >>> f"{bandwidth / 1e9:.2f} Gbit/s"
-'2.06 Gbit/s'
+'1.58 Gbit/s'
 
-With 50 ms no bandwidth is enough: 200 messages, one for each parameter, go 30 times to the next node in a ring of 16.
-With `all_reduce="halving_doubling"` they go 8 times.
+With 100 ms no bandwidth is enough: 100 messages go 30 times to the next node in a ring of 16. A warning says what would
+help:
 
->>> required_bandwidth(ledger, compute, utilization=0.95, latency="50 ms")
+>>> import textwrap
+>>> import warnings
+>>> with warnings.catch_warnings(record=True) as said:
+...     warnings.simplefilter("always")
+...     required_bandwidth(ledger, compute, utilization=0.95, latency="100 ms")
 inf
+>>> print(textwrap.fill(str(said[0].message), 110))
+No bandwidth is enough for 95 % computing: the latency of 100 ms alone takes 47.1 min of 8.18 h. What would
+help: exchanges 3 times as rare (H); one message an exchange, bucket_bytes=math.inf: 1.47 Gbit/s;
+all_reduce='halving_doubling'; all_reduce='tree'.
 
 ## Networks
 
@@ -41,12 +49,35 @@ inf
 for all links; `[K]`, of each node's link (`up=` and `down=` where they differ); or a matrix `[K, K]`, which
 `Network.regions` makes of fast links inside and slow ones between. `all_reduce` and `all_gather` say which algorithm
 carries them: "ring", "halving_doubling", "tree" or "server"; means and sums also "gloo", the ring of
-`torch.distributed` on CPUs. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
+`torch.distributed` on CPUs; all-gathers also "direct". "server" changes what a node's link carries, and the bytes of a
+run with such a network. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
 With a matrix the ring takes the best order that is found: exactly up to 9 nodes, by a heuristic above.
 
 >>> network = Network.regions([4, 4], inside=("400 Gbit/s", 1e-4), between=("1 Gbit/s", 0.05))
 >>> round(network.seconds("mean", 1e9, num_nodes=4), 3), round(network.seconds("mean", 1e9, num_nodes=8), 1)
 (0.031, 14.7)
+
+## Messages
+
+Every message pays the latency, so it matters in how many of them an exchange goes. Its tensors are joined, from the
+last parameter on: a message is complete with the tensor that takes it to `Network(bucket_bytes=25 * 2**20)` or beyond.
+`math.inf` makes one message of an exchange, the best case; 0 one of each tensor, as EXO Gym, diloco-sim and torchft
+send by themselves. Gradients go as torch's DistributedDataParallel sends them, the first message at 1 MiB: of 75 tensors
+of 8.1 MB, 20 messages. Each fragment of Streaming DiLoCo has messages of its own.
+
+Messages follow one another, as with NCCL and in synchronous calls. torch's DistributedDataParallel on gloo has two
+under way, which `all_reduce="gloo"` knows of gradients. This is 8 nodes' exchange in every step, 100 Mbit/s, 80 ms:
+
+>>> import math
+>>> from vecgym.strategy import AllReduceStrategy
+>>> with torch.device("meta"):
+...     layers = torch.nn.ParameterList(torch.nn.Parameter(torch.empty(2_025_000)) for _ in range(75))
+>>> gradients = vecgym.dry_run(layers, AllReduceStrategy("sgd"), num_nodes=8, max_steps=1)
+>>> for bucket_bytes in (0, 25 * 2**20, math.inf):
+...     price(gradients, Network("100 Mbit/s", "80 ms", bucket_bytes=bucket_bytes), Compute(0.6))
+Timeline(1 steps of 8 nodes: 2.82 min, 0.4 % computing)
+Timeline(1 steps of 8 nodes: 108 s, 0.6 % computing)
+Timeline(1 steps of 8 nodes: 86.8 s, 0.7 % computing)
 
 ## Compute
 
@@ -61,16 +92,18 @@ of the parameters; each parameter counts as a layer, with a share by its size or
 
 - A gradient leaves as the backward pass of its layer ends. The layer's optimizer step follows at once, so that
   parameters and movements leave then, too.
-- What leaves queues on the node's link, in this order, one message for each parameter. A collective takes the links of
-  its participants until its end, in both directions.
+- What leaves queues on the node's link, in this order: a message once its last gradient is there, and after the message
+  before it. A collective takes the links of its participants until its end, in both directions.
 - It is needed by the next forward pass of its layer, or, if it is used `lag` steps later, by the one so many steps
   later.
 - A collective begins when the last of its participants is there: with islands, of each island; in gossip, each node
-  waits for its neighbours only. A message from node to node leaves when its sender is ready.
+  waits for its neighbours only. A message from node to node leaves when its sender is ready, and its last one is there.
 - `Compute(..., overlap=False)`: nothing overlaps.
 
 What a code sends (top-k, quantised values) is shared among its messages by the parameters' sizes. Transfers of tensors
 that are no parameters leave at the end of the backward pass.
+
+Nodes that are absent (`availability`) do not compute: the ledger knows who was there, whatever the run is priced for.
 
 Nodes that sit out a round (`participation`) are counted as computing, and then as waiting until the server has ended
 the round, from whose result they begin a later one; nobody waits for them within it. So `seconds` are right where

@@ -168,11 +168,12 @@ amount of text goes into every row.
 | DiLoCo, H=50 | 4 | 3 | 1.876 | 193 MB | 50 x |
 | SPARTA, p=0.005 | 4 | 3 | 1.979 | 48.3 MB | 200 x |
 | SPARTA + DiLoCo, p=0.005, H=50 | 4 | 3 | 1.869 | 241 MB | 40 x |
-| DeMo | 4 | 3 | 1.818 | 170 MB | 56.6 x |
+| DeMo | 4 | 3 | 1.818 | 511 MB | 18.9 x |
 
 ![Losses of the seven runs, left against optimizer steps, right against bytes sent; one node and AllReduce coincide, and the first steps are cut off](../../notebooks/figures/shakespeare.png)
 
-This is one seed, and only DeMo's learning rate was tuned. The markers in the figure are evaluations during the runs,
+*Sent* is what a node's link carries: DeMo's code goes to each of the three others. On the right of the figure its curve is
+drawn by its payload, a third of that. This is one seed, and only DeMo's learning rate was tuned. The markers in the figure are evaluations during the runs,
 always on the same 96 windows of the validation part, which is why they differ from the table.
 `python benchmarks/shakespeare.py --text FILE` prints the table and draws the figure in about half an hour on one core.
 
@@ -194,8 +195,8 @@ standard deviation. Outer optimizers are those of the papers, and were not tuned
 | Streaming | 4 | 0.006 | 2.432 ± 0.016 | 7.22 MB | 127 |
 | Streaming, tau=1 | 4 | 0.006 | 2.424 ± 0.014 | 7.22 MB | 122 |
 | Streaming, tau=5 | 4 | 0.006 | 2.433 ± 0.015 | 7.22 MB | 112 |
-| Streaming, 4 bits | 4 | 0.006 | 2.434 ± 0.016 | 603 kB | 46 |
-| SparseLoCo | 4 | 0.006 | 2.477 ± 0.016 | 66.1 kB | 26 |
+| Streaming, 4 bits | 4 | 0.006 | 2.434 ± 0.016 | 1.81 MB | 46 |
+| SparseLoCo | 4 | 0.006 | 2.477 ± 0.016 | 198 kB | 26 |
 | MuLoCo | 4 | 0.02 | 2.279 ± 0.020 | 7.22 MB | 128 |
 | DiLoCo, K=1 | 1 | 0.002 | 2.583 ± 0.029 | 0 B | 15 |
 | DiLoCo, K=8 | 8 | 0.006 | 2.448 ± 0.015 | 8.43 MB | 168 |
@@ -209,7 +210,7 @@ standard deviation. Outer optimizers are those of the papers, and were not tuned
 | SPARTA | 4 | 0.006 | 2.458 ± 0.014 | 1.09 MB | 234 |
 | SPARTA + DiLoCo | 4 | 0.006 | 2.471 ± 0.018 | 8.31 MB | 348 |
 | Gossip, ring | 4 | 0.02 | 2.348 ± 0.004 | 144 MB | 1928 |
-| DeMo | 4 | 0.003 | 2.415 ± 0.005 | 3.57 MB | 417 |
+| DeMo | 4 | 0.003 | 2.415 ± 0.005 | 10.7 MB | 417 |
 
 Rows with other K read the same from each node, so 1/4 and twice the text. Findings of the papers, and whether they
 appear in so short a training of so small a model. (The mean of the round before is unstable with DiLoCo's outer

@@ -21,7 +21,8 @@
 - training loss, as a mean and per node; validation loss of the averaged model, as a mean and per node;
 - the model's own metrics, such as accuracy or perplexity;
 - inner and outer learning rate;
-- bytes sent, and the bandwidth that they imply;
+- bytes sent and received over a node's link, its payload, which papers report (`vecgym.guide.strategies`, "Which bytes"),
+  and the bandwidth that the bytes sent imply;
 - the consensus distance before and after the exchange, and the correlation between nodes;
 - steps and examples per second, and memory.
 
@@ -83,7 +84,7 @@ The progress bar shows loss, bytes and steps per second; `progress=False` turns 
 
 >>> figure = trainer.plot(f"{folder}/run.png", x="bytes")
 
-draws losses, the spread of the nodes and their distance against steps, examples, bytes or seconds.
+draws losses, the spread of the nodes and their distance against steps, examples, bytes, payload or seconds.
 `vecgym.plot.plot_runs({"a": history, ...})` compares several runs, and `vecgym plot runs/a runs/b` those that a
 `CSVLogger` wrote.
 """

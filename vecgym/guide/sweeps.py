@@ -75,6 +75,7 @@ faster alone.
 `AsyncStrategy` is swept like all others. It needs `compute=`, and takes `network=`, `max_updates=` and `max_seconds=`, as
 `Trainer.fit` does; the last two may be axes. The order of its events depends on network and compute, so with {name: one} it is
 trained on each of them, where synchronous strategies are only priced. Rows have the measures of the last update too.
+Who is absent may depend on `compute` as well (a `Deadline`): with `availability`, each is trained on each compute.
 
 >>> from vecgym.clock import Compute
 >>> from vecgym.strategy import AsyncStrategy, OuterOptimizer

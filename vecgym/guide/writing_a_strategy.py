@@ -57,7 +57,7 @@ These rules hold for all methods:
 
 | rule | why | what finds violations |
 |---|---|---|
-| Other nodes only through `ctx.comm`, the same calls in every process: `mean`, `sum`, `all_gather`, `broadcast`, `permute`, `mix`, and through a server `server_mean`, `server_sum`, `server_gather`, `server_send`. Never `x.mean(0)`, no rank, device, process, backend | the K nodes may be in several processes | `vecgym.verify`, `tests/test_distributed.py`, `tests/test_floors.py` |
+| Other nodes only through `ctx.comm`, the same calls in every process: `mean`, `sum`, `all_gather`, `broadcast`, `permute`, `mix`, and through a server `server_mean`, `server_sum`, `server_gather`, `server_send`; `all_gather(x, readers=...)` where a node reads those of its group or its neighbours only. Never `x.mean(0)`, no rank, device, process, backend | the K nodes may be in several processes | `vecgym.verify`, `tests/test_distributed.py`, `tests/test_floors.py` |
 | Take and return `[1, *]` for what all nodes share, and let it broadcast | stored and computed once | `tests/test_properties.py`: "stored once" |
 | Hyperparameters on `self`, under their own names; what evolves in the state; nothing is assigned after `__init__` | checkpoints, segments of a rollout and stacks hold the state alone; logs the `repr` | "a saved state continues", "every constructor argument" |
 | Overwrite what was given only if `ctx.inplace` (what a module keeps needs no clone: the step sees to it) | a differentiable step is pure; any other owns its state | "the pure step equals the donating one" |

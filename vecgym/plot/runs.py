@@ -19,6 +19,7 @@ from vecgym.plot import style
 from vecgym.records.columns import X_AXES, column_label
 from vecgym.records.history import History
 
+AMOUNTS = ("bytes_total", "bytes_payload_total")  # columns of bytes, which stand still between exchanges
 MANY_NODES = 16  # from this number on, the band of the nodes is between percentiles
 
 
@@ -131,7 +132,8 @@ def plot_runs(
     Args:
         histories: name -> history, in the order of the legend.
         path, title, loss_label, window: as for `plot_comparison`.
-        x: "step", "examples", "bytes" (per node; logarithmic with several runs) or "seconds" (of the simulation).
+        x: "step", "examples", "bytes" (sent per node) or "payload" (which papers report), logarithmic with several
+            runs, "seconds" (of the simulation) or "sim_seconds".
 
     Raises:
         ValueError: without histories, for one without a step, or for an unknown x; TypeError for what is no `History`.
@@ -163,8 +165,8 @@ def plot_runs(
     if apart:
         style.finish(panels[1], "consensus distance", column_label(column), "RMS distance of a node to the average")
         panels[1].set_ylim(bottom=0)
-    if x == "bytes":
-        style.scale_bytes(panels[0], _sent(histories), logarithmic=len(histories) > 1)
+    if column in AMOUNTS:
+        style.scale_bytes(panels[0], _sent(histories, column), logarithmic=len(histories) > 1)
     elif x == "examples":
         panels[0].xaxis.set_major_formatter(EngFormatter())
     band = "10 % to 90 % of the nodes" if many else "lowest to highest node"
@@ -172,9 +174,9 @@ def plot_runs(
     return style.done(figure, title, path)
 
 
-def _sent(histories: Mapping[str, History]) -> list[float]:
+def _sent(histories: Mapping[str, History], column: str = "bytes_total") -> list[float]:
     """Return the bytes of the runs that sent any."""
-    return [sent for history in histories.values() if (sent := history.last("bytes_total"))]
+    return [sent for history in histories.values() if (sent := history.last(column))]
 
 
 def _percentiles(each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -233,7 +235,7 @@ def _draw_losses(axes: Axes, name: str, history: History, x: str, look: dict[str
     if validated:
         at, losses = _curve(history, "val_loss", x, 1)
         axes.plot(at, losses, **look, markersize=5.5, markeredgecolor="white", markeredgewidth=0.6, linewidth=1.0)  # type: ignore[arg-type]
-    if x == "bytes_total" and not history.last("bytes_total"):  # no place on the axis: a line across it
+    if x in AMOUNTS and not history.last(x):  # no place on the axis: a line across it
         last = history.last("val_loss" if validated else "train_loss")
         axes.axhline(last, color=look["color"], linestyle=":")
         axes.annotate(
@@ -246,7 +248,7 @@ def _curve(history: History, column: str, x: str, window: int) -> tuple[np.ndarr
     """Return a smoothed column against `x`; against bytes, one point for each amount sent."""
     at, values = map(np.array, history.series(column, x))
     values = smooth(values, window)
-    keep = _last_of_each(at) if x == "bytes_total" else slice(None)
+    keep = _last_of_each(at) if x in AMOUNTS else slice(None)
     return at[keep], values[keep]
 
 

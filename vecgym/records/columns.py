@@ -45,13 +45,19 @@ COLUMNS = {
     "lr": Column("inner learning rate of the step; where nodes differ, their mean"),
     "outer_lr": Column("learning rate of the outer or server optimizer, where the strategy has one"),
     "bytes_step": Column(
-        "bytes sent per node in this step alone, whatever the interval of a logger", start=0.0, old_name="bytes"
+        "bytes that a node's link has sent in this step alone, whatever the interval of a logger; see "
+        "`vecgym.collectives.ledger`",
+        start=0.0, old_name="bytes",
     ),
     "bytes_total": Column(
-        "bytes sent per node since the start",
+        "bytes that a node's link has sent since the start, with what it forwards",
         label="bytes sent per node", start=0.0, swept=True, old_name="total_bytes",
     ),
-    "bytes_received_total": Column("bytes received per node since the start", start=0.0),
+    "bytes_received_total": Column("bytes that a node's link has received since the start", start=0.0),
+    "bytes_payload_total": Column(
+        "bytes that a node has handed to collectives since the start, what papers report",
+        label="payload per node (bytes)", start=0.0,
+    ),
     "val_loss": Column("validation loss of the average of the nodes", label="validation loss", swept=True),
     "val_loss_local": Column(
         "mean over the nodes of each node's validation loss", label="nodes' validation loss", swept=True
@@ -106,7 +112,8 @@ RENAMED = {column.old_name: name for name, column in COLUMNS.items() if column.o
 RENAMED_IN_SWEEPS = {"bytes": "bytes_total"}
 # The x axes of figures, and their columns.
 X_AXES = {
-    "step": "step", "examples": "examples", "bytes": "bytes_total", "seconds": "seconds", "sim_seconds": "sim_seconds",
+    "step": "step", "examples": "examples", "bytes": "bytes_total", "payload": "bytes_payload_total",
+    "seconds": "seconds", "sim_seconds": "sim_seconds",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ class OptimizedSchedule:
         uniform: "every H" at the same bytes, `[T]` of 0 and 1; for matrices those that the descent began with.
         loss, relaxed_loss, uniform_loss: of the outcome of `schedule`, `weights` and `uniform`.
         held_out_loss, held_out_uniform_loss: of `schedule` and `uniform` on other batches; None without them.
-        total_bytes: sent per node in the whole run, by `schedule` and `uniform` alike.
+        total_bytes: sent over a node's link in the whole run, by `schedule` and `uniform` alike.
         losses: of each accepted step of the descent, before rounding.
 
     >>> import torch

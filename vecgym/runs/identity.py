@@ -21,7 +21,7 @@ from vecgym.runs.options import FitOptions
 from vecgym.runs.session import Session
 from vecgym.strategy import Context
 
-VERSION = 3  # of the description of a run; earlier ones say too little
+VERSION = 4  # of the description of a run; earlier ones say too little
 NOTHING = "nothing"
 SHOWN = 6  # differences in a message
 SAMPLES = 64  # steps at which learning rates are compared

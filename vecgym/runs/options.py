@@ -259,9 +259,10 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             losses are fetched every so many steps only, and at evaluations and checkpoints, so that no other step waits
             for it: the rows of the history come then, and divergence is noticed as late. (A trainer with an
             `after_step` of its own fetches them at every step.)
-        network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it. What is
-            trained does not depend on it; `Trainer.timeline` says the same afterwards. An asynchronous run's order of
-            events does depend on both; without a network its messages take no time.
+        network: a `vecgym.clock.Network`, with `compute`: the history then says how long the run takes on it, and its
+            bytes go by the network's routes. What is trained does not depend on it; `Trainer.timeline` says the same
+            afterwards. An asynchronous run's order of events does depend on both; without a network its messages take
+            no time.
         compute: how long the nodes compute on that network, a `vecgym.clock.Compute`.
         availability: who is present in which steps: `vecgym.availability.Dropout(0.1)` and others, or a function of the
             step that returns the ids of those present. The others neither train nor exchange. None: all, always.

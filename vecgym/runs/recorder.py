@@ -41,11 +41,11 @@ class StepRows:
         self.examples = 0
         self.seconds = 0.0
 
-    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float], seconds: float) -> Row:
+    def of_step(self, step: int, metrics: Metrics, num_bytes: tuple[float, float, float, float], seconds: float) -> Row:
         """Return the row after `step` steps.
 
         Args:
-            num_bytes: sent in this step, sent in all, received in all.
+            num_bytes: sent in this step, sent in all, received in all, handed to collectives in all.
             seconds: since the start.
         """
         row = self.begun(step, metrics, num_bytes, seconds)
@@ -56,7 +56,7 @@ class StepRows:
         self,
         step: int,
         metrics: Metrics,
-        num_bytes: tuple[float, float, float],
+        num_bytes: tuple[float, float, float, float],
         seconds: float,
         epoch: float | None = None,
         seen: int | None = None,
@@ -81,6 +81,7 @@ class StepRows:
                 "bytes_step": num_bytes[0],
                 "bytes_total": num_bytes[1],
                 "bytes_received_total": num_bytes[2],
+                "bytes_payload_total": num_bytes[3],
                 "seconds": seconds,
                 "steps_per_s": 1 / elapsed,
                 "examples_per_s": seen / elapsed,
@@ -146,7 +147,7 @@ class Recorder:
         self._start = time.perf_counter() - self._seconds
         network, compute = self._options.network, self._options.compute
         if network is not None and isinstance(compute, Compute) and not asynchronous(self._options.strategy):
-            self.clock = RunningClock(network, compute, self.ledger, self.computing)
+            self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:
         """Return the counts that are not in the history."""
@@ -170,7 +171,9 @@ class Recorder:
         """
         row = self._counted(state.step, metrics)
         if self.clock is not None:
-            row["sim_seconds"], row["sim_utilization"] = self.clock.step(metrics.transfers)
+            row["sim_seconds"], row["sim_utilization"] = self.clock.step(
+                metrics.transfers, self._computing(state.step)
+            )  # fmt: skip
         self._begin(row, metrics, fetch)
 
     def update(self, step: int, metrics: Metrics, epoch: float, seen: int, fetch: bool, **columns: Any) -> None:
@@ -183,9 +186,12 @@ class Recorder:
         """Count what was sent; return the row of a step."""
         if not self._unread:
             self._hand_on()
-        self.ledger.add(step - 1, metrics.transfers)
-        totals = self.ledger.step_bytes, self.ledger.total_bytes, self.ledger.total_received_bytes
-        return self._rows.begun(step, metrics, totals, time.perf_counter() - self._start, epoch, seen)
+        self.ledger.add(step - 1, metrics.transfers, self._computing(step))
+        counts = self.ledger.step_bytes, *self.ledger.totals
+        return self._rows.begun(step, metrics, counts, time.perf_counter() - self._start, epoch, seen)
+
+    def _computing(self, step: int) -> Tensor | None:
+        return None if self.computing is None else self.computing(step - 1)
 
     def _begin(self, row: Row, metrics: Metrics, fetch: bool) -> None:
         """Begin a row, whose losses may be on a device."""

@@ -211,3 +211,8 @@ class ScheduleOptions(DifferentiableRun):
                 )
             if value is not None:
                 check.instance(name, value, kind, f"a vecgym.clock.{example}").check(self.num_nodes)
+        if self.budget_seconds is not None and self.availability is not None:
+            raise ValueError(
+                f"budget_seconds={self.budget_seconds!r} and availability={self.availability!r}: what nodes that may "
+                "be absent send is not known before they train. Give H or budget_bytes, or leave availability out."
+            )

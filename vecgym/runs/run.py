@@ -83,6 +83,8 @@ class Run(Generic[M]):
         limits = self.train.limits_of(num_examples)
         self.simulation = self._simulation(num_examples, limits)
         self.ledger = self.simulation.comm.ledger
+        if options.network is not None:
+            self.ledger.routes = options.network.routes
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
         loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)

@@ -166,7 +166,7 @@ class Trainer(Generic[M]):
 
         Args:
             path: where to save the figure as well, such as "run.png".
-            x: "step", "examples", "bytes", "seconds", or after `fit(network=, compute=)` "sim_seconds".
+            x: "step", "examples", "bytes", "payload", "seconds", or after `fit(network=, compute=)` "sim_seconds".
             title: above the figure.
 
         >>> import torch

@@ -253,8 +253,9 @@ class Mean(Sampled):
         return ctx.comm.mean(values, groups=groups, weights=weights, inplace=ctx.inplace), state
 
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
-        shares = shares_of(self.groups(ctx), self.weights(ctx), ctx.comm)
-        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
+        groups = self.groups(ctx)
+        shares = shares_of(groups, self.weights(ctx), ctx.comm)
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True, readers=groups))
         return {name: codec.average(received[name], x, shares) for name, x in like.items()}
 
 

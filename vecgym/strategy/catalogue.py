@@ -39,7 +39,7 @@ class Row:
         build: how it is made.
         twin: the file in `tests/reference` that does the same in plain loops.
         about: one line on what the nodes exchange.
-        sends: the bytes that a node sends, on average, in a run.
+        sends: the bytes that a node's link sends in a run, on average.
         alone: what happens to a single node after every H steps: "nothing" (plain training), "nesterov" (an outer step
             of SGD with Nesterov momentum), "heavy ball", "server adam"; None where what it exchanges with itself is
             late or lossy.
@@ -193,7 +193,7 @@ CATALOGUE: dict[str, Row] = {
         lambda knobs: _streaming(knobs, bits=4),
         twin="streaming",
         about="the same with movements in four bits, every H steps",
-        sends=lambda sent: payloads.fragments(sent, lambda x: -(-x.numel() // 2) + 4),
+        sends=lambda sent: sent.others * payloads.fragments(sent, lambda x: -(-x.numel() // 2) + 4),
         alone=None,
     ),
     "eager": Row(

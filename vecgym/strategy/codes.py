@@ -48,9 +48,9 @@ class Compressed(Around):
     State: `residual` and `momentum`, `[L, *]` (`[1, *]` before the first exchange); `reference`, `[1, *]`; `codec`, its
     own, `[1, *]`.
 
-    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`. They go through one all-gather, in
-    which every node takes part (with islands and neighbours too: each then reads the codes of its own), or up to the
-    server of a `ServerMean`; with PowerSGD through two averages.
+    Bytes: those of the tensors that the codec makes, see `vecgym.compress.codecs`. They go through one all-gather:
+    each node's once to each other node, island by island, or to its neighbours; with a `ServerMean` up to the server,
+    and the average down; with PowerSGD through two averages.
 
     Args:
         inner: `Mean`, `ServerMean`, `Mix` or `Robust`.

@@ -58,7 +58,9 @@ def local_gradients(
 
 def exchange_gradients(module: CommunicationModule, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
     """Call `module.exchange_gradients`."""
-    return _exchanged(module.exchange_gradients(grads, state, ctx), module, "gradients", grads, state, ctx)
+    with ctx.comm.ledger.of_gradients():
+        found = module.exchange_gradients(grads, state, ctx)
+    return _exchanged(found, module, "gradients", grads, state, ctx)
 
 
 def exchange_moments(module: CommunicationModule, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:

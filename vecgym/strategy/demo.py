@@ -41,7 +41,8 @@ class StrongestCosines(Average):
 
     State: `residual`, DCT(delta_i) of each tensor, `[L, chunks, chunk area]`: one per node (`[1, ...]` before
     the first exchange). Kept as coefficients, what was sent leaves exactly 0 behind, and only the mean is transformed
-    back. Bytes sent per node: sum over tensors of chunks * min(k, chunk area) * (8 + b), with 64-bit indices.
+    back. Bytes sent per node, to each of the K - 1 others: sum over tensors of chunks * min(k, chunk area) * (8 + b),
+    with 64-bit indices.
 
     Under differentiation which coefficients are sent is a constant; what is sent of them has its derivatives.
 
@@ -178,7 +179,7 @@ class DeMoCommunicator(Gradients):
     once for all nodes.
 
     State, and derivatives: see `StrongestCosines`; `residual` gives delta_i itself. Bytes sent per node and step:
-    `step_bytes`.
+    (K - 1) times `step_bytes`.
 
     Args:
         compression_decay, compression_topk, compression_chunk: see `StrongestCosines`.
@@ -215,7 +216,9 @@ DeMoCommunicator(compression_decay=0.999, compression_topk=8, compression_chunk=
         return self._cosines.residual(state, params)
 
     def step_bytes(self, params: Tree) -> int:
-        """Return the bytes that a node sends in a step: sum over tensors of chunks * min(k, chunk area) * (8 + b).
+        """Return a node's payload in a step, in bytes: sum over tensors of chunks * min(k, chunk area) * (8 + b).
+
+        That is the paper's count. A node's link carries it K - 1 times, to each of the others.
 
         >>> params = {"w": torch.zeros(1, 128, 64)}  # 2 chunks
         >>> DeMoCommunicator(compression_topk=8).step_bytes(params)  # 2 * 8 * (8 + 4)
@@ -233,8 +236,8 @@ class DeMoStrategy(Strategy):
     mean of q_i over the nodes i that sent it; theta <- theta - lr sign(DCT^-1(Q)).
 
     The optimizer is plain SGD with weight decay on that sign: theta - lr (s + wd theta). Parameters and optimizer
-    state are stored once, `[1, *]`; the residuals DCT(delta_i) once per node. Bytes sent per node and step: sum over
-    tensors of chunks * min(k, chunk area) * (8 + b), with 64-bit indices.
+    state are stored once, `[1, *]`; the residuals DCT(delta_i) once per node. Bytes sent per node and step: (K - 1)
+    times the paper's count, the sum over tensors of chunks * min(k, chunk area) * (8 + b), with 64-bit indices.
 
     The learning rate scales the gradients before they are accumulated, as well as the step: a constant one has no
     effect there, a schedule weighs the gradients of different steps by it.

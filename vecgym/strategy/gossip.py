@@ -102,8 +102,9 @@ class Mix(Reduction):
         return ctx.comm.mix(values, self.mixing(ctx), inplace=ctx.inplace), state
 
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
-        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
-        shares = self.mixing(ctx).weights[ctx.comm.node_ids]
+        mixing = self.mixing(ctx)
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True, readers=mixing.links))
+        shares = mixing.weights[ctx.comm.node_ids]
         return {name: codec.average(received[name], x, shares) for name, x in like.items()}
 
     def _mixing_of_some(

@@ -29,8 +29,8 @@ class MostMoved(Average):
     through.
 
     State: `last`, the last average of each coordinate, the same on every node, `[1, *]`; at first the initial values.
-    Bytes per tensor of n values of b bytes: k (b + 4), k = max(1, round(fraction n)); with 8 bits k (1 + 4) + 4; with 4
-    bits ceil(k / 2) + 4 k + 4.
+    Bytes to each of the others, per tensor of n values of b bytes: k (b + 4), k = max(1, round(fraction n)); with 8
+    bits k (1 + 4) + 4; with 4 bits ceil(k / 2) + 4 k + 4.
 
     Args:
         fraction: of each tensor, in (0, 1].

@@ -1,4 +1,7 @@
-"""The bytes that a node sends in a run, by closed forms; see `vecgym.strategy.catalogue`."""
+"""The bytes that a node's link sends in a run, by closed forms; see `vecgym.strategy.catalogue`.
+
+A mean goes through a ring, codes through an all-gather, which takes them once to each of the others.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,10 @@ class Sent(NamedTuple):
     def rounds(self) -> int:
         return self.steps // self.knobs.H
 
+    @property
+    def others(self) -> int:
+        return self.num_nodes - 1
+
     def ring(self, *sizes: int) -> float:
         """Return the payloads that a node sends, on average, when rings of these sizes, or one of all, reduce one.
 
@@ -71,7 +78,7 @@ def participants(sent: Sent) -> float:
 def strongest(sent: Sent) -> float:
     """Return the bytes of the largest part of every tensor: values and indices."""
     sizes = [(max(1, round(sent.knobs.p * x.numel())), x.element_size()) for x in sent.params.values()]
-    return sent.rounds * sum(count * (size + 4) for count, size in sizes)
+    return sent.others * sent.rounds * sum(count * (size + 4) for count, size in sizes)
 
 
 def drawn(sent: Sent) -> float:
@@ -111,7 +118,7 @@ def fragments(sent: Sent, payload: Callable[[Tensor], float]) -> float:
 def pairs(sent: Sent) -> float:
     """Return the bytes of 32 values and 8-byte indices of each chunk of 64 x 64, or of all where it is smaller."""
     cuts = [(grid(tuple(x.shape), 64), x.element_size()) for x in sent.params.values()]
-    return sent.steps * sum(cut.chunks * min(32, cut.area) * (8 + size) for cut, size in cuts)
+    return sent.others * sent.steps * sum(cut.chunks * min(32, cut.area) * (8 + size) for cut, size in cuts)
 
 
 def packed(sent: Sent) -> float:
@@ -121,4 +128,4 @@ def packed(sent: Sent) -> float:
         cut = grid(tuple(x.shape), 8 if x.dim() > 1 else 64)
         count = cut.chunks * min(max(1, round(64 * sent.knobs.p)), cut.area)
         total += -(-count * 2 // 8) + 16 + -(-count * bits_for(cut.area) // 8)
-    return float(sent.rounds * total)
+    return float(sent.others * sent.rounds * total)

@@ -39,7 +39,7 @@ class Robust(Mean):
     """A rule that a few wrong values cannot move far, on what all nodes of an island sent: `[1, n, *]` -> `[1, *]`.
 
     "median": of each coordinate. "trimmed_mean": of each coordinate the mean without the `trim` lowest and the `trim`
-    highest. Every node sends its values to all others: one all-gather.
+    highest. Every node sends its values to all others of its island.
 
     Args:
         rule: "median", "trimmed_mean", or a function of a tensor `[1, n, *]`, n nodes, which gives `[1, *]`.
@@ -89,10 +89,11 @@ class Robust(Mean):
             raise ValueError(f"trim={self.trim} at either end leaves nothing of {smallest} nodes: give a smaller one.")
 
     def __call__(self, values: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self._combined(ctx.comm.all_gather(values), values, ctx), state
+        return self._combined(ctx.comm.all_gather(values, readers=self.groups(ctx)), values, ctx), state
 
     def of_codes(self, codes: Codes, codec: Codec, like: Tree, ctx: Context) -> Tree:
-        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True))
+        groups = self.groups(ctx)
+        received = gathered_codes(codes, codec, lambda x: ctx.comm.all_gather(x, inplace=True, readers=groups))
         return self._combined({name: decode_all(received[name], codec, x) for name, x in like.items()}, like, ctx)
 
     def _combined(self, everyone: Tree, values: Tree, ctx: Context) -> Tree:

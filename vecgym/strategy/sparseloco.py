@@ -31,8 +31,9 @@ class SparseLoCoStrategy(Strategy):
     them as the mean of their bin, of 4 bins that reach 3 standard deviations to either side (`StatQuantise`). There is
     no outer momentum: the residual e_i does its work, and is forgotten by and by, since decay < 1.
 
-    Bytes sent per node and round: k (bits + 12) / 8 per chunk, which for k = 64 of 4096 are 0.21875 bits per parameter,
-    and 4 * 2^bits per tensor for the means of its bins. They go through an all-gather.
+    Payload per node and round: k (bits + 12) / 8 bytes per chunk, which for k = 64 of 4096 are 0.21875 bits per
+    parameter, 146 times less than float32, and 4 * 2^bits per tensor for the means of its bins. It goes to each of the
+    K - 1 others; through a store, as Templar's nodes do it, up once: `Network(all_gather="server")`.
 
     Memory: e_i is each node's, `[K, *]`; theta is stored once, `[1, *]`; the inner optimizer's state is each node's.
 

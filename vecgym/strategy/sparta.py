@@ -48,7 +48,7 @@ class SparseCommunicator(Parameters):
     is each node's own, minus what it held.
 
     Bytes sent per node and exchange: 2 (K - 1) / K * b * m for m selected coordinates; with `quantization_bits` the
-    values go through an all-gather instead: m + 4 bytes per tensor with 8 bits, ceil(m / 2) + 4 with 4.
+    values go to each of the K - 1 others instead: m + 4 bytes per tensor with 8 bits, ceil(m / 2) + 4 with 4.
 
     Args:
         index_selector: a `Selector`, such as `PartitionedSelector(0.01)`; a number is the p of a `RandomSelector`.

@@ -185,7 +185,7 @@ class StreamingDiLoCoStrategy(Strategy):
     parameters; the outer ones are in the state.
 
     Bytes sent per node and step: 2 (K - 1) / K * b * P / H, at most one fragment's in a step (unless `offsets`
-    coincide); with `bits` an all-gather of P bits / 8 / H, and 4 bytes per tensor.
+    coincide); with `bits`, to each of the others, (K - 1) P bits / 8 / H, and 4 bytes per tensor.
 
     | kept for | bytes |
     |---|---|

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vecgym.collectives.ledger import bytes_of
 from vecgym.data.chosen import chosen_batches
 from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.events import Event
@@ -72,10 +73,9 @@ class AsyncChunk(Chunk):
         losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
         active: np.ndarray = np.zeros(losses.shape, dtype=bool)
         active[:, metrics.active] = True
-        received = sum(transfer.received_bytes for transfer in metrics.transfers)
         self.observed.put(
-            self.state.step - 1, train_losses=losses, active=active, bytes=(ledger.step_bytes, received),
-            totals=(ledger.total_bytes, ledger.total_received_bytes), seconds=time.perf_counter() - self._start,
+            self.state.step - 1, train_losses=losses, active=active, bytes=bytes_of(metrics.transfers),
+            totals=ledger.totals, seconds=time.perf_counter() - self._start,
             nodes_per_call=sum(computed) / len(computed) if computed else np.nan, **self._rates_of(metrics),
         )  # fmt: skip
         return np.flatnonzero(~np.isfinite(np.where(active, losses, 0.0).sum(1))).tolist()
@@ -116,4 +116,4 @@ class AsyncChunk(Chunk):
         self.state = State(**{**vars(self.state), "strategy": {**self.state.strategy, **asked}})
         ledger, totals = self.simulation.comm.ledger, curves[0].totals
         if len(totals):
-            ledger.total_bytes, ledger.total_received_bytes = map(float, totals[-1])
+            ledger.total_bytes, ledger.total_received_bytes, ledger.total_payload_bytes = map(float, totals[-1])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vecgym.collectives import StackedCollectives
-from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes
 from vecgym.core.devices import placed_as
 from vecgym.core.tree import Tree
@@ -107,6 +107,9 @@ class Chunk:
             batch, limits = (chosen_batches(batches, self._which), None) if self.presence is None else batches
             observe = measure if measured else None
             self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=limits)
+        if self.presence is not None:
+            step = self.state.step - 1
+            self.simulation.comm.ledger.add(step, metrics.transfers, self.presence.computing(step))
         losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
         active: np.ndarray = np.full(losses.shape, metrics.active is None)
         if metrics.active is not None:
@@ -126,13 +129,8 @@ class Chunk:
             return self.merged.rates()
         return [float(torch.as_tensor(metrics.lr, dtype=torch.float64).mean())]
 
-    def _num_bytes(self, transfers: Sequence[list[Transfer]], metrics: Metrics) -> list[tuple[float, float]]:
-        if self.presence is None:
-            return self.merged.num_bytes(transfers)
-        sent, received = (
-            float(sum(getattr(x, name) for x in metrics.transfers)) for name in ("sent_bytes", "received_bytes")
-        )
-        return [(sent, received)]
+    def _num_bytes(self, transfers: Sequence[list[Transfer]], metrics: Metrics) -> list[tuple[float, float, float]]:
+        return [bytes_of(metrics.transfers)] if self.presence is not None else self.merged.num_bytes(transfers)
 
     def evaluate(self) -> None:
         """Add columns to the rows of the present step."""
@@ -149,7 +147,7 @@ class Chunk:
         self.configs = [self.configs[c] for c in chosen]
         self._which = [self._which[c] for c in chosen]
         self.observed.keep(chosen)
-        if chosen:
+        if chosen and self.presence is None:  # else it is alone
             merged, self.state = self.merged.select(self.state, chosen)
             self.simulation = self._simulation(merged)
 
@@ -160,7 +158,9 @@ class Chunk:
             values = {**self.state.params, **self.state.buffers}
             own = {n: x if len(x) == 1 else x.chunk(len(self.configs))[c] for n, x in values.items()}
             average = {n: x.detach().to("cpu", copy=True) for n, x in nodes.mean(own).items()}
-        return self.observed.curve(c, self.state.step, status, average)
+        curve = self.observed.curve(c, self.state.step, status, average)
+        curve.ledger = None if self.presence is None else self.simulation.comm.ledger.state()
+        return curve
 
     @property
     def can_be_saved(self) -> bool:
@@ -173,5 +173,7 @@ class Chunk:
         self.state = State(**{**placed, "node_steps": state["node_steps"]})
         for c, curve in enumerate(curves):
             self.observed.load(c, curve)
+        if self.presence is not None and curves[0].ledger is not None:
+            self.simulation.comm.ledger.load(curves[0].ledger)
         if self.state.step > 0:
             self._before = float(curves[0].columns["seconds"][-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 
 from vecgym.clock import Compute, Network
 from vecgym.collectives.base import payload_bytes
-from vecgym.core import check
+from vecgym.core import check, tree
 from vecgym.data import Batches, EvalBatches, num_steps
-from vecgym.engine import hooks
+from vecgym.engine import Engine, hooks
 from vecgym.engine.events import Stop
 from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
@@ -43,6 +44,7 @@ class Data:
     def __init__(self, options: SweepOptions) -> None:
         self.options = options
         self._made: dict[tuple[Any, ...], Any] = {}
+        self._unused: list[tuple[nn.Module, frozenset[str]]] = []
 
     def train(self, settings: Mapping[str, Any]) -> Batches:
         """Return the training batches of a configuration with these settings."""
@@ -60,7 +62,8 @@ class Data:
     def plan(self, config: Configuration, strategy: EventDriven) -> AsyncPlan:
         """Return the events of a configuration; those whose times and rules agree share them."""
         assert config.compute is not None
-        sizes = {n: payload_bytes(p.detach()[None]) for n, p in config.model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in config.model.named_parameters() if p.requires_grad and n not in config.unused}
+        sizes = {name: payload_bytes(p.detach()[None]) for name, p in trained.items()}
         nominal = config.compute.seconds.expand(config.num_nodes).tolist()
         key: Any = ("events of its own", config.index)
         if isinstance(strategy, AsyncStrategy):
@@ -73,6 +76,16 @@ class Data:
             given = (strategy, config.num_nodes, config.compute, config.network, sizes, seed, config.stop)
             self._made[key] = AsyncPlan.of(*given)
         return self._made[key]
+
+    def unused(self, config: Configuration) -> frozenset[str]:
+        """Return the parameters that have no influence on the loss; models that are built alike share what is found."""
+        for model, found in self._unused:
+            if alike(model, config.model):
+                return found
+        engine, _ = examined(config)
+        assert engine.facts is not None
+        self._unused.append((config.model, engine.facts.unused))
+        return engine.facts.unused
 
     def _once(self, kind: Any, dataset: Any, given: dict[str, Any]) -> Any:
         key = (kind, *given.values())
@@ -89,7 +102,7 @@ class Configuration:
     """One point of the sweep, and what follows from it.
 
     Attributes:
-        network, compute: on which the events of an asynchronous run depend.
+        network, compute: on which the events of an asynchronous run depend, and on `compute` who is absent.
     """
 
     index: int
@@ -115,7 +128,8 @@ class Configuration:
     def presence(self) -> Presence | None:
         """Return who is present when; None: all, always."""
         given = {name: self.settings[name] for name in ("availability", "num_nodes", "seed", "batch_size")}
-        return presence_of(SimpleNamespace(**given, compute=None), self.num_steps, tuple(self.train.shard_sizes))
+        given["compute"] = self.compute
+        return presence_of(SimpleNamespace(**given), self.num_steps, tuple(self.train.shard_sizes))
 
     @cached_property
     def train(self) -> Batches:
@@ -124,6 +138,11 @@ class Configuration:
     @cached_property
     def val(self) -> EvalBatches | None:
         return self.data.val(self.settings)
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """The parameters that have no influence on the loss."""
+        return self.data.unused(self)
 
     @cached_property
     def num_steps(self) -> int:
@@ -150,19 +169,29 @@ class Configuration:
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""
         K, strategy = self.num_nodes, self.strategy
+        for clock in (self.network, self.compute):
+            if clock is not None:
+                clock.check(K)
         if isinstance(strategy, EventDriven):
             check_compute(strategy, self.compute)
             check_left_out(strategy, "compile", options.compile, False)
             check_left_out(strategy, "availability", self.settings["availability"], None)
-            for clock in (self.network, self.compute):
-                if clock is not None:
-                    clock.check(K)
         else:
             check_synchronous(strategy)
+            self.presence()
         strategy.check(K, self.num_steps)
         if self.plan is not None and isinstance(strategy, EventDriven):
             strategy.check_updates(K, self.num_steps)
             strategy.inner_optim.check_steps(K, self.plan.max_steps, "inner optimizer")
+
+
+def examined(config: Configuration) -> tuple[Engine, Any]:
+    """Return an engine that has looked at the model of a configuration, and its first batch, `[1, B, ...]`."""
+    engine = Engine(copy.deepcopy(config.model), engine="loop")
+    batch = tree.map_leaves(lambda x: x[:1].to(engine.device), config.train.batch(0))
+    with torch.enable_grad():
+        engine.prepare(batch)
+    return engine, batch
 
 
 # --------------------------------------------------------------------------------- the user's functions of axes
@@ -248,24 +277,30 @@ def _called(what: str, function: Any, point: Point, wanted: type) -> Any:
 
 
 def make_configurations(points: Iterable[Point], options: SweepOptions) -> list[Configuration]:
-    """Make and check the configuration of each point; asynchronous ones on each network and compute."""
+    """Make and check the configuration of each point, and of each clock on which its numbers depend.
+
+    Those of asynchronous ones depend on network and compute; where nodes may be absent, who is may depend on compute.
+    """
     configs: list[Configuration] = []
     models: dict[Any, nn.Module] = {}
     data = Data(options)
-    each_clock = clocks(options.network, options.compute)
+    none, each_compute, each_clock = (
+        clocks(*given) for given in ((None, None), (None, options.compute), (options.network, options.compute))
+    )
     for point in points:
         settings = checked({name: point.get(name, vars(options)[name]) for name in SETTINGS})
         given = point["strategy"] if options.strategy is None else options.strategy
         strategy = given if isinstance(given, Strategy) else _called("strategy", given, point, Strategy)
         model = _model(options.model, point, models)
+        each = none if settings["availability"] is None else each_compute
         if strategy.asynchronous:
-            configs += [
-                Configuration(len(configs) + i, {**point, **clock.point}, model, strategy, settings, data, *clock[1:])
-                for i, clock in enumerate(each_clock)
-            ]
+            each = each_clock
         else:
-            own = {name: value for name, value in settings.items() if name not in OF_UPDATES}
-            configs.append(Configuration(len(configs), point, model, strategy, own, data))
+            settings = {name: value for name, value in settings.items() if name not in OF_UPDATES}
+        configs += [
+            Configuration(len(configs) + i, {**point, **clock.point}, model, strategy, settings, data, *clock[1:])
+            for i, clock in enumerate(each)
+        ]
     _check_settings(configs, options)
     for config in configs:
         config.check(options)
@@ -276,7 +311,8 @@ def _check_settings(configs: Iterable[Configuration], options: SweepOptions) -> 
     """Raise a ValueError for settings that no configuration has."""
     synchronous = [config for config in configs if not config.strategy.asynchronous]
     everyone = len(synchronous) == len(list(configs))
-    if everyone and (options.network is not None or options.compute is not None):
+    absent = any(config.settings["availability"] is not None for config in synchronous)
+    if everyone and (options.network is not None or (options.compute is not None and not absent)):
         check_clock(options.network, options.compute)
     for config in synchronous:
         for name in OF_UPDATES:

@@ -36,11 +36,12 @@ class Curve:
 
     Attributes:
         status: how it ended.
-        columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 2]`, sent and received.
-            Of asynchronous runs also `totals` `[T, 2]`, all bytes up to there, and `nodes_per_call`; `lr` and
-            `outer_lr` are nan where several are trained together, since their events say them.
+        columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 3]`, sent, received and
+            handed over. Of asynchronous runs also `totals` `[T, 3]`, all bytes up to there, and `nodes_per_call`; `lr`
+            and `outer_lr` are nan where several are trained together, since their events say them.
         evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
         average: the parameters and buffers of the averaged model, where they are kept.
+        ledger: what was sent, as `Ledger.state`, where nodes may be absent: it is not known without training.
         last: what a result shows of it.
     """
 
@@ -48,6 +49,7 @@ class Curve:
     columns: dict[str, Tensor]
     evaluations: dict[str, Any]
     average: Tree | None
+    ledger: dict[str, Any] | None = None
     last: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class Curve:
 
     @property
     def totals(self) -> np.ndarray:
-        """All bytes up to each step, sent and received, `[T, 2]`."""
+        """All bytes up to each step, sent, received and handed over, `[T, 3]`."""
         return self.columns["totals"].numpy() if "totals" in self.columns else self.columns["bytes"].numpy().cumsum(0)
 
     def history(self, settings: dict[str, Any], config: Configuration) -> History:
@@ -116,10 +118,11 @@ class Curve:
     @classmethod
     def of(cls, state: dict[str, Any]) -> Curve:
         """Invert `state`."""
+        state = {"ledger": None, **state}  # older files have none
         return cls(*[state[name] for name in SAVED])
 
 
-SAVED = ("status", "columns", "evaluations", "average")
+SAVED = ("status", "columns", "evaluations", "average", "ledger")
 
 
 class Observed:
@@ -130,11 +133,11 @@ class Observed:
         self.arrays = {
             "train_losses": np.full((*shape, num_nodes), np.nan),
             "active": np.ones((*shape, num_nodes), dtype=bool),
-            "bytes": np.zeros((*shape, 2)),
+            "bytes": np.zeros((*shape, 3)),
             "seconds": np.full(shape, np.nan),
         }
         if updates:
-            self.arrays["totals"] = np.zeros((*shape, 2))
+            self.arrays["totals"] = np.zeros((*shape, 3))
             self.arrays |= {name: np.full(shape, np.nan) for name in ("nodes_per_call", "lr", "outer_lr")}
         else:
             self.arrays["lr"] = np.full(shape, np.nan)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine.simulation import State as SimulationState
@@ -224,9 +224,9 @@ class Merged(Strategy):
         with ExitStack() as recordings:
             yield [recordings.enter_context(exchange.comm.ledger.recording()) for exchange in self.exchanges]
 
-    def num_bytes(self, transfers: Sequence[list[Transfer]]) -> list[tuple[float, float]]:
-        """Return the bytes that a node of each configuration has sent and received on average, from `recording`."""
-        each = [(float(sum(x.sent_bytes for x in xs)), float(sum(x.received_bytes for x in xs))) for xs in transfers]
+    def num_bytes(self, transfers: Sequence[list[Transfer]]) -> list[tuple[float, float, float]]:
+        """Return what a node of each configuration has sent, received and handed over, from `recording`."""
+        each = [bytes_of(of_one) for of_one in transfers]
         return [sums for sums, exchange in zip(each, self.exchanges) for _ in range(exchange.size)]
 
     def rates(self) -> list[float]:

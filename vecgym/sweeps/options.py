@@ -64,11 +64,12 @@ class SweepOptions(EngineOptions, Training, Swept):
         executor: a `concurrent.futures.Executor`: its workers train the stacks, each by itself, to the same bits; None:
             this process does. It is not shut down. See `vecgym.guide.sweeps` for what workers must have.
         availability: who is present in which steps; see `Trainer.fit`. It may be an axis too, of such objects. Where
-            nodes may be absent, each configuration is trained by itself.
+            nodes may be absent, each configuration is trained by itself, and on each `compute`.
         dry_run: train nothing: look at `result.explain()`.
         network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`, or {name: one}: the rows say how long
             each configuration takes; see `SweepResult.price`, which does so afterwards. Asynchronous strategies need
-            `compute`, and are trained on each of them: the order of their events depends on it.
+            `compute`, and are trained on each of both: the order of their events depends on them. A `Deadline` needs
+            `compute` alone.
         max_updates, max_seconds: of asynchronous strategies, in place of `max_steps`; see `Trainer.fit`.
     """
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
-from vecgym.engine import Engine
 from vecgym.records.rows import counted
 from vecgym.runs.footprint import passing
 from vecgym.runs.memory import available_bytes
 from vecgym.runs.options import resolve_device
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
-from vecgym.sweeps.configurations import Configuration, alike
+from vecgym.sweeps.configurations import Configuration, alike, examined
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.parts import exchange_key, optimizer_key
 
@@ -158,10 +154,7 @@ def max_memory_bytes(options: SweepOptions) -> int:
 
 def _costs(config: Configuration) -> tuple[int, int]:
     """Return the bytes of a configuration in a stack, roughly, and the floating-point operations of its step."""
-    engine = Engine(copy.deepcopy(config.model), engine="loop")
-    batch = tree.map_leaves(lambda x: x[:1].to(engine.device), config.train.batch(0))
-    with torch.enable_grad():
-        engine.prepare(batch)
+    engine, batch = examined(config)
     passing_bytes = passing(engine, tree.map_leaves(lambda x: x[0], batch), most=1, mean=False).peak(1)
     assert engine.facts is not None
     params = {name: p.detach()[None].clone() for name, p in engine.params.items()}

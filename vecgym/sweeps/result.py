@@ -72,12 +72,11 @@ class SweepResult:
         self._runner = runner
         self._prices = prices
         self._asynchronous = any(config.strategy.asynchronous for config in runner.configs)
-        places = [None] if prices is None else list(range(len(prices.points)))
         # The configuration of each row, and the network and compute that it is priced for.
         self._places = [
             (config, place)
             for config in runner.configs
-            for place in ([None] if config.strategy.asynchronous else places)
+            for place in ([None] if prices is None or config.strategy.asynchronous else prices.places(config))
         ]
         clocks = [] if prices is None else prices.axes
         self.axes = list(dict.fromkeys([*runner.axes, *clocks, *(name for c in runner.configs for name in c.point)]))
@@ -86,13 +85,13 @@ class SweepResult:
     def rows(self) -> list[Point]:
         """One dict per configuration, in the order of the grid; see the class for what is in it."""
         rows = [self._row(config, place) for config, place in self._places]
-        if not self._asynchronous:
-            return rows
         names = dict.fromkeys([*self.axes, *(name for row in rows for name in row)])  # all rows have all columns
         return [Row({name: row.get(name) for name in names}) for row in rows]
 
     def price(self, network: Any, compute: Any) -> SweepResult:
         """The same on a network: with the columns `sim_seconds` and `sim_utilization`, and nothing trained again.
+
+        On a network with a server or a store, `bytes_total` is what then goes over a node's link.
 
         Args:
             network, compute: a `vecgym.clock.Network` and a `vecgym.clock.Compute`; or of either several, {name: one}:
@@ -131,7 +130,8 @@ class SweepResult:
             measured |= config.plan.columns(measured["steps"])
         if self._prices is None or place is None:
             return Row({**config.point, **measured})
-        return Row({**config.point, **self._prices.points[place], **measured, **self._prices.row(config, place)})
+        priced = self._prices.row(config, place, curve)
+        return Row({**config.point, **self._prices.points[place], **measured, **priced})
 
     @property
     def num_pending(self) -> int:

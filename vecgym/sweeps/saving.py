@@ -130,8 +130,9 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
             values |= fingerprint_of(value, f"grid[{axis!r}]")
     settings = {name: value for name, value in config.shown.items() if name not in config.point}
     values |= {**settings, "number of steps": config.num_steps, "the row with the same model": model}
-    for name in ("network", "compute") if config.strategy.asynchronous else ():
-        values |= fingerprint_of(getattr(config, name), name)
+    for name in ("network", "compute"):
+        if config.strategy.asynchronous or getattr(config, name) is not None:
+            values |= fingerprint_of(getattr(config, name), name)
     if (availability := config.settings["availability"]) is not None:
         values |= fingerprint_of(availability, "availability")
     return {**values, **fingerprint_of(config.strategy, "strategy")}
