@@ -28,7 +28,7 @@ from turns import serve, take_turns
 from workloads import WORKLOADS, Batch, Workload, header, machine, markdown
 
 from vecgym.collectives import StackedCollectives
-from vecgym.compress import grid
+from vecgym.compress.dct import grid
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State

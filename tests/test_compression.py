@@ -43,10 +43,10 @@ from vecgym.compress import (
     StatQuantise,
     Ternary,
     TopK,
-    grid,
     make_codec,
 )
 from vecgym.compress.codecs import Draw, index_dtype, part_of
+from vecgym.compress.dct import grid
 from vecgym.compress.packing import pack, pack_trits, unpack, unpack_trits
 from vecgym.core import rng, tree
 from vecgym.core.tree import Tree

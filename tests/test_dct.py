@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import demo as twin
-from vecgym.compress import (
+from vecgym.compress.dct import (
     Grid,
     accumulate_dct_,
     basis,
@@ -121,7 +121,7 @@ def test_derivatives_of_the_transform(transform: Any) -> None:
 def test_a_basis_made_in_inference_mode_can_be_differentiated_with() -> None:
     code = """
 import torch
-from vecgym.compress import dct
+from vecgym.compress.dct import dct
 with torch.inference_mode():
     dct(torch.ones(1, 23, 29))
 x = torch.ones(1, 23, 29, requires_grad=True)

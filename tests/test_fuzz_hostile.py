@@ -90,7 +90,6 @@ ONCE: dict[ModuleType, list[Case]] = {
             ("vecgym.compat.exogym.CommunicateOptimizeStrategy", "communication_modules", "[1]"),
             ("vecgym.compat.exogym.SimpleReduceStrategy", "max_norm", "a function"),
             ("vecgym.compat.exogym.Trainer.fit", "dataloader_kwargs", "['a']"),
-            ("vecgym.compat.exogym.install", "strict_timing", "1"),
             ("vecgym.compress.Quantise", "bits", "np.array([1, 2])"),
             ("vecgym.data.EvalBatches", "agree", "tensor of -inf"),
             ("vecgym.data.num_steps", "num_epochs", "torch.float16"),

@@ -31,8 +31,8 @@ from vecgym.compress import (
     StatQuantise,
     Ternary,
     TopK,
-    strongest,
 )
+from vecgym.compress.dct import strongest
 from vecgym.core import devices, tree
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State

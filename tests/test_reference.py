@@ -7,6 +7,7 @@ together (FedAvg = DDP at H = 1, DiLoCo = FedAvg with outer SGD(1), ...) and to 
 from __future__ import annotations
 
 import ast
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,12 @@ from torch.func import functional_call, grad, vmap
 
 from tests import models as zoo
 from tests.models import MODELS, NO_VMAP, RANDOM, Quadratic, make_batches, make_data, make_model
-from tests.reference import common
+from tests.reference import common, exogym_traces
 from tests.reference.allreduce import allreduce
 from tests.reference.common import OptimizerSpec, Result
 from tests.reference.demo import basis, chunk_size, dct, demo, fold, inverse_dct, make_chunks
 from tests.reference.diloco import diloco
+from tests.reference.exogym import exogym, lambda_cosine
 from tests.reference.fedavg import fedavg
 from tests.reference.gossip import gossip, mix_parameters
 from tests.reference.sparta import sparta
@@ -748,3 +750,21 @@ def test_which_models_vmap_can_run(name: str) -> None:
             common.backward(separate, row[node])
             for key, param in common.parameters(separate).items():
                 assert_close(gradients[key][node], common.gradient(param))
+
+
+# --------------------------------------------------------------------------------------------- EXO Gym's processes
+
+TRACES = json.loads(exogym_traces.FILE.read_text())
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"{trace['kind']}-{trace['num_nodes']}")
+def test_exo_gyms_loop_computes_what_its_processes_do(trace: dict[str, Any]) -> None:
+    """4 nodes to rounding: gloo adds up in another order."""
+    of, kind = exogym_traces, trace["kind"]
+    result = exogym(
+        make_model("MLP", dtype=torch.float64), of.dataset(), trace["num_nodes"], kind, steps=of.STEPS,
+        batch_size=of.BATCH_SIZE, inner=of.INNER, H=of.H, p=of.P, max_norm=of.MAX_NORM,
+        schedule=lambda_cosine(of.WARMUP_STEPS, of.STEPS), **(of.DEMO if kind == "demo" else {}),
+    )  # fmt: skip
+    assert result.losses.tolist() == [pytest.approx(row, rel=1e-12) for row in trace["losses"]]
+    assert [of.seen(m) for m in result.models] == pytest.approx(trace["seen"], rel=1e-12, abs=1e-12)

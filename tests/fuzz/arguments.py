@@ -73,7 +73,7 @@ WORK = {"2**62", "10**30", "1e300", "inf"}  # of these: as many steps, or layers
 UNDERNEATH = (
     "vecgym.collectives", "vecgym.compress", "vecgym.core.errors", "vecgym.runs.evaluation",
     "vecgym.runs.multiprocess", "vecgym.collectives.ledger", "vecgym.engine", "vecgym.runs.memory",
-    "vecgym.strategy.base.", "vecgym.compat.exogym.strict.",
+    "vecgym.strategy.base.",
     "vecgym.core.nodes", "vecgym.runs.optimize.", "vecgym.core.rng", "vecgym.core.devices",
     "vecgym.runs.rollout.", "vecgym.optim.schedule", "vecgym.engine.simulation", "vecgym.collectives.topology",
     "vecgym.core.tree", "vecgym.runs.verification.", "vecgym.optim.ElementwiseRule", "vecgym.optim.PerNodeRule",

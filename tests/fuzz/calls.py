@@ -30,8 +30,6 @@ from vecgym.clock import Compute, Network, price
 from vecgym.collectives import StackedCollectives, topology
 from vecgym.collectives.ledger import Transfer
 from vecgym.compat import diloco_sim, exogym
-from vecgym.compat.exogym.behaviour import Choice
-from vecgym.compat.exogym.config import TrainConfig
 from vecgym.compress.codecs import Draw
 from vecgym.core import rng
 from vecgym.engine import Engine, ModelFacts, Plan, availability
@@ -40,7 +38,6 @@ from vecgym.engine.simulation import Simulation
 from vecgym.records import loggers
 from vecgym.records.history import History
 from vecgym.runs import memory
-from vecgym.runs.recorder import Loggers
 from vecgym.runs.verification import Check, Difference
 from vecgym.strategy import (
     AsyncStrategy,
@@ -92,8 +89,6 @@ UNCALLED = {
     "vecgym.History.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.SweepResult.to_pandas": "needs pandas, which is not among the dependencies",
     "vecgym.optim.Muon": "torch's own, where it has one",
-    **{f"vecgym.compat.exogym.strict.TrainNode{name}": "made by a StrictRun in the thread of each node" for name in
-       ("", ".train")},
     "vecgym.plot.NotebookFigure": "matplotlib's own arguments",
 }  # fmt: skip
 INSIDE = ("vecgym.strategy.per_rank", "vecgym.strategy.federated_averaging")  # they have an __all__, and are not public
@@ -384,25 +379,6 @@ def _moments() -> dict[str, Any]:
     return {"exp_avg": tree_of_nodes(), "exp_avg_sq": tree_of_nodes()}
 
 
-def _sgd() -> vecgym.OptimSpec:
-    return vecgym.OptimSpec("sgd")
-
-
-def _choice() -> Choice:
-    return Choice(_sgd(), _sgd(), ())
-
-
-def _strict_config() -> TrainConfig:
-    return TrainConfig(
-        1, exogym.SimpleReduceStrategy("sgd"), K, max_steps=1, batch_size=2, device="cpu",
-        model=Line(), train_dataset=examples(), val_dataset=None,
-    )  # fmt: skip
-
-
-def _cut() -> compress.Grid:
-    return compress.grid((DIM,), 4)
-
-
 # By the callable's name; a method takes what its class says, and then what it says itself.
 VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.Trainer": {"path": lambda: "out.png"},
@@ -452,21 +428,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.compress.PowerSGD.compresses": {"x": lambda: torch.ones(K, 4, 4)},
     "vecgym.compress.PowerSGD.reduce": {"state": dict, "mean": lambda: lambda x: x,
                                        "draw": lambda: lambda name: drawn()},
-    "vecgym.compress.accumulate_dct_": {"X": lambda: torch.zeros(K, 1, 1, 1, DIM), "x": lambda: tree_of_nodes()["w"],
-                                        "cut": _cut, "decay": lambda: 0.9},
     "vecgym.compress.check_bits": {"value": lambda: 8},
-    "vecgym.compress.chunk_size": {"limit": lambda: 2},
-    "vecgym.compress.dct": {"x": lambda: torch.ones(2, 4)},
-    "vecgym.compress.inverse_dct": {"X": lambda: torch.ones(2, 4)},
-    "vecgym.compress.to_chunks": {"x": lambda: tree_of_nodes()["w"], "cut": _cut},
-    "vecgym.compress.from_chunks": {"chunks": lambda: compress.to_chunks(tree_of_nodes()["w"], _cut()), "cut": _cut,
-                                    "shape": lambda: (DIM,)},
-    "vecgym.compress.grid": {"shape": lambda: (4, 4), "limit": lambda: 4},
-    "vecgym.compress.mean_of_senders": {"indices": lambda: torch.zeros(1, K, 1, 1, dtype=torch.long),
-                                        "values": lambda: torch.ones(1, K, 1, 1)},
-    "vecgym.compress.strongest": {"x": lambda: torch.ones(2, 4), "k": lambda: 1},
-    "vecgym.compress.topk_bytes": {"shape": lambda: (4, 4), "k": lambda: 1, "limit": lambda: 4,
-                                   "value_bytes": lambda: 4},
     "vecgym.data.text.read_text": {"path": lambda: file("text.txt")},
     "vecgym.data.text.standard_library_text": {"num_chars": lambda: 1000},
     "vecgym.data.text.split_text": {},
@@ -599,13 +561,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     **{f"vecgym.compat.exogym.strategies.{name}IndexSelector.get_indices": {
         "param": lambda: torch.ones(4), "iteration": lambda: 0}
        for name in ("", "Partitioned", "Random", "ShuffledSequential")},
-    "vecgym.compat.exogym.strict.AsExoGym": {"local_step": lambda: 1, "interval": lambda: 1, "given": _sgd,
-                                             "choice": _choice, "progress": lambda: 0.5, "max_norm": lambda: None,
-                                             "spec": _sgd},
-    "vecgym.compat.exogym.strict.AsExoGym.check_demo": {"shape": lambda: [2, 2]},
-    "vecgym.compat.exogym.strict.ignored": {"strategy": lambda: exogym.SimpleReduceStrategy("sgd")},
-    "vecgym.compat.exogym.strict.StrictRun": {
-        "config": _strict_config, "loggers": lambda: Loggers(None, 1), "progress": lambda: False},
     "vecgym.compat.exogym.run_script": {"path": lambda: file("script.py")},
 }  # fmt: skip
 

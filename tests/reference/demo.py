@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ def inverse_dct(X: Tensor) -> Tensor:
         return basis(len(X)).to(X.dtype).T @ X
     rows, columns = X.shape
     return basis(rows).to(X.dtype).T @ X @ basis(columns).to(X.dtype)
+
+
+Transform = Callable[[Tensor], Tensor]
+EXACT: tuple[Transform, Transform] = (dct, inverse_dct)
 
 
 def fold(shape: torch.Size) -> list[int]:
@@ -115,7 +119,9 @@ def demo(
     weight_decay: float = 0.0,
     max_norm: float | None = None,
     schedule: Schedule | None = None,
+    transforms: tuple[Transform, Transform] = EXACT,
 ) -> Result:
+    forward, backward = transforms
     models = common.copy_model(model, num_nodes)
     losses = common.empty_losses(model, len(batches), num_nodes)
     thetas = [common.parameters(model_i) for model_i in models]
@@ -145,14 +151,14 @@ def demo(
                 total = torch.zeros_like(decoded[piece])  # sum of the components sent
                 senders = torch.zeros_like(decoded[piece])  # how many nodes sent each
                 for delta in deltas:
-                    X = dct(delta.view(shape)[piece])
+                    X = forward(delta.view(shape)[piece])
                     sent = strongest(X, k)
                     q = torch.where(sent, X, 0.0)
-                    delta.view(shape)[piece] -= inverse_dct(q)
+                    delta.view(shape)[piece] -= backward(q)
                     total += q
                     senders += sent
                 Q = total / senders.clamp(min=1)
-                decoded[piece] = inverse_dct(Q)
+                decoded[piece] = backward(Q)
 
             for param in params:
                 param.sub_(rate * decoded.sign().view(first.shape))

@@ -3,9 +3,6 @@
 Codes:      Codec, the base; TopK, ChunkedTopK, RandomK; Quantise, StatQuantise, E3M0, floats of four bits; QSGD,
             Natural, Ternary, Sign; Chain, one after the other; PowerSGD, two averages; a Compressor is one of these
 By name:    make_codec("topk"); check_fraction, check_bits
-Cosines:    dct, inverse_dct, accumulate_dct_, in a basis
-Chunks:     to_chunks, from_chunks, by the Grid that grid makes; chunk_size
-Strongest:  strongest, mean_of_senders, topk_bytes
 
 What is known of the codes of n values; `benchmarks/compression.py` measures it:
 
@@ -38,20 +35,6 @@ from vecgym.compress.codecs import (
     check_bits,
     check_fraction,
 )
-from vecgym.compress.dct import (
-    Grid,
-    accumulate_dct_,
-    basis,
-    chunk_size,
-    dct,
-    from_chunks,
-    grid,
-    inverse_dct,
-    mean_of_senders,
-    strongest,
-    to_chunks,
-    topk_bytes,
-)
 from vecgym.compress.floats import E3M0
 from vecgym.compress.methods import Compressor, make_codec
 from vecgym.compress.powersgd import PowerSGD
@@ -65,7 +48,6 @@ __all__ = [
     "ChunkedTopK",
     "Codec",
     "Compressor",
-    "Grid",
     "Natural",
     "PowerSGD",
     "Quantise",
@@ -74,18 +56,7 @@ __all__ = [
     "StatQuantise",
     "Ternary",
     "TopK",
-    "accumulate_dct_",
-    "basis",
     "check_bits",
     "check_fraction",
-    "chunk_size",
-    "dct",
-    "from_chunks",
-    "grid",
-    "inverse_dct",
     "make_codec",
-    "mean_of_senders",
-    "strongest",
-    "to_chunks",
-    "topk_bytes",
 ]

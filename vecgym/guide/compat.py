@@ -23,35 +23,38 @@ communication modules, torch's schedulers) run rank by rank. An option that has 
 says why; an unknown one is a `TypeError`. Runs are written to `logs/<run_name>/train.csv` and `validation.csv`, or to
 Weights & Biases.
 
-### Strict timing
+### Where EXO Gym differs
 
-`vecgym exogym --strict-timing script.py`, or `install(strict_timing=True)`, trains exactly as EXO Gym's processes do:
-the same batches, dropout masks, moments and mistakes, node after node. One mistake is fixed (DiLoCo, below). Compared
-with EXO Gym itself for 40 steps, 2 processes agree to the last bit at every step. 4 agree up to gloo's order of
-summation: 5.6e-16 in float64, 4e-7 in float32. On macOS, the workers of a `DataLoader` are new interpreters, which do
-not know `exogym`: there, put dataset classes into a module that does not import it.
+A run does what EXO Gym's documents and arguments say. It does not repeat EXO Gym's results to the last bit: these are
+those of mistakes, too, and of an order of the data that never changes. Here is what differs. On macOS, the workers of a
+`DataLoader` are new interpreters, which do not know `exogym`: there, put dataset classes into a module that does not
+import it.
 
-| EXO Gym (9fa323c) | vecgym | with strict timing |
-|---|---|---|
-| does not start on Linux without a GPU, nor without `run_name` | fixed; the default name is the time | fixed |
-| on a CPU, DiLoCo's outer parameters are node 0's own tensors: every outer gradient after the first is 0 | fixed | fixed |
-| `fit` fails at its end for models with integer buffers (batch norm) | fixed: node 0's | fixed |
-| `autocast=True`, `checkpoint_interval` and `correlation_interval` (without wandb) end in an error | work | work; `checkpoint_interval` warns |
-| DiLoCo and FedAvg exchange first after H + 1 steps | after H | reproduced |
-| a single node never takes an outer step | it does (Lookahead) | reproduced |
-| the sampler never reshuffles; a factory's data is always shuffled, whatever `shuffle` says | a new order in each epoch; `shuffle` | reproduced |
-| all nodes are seeded alike: dropout is correlated | each node has its own seed | reproduced |
-| after the first evaluation node 0 stays in `eval()` mode | fixed | reproduced |
-| `FedAvgStrategy(inner_optim=...)`, DeMo's learning rate and `max_norm`, `sparta_interval`, `async_sparta_delay`, `lr=`, `outer_lr=` are ignored | used | reproduced, with a warning |
-| options that a strategy does not know (`H` or `p` of AllReduce) are stored and ignored | ignored with a warning; unknown ones are refused | the same |
-| a warm-up of one step by default: the first learning rate is 0 | reproduced | reproduced |
-| past `lr_scheduler_kwargs["max_steps"]` the cosine rises again | stays at 10 % | reproduced |
-| islands come from an unseeded generator | seeded | seeded |
-| DeMo fails on tensors of more than two dimensions | folds them | refused |
-| `train.csv` has the loss of node 0's last micro-batch, and the next step's learning rate | the mean over the nodes; the step's rate | that loss; the step's rate |
-| SPARTA sends a mask of one byte per parameter in each step | drawn from a shared seed, no bytes | reproduced, and counted |
-| `device`, given to `fit`, is ignored | used | used |
-| `exogym.strategy.dgc`, which an example imports, does not exist | nor here | nor here |
+| EXO Gym (9fa323c) | vecgym |
+|---|---|
+| does not start on Linux without a GPU, nor without `run_name` | fixed; the default name is the time |
+| on a CPU, DiLoCo's outer parameters are node 0's own tensors: every outer gradient after the first is 0 | fixed |
+| `fit` fails at its end for models with integer buffers (batch norm) | fixed: node 0's |
+| `autocast=True`, `checkpoint_interval` and `correlation_interval` (without wandb) end in an error | work |
+| DiLoCo and FedAvg exchange first after H + 1 steps | after H |
+| a single node never takes an outer step | it does (Lookahead) |
+| the sampler never reshuffles; a factory's data is always shuffled, whatever `shuffle` says | a new order in each epoch; `shuffle` |
+| all nodes are seeded alike: dropout is correlated | each node has its own seed |
+| after the first evaluation node 0 stays in `eval()` mode; the average is evaluated on other batches | both in `eval()` mode, on the same examples |
+| `FedAvgStrategy(inner_optim=...)`, DeMo's learning rate and `max_norm`, `sparta_interval`, `async_sparta_delay`, `lr=`, `outer_lr=` are ignored | used |
+| options that a strategy does not know (`H` or `p` of AllReduce) are stored and ignored | ignored with a warning; unknown ones are refused |
+| a warm-up of one step by default: the first learning rate is 0 | the same |
+| past `lr_scheduler_kwargs["max_steps"]` the cosine rises again | stays at 10 % |
+| islands come from an unseeded generator | seeded |
+| DeMo fails on tensors of more than two dimensions; its cosines have the precision of float32 | folds them; that of the parameters |
+| `train.csv` has the loss of node 0's last micro-batch, and the next step's learning rate | the mean over the nodes; the step's rate |
+| SPARTA sends a mask of one byte per parameter in each step | drawn from a shared seed, no bytes (your own classes: as there) |
+| `device`, given to `fit`, is ignored | used |
+| `TrainNode` is a process's training loop | can be imported, not made: `trainer.nodes` has the nodes |
+| `exogym.strategy.dgc`, which an example imports, does not exist | nor here |
+
+With the same batches, and without these mistakes, the results are EXO Gym's: tests compare both, and a loop that
+repeats its mistakes too with what its own processes compute.
 
 ## diloco-sim
 

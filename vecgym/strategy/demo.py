@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vecgym.compress import (
+from vecgym.compress.dct import (
     Grid,
     accumulate_dct_,
     dct,

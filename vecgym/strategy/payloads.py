@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
-from vecgym.compress import grid
+from vecgym.compress.dct import grid
 from vecgym.compress.packing import bits_for
 from vecgym.optim import OptimSpec
 from vecgym.strategy.base import Context

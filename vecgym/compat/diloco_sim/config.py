@@ -1,9 +1,9 @@
-"""diloco-sim's arguments, whose types say how each is checked, and what its hooks are given."""
+"""diloco-sim's arguments, whose types say how each is checked, what its hooks are given, and when it exchanges."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
@@ -11,14 +11,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from vecgym.compat.diloco_sim.timing import BeforeSteps
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.core.options import checks_of
+from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.runs.options import Count, Flag
+from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    Context,
     DiLoCoCommunicator,
     RandomSelector,
     SparseCommunicator,
@@ -52,46 +54,18 @@ class EvalStats:
     glob: bool
 
 
-def _model_class(name: str, value: Any) -> type[nn.Module]:
-    if isinstance(value, type) and issubclass(value, nn.Module):
-        return value
-    raise TypeError(f"{name} is {check.kind_of(value)}; give a subclass of nn.Module, not an object of it.")
-
-
-def _sized(name: str, value: Any) -> Any:
-    if value is None:
-        raise TypeError(f"{name} is missing: give a dataset of (x, y).")
-    try:
-        len(value)
-    except TypeError as error:
-        raise TypeError(f"{name} is {check.kind_of(value)}, without length; give a dataset of (x, y).") from error
-    return value
-
-
-def _function(name: str, value: Any, what: str = "(output, y) -> loss, such as F.cross_entropy") -> Any:
-    if not callable(value):
-        raise TypeError(f"{name}={value!r}: give a function {what}.")
-    return value
-
-
-def _or_none(passed: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Let None pass, and let 0 mean it, as in the original."""
-    return lambda name, value: None if value is None else passed(name, value) or None
-
-
-def _indices(name: str, value: Any) -> list[int] | None:
-    if value is None:
-        return None
-    return [check.integer(name, x, 0) for x in check.instance(name, value, (list, tuple), "a list of GPUs' indices")]
-
-
-Function = Annotated[Callable[..., Tensor] | None, _function]
-_hook = _or_none(partial(_function, what="of one argument, or None"))
 Keywords = Annotated[dict[str, Any], partial(check.instance, kind=dict, give="a dict of keyword arguments")]
 CountFrom0 = Annotated[int, partial(check.integer, least=0)]
-CountOr0 = Annotated[int | None, _or_none(partial(check.integer, least=0))]
-MaxNorm = Annotated[float | None, _or_none(partial(check.number, within="[0, inf]"))]
-Path = Annotated[str | os.PathLike[str] | None, _or_none(check.path)]
+MaxNorm = Annotated[float | None, partial(optional_number, within="(0, inf]", what="the norm of a node's gradient")]
+Path = Annotated[str | os.PathLike[str] | None, lambda name, value: value if value is None else check.path(name, value)]
+
+# What may be None, where 0 means None, as in the original.
+OR_0 = ("ckpt_interval", "corr_interval", "max_local_step", "max_minibatch_size", "max_norm")
+FUNCTIONS = {
+    "loss_fn": "(output, y) -> loss, such as F.cross_entropy",
+    "train_loss_hook": "of one argument, a TrainStats, or None",
+    "eval_loss_hook": "of one argument, an EvalStats, or None",
+}
 
 
 @dataclass
@@ -146,16 +120,16 @@ class DilocoSimulatorConfig:
     OptimSpec(AdamW, lr=0.001)
     """
 
-    model_cls: Annotated[type[nn.Module], _model_class]
+    model_cls: type[nn.Module]
     model_kwargs: Keywords = field(default_factory=dict)
-    loss_fn: Function = None  # this and train_dataset are needed, in the original's order
-    train_dataset: Annotated[Any, _sized] = None
+    loss_fn: Callable[..., Tensor] | None = None  # this and train_dataset are needed, in the original's order
+    train_dataset: Any = None
     optimizer_kwargs: Keywords = field(default_factory=lambda: {"lr": 0.001})
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW
     batch_size: Count = 16
     eval_dataset: Any = None
-    ckpt_interval: CountOr0 = None
-    corr_interval: CountOr0 = None
+    ckpt_interval: OptionalCount = None
+    corr_interval: OptionalCount = None
     eval_iters: Count = 50
     eval_interval: Count = 1000
     save_dir: Path = None
@@ -169,20 +143,24 @@ class DilocoSimulatorConfig:
     diloco_interval: Count = 500
     outer_optimizer_cls: type[torch.optim.Optimizer] = torch.optim.SGD
     outer_optimizer_kwargs: Keywords = field(default_factory=lambda: {"lr": 0.7, "nesterov": True, "momentum": 0.9})
-    max_local_step: CountOr0 = None
+    max_local_step: OptionalCount = None
     wandb_project: str | None = None
-    max_minibatch_size: CountOr0 = None
+    max_minibatch_size: OptionalCount = None
     port: CountFrom0 = PORT
-    devices: Annotated[list[int] | None, _indices] = None
+    devices: list[int] | None = None
     max_norm: MaxNorm = None
     async_sparta_delay: CountFrom0 = 0
     wandb_name: str | None = None
-    train_loss_hook: Annotated[Callable[[TrainStats], None] | None, _hook] = None
-    eval_loss_hook: Annotated[Callable[[EvalStats], None] | None, _hook] = None
-    seed: Annotated[int, check.seed] = 0
+    train_loss_hook: Callable[[TrainStats], None] | None = None
+    eval_loss_hook: Callable[[EvalStats], None] | None = None
+    seed: Seed = 0
     progress: Flag = True
 
     def __post_init__(self) -> None:
+        self._check_task()
+        for name in OR_0:
+            if check.is_number(vars(self)[name]) and vars(self)[name] == 0:
+                setattr(self, name, None)
         own: Any = type(self)
         for name, passed in checks_of(own).items():
             setattr(self, name, passed(name, getattr(self, name)))
@@ -194,6 +172,22 @@ class DilocoSimulatorConfig:
                 f"{self.num_nodes} with batch_size={self.batch_size}: fewer nodes, or smaller batches."
             )
         self.strategy()  # has checks of its own, of the optimizers among them
+
+    def _check_task(self) -> None:
+        """Raise a TypeError for what is no model, dataset, function or list of GPUs."""
+        if not (isinstance(self.model_cls, type) and issubclass(self.model_cls, nn.Module)):
+            given = check.kind_of(self.model_cls)
+            raise TypeError(f"model_cls is {given}; give a subclass of nn.Module, not an object of it.")
+        if not isinstance(self.train_dataset, Sized):
+            given = "missing" if self.train_dataset is None else f"{check.kind_of(self.train_dataset)}, without length"
+            raise TypeError(f"train_dataset is {given}: give a dataset of (x, y).")
+        for name, what in FUNCTIONS.items():
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name == "loss_fn"):
+                raise TypeError(f"{name}={value!r}: give a function {what}.")
+        if self.devices is not None:
+            for index in check.instance("devices", self.devices, (list, tuple), "a list of GPUs' indices"):
+                check.integer("devices", index, 0)
 
     @property
     def num_local_steps(self) -> int:
@@ -215,3 +209,33 @@ class DilocoSimulatorConfig:
             modules, OptimSpec(self.optimizer_cls, **self.optimizer_kwargs), max_norm=self.max_norm,
             warmup_steps=self.warmup_steps, cosine_anneal=self.cosine_anneal,
         )  # fmt: skip
+
+
+class BeforeSteps(CommunicationModule):
+    """Exchange before each step, not after the one before it.
+
+    This differs only at the two ends of a run: nothing follows the last step, and sparse values that are exchanged
+    before the first, when all nodes are equal, are written when their delay is over.
+    """
+
+    def __init__(self, module: CommunicationModule, name: str, interval: int) -> None:
+        self.module = module
+        self._interval = (name, interval)
+
+    def check(self, num_nodes: int, max_steps: int) -> None:
+        name, interval = self._interval
+        if interval >= max_steps:
+            warn(f"{name}={interval} in a run of {max_steps} steps: it never exchanges anything.")
+        else:
+            self.module.check(num_nodes, max_steps - 1)
+
+    def init(self, params: Tree, ctx: Context) -> dict[str, Any]:
+        state = self.module.init(params, ctx)
+        if not isinstance(self.module, SparseCommunicator):
+            return state  # the outer step needs a local one before it
+        return self.module.exchange_parameters(params, state, ctx.replace(step=-1))[1]
+
+    def exchange_parameters(self, params: Tree, state: dict[str, Any], ctx: Context) -> tuple[Tree, dict[str, Any]]:
+        if ctx.step + 1 == ctx.max_steps:
+            return params, state
+        return self.module.exchange_parameters(params, state, ctx)

@@ -4,21 +4,16 @@
 argument names; `vecgym exogym script.py` does so for a script. EXO Gym's own strategies are translated to vecgym's,
 which train all nodes at once; a user's class, written for one rank, runs rank by rank.
 
-With `strict_timing`, a run follows EXO Gym to the last step: which batches a node sees (the sampler never reshuffles),
-which random numbers (all nodes are seeded alike, node 0 evaluates and stays in eval() mode), when it exchanges (DiLoCo
-and FedAvg first after H + 1 steps), and what EXO Gym ignores. One mistake is fixed: on a CPU, EXO Gym's DiLoCo has node
-0's own tensors as its outer parameters. Such a run goes rank by rank, and is meant for comparison with old results.
-
 Reference: exo-explore/gym at 9fa323c. `vecgym.guide.compat` has a table of its quirks and of what becomes of each.
 """
 
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, barrier, broadcast
-from vecgym.compat.exogym.demo import DeMoStrategy
 from vecgym.compat.exogym.modules import install, run_script, uninstall
 from vecgym.compat.exogym.strategies import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
     CommunicationModule,
+    DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,

@@ -1,28 +1,104 @@
 """The bases of EXO Gym's strategies: what one node does in a step, and one thing that it exchanges.
 
-How they interpret their arguments is their `behaviour`: as they say (`AsAsked`), or as EXO Gym does
-(`vecgym.compat.exogym.strict`).
+Each class is written for one rank, and a user's classes derive from it. It also says what does the same for all nodes
+at once, `_vectorised`, which a run takes where a user's class overrides nothing of it (`as_written`).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from vecgym.compat.exogym.behaviour import AsAsked
-from vecgym.compat.exogym.optimizers import AnySpec, Spec, inner_choice
-from vecgym.compat.exogym.options import OF_STRATEGIES, Keywords, MaxNorm, Modules, checked, warn_without_effect
+from vecgym import optim as vecgym_optim
+from vecgym import strategy as native
 from vecgym.compat.exogym.utils import LogModule
 from vecgym.core import check
+from vecgym.core.errors import warn
 from vecgym.optim.schedule import NAMES as SCHEDULES
+from vecgym.optim.schedule import Schedule, lambda_cosine
+from vecgym.runs.options import optional_number
+
+Spec = vecgym_optim.OptimSpec
+AnySpec = str | Spec | type[torch.optim.Optimizer] | None
 
 PACKAGE = __name__.rsplit(".", 1)[0]  # of the classes that are not a user's
+
+# EXO Gym's strategies store whatever they are given, and its examples give some options to all of them.
+WITHOUT_EFFECT = {
+    "H": "this strategy exchanges at every step",
+    "p": "EXO Gym never reads it; SPARTA's fraction is p_sparta",
+    **dict.fromkeys(("p_sparta", "async_sparta_delay"), "this strategy is not SPARTA"),
+    "sparta_interval": "this strategy is not SPARTA with DiLoCo",
+    "island_size": "this strategy has no islands",
+    **dict.fromkeys(("outer_optim", "outer_optim_spec", "outer_lr"), "this strategy has no outer optimizer"),
+    **dict.fromkeys(("compression_decay", "compression_topk", "compression_chunk"), "this strategy is not DeMo"),
+    "weight_decay": "give it to the OptimSpec",
+    "max_norm": "this strategy does not clip",
+    "optim_spec": "this strategy has no optimizer of its own",
+    "communication_modules": "this strategy has modules of its own",
+}
+
+
+# ------------------------------------------------------------- optimizers, under the several names that scripts use
+
+
+class OptimSpec(Spec):
+    """`vecgym.OptimSpec`, with `cls` as the name of its first argument."""
+
+    def __init__(self, cls: str | type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs: Any) -> None:
+        super().__init__(cls, **kwargs)
+
+
+def ensure_optim_spec(optim: AnySpec, default: Spec | None = None, **kwargs: Any) -> Spec:
+    """Make an `OptimSpec` of a name, a spec, a class or None; `kwargs` override what a spec has."""
+    if optim is None:
+        return Spec(torch.optim.AdamW, **kwargs) if default is None else default
+    if isinstance(optim, Spec):
+        return optim.replace(**kwargs) if kwargs else optim
+    return vecgym_optim.ensure_optim_spec(optim, **kwargs)
+
+
+def inner_spec(whose: str, optim_spec: AnySpec, options: dict[str, Any]) -> Spec:
+    """Return the inner optimizer asked for, under whichever of its names, and take these out of `options`."""
+    others = taken(options, "inner_optim", "inner_optim_spec")
+    rates = taken(options, "lr", "inner_lr")
+    given = [x for x in (optim_spec, *others.values()) if x is not None]
+    if len(given) > 1 or len(rates) > 1:
+        raise TypeError(f"{whose} got its inner optimizer or learning rate twice: {given}, {rates}.")
+    asked, lr = ensure_optim_spec(given[0] if given else None), next(iter(rates.values()), None)
+    return asked if lr is None else asked.replace(lr=lr)
+
+
+def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Remove the named options, and return them."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+# ---------------------------------------------------------------------------------------------------------- classes
+
+
+def warn_without_effect(whose: str, given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Warn about each option given (not None) that has a reason to do nothing."""
+    for name, value in given.items():
+        if value is not None and name in reasons:
+            warn(f"{whose}: {name}={value!r} has no effect: {reasons[name]}.")
+
+
+def as_written(x: Any) -> type | None:
+    """Return the class of EXO Gym that `x` behaves as; None: its own class overrides something of it, or is no such."""
+    own: set[str] = set()
+    for cls in type(x).__mro__:
+        if cls.__module__.startswith(PACKAGE):
+            return None if any(hasattr(cls, name) for name in own) else cls
+        own |= {name for name, value in vars(cls).items() if callable(value) or isinstance(value, property)}
+        own -= {name for name in own if name.startswith("__")}
+    return None
 
 
 class Strategy(ABC, LogModule):
@@ -36,33 +112,30 @@ class Strategy(ABC, LogModule):
             unknown one is a TypeError.
     """
 
-    behaviour: AsAsked = AsAsked()  # of the run
-
-    @checked
     def __init__(
         self,
         lr_scheduler: str | Callable[..., Any] | None = None,
-        lr_scheduler_kwargs: Keywords = None,
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        kwargs = dict(lr_scheduler_kwargs or {})
-        for name in ("warmup_steps", "cosine_anneal"):  # the documents give them here
-            if isinstance(lr_scheduler, str) and name in options:
-                kwargs.setdefault(name, options.pop(name))
+        kwargs = dict(check.instance("lr_scheduler_kwargs", lr_scheduler_kwargs or {}, Mapping, "a dict"))
         if isinstance(lr_scheduler, str):
+            for name in ("warmup_steps", "cosine_anneal"):  # the documents give them here
+                if name in options:
+                    kwargs.setdefault(name, options.pop(name))
             check.choice("lr_scheduler", lr_scheduler, SCHEDULES, "a class of torch.optim.lr_scheduler, or None")
             check.keywords("lr_scheduler_kwargs", kwargs, ("warmup_steps", "cosine_anneal", "max_steps"))
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_kwargs = kwargs
         if type(self).__module__.startswith(PACKAGE):
-            check.keywords(type(self).__name__, options, OF_STRATEGIES)
-            warn_without_effect(type(self).__name__, options, OF_STRATEGIES)
+            check.keywords(type(self).__name__, options, WITHOUT_EFFECT)
+            warn_without_effect(type(self).__name__, options, WITHOUT_EFFECT)
         self.kwargs = options
         for name, value in options.items():
             setattr(self, name, value)
         self.scheduler: Any = None
         self.lr_callbacks: list[Callable[[float], None]] = []
-        self.max_steps: float = 1  # known when the run begins
+        self.max_steps = 1  # known when the run begins
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         """Start on a node; called once, with the node's own model."""
@@ -96,16 +169,23 @@ class Strategy(ABC, LogModule):
             self.scheduler = self.lr_scheduler(self.optim, **self.lr_scheduler_kwargs)
 
     def _lr_factor(self, step: int) -> float:
-        """Return the factor of the learning rate: a linear warm-up from 0, then 1, or a cosine down to 0.1."""
-        kwargs = self.lr_scheduler_kwargs
-        warmup = kwargs.get("warmup_steps", 1)
-        if step < warmup:
-            return step / warmup
-        if not (kwargs.get("cosine_anneal", False) or self.lr_scheduler == "cosine"):
-            return 1.0
-        end = min(kwargs.get("max_steps", math.inf), self.max_steps)
-        progress = (step - warmup) / max(1, end - warmup)
-        return 0.9 * (0.5 * (1 + math.cos(math.pi * self.behaviour.annealed(progress)))) + 0.1
+        return float(self._schedule(self.max_steps)(step))
+
+    def _schedule(self, max_steps: int) -> Schedule:
+        """Return the named schedule: a linear warm-up from 0, then 1, or a cosine down to 0.1."""
+        end = self.lr_scheduler_kwargs.get("max_steps")
+        return lambda_cosine(max_steps if end is None else min(end, max_steps), **self._form)
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        """The form of the named schedule, in the words of `lambda_cosine`."""
+        given = self.lr_scheduler_kwargs
+        anneal = given.get("cosine_anneal", False) or self.lr_scheduler == "cosine"
+        return {"warmup_steps": given.get("warmup_steps", 1), "cosine_anneal": anneal}
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
+        """Return what does the same for all nodes at once; None: this runs rank by rank."""
+        return None
 
     def __config__(self, remove_keys: Sequence[str] | None = None) -> dict[str, Any]:
         hidden = ("iteration", "local_step", "lr_callbacks", "model", "optim", "scheduler", *(remove_keys or ()))
@@ -115,15 +195,11 @@ class Strategy(ABC, LogModule):
 class OptimizingStrategy(Strategy):
     """A strategy with an inner optimizer, whose gradients may be clipped."""
 
-    @checked
-    def __init__(self, optim_spec: AnySpec = None, max_norm: MaxNorm = None, **options: Any) -> None:
+    def __init__(self, optim_spec: AnySpec = None, max_norm: float | None = None, **options: Any) -> None:
         """Take the inner optimizer, the norm to which each node clips its gradient, and every strategy's options."""
-        self._choice = inner_choice(type(self).__name__, optim_spec, options)
-        self.optim_spec, self.max_norm = self._choice.asked, max_norm
+        self.optim_spec = inner_spec(type(self).__name__, optim_spec, options)
+        self.max_norm = optional_number("max_norm", max_norm, "[0, inf]", "the norm of a node's gradient; 0: any")
         super().__init__(**options)
-
-    def _inner_spec(self) -> Spec:
-        return self.behaviour.spec(self.optim_spec, self._choice)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
@@ -147,18 +223,22 @@ class CommunicationModule(ABC):
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:  # noqa: B027 - few have anything to do
         """Start on a node; called once, with the node's own model."""
 
-    @property
-    def behaviour(self) -> AsAsked:
-        return AsAsked() if self.strategy is None else self.strategy.behaviour
+    def _vectorised(self, num_nodes: int) -> native.CommunicationModule | None:
+        """Return what does the same for all nodes at once; None: this runs rank by rank."""
+        return None
 
 
 class CommunicateOptimizeStrategy(OptimizingStrategy):
     """The optimizer's step, then each communication module in turn."""
 
-    @checked
     def __init__(
-        self, communication_modules: Modules, optim_spec: AnySpec = None, max_norm: MaxNorm = None, **options: Any
+        self,
+        communication_modules: Sequence[Any],
+        optim_spec: AnySpec = None,
+        max_norm: float | None = None,
+        **options: Any,
     ) -> None:
+        check.instance("communication_modules", communication_modules, (list, tuple), "a list of communication modules")
         for i, module in enumerate(communication_modules):
             name = f"communication_modules[{i}]"
             check.instance(name, module, CommunicationModule, "a communication module of exogym")
@@ -185,3 +265,14 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
 
     def _is_due(self, module: CommunicationModule) -> bool:
         return True
+
+    def _has(self, *classes: type) -> bool:
+        """Whether these are the modules: a user may have put in others than the constructor."""
+        return [as_written(module) for module in self.communication_modules] == list(classes)
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
+        found = [module._vectorised(num_nodes) if as_written(module) else None for module in self.communication_modules]
+        modules = [module for module in found if module is not None]
+        if len(modules) < len(found):
+            return None
+        return native.CommunicateOptimizeStrategy(modules, self.optim_spec, **common)

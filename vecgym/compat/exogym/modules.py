@@ -6,10 +6,11 @@ import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 
 from vecgym.compat import imports
-from vecgym.compat.exogym import communicate, config, demo, logger, strategies, strict, trainer, utils
-from vecgym.compat.exogym.options import CommandLine, Flag, PathLike, checked
+from vecgym.compat.exogym import communicate, logger, strategies, trainer, utils
+from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.records import loggers
 
@@ -52,9 +53,7 @@ NAMES = {
     "exogym.strategy.demo": "DeMoStrategy",
 }
 _MEMBERS = {
-    name: value
-    for module in (communicate, utils, strategies, demo, strict, config, trainer, logger)
-    for name, value in vars(module).items()
+    name: value for module in (communicate, utils, strategies, trainer, logger) for name, value in vars(module).items()
 }
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
 # A path of the documents, which show vecgym's own loggers there.
@@ -69,14 +68,10 @@ ABSENT = {
 }
 
 
-@checked
-def install(strict_timing: Flag = False) -> None:
-    """Make `import exogym...` find vecgym's classes in this process. Calling it again only changes the mode.
+def install() -> None:
+    """Make `import exogym...` find vecgym's classes in this process.
 
     Warns if a real exogym is installed, which stays hidden until `uninstall()`.
-
-    Args:
-        strict_timing: the default of trainers: train exactly as EXO Gym's processes do.
 
     Raises:
         ImportError: if the real one has been imported already, as its classes may be in use.
@@ -92,28 +87,25 @@ def install(strict_timing: Flag = False) -> None:
         if real is not None:
             warn(f"the exogym that is installed in {real.origin} is hidden: `import exogym` finds vecgym's classes.")
         imports.install(CONTENTS, ABSENT)
-    trainer.set_strict_timing(strict_timing)
 
 
 def uninstall() -> None:
     """Undo `install`: `import exogym` finds the real one again, if it is installed."""
     imports.uninstall("exogym")
-    trainer.set_strict_timing(False)
 
 
-@checked
-def run_script(path: PathLike, args: CommandLine = (), strict_timing: Flag = False) -> None:
+def run_script(path: str | os.PathLike[str], args: Sequence[str] = ()) -> None:
     """Run a script as `python path args` would, with vecgym's `exogym`. Its exceptions are passed on.
 
     Args:
         path: the script; it imports from its own directory first.
         args: its command line.
-        strict_timing: see `install`.
     """
     before = sys.argv, list(sys.path)
-    sys.argv = [str(path), *args]
+    check.path("path", path)
+    sys.argv = [str(path), *check.instance("args", args, (list, tuple), "the command line as a list of str")]
     sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
-    install(strict_timing)
+    install()
     try:
         runpy.run_path(os.fspath(path), run_name="__main__")
     finally:

@@ -1,8 +1,4 @@
-"""EXO Gym's strategies, written for one rank: they are the bases of users' classes, and run with strict timing.
-
-Where a strategy has no code of the user's, `vecgym.compat.exogym.vectorised` finds the strategy of vecgym that does
-the same for all nodes at once, and this code does not run.
-"""
+"""EXO Gym's strategies, written for one rank, each with what does the same for all nodes at once (`_vectorised`)."""
 
 from __future__ import annotations
 
@@ -13,32 +9,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
+from vecgym import strategy as native
 from vecgym.compat.exogym.base import (
+    AnySpec,
     CommunicateOptimizeStrategy,
     CommunicationModule,
     OptimizingStrategy,
+    OptimSpec,
+    Spec,
     Strategy,
+    as_written,
+    ensure_optim_spec,
+    taken,
 )
 from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
-from vecgym.compat.exogym.optimizers import OUTER_NAMES, AnySpec, OptimSpec, ensure_optim_spec, outer_choice, taken
-from vecgym.compat.exogym.options import (
-    CountFrom0,
-    Fraction,
-    Interval,
-    IslandSize,
-    MaxNorm,
-    OptionalFraction,
-    checked,
-)
+from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_senders, strongest, to_chunks
 from vecgym.core import check
+from vecgym.strategy import per_rank
+from vecgym.strategy.modules import outer_spec
 
 __all__ = [
-    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DiLoCoCommunicator",
+    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DeMoStrategy", "DiLoCoCommunicator",
     "DiLoCoStrategy", "FedAvgStrategy", "IndexSelector", "OptimSpec", "OptimizingStrategy", "PartitionedIndexSelector",
     "RandomIndexSelector", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ShuffledSequentialIndexSelector",
     "SimpleReduceStrategy", "SparseCommunicator", "Strategy", "ensure_optim_spec",
 ]  # fmt: skip
+
+
+def interval(name: str, H: Any) -> int:
+    """Return the number of optimizer steps between two exchanges."""
+    return check.integer(name, H, what="the number of optimizer steps between two exchanges")
+
+
+def fraction(name: str, p: Any) -> float:
+    """Return the fraction of the parameters that is exchanged."""
+    return check.number(name, p, "[0, 1]", "the fraction of the parameters that is exchanged, such as 0.005")
 
 
 class SimpleReduceStrategy(OptimizingStrategy):
@@ -51,36 +58,34 @@ class SimpleReduceStrategy(OptimizingStrategy):
         self._optimize()
         super().step()
 
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy:
+        return native.AllReduceStrategy(self.optim_spec, **common)
+
 
 # ------------------------------------------------------------------------------------------------------- DiLoCo
 
 
 class DiLoCoCommunicator(CommunicationModule):
-    """Every H steps, node 0 takes a step of the outer optimizer on the nodes' mean movement, and sends the result.
-
-    One deviation from EXO Gym, also with `strict_timing`: node 0 gets a copy of the outer parameters. In EXO Gym, on a
-    CPU, it gets the outer parameters themselves, which its inner steps then change, so that every outer gradient after
-    the first is 0.
-    """
+    """Every H steps, node 0 takes a step of the outer optimizer on the nodes' mean movement, and sends the result."""
 
     master_model: nn.Module
     outer_optimizer: torch.optim.Optimizer
 
-    @checked
-    def __init__(self, H: Interval = 100, outer_optim_spec: AnySpec = None, **options: Any) -> None:
-        self.H = H
-        self._choice = outer_choice(outer_optim_spec, options)
-        check.keywords(type(self).__name__, options, ())
-        self.outer_optim_spec = self._choice.asked
+    def __init__(
+        self, H: int = 100, outer_optim_spec: AnySpec = None, outer_optim: AnySpec = None, outer_lr: Any = None
+    ) -> None:
+        self.H = interval("H", H)
+        if outer_optim_spec is not None and outer_optim is not None:
+            raise TypeError(f"the outer optimizer is given twice: {outer_optim_spec!r} and {outer_optim!r}.")
+        self.outer_optim_spec = outer_spec(outer_optim if outer_optim_spec is None else outer_optim_spec, outer_lr)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         if rank == 0:
             self.master_model = copy.deepcopy(model).cpu().requires_grad_(True)
-            spec = self.behaviour.spec(self.outer_optim_spec, self._choice)
-            self.outer_optimizer = spec.build(list(self.master_model.parameters()))
+            self.outer_optimizer = self.outer_optim_spec.build(list(self.master_model.parameters()))
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
-        if not self.behaviour.is_due(local_step, self.H) or (num_nodes == 1 and not self.behaviour.steps_alone()):
+        if (local_step + 1) % self.H != 0:
             return
         for p in model.parameters():
             average_(p.data, num_nodes)
@@ -97,17 +102,25 @@ class DiLoCoCommunicator(CommunicationModule):
         for outer, p in pairs:
             p.data = outer.detach().clone().to(p.device)  # without clone() it would be the outer parameter itself
 
+    def _vectorised(self, num_nodes: int) -> native.CommunicationModule:
+        return native.DiLoCoCommunicator(self.outer_optim_spec, self.H)
+
 
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
     """H local steps, then one step of an outer optimizer on the nodes' mean movement."""
 
-    @checked
     def __init__(
-        self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: Interval = 100, **options: Any
+        self, optim_spec: AnySpec = None, outer_optim_spec: AnySpec = None, H: int = 100, **options: Any
     ) -> None:
-        self.H = H
-        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, *OUTER_NAMES))
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, "outer_optim", "outer_lr"))
+        self.H = self.diloco_comm.H
         super().__init__([self.diloco_comm], optim_spec, **options)
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
+        if not self._has(DiLoCoCommunicator):
+            return super()._vectorised(num_nodes, **common)
+        [outer] = self.communication_modules
+        return native.DiLoCoStrategy(self.optim_spec, outer.outer_optim_spec, outer.H, **common)
 
 
 # ------------------------------------------------------------------------------------------------------- FedAvg
@@ -116,17 +129,18 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 class AveragingCommunicator(CommunicationModule):
     """The mean of the parameters over all nodes, or over random islands that node 0 draws and sends."""
 
-    @checked
-    def __init__(self, island_size: IslandSize = None, **options: Any) -> None:
-        check.keywords(type(self).__name__, options, ())
-        self.island_size = island_size
+    def __init__(self, island_size: int | None = None) -> None:
+        self.island_size = check.optional_integer("island_size", island_size, what="the nodes of an island")
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
         if num_nodes == 1:
             return
-        whole = self.island_size is None or self.island_size >= num_nodes
-        members = set(range(num_nodes)) if whole else self._select_partners(rank, num_nodes)
+        members = self._select_partners(rank, num_nodes) if self._islands(num_nodes) else set(range(num_nodes))
         self._average_models(model, members, num_nodes)
+
+    def _islands(self, num_nodes: int) -> int | None:
+        """Return the nodes of an island, or None: all nodes are in one."""
+        return None if self.island_size is None or self.island_size >= num_nodes else self.island_size
 
     def _select_partners(self, rank: int, num_nodes: int) -> set[int]:
         """Return the nodes of this node's island."""
@@ -148,31 +162,39 @@ class AveragingCommunicator(CommunicationModule):
                 members = [everyone[i] for i in island_members]
                 p.data = sum(members[1:], start=members[0]) / len(members)
 
+    def _vectorised(self, num_nodes: int) -> native.CommunicationModule:
+        return native.AveragingCommunicator(self._islands(num_nodes))
+
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):
     """H local steps, then the mean of the parameters, over all nodes or random islands."""
 
-    @checked
     def __init__(
         self,
         inner_optim: AnySpec = None,
-        island_size: IslandSize = None,
-        H: Interval = 1,
-        max_norm: MaxNorm = None,
+        island_size: int | None = None,
+        H: int = 1,
+        max_norm: float | None = None,
         **options: Any,
     ) -> None:
         if inner_optim is not None:
             options["inner_optim"] = inner_optim
         super().__init__([AveragingCommunicator(island_size)], options.pop("optim_spec", None), max_norm, **options)
         self.island_size = island_size
-        self.H = H
+        self.H = interval("H", H)
 
     def _is_due(self, module: CommunicationModule) -> bool:
-        return self.behaviour.is_due(self.local_step, self.H)
+        return (self.local_step + 1) % self.H == 0
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
         self.island_size = self.island_size or num_nodes
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
+        if not self._has(AveragingCommunicator):
+            return None
+        [average] = self.communication_modules
+        return native.FedAvgStrategy(self.optim_spec, self.H, average._islands(num_nodes), **common)
 
 
 # ------------------------------------------------------------------------------------------------------- SPARTA
@@ -181,9 +203,10 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 class IndexSelector:
     """Chooses the coordinates of a tensor that are exchanged: here all of them. Node 0's choice counts."""
 
-    @checked
-    def __init__(self, p: Fraction) -> None:
-        self.p = p
+    vectorised: Any = None  # vecgym's selector of the same kind, for all nodes at once
+
+    def __init__(self, p: float) -> None:
+        self.p = fraction("p", p)
         self.state: dict[Tensor, Any] = {}
 
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
@@ -198,12 +221,16 @@ class IndexSelector:
 class RandomIndexSelector(IndexSelector):
     """Each coordinate with probability p."""
 
+    vectorised = native.RandomSelector
+
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
         return torch.bernoulli(torch.full(param.shape, self.p, device=param.device)).bool()
 
 
 class ShuffledSequentialIndexSelector(IndexSelector):
     """One random order of each tensor, cut into ceil(1/p) chunks that are taken in turn."""
+
+    vectorised = native.ShuffledSequentialSelector
 
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
         count = param.numel()
@@ -220,6 +247,8 @@ class ShuffledSequentialIndexSelector(IndexSelector):
 class PartitionedIndexSelector(IndexSelector):
     """A random partition of each tensor into ceil(1/p) parts, taken in turn; then another partition."""
 
+    vectorised = native.PartitionedSelector
+
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
         count = param.numel()
         if not count:
@@ -235,19 +264,12 @@ class PartitionedIndexSelector(IndexSelector):
 class SparseCommunicator(CommunicationModule):
     """The mean of the coordinates that a selector draws on node 0, which sends the mask."""
 
-    @checked
     def __init__(
-        self,
-        index_selector: IndexSelector | float | None = None,
-        sparsification_rate: OptionalFraction = None,
-        **options: Any,
+        self, index_selector: IndexSelector | float | None = None, sparsification_rate: float | None = None
     ) -> None:
-        check.keywords(type(self).__name__, options, ())
-        if index_selector is None:
-            index_selector = 0.01 if sparsification_rate is None else sparsification_rate
-        if isinstance(index_selector, (int, float)):
-            index_selector = RandomIndexSelector(index_selector)
-        self.index_selector = index_selector
+        rate = 0.01 if sparsification_rate is None else fraction("sparsification_rate", sparsification_rate)
+        given = rate if index_selector is None else index_selector
+        self.index_selector: Any = RandomIndexSelector(given) if isinstance(given, (int, float)) else given
         self.iteration = 0
 
     def communicate(self, model: nn.Module, rank: int, num_nodes: int, local_step: int) -> None:
@@ -260,41 +282,133 @@ class SparseCommunicator(CommunicationModule):
                 p.data.masked_scatter_(mask, chosen)
         self.iteration += 1
 
+    def _selector(self) -> native.Selector | None:
+        cls: Any = as_written(self.index_selector)
+        return cls.vectorised(self.index_selector.p) if cls and cls.vectorised else None
+
+    def _vectorised(self, num_nodes: int) -> native.CommunicationModule | None:
+        selector = self._selector()
+        return None if selector is None else native.SparseCommunicator(selector)
+
 
 class SPARTAStrategy(CommunicateOptimizeStrategy):
     """After every step, the mean of a random part of the parameters."""
 
-    @checked
     def __init__(
-        self, optim_spec: AnySpec = None, p_sparta: Fraction = 0.005, async_sparta_delay: CountFrom0 = 0, **options: Any
+        self, optim_spec: AnySpec = None, p_sparta: float = 0.005, async_sparta_delay: int = 0, **options: Any
     ) -> None:
-        self.p_sparta = p_sparta
-        self.async_sparta_delay = async_sparta_delay
+        self.p_sparta = fraction("p_sparta", p_sparta)
+        self.async_sparta_delay = check.integer("async_sparta_delay", async_sparta_delay, 0)
         self.index_selector = RandomIndexSelector(p_sparta)
         super().__init__([SparseCommunicator(self.index_selector)], optim_spec, **options)
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
+        selector = self.communication_modules[0]._selector() if self._has(SparseCommunicator) else None
+        if selector is None:
+            return None
+        delay = self.async_sparta_delay
+        return native.SPARTAStrategy(None, self.optim_spec, index_selector=selector, delay=delay, **common)
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     """SPARTA every `sparta_interval` steps, and DiLoCo every H."""
 
-    @checked
     def __init__(
         self,
         inner_optim_spec: AnySpec = None,
         outer_optim_spec: AnySpec = None,
-        p_sparta: Fraction = 0.005,
-        sparta_interval: Interval = 1,
-        H: Interval = 100,
+        p_sparta: float = 0.005,
+        sparta_interval: int = 1,
+        H: int = 100,
         **options: Any,
     ) -> None:
-        self.p_sparta, self.sparta_interval, self.H = p_sparta, sparta_interval, H
+        self.p_sparta, self.H = fraction("p_sparta", p_sparta), interval("H", H)
+        self.sparta_interval = interval("sparta_interval", sparta_interval)
         self.index_selector = RandomIndexSelector(p_sparta)
         self.sparse_comm = SparseCommunicator(self.index_selector)
-        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, *OUTER_NAMES))
+        self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, "outer_optim", "outer_lr"))
         if inner_optim_spec is not None:
             options["optim_spec"] = inner_optim_spec
         super().__init__([self.sparse_comm, self.diloco_comm], **options)
 
     def _is_due(self, module: CommunicationModule) -> bool:
-        sparse = module is self.sparse_comm
-        return not sparse or self.behaviour.is_sparta_due(self.local_step, self.sparta_interval)
+        return module is not self.sparse_comm or (self.local_step + 1) % self.sparta_interval == 0
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
+        if not self._has(SparseCommunicator, DiLoCoCommunicator):
+            return None
+        sparse, outer = self.communication_modules
+        selector, specs = sparse._selector(), (self.optim_spec, outer.outer_optim_spec)
+        if selector is None:
+            return None
+        return native.SPARTADiLoCoStrategy(
+            None, self.sparta_interval, outer.H, *specs, index_selector=selector, **common
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- DeMo
+
+
+class DeMoStrategy(OptimizingStrategy):
+    """The k strongest cosine components of a local momentum, every step; the sign of their mean is the update.
+
+    The learning rate is that of `optim_spec`, and `max_norm` clips each node's gradient; EXO Gym reads neither, and
+    takes 0.001.
+    """
+
+    def __init__(
+        self,
+        compression_decay: float = 0.999,
+        compression_topk: int = 32,
+        compression_chunk: int = 64,
+        weight_decay: float = 0.0,
+        optim_spec: AnySpec = None,
+        max_norm: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.compression_decay = check.number("compression_decay", compression_decay, "[0, 1)")
+        self.compression_topk = check.integer("compression_topk", compression_topk)
+        self.compression_chunk = check.integer("compression_chunk", compression_chunk)
+        self.weight_decay = check.number("weight_decay", weight_decay, "[0, inf)")
+        super().__init__(optim_spec, max_norm, **options)
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate."""
+        return self.optim_spec.lr
+
+    def _inner_spec(self) -> Spec:
+        return Spec(torch.optim.SGD, lr=self.lr, weight_decay=self.weight_decay)
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        super()._init_node(model, rank, num_nodes)
+        self._residuals: dict[str, Tensor] = {}  # cosine components, [1, chunks, area]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.max_norm:
+            clip_grad_norm_(self.model.parameters(), self.max_norm)
+        lr = self.optim.param_groups[0]["lr"]
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = self._exchanged(name, lr * gradient).sign_()
+        self.optim.step()
+        super().step()
+
+    def _exchanged(self, name: str, x: Tensor) -> Tensor:
+        """Accumulate x, send the strongest components and keep the others; return the mean over their senders."""
+        cut = grid(tuple(x.shape), self.compression_chunk)
+        components = dct(to_chunks(x[None], cut)).flatten(2)
+        if name in self._residuals:
+            components += self.compression_decay * self._residuals[name]
+        index = strongest(components, self.compression_topk)
+        value = components.gather(-1, index)
+        self._residuals[name] = components.scatter(-1, index, 0.0)
+        indices, values = (per_rank.all_gather(sent[0])[None] for sent in (index, value))  # [1, K, chunks, k]
+        mean = mean_of_senders(indices, values, cut.area).unflatten(-1, (cut.height, cut.width))
+        return from_chunks(inverse_dct(mean), cut, x.shape)[0]
+
+    def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy:
+        compression = (self.compression_decay, self.compression_topk, self.compression_chunk)
+        return native.DeMoStrategy(*compression, self.weight_decay, lr=self.lr, **common)

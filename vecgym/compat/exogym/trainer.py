@@ -3,50 +3,124 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from vecgym.collectives.ledger import Ledger
-from vecgym.compat.exogym import strict
+from vecgym.compat.exogym.base import Strategy, warn_without_effect
 from vecgym.compat.exogym.communicate import torch_distributed_calls
-from vecgym.compat.exogym.config import FitOptions, TrainConfig
 from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
-from vecgym.compat.exogym.options import (
-    OF_RUNS,
-    Count,
-    Flag,
-    OptionalFlag,
-    OptionalPort,
-    checked,
-    warn_without_effect,
-)
 from vecgym.compat.exogym.utils import create_config
 from vecgym.compat.exogym.vectorised import vectorised
+from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.nodes import Nodes
-from vecgym.core.options import takes
+from vecgym.core.options import Options, takes
 from vecgym.records.history import History
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs import options as vecgym_options
 from vecgym.runs import trainer as vecgym_trainer
-from vecgym.runs.recorder import Loggers
+from vecgym.runs.options import Count, Flag, NumExamples, OptionalCount, Seed
 
-# What the documents give to `fit`, and EXO Gym does not read.
-IGNORED_BY_FIT = dict.fromkeys(
-    ("gradient_accumulation", "max_memory_usage"), "EXO Gym ignores it, and so does strict timing"
-)
+# Of `fit` and `Trainer`.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("start_port", "port"), "there are no processes, and so no ports"),
+    "devices": "all nodes are on one device; give device='cuda:1', say",
+    "force_minibatch_recalculate": "nothing is probed: batches are computed whole unless minibatch_size is given",
+}
 
-_defaults = {"strict_timing": False}
+Name = Annotated[str | None, partial(check.instance, kind=(str, type(None)), give="a str, or None")]
 
 
-def set_strict_timing(strict_timing: bool) -> None:
-    """Set the default of trainers; see `vecgym.compat.exogym.install`."""
-    _defaults["strict_timing"] = strict_timing
+@dataclass(frozen=True)
+class FitOptions(Options):
+    """What `Trainer.fit` takes: EXO Gym's arguments, and by name those of its `**kwargs`.
+
+    Args:
+        num_epochs, ...: as for `vecgym.Trainer.fit`, unless they are below.
+        checkpoint_interval: steps between checkpoints, in `save_dir/run_name`; None: there are none.
+        save_dir: see there.
+        run_name: None: the time.
+        wandb_project: log to Weights & Biases, else to `logs/<run_name>/` (`train.csv`, `validation.csv`).
+        log_x_axis: "step" or "examples", for Weights & Biases.
+        kwargs: anything; it is added to the logged settings.
+        logger, log_interval: vecgym's own loggers instead.
+        disable_logging: neither files nor a progress bar.
+        gradient_accumulation, max_memory_usage: see `vecgym.Trainer.fit`.
+        start_port, port, devices, force_minibatch_recalculate: without effect, with a warning.
+    """
+
+    num_epochs: Count = 1
+    strategy: Strategy = None  # type: ignore[assignment]  # this and num_nodes are needed, in EXO Gym's order
+    num_nodes: Count = None  # type: ignore[assignment]
+    max_steps: OptionalCount = None
+    batch_size: Count = 16
+    minibatch_size: OptionalCount = None
+    shuffle: Flag = True
+    val_size: NumExamples = 64
+    val_interval: OptionalCount = 100
+    autocast: Flag = False
+    checkpoint_interval: OptionalCount = None
+    correlation_interval: OptionalCount = None
+    save_dir: Annotated[str | os.PathLike[str], check.path] = "./checkpoints"
+    dataloader_kwargs: Mapping[str, Any] | None = None
+    _: KW_ONLY
+    seed: Seed = 42
+    device: str | torch.device | None = None
+    run_name: Name = None
+    wandb_project: Name = None
+    log_x_axis: str | None = None
+    kwargs: Any = None
+    logger: Any = None
+    log_interval: Count = 1
+    disable_logging: Flag = False
+    gradient_accumulation: OptionalCount = None
+    max_memory_usage: Any = None
+    start_port: Any = None
+    port: Any = None
+    devices: Any = None
+    force_minibatch_recalculate: Any = None
+
+    def __post_init__(self) -> None:
+        check.instance("strategy", self.strategy, Strategy, "a strategy of exogym.strategy, or of a class made of one")
+        if self.num_nodes is None:
+            raise TypeError("fit() needs num_nodes=K.")
+        super().__post_init__()
+        if self.log_x_axis is not None:
+            check.choice("log_x_axis", self.log_x_axis, ("step", "examples"), "None")
+        if self.minibatch_size is not None and self.minibatch_size > self.batch_size:
+            raise ValueError(
+                f"minibatch_size={self.minibatch_size} must not be larger than batch_size={self.batch_size}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(FitOptions):
+    """What EXO Gym gives to its processes. Nothing here takes it; it is there to be imported."""
+
+    model: nn.Module
+    train_dataset: Any
+    val_dataset: Any
+    rank: int | None = None
+
+
+class TrainNode:
+    """A process of EXO Gym's. Here are none; this class is there to be imported.
+
+    Raises:
+        TypeError: whenever one is made.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        raise TypeError(
+            "there is no TrainNode: after fit(), trainer.nodes has the nodes, and nodes.module(i) is one's."
+        )
 
 
 class Trainer:
@@ -57,7 +131,6 @@ class Trainer:
         train_dataset, val_dataset: datasets, or factories `(rank, num_nodes, train_dataset=...) -> Dataset`.
         start_port, devices: without effect, with a warning.
         device: "cpu", "cuda", "mps"; None or "": the best one present.
-        strict_timing: train exactly as EXO Gym's processes do, see `vecgym.compat.exogym`; None: as `install` was told.
 
     Attributes, after `fit`: `history`, `ledger` and `nodes`, as in `vecgym.Trainer`.
 
@@ -71,24 +144,20 @@ class Trainer:
     tensor(0.7000, requires_grad=True)
     """
 
-    @checked
     def __init__(
         self,
         model: nn.Module,
         train_dataset: Any,
         val_dataset: Any,
-        start_port: OptionalPort = None,
+        start_port: Any = None,
         device: str | torch.device | None = None,
-        devices: Sequence[int] | None = None,
-        *,
-        strict_timing: OptionalFlag = None,
+        devices: Any = None,
     ) -> None:
-        warn_without_effect("Trainer", {"start_port": start_port, "devices": devices}, OF_RUNS)
+        warn_without_effect("Trainer", {"start_port": start_port, "devices": devices}, WITHOUT_EFFECT)
         self.model_orig = model
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.device = device
-        self.strict_timing = strict_timing
         self.history = History()
         self.ledger = Ledger()
         self.nodes: Nodes | None = None
@@ -104,14 +173,10 @@ class Trainer:
             TypeError: for an unknown option, and for what is missing.
             ValueError: for what cannot work.
         """
-        warn_without_effect("fit()", vars(options), OF_RUNS)
+        warn_without_effect("fit()", vars(options), WITHOUT_EFFECT)
         devices = [device for device in (options.device, self.device) if device is not None and str(device)]
         device = vecgym_options.resolve_device(devices[0] if devices else None)
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
-        is_strict = _defaults["strict_timing"] if self.strict_timing is None else self.strict_timing
-        return self._fit_strict(options) if is_strict else self._fit(options)
-
-    def _fit(self, options: FitOptions) -> nn.Module:
         trainer = vecgym_trainer.Trainer(self.model_orig, self.train_dataset, self.val_dataset)
         known = {field.name for field in fields(vecgym_options.FitOptions)}
         arguments = {
@@ -131,24 +196,6 @@ class Trainer:
             self.history, self.ledger = trainer.history, trainer.ledger
             self.nodes = None if trainer.run is None else trainer.run.nodes
 
-    def _fit_strict(self, options: FitOptions) -> nn.Module:
-        if options.checkpoint_interval is not None:
-            warn("fit(): checkpoint_interval has no effect with strict timing; in EXO Gym it ends in an error.")
-        warn_without_effect("fit()", vars(options), IGNORED_BY_FIT)
-        for text in dict.fromkeys(strict.ignored(options.strategy)):
-            warn(f"EXO Gym ignores, and so does strict timing: {text}.")
-        if self.val_dataset is not None and 0 < options.val_size < options.batch_size:
-            raise ValueError(
-                f"val_size={options.val_size} is less than batch_size={options.batch_size}: EXO Gym divides by zero. "
-                "Fix: val_size=0, or at least batch_size."
-            )
-        task = {"model": self.model_orig, "train_dataset": self.train_dataset, "val_dataset": self.val_dataset}
-        loggers = Loggers(self._loggers(options), options.log_interval)
-        run = strict.StrictRun(TrainConfig(**vars(options), **task), loggers, not options.disable_logging)
-        self.history, self.ledger, self.nodes = run.history, run.ledger, run.nodes
-        run.loop()
-        return run.nodes.average()
-
     def _loggers(self, options: FitOptions) -> list[Logger]:
         if options.disable_logging:
             return []
@@ -167,10 +214,9 @@ class Trainer:
             warn("fit(): log_x_axis='examples' has no effect without wandb_project: train.csv has both columns.")
         return [CSVLogger(name, config)]
 
-    @checked
-    def find_minibatch_size(self, num_nodes: Count, batch_size: Count, force_recalculate: Flag = False) -> int:
+    def find_minibatch_size(self, num_nodes: Any, batch_size: int, force_recalculate: Any = False) -> int:
         """Return `batch_size`: nothing is probed here."""
-        return batch_size
+        return check.integer("batch_size", batch_size)
 
     def clear_minibatch_cache(self) -> None:
         """Do nothing: there is no cache."""
