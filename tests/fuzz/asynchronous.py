@@ -82,7 +82,7 @@ DEFAULTS: Settings = {
     "plain": False,  # the first tensor is
 }
 SERVERS = ("outer", "outer", "adam", "delayed", "delayed", "fedbuff", "heloco", "heloco")
-MODELS = sorted(set(problems.MODELS) - {"recurrent", "matrices"})
+MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "matrices"})
 SPEEDS = ("equal", "powers", "powers", "uneven", "uneven", "drawn")
 
 
@@ -217,7 +217,7 @@ class Run:
         s = {**DEFAULTS, **case.settings}
         K = s["num_nodes"]
         data = Data.of(with_defaults({"model": s["model"], "num_nodes": K, "examples": 40 + K}), case.seed)
-        names = loop.trained(problems.make_model(s["model"], case.seed), unused_of(s))
+        names = loop.trained(problems.make_model(s["model"], case.seed), problems.unused(s["model"]))
         num_bytes = sum(p.numel() * p.element_size() for p in names.values())
         compute = compute_of(s["speeds"], K, case.seed)
         network = lines = between = None
@@ -248,7 +248,7 @@ class Run:
         )  # fmt: skip
         rows = trainer.history.rows[1:]
         assert trainer.state is not None
-        names = list(loop.trained(average, unused_of(s)))
+        names = list(loop.trained(average, problems.unused(s["model"])))
         if s["kind"] == "pairs":
             params = {name: x.mean(0) for name, x in trainer.nodes.params.items()}
         else:
@@ -408,7 +408,7 @@ class Run:
         s, K = self.settings, self.settings["num_nodes"]
         seconds = self.compute.of_steps(4096, K).tolist()
         return loop.Training(
-            problems.make_model(s["model"], self.seed), unused_of(s),
+            problems.make_model(s["model"], self.seed), problems.unused(s["model"]),
             lambda node, params: building.torch_optimizer(s["inner"], None, node, K, params),
             self.batch, lambda node, step: seconds[step][node], factor if s["decaying"] else lambda step: 1.0,
             s["max_norm"], nudge,
@@ -469,7 +469,9 @@ class Run:
         return [draw.choice([1.0, 2.0, 3.0]) for _ in range(self.settings["num_nodes"])]
 
     def plain(self) -> list[str]:
-        names = loop.trained(problems.make_model(self.settings["model"], self.seed), unused_of(self.settings))
+        names = loop.trained(
+            problems.make_model(self.settings["model"], self.seed), problems.unused(self.settings["model"])
+        )
         return [next(iter(names))] if self.settings["plain"] else []
 
 
@@ -507,10 +509,6 @@ def factor(step: int) -> float:
 
 def power(staleness: int) -> float:
     return 0.8**staleness
-
-
-def unused_of(settings: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset({"unused"} if settings["model"] == "partly" else ())
 
 
 def regions_of(settings: Mapping[str, Any]) -> list[list[int]]:

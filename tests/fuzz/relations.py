@@ -62,7 +62,7 @@ DEFAULTS: Settings = {
     "overlap": True,
     "val_interval": None,
 }
-MODELS = sorted(set(problems.MODELS) - {"recurrent", "named", "matrices"})
+MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "named", "matrices"})
 TIMED = {*MEASURED, "nodes_per_call"}
 
 
@@ -366,7 +366,7 @@ def priced(world: World, folder: Path) -> dict[str, float]:
     }
     if world.table is None:
         dry = dry_run(world.model(), world.strategy(), len(world.order), world.num_steps, seed=world.seed)
-        if world.settings["model"] != "partly":  # whose unused parameter a dry run does not know
+        if not problems.unused(world.settings["model"]):  # which a dry run does not know
             gaps["dry run"] = difference(float(price(dry, world.network, world.compute).seconds), seconds[-1])
             gaps["dry bytes"] = difference(dry.total_bytes, trainer.ledger.total_bytes)
     return gaps
