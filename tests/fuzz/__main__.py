@@ -7,7 +7,9 @@ import sys
 
 from tests.fuzz.running import run
 
-CAMPAIGNS = ("configurations", "sweeps", "rollouts", "arguments", "files", "kills")  # modules of this package
+CAMPAIGNS = (  # modules of this package
+    "configurations", "sweeps", "rollouts", "oddities", "asynchronous", "relations", "arguments", "files", "kills",
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -233,7 +233,7 @@ def deal(count: int, num_nodes: int, uneven: bool) -> list[list[int]]:
 def of_twin(settings: Settings, seed: int, nudge: int = 0) -> Seen:
     data, num_nodes = Data.of(settings, seed), settings["num_nodes"]
     model = nudged(problems.make_model(settings["model"], seed), nudge)
-    unused = frozenset({"unused"} if settings["model"] == "partly" else ())
+    unused = problems.unused(settings["model"])
     shapes = {name: p.shape for name, p in naive.trained(model, unused).items()}
     run = building.Run(num_nodes, data.max_steps, seed, data.num_examples(num_nodes), shapes)
     strategy = building.library_strategy(settings, num_nodes, data.max_steps)  # for what is drawn at random

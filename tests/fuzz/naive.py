@@ -64,7 +64,7 @@ def size(values: Values) -> int:
 
 
 def clones(x: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in x.items()}
+    return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in x.items()}
 
 
 def between(old: dict[str, Tensor], new: dict[str, Tensor], share: float) -> dict[str, Tensor]:

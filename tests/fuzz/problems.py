@@ -137,6 +137,161 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# ------------------------------------------------------------------------------- models that few would think of
+
+
+class Idle(Perceptron):
+    """Parameters without influence, a layer, a scalar and an empty one, between those that have some."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.idle = nn.Linear(3, 2)
+        self.first = nn.Linear(4, 5)
+        self.idle_scale = nn.Parameter(torch.tensor(2.0))
+        self.idle_none = nn.Parameter(torch.zeros(0, 3))
+        self.second = nn.Linear(5, CLASSES)
+
+
+class Empty(Perceptron):
+    """Parameters and a buffer without elements, which the loss goes through."""
+
+    none: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(4, 0)
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.register_buffer("none", torch.zeros(2, 0))
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch) + self.narrow(batch[0]).sum() + self.nothing.sum() + self.none.sum()
+
+
+class Turned(Perceptron):
+    """A parameter that is stored in another order of its dimensions, and one of which only a view is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
+        self.wide = nn.Parameter(torch.randn(2, CLASSES))
+
+    def forward(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.second(self.first(x).tanh()) + self.wide[1], y)
+
+
+class Written(Perceptron):
+    """The base of those that write to themselves in a forward pass of the training."""
+
+    def forward(self, batch: Any) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.write(batch[0])
+        return super().forward(batch)
+
+    def write(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Clamped(Written):
+    """To a parameter, without a look at the data."""
+
+    def write(self, x: Tensor) -> None:
+        self.first.weight.clamp_(-0.3, 0.3)
+
+
+class Centered(Written):
+    """To a parameter, by the data."""
+
+    def write(self, x: Tensor) -> None:
+        self.first.weight.sub_(x.mean(0), alpha=0.01)
+
+
+class Refilled(Written):
+    """To a parameter, through its `data`."""
+
+    def write(self, x: Tensor) -> None:
+        self.second.bias.data = self.second.bias.data * 0.9
+
+
+class Following(Written):
+    """To a buffer that follows a parameter, and to one that counts."""
+
+    slow: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slow", self.first.bias.detach().clone())
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def write(self, x: Tensor) -> None:
+        self.slow.lerp_(self.first.bias, 0.2)
+        self.count.add_(1)
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch) + (self.first.bias - self.slow).square().sum()
+
+
+class Teacher(Written):
+    """To a frozen parameter, which follows one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def write(self, x: Tensor) -> None:
+        self.slow.lerp_(self.first.bias, 0.2)
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch) + (self.first.bias - self.slow).square().sum()
+
+
+class Normed(nn.Module):
+    """An embedding whose forward pass shortens the rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(6, 4, max_norm=0.8)
+        self.head = nn.Linear(4, 6, bias=False)
+
+    def forward(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        return F.cross_entropy(self.head(self.tokens(tokens).tanh()).flatten(0, 1), following.flatten())
+
+
+class Counting(Perceptron):
+    """It counts its calls in Python, to no effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().forward(batch)
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "idle": Idle,
+    "empty": Empty,
+    "turned": Turned,
+    "clamped": Clamped,
+    "centered": Centered,
+    "refilled": Refilled,
+    "following": Following,
+    "teacher": Teacher,
+    "normed": Normed,
+    "counting": Counting,
+}
+UNUSED = {"partly": ("unused",), "idle": ("idle.weight", "idle.bias", "idle_scale", "idle_none")}
+
+
+def unused(name: str) -> frozenset[str]:
+    """The parameters that the loss does not depend on: a run leaves them out."""
+    return frozenset(UNUSED.get(name, ()))
+
+
 class Rows(Dataset[Any]):
     """A dataset of Python objects: an example at a time, a dict or a tuple."""
 
@@ -156,13 +311,13 @@ def make_model(name: str, seed: int) -> nn.Module:
     """The model, with parameters that depend on the seed alone, in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return MODELS[name]().double()
+        return {**MODELS, **ODD}[name]().double()
 
 
 def tensors(name: str, count: int, seed: int) -> tuple[Tensor, ...]:
     """Examples, `[count, ...]` each."""
     g = torch.Generator().manual_seed(seed)
-    if name == "tied":
+    if name in ("tied", "normed"):
         tokens = torch.randint(6, (count, 4), generator=g)
         return tokens[:, :-1].contiguous(), (tokens[:, 1:] + tokens[:, :-1]).remainder(6).contiguous()
     x = torch.randn(count, 4, generator=g, dtype=torch.float64)
