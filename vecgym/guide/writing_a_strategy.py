@@ -44,6 +44,7 @@ it is the same on every node.
 | `exchange_gradients(grads, state, ctx)` | before clipping and optimizer; refused next to a module with `active_nodes` | anything with `ctx.comm`; return gradients and state |
 | `exchange_moments(moments, state, ctx)` | after the optimizer, before the parameters | what it keeps in the shape of the parameters, such as AdamW's `exp_avg`: anything with `ctx.comm`; return moments and state |
 | `exchange_parameters(params, state, ctx)` | after the optimizer | anything with `ctx.comm`; return parameters and state |
+| `outer_parameters(state)` | with `availability` and `rejoin="shared"` | return the parameters that it keeps once for all, `[1, *]`, from which a node that returns begins; `{}`: it has none |
 | `outer_learning_rate(ctx)` | each step | return that of its own optimizer, to be recorded; None: it has none |
 | `stack_key()`, `stacked(modules, num_nodes)` | in a sweep | merge the modules of all configurations into one, which is faster; optional |
 | `mean_gradient = True`, an attribute | each step | declare that only the mean of the gradients is used: one gradient of the mean loss is computed |
