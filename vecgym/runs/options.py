@@ -1,14 +1,13 @@
 """The options of a run, written down once: types, defaults, checks and documentation.
 
-`Trainer.fit` takes them by name, flat or in groups: `fit(..., save_dir="runs/a")` is
-`fit(..., checkpoints=Checkpoints(save_dir="runs/a"))`. An option's check is part of its type.
+`Trainer.fit` takes them by name. An option's check is part of its type.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
@@ -164,7 +163,7 @@ class EngineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Computation(EngineOptions):
-    """How the nodes are computed, in what precision, and within what memory: a group of options of `Trainer.fit`.
+    """How the nodes are computed, in what precision, and within what memory.
 
     Args:
         autocast: mixed precision in the forward passes.
@@ -182,7 +181,7 @@ class Computation(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Processes(Options):
-    """Which processes hold the nodes: a group of options of `Trainer.fit`.
+    """Which processes hold the nodes.
 
     Args:
         backend: "stacked": all nodes in this process; "processes": in `num_processes` processes that are started
@@ -216,7 +215,7 @@ class Processes(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints(Options):
-    """When a run is saved, and what it resumes from: a group of options of `Trainer.fit`.
+    """When a run is saved, and what it resumes from.
 
     Args:
         save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can be resumed as if it had
@@ -270,11 +269,9 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             `checkpoint_interval` count updates.
         max_seconds: of an asynchronous run: the simulated seconds that it takes at most.
         val_seconds: of an asynchronous run: simulated seconds between evaluations, in place of `val_interval`.
-        computation, processes, checkpoints: the options of `Computation`, `Processes` and `Checkpoints` as groups, in
-            place of their names.
 
     >>> from vecgym.strategy import AllReduceStrategy
-    >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, computation=Computation(engine="loop"))
+    >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, engine="loop")
     >>> options.minibatch_size, options.engine
     (8, 'loop')
     """
@@ -290,13 +287,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     max_updates: OptionalCount = None
     max_seconds: SimulatedSeconds = None
     val_seconds: SimulatedSeconds = None
-    computation: Computation | None = None
-    processes: Processes | None = None
-    checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
-        for name, group in GROUPS.items():
-            self.settle(**self._grouped(name, group), **{name: None})
         self._check_clock()
         self._check_asynchronous()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
@@ -340,17 +332,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         for option, value in refused.items():
             check_left_out(self.strategy, option, vars(self)[option], value)
 
-    def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
-        """Return the values of a group; no option may be given twice."""
-        given = vars(self)[name]
-        if given is None:
-            return {}
-        check.instance(name, given, group, f"a vecgym.{group.__name__}")
-        flat = [field.name for field in fields(group) if vars(self)[field.name] != field.default]
-        if flat:
-            raise ValueError(f"{flat[0]} is given beside {name}={group.__name__}(...): give it there.")
-        return {field.name: vars(given)[field.name] for field in fields(group)}
-
     @property
     def loggers(self) -> list[Logger]:
         """The loggers as a list."""
@@ -363,9 +344,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         on = {} if self.network is None else {"network": repr(self.network), "compute": repr(self.compute)}
         on |= {} if self.availability is None else {"availability": repr(self.availability)}
         return {**{name: vars(self)[name] for name in names}, **on}
-
-
-GROUPS: dict[str, type[Options]] = {"computation": Computation, "processes": Processes, "checkpoints": Checkpoints}
 
 
 # ----------------------------------------------------------------------------------------------------- checks
