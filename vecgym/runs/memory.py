@@ -168,8 +168,7 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     2
     """
     num_nodes, device = options.num_nodes, torch.device(options.device)
-    kind = {"fastest": "auto", "graph": "vmap"}.get(options.engine, options.engine)  # as it is on the CPU
-    one = Engine(copy.deepcopy(options.model).cpu(), engine=kind, autocast=options.autocast)
+    one = Engine(copy.deepcopy(options.model).cpu(), engine=options.engine, autocast=options.autocast)
     batch, plan = None, Plan("vmap")
     if options.data is not None:
         batch = _batch_of_one(options)

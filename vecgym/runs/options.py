@@ -142,8 +142,7 @@ class EngineOptions(Options):
     """How the nodes are computed.
 
     Args:
-        engine: "auto", "vmap", "loop", "fastest", or "graph" on CUDA; see `vecgym.engine`. The choice is in
-            `history.settings`.
+        engine: "auto", "vmap" or "loop"; see `vecgym.engine`. The choice is in `history.settings`.
         chunk_size: the most nodes computed in one call, to bound memory.
         node_threads: CPU threads that share the nodes; None: chosen by rule.
         compile: compile the gradients of all nodes with `torch.compile`, which takes some seconds at the start:
