@@ -25,9 +25,8 @@ from vecgym.engine import Engine, EngineName, Plan, choose_plan
 from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned
-from vecgym.runs.checks import check_parts, check_strategy
 from vecgym.runs.footprint import Passing, exchanging, passing, state_bytes, widest
-from vecgym.runs.options import Chosen, Count, Flag, OptionalCount
+from vecgym.runs.options import Chosen, Count, Flag, OptionalCount, check_parts, check_strategy
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vecgym.data.chosen import chosen_batches
+from vecgym.data.batches import chosen_batches
 from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.events import Event
 from vecgym.engine.kinds import simulation_of
