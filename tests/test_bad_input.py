@@ -94,7 +94,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"device": 3.5}, ValueError, ["3.5", "cpu", "None"]),
     ({"device": "cuda:77"}, ValueError, ["cuda:77", "cpu", "None"]),
     ({"device": "meta"}, ValueError, ["'meta'", "cpu", "None"]),
-    ({"engine": "vamp"}, ValueError, ["engine='vamp'", "'vmap'", "'loop'", "'auto'", "'fastest'"]),
+    ({"engine": "vamp"}, ValueError, ["engine='vamp'", "'vmap'", "'loop'", "'auto'"]),
     ({"engine": None}, ValueError, ["engine=None", "'auto'"]),
     ({"chunk_size": 0}, ValueError, ["chunk_size=0", "integer >= 1", "None"]),
     ({"node_threads": -1}, ValueError, ["node_threads=-1", "integer >= 1", "None"]),
