@@ -37,7 +37,7 @@ from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation
-from vecgym.runs import links, multiprocess
+from vecgym.runs import multiprocess
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 H = 20
@@ -93,7 +93,7 @@ def in_process(
     device = torch.device(device_name)
     if device.type == "cuda":
         device = torch.device("cuda", link.rank % torch.cuda.device_count())
-    comm = DistributedCollectives(num_nodes, Wire(watch=links.watch))
+    comm = DistributedCollectives(num_nodes, Wire(watch=link.beat))
 
     def wait() -> None:
         _finish(device)

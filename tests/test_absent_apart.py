@@ -18,8 +18,9 @@ from vecgym import OptimSpec, ProcessError, Trainer, verify
 from vecgym.clock import Compute
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
+from vecgym.collectives.wire import Wire
 from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
-from vecgym.runs import links, multiprocess
+from vecgym.runs import multiprocess
 from vecgym.runs.lockstep import Case, Check, compare
 from vecgym.strategy import (
     AllReduceStrategy,
@@ -61,7 +62,7 @@ def trace(num_nodes: int, rejoin: Any, seed: int = 0) -> Trace:
 
 def checks(link: Any, names: list[str], num_nodes: int, rejoin: Any) -> dict[str, list[Check]]:
     torch.set_num_threads(1)
-    found, wire = {}, links.wire()
+    found, wire = {}, Wire(watch=link.beat)
     for name in names:
         strategy = MADE[name]()
         case = Case(
@@ -109,7 +110,7 @@ def random_checks(link: Any, seeds: range, num_nodes: int) -> list[str]:
         case = random_case(seed, num_nodes)
         # DeMo's steps are signs: one may flip with the rounding of another order of sums.
         for exact in (True,) if isinstance(case.strategy, DeMoStrategy) else (True, False):
-            [check] = compare(case, [links.wire()], exact=exact)
+            [check] = compare(case, [Wire(watch=link.beat)], exact=exact)
             if not check.passed:
                 failed.append(f"seed {seed}, {case.strategy!r}, {check.name}: {check.first_failure}")
     return failed
@@ -191,7 +192,7 @@ def test_rates_of_nodes_at_different_times(tmp_path: Path) -> None:
 
 def handed(link: Any) -> list[int]:
     """What each process hands over while the nodes of the second are absent, and when all are there."""
-    comm = DistributedCollectives(4, links.wire())
+    comm = DistributedCollectives(4)
     some, found = comm.among([0, 1]), []
     x = torch.arange(2.0)[:, None] + 2 * link.rank
     for each in (some, comm):

@@ -645,7 +645,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_last_whole_file(t
     """Twice, by SIGKILL."""
     for stop_at in (3, 5):
         with pytest.raises(ProcessError, match="was killed by signal SIGKILL"):
-            multiprocess.run(stall, 1, (tmp_path, stop_at), on_message=lambda rank, pid: os.kill(pid, signal.SIGKILL))
+            multiprocess.run(stall, 1, (tmp_path, stop_at), on_message=lambda pid: os.kill(pid, signal.SIGKILL))
         assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in range(stop_at)]
         assert len(list(tmp_path.iterdir())) == stop_at + 1  # and the half of one, under another name
     assert_same(train(tmp_path, resume=True), train())

@@ -22,7 +22,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives, buckets, check_divides, in_buckets
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.wire import Wire
-from vecgym.runs import links, multiprocess
+from vecgym.runs import multiprocess
 from vecgym.runs.lockstep import Case, compare
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
@@ -77,7 +77,7 @@ def wires(link: multiprocess.Link) -> dict[int, Wire]:
     for W in LAYOUTS:
         group = dist.new_group(list(range(W)))  # called by all
         if link.rank < W:
-            found[W] = Wire(group, watch=links.watch)
+            found[W] = Wire(group, watch=link.beat)
     return found
 
 

@@ -152,7 +152,8 @@ def unsafe_loads(source: str) -> list[str]:
 def test_what_no_module_does(path: Path) -> None:
     source = path.read_text()
     assert not unsafe_loads(source), "torch.load without weights_only=True runs what is in the file"
-    assert not mentions(source) & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal"}
+    pickles = mentions(source) & {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal"}
+    assert not pickles or path.name == "multiprocess.py", "only processes of one run trust what they send each other"
     called = {name for name, _ in calls(source)}
     assert not called & {"eval", "exec", "os.system"}
     if path.name != "rng.py" and FLOOR[unit(path)] < FLOOR["compat"]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,9 +27,11 @@ import vecgym
 from tests.fitting import STRATEGIES, Rows, dataset, fit, same, same_run
 from tests.models import make_data, make_model
 from vecgym import CSVLogger, DivergenceError, Logger, Trainer, VecgymWarning
+from vecgym.collectives.distributed import DistributedCollectives
+from vecgym.collectives.wire import Wire
 from vecgym.core.errors import ProcessError
 from vecgym.records.columns import MEASURED
-from vecgym.runs import links, multiprocess
+from vecgym.runs import multiprocess
 from vecgym.runs.run import Run
 from vecgym.strategy import DiLoCoStrategy
 
@@ -41,28 +45,25 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     folder = tmp_path_factory.mktemp("processes")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
-    assert not multiprocessing.active_children()
+    assert until(lambda: not multiprocessing.active_children())
     assert until(lambda: not list(folder.glob("vecgym-*")))
 
 
 # ----------------------------------------------------------------------------------------------------- ordinary runs
 
 
-def total(link: multiprocess.Link, value: int) -> tuple[int, int, torch.Tensor, str]:
+def total(link: multiprocess.Link, value: int) -> tuple[int, int, torch.Tensor]:
     x = torch.tensor([value + link.rank])
     dist.all_reduce(x)
-    return link.rank, os.getpid(), x, os.environ["OMP_WAIT_POLICY"]
+    return link.rank, os.getpid(), x
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_every_process_returns_in_the_order_of_ranks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+def test_every_process_returns_in_the_order_of_ranks(method: str) -> None:
     found = multiprocess.run(total, 3 if method == "fork" else 2, (10,), start_method=method, timeout_s=60)
     assert [rank for rank, *_ in found] == list(range(len(found)))
-    assert len({os.getpid(), *[pid for _, pid, *_ in found]}) == len(found) + 1
-    assert {policy for *_, policy in found} == {"PASSIVE"}  # threads that wait leave the core to other processes
-    assert "OMP_WAIT_POLICY" not in os.environ
-    assert [int(x) for _, _, x, _ in found] == [sum(10 + r for r in range(len(found)))] * len(found)
+    assert len({os.getpid(), *[pid for _, pid, _ in found]}) == len(found) + 1
+    assert [int(x) for _, _, x in found] == [sum(10 + r for r in range(len(found)))] * len(found)
 
 
 def talk(link: multiprocess.Link) -> None:
@@ -71,12 +72,12 @@ def talk(link: multiprocess.Link) -> None:
 
 
 def test_messages_arrive_and_warnings_of_the_first_process() -> None:
-    found: list[tuple[int, Any]] = []
+    found: list[Any] = []
     with pytest.warns(VecgymWarning, match="from 0") as caught:
-        multiprocess.run(talk, 2, on_message=lambda rank, message: found.append((rank, message)))
+        multiprocess.run(talk, 2, on_message=found.append)
     assert len(caught) == 1
-    assert sorted(rank for rank, _ in found) == [0, 1]
-    assert all(m["rank"] == rank and m["x"].dtype == torch.bfloat16 and len(m["array"]) == 2 for rank, m in found)
+    assert sorted(m["rank"] for m in found) == [0, 1]
+    assert all(m["x"].dtype == torch.bfloat16 and len(m["array"]) == 2 for m in found)
 
 
 # ------------------------------------------------------------------------------------------------------ what goes wrong
@@ -92,7 +93,7 @@ def fail(link: multiprocess.Link, how: str) -> None:
         if how == "exit":
             os._exit(3)
         time.sleep(1000)
-    links.watch(True)
+    link.beat()
     dist.barrier()
 
 
@@ -102,13 +103,13 @@ def fail(link: multiprocess.Link, how: str) -> None:
         ("raise", "KeyError: 'the thing'", 'raise KeyError("the thing")'),
         ("kill", "was killed by signal SIGKILL", ""),
         ("exit", "ended with exit code 3", ""),
-        ("hang", "hangs: it got nowhere for 2 s", "in fail"),
+        ("hang", "hangs: it got nowhere for 2 s", ""),
     ],
 )
 def test_one_error_names_the_process_its_nodes_and_the_place(how: str, what: str, where: str) -> None:
     start = time.monotonic()
     with pytest.raises(ProcessError) as caught:
-        multiprocess.run(fail, 3, (how,), labels=lambda rank: f"nodes {2 * rank}-{2 * rank + 1}", timeout_s=2)
+        multiprocess.run(fail, 3, (how,), num_nodes=6, timeout_s=2)
     assert caught.value.rank == 1
     assert caught.value.nodes == "nodes 2-3"
     assert str(caught.value).startswith("process 1 (nodes 2-3)")
@@ -126,9 +127,115 @@ def test_a_users_mistake_keeps_its_kind() -> None:
         multiprocess.run(refuse, 2)
 
 
-def test_what_cannot_be_sent_to_a_new_interpreter_is_said() -> None:
-    with pytest.raises(ValueError, match="at the top of a module"):
+def without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+
+
+def test_what_cannot_be_sent_to_a_new_interpreter_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"cannot be sent to a new process: .*Open files, locks and connections cannot"
+    ):
+        multiprocess.run(total, 2, (threading.Lock(),), start_method="spawn")
+    without_cloudpickle(monkeypatch)
+    with pytest.raises(ValueError, match=r"pip install vecgym\[processes\].* at the top of a module"):
         multiprocess.run(lambda link: None, 2, start_method="spawn")
+
+
+def test_a_lambda_is_sent_to_a_new_interpreter() -> None:
+    assert multiprocess.run(lambda link, x: x + link.rank, 1, (5,), start_method="spawn", timeout_s=60) == [5]
+
+
+def hang_everywhere(link: multiprocess.Link) -> None:
+    """Outside of a collective, for which torch.distributed has no limit."""
+    link.send("began")
+    time.sleep(1000)
+
+
+def test_all_processes_that_hang_end() -> None:
+    with pytest.raises(ProcessError, match="hangs: it got nowhere for 1 s"):
+        multiprocess.run(hang_everywhere, 2, timeout_s=1)
+
+
+def beating(link: multiprocess.Link) -> None:
+    """Works longer than `timeout_s`, but exchanges something now and then."""
+    for _ in range(15):
+        time.sleep(0.2)
+        link.beat()
+
+
+def test_whoever_exchanges_something_does_not_hang() -> None:
+    assert multiprocess.run(beating, 2, timeout_s=1) == [None, None]
+
+
+def talk_and_die(link: multiprocess.Link, how: str) -> None:
+    if link.rank == 0:
+        for i in range(300):
+            link.send(i)
+        if how == "raise":
+            raise KeyError("the end")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_what_a_process_had_sent_before_it_failed_arrives(how: str) -> None:
+    """Also where it takes longer to handle than the time for which others may add to an error."""
+    found = []
+
+    def slow(message: int) -> None:
+        time.sleep(0.01)
+        found.append(message)
+
+    with pytest.raises(ProcessError, match="process 0"):
+        multiprocess.run(talk_and_die, 2, (how,), on_message=slow)
+    assert found == list(range(300))
+
+
+def die_while_sending(link: multiprocess.Link) -> None:
+    if link.rank == 0:
+        os.write(link.pipe.fileno(), struct.pack("!i", 1000) + b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def test_half_a_message_keeps_nobody_waiting() -> None:
+    start = time.monotonic()
+    with pytest.raises(ProcessError, match="process 0 was killed by signal SIGKILL"):
+        multiprocess.run(die_while_sending, 3)
+    assert time.monotonic() - start < 30
+
+
+def train_apart(link: multiprocess.Link) -> None:
+    """One process goes on for long without the other."""
+    link.send("began")
+    if link.rank == 1:
+        raise KeyError("alone")
+    while True:
+        time.sleep(0.01)
+        link.send("a row")
+
+
+def test_a_failure_ends_those_that_do_not_notice() -> None:
+    start = time.monotonic()
+    with pytest.raises(ProcessError, match="process 1: KeyError: 'alone'"):
+        multiprocess.run(train_apart, 2)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixture looks for those that had been started before."""
+    fork, left = os.fork, [None, None]
+
+    def failing() -> int:
+        if not left:
+            raise OSError("Resource temporarily unavailable")
+        left.pop()
+        return fork()
+
+    monkeypatch.setattr(os, "fork", failing)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        multiprocess.run(hang_everywhere, 3, start_method="fork")
 
 
 # ---------------------------------------------------------------------------------------------------------------- fit
@@ -175,12 +282,22 @@ def test_models_and_datasets_of_a_notebook() -> None:
     assert 0 < float(done.stdout) < 32
 
 
-def test_a_notebooks_definitions_cannot_be_spawned_and_the_error_says_what_to_do() -> None:
-    done = run(
-        NOTEBOOK + "\n    multiprocess.choose_start_method = lambda d: 'spawn'\n    trainer.fit(strategy, **settings)"
-    )
+SPAWNED = NOTEBOOK + "\n    multiprocess.choose_start_method = lambda d: 'spawn'"
+
+
+def test_a_notebooks_definitions_are_sent_to_new_interpreters() -> None:
+    """Model, dataset and schedule, by cloudpickle; the result is that of forks."""
+    shown = "\n    print(trainer.fit(strategy, max_steps=3, exact=True, **settings).w.item())"
+    done, forked = run(SPAWNED + shown), run(NOTEBOOK + shown)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == forked.stdout
+
+
+def test_without_cloudpickle_the_error_says_what_to_do() -> None:
+    done = run(SPAWNED + "\n    sys.modules['cloudpickle'] = None\n    trainer.fit(strategy, **settings)")
     assert "ValueError: Line is defined in a notebook cell" in done.stderr
     assert "%%writefile" in done.stderr
+    assert "pip install vecgym[processes]" in done.stderr
 
 
 def test_a_notebooks_strategy_is_named_too() -> None:
@@ -284,7 +401,7 @@ def test_a_run_that_fails_keeps_what_was_saved(tmp_path: Path, how: str, what: s
         )  # fmt: skip
     assert str(caught.value).startswith("process 1 (nodes 2-3)")
     assert what in str(caught.value)
-    assert "__getitem__" in caught.value.traceback
+    assert ("__getitem__" in caught.value.traceback) == (how == "raise")
     rows = (tmp_path / "history.csv").read_text().splitlines()[1:]
     assert len(rows) == len(trainer.history) > 0
 
@@ -397,15 +514,21 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("whom", ["the parent", "all"])
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGKILL])
 def test_the_processes_end_with_the_one_that_started_them(
-    which: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    which: signal.Signals, whom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C after a whole step, with the nodes as they are then; and nobody outlives a parent that was killed."""
+    """Ctrl-C after a whole step, with the nodes as they are then; and nobody outlives a parent that was killed.
+
+    A terminal sends Ctrl-C to all processes; a program that has started this one, to the parent alone.
+    """
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
     program = run(SLOW, wait=False)
     pids = [int(text) for text in program.stdout.readline().split()]
     assert len(pids) == 2, program.stderr.read()
+    for pid in pids if whom == "all" and which == signal.SIGINT else []:
+        os.kill(pid, which)
     program.send_signal(which)
     output, errors = program.communicate(timeout=30)
     assert until(lambda: all(gone(pid) for pid in pids))
@@ -441,9 +564,7 @@ def test_under_torchrun_only_distributed_trains(backend: str, monkeypatch: pytes
 
 
 def in_a_group(link: multiprocess.Link) -> str:
-    """What `fit` says in a group that no environment variable tells of; and where vecgym has started it."""
-    assert len(fit("MLP", "FedAvg", num_nodes=2, max_steps=2)[0].nodes) == 2
-    links.enter(None)
+    """What `fit` says in a group that no environment variable tells of."""
     try:
         fit("MLP", "FedAvg", num_nodes=2, max_steps=2)
     except ValueError as error:
@@ -464,7 +585,6 @@ def gloo_threads() -> int:
 
 def threads_around_fits(link: multiprocess.Link) -> tuple[int, list[int]]:
     """The threads of process groups before two runs in a group that exists, and after each."""
-    links.enter(None)
     dist.barrier()  # the first exchange starts threads
     before, after = gloo_threads(), []
     for _ in range(2):
@@ -541,59 +661,87 @@ def test_the_guides_script_under_torchrun(tmp_path: Path) -> None:
     assert saved.history.settings["num_processes"] == 2
 
 
-def interrupted_alone(link: multiprocess.Link) -> None:
-    if link.rank == 1:
+def ignores(link: multiprocess.Link) -> int:
+    for _ in range(3):
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1000)
-    links.watch(True)
     dist.barrier()
+    return len(link.interrupted)
 
 
-def test_an_interrupt_in_one_process_ends_all_at_once() -> None:
-    """Not after the ten minutes that one may keep the others waiting."""
+def test_a_process_ignores_an_interrupt_that_its_parent_does_not_pass_on() -> None:
+    """A terminal sends it to all at once, and each would stop after another step."""
+    assert multiprocess.run(ignores, 2, timeout_s=60) == [0, 0]
+
+
+def until_interrupted(link: multiprocess.Link, begin: bool) -> int:
+    if begin:
+        link.send("began")
+    while not link.interrupted:
+        time.sleep(0.01)
+    time.sleep(1000 if link.rank == 0 and link.num_processes == 3 else 0.3)
+    return len(link.interrupted)
+
+
+def press_ctrl_c(times: int) -> None:
+    """A little later, and a little apart."""
+
+    def press() -> None:
+        for _ in range(times):
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+def test_an_interrupt_is_passed_on_once() -> None:
+    """Once the function has begun; what it returns is returned."""
+    press_ctrl_c(1)
+    assert multiprocess.run(until_interrupted, 2, (True,), timeout_s=60) == [1, 1]
+
+
+@pytest.mark.parametrize(("begin", "times"), [(False, 1), (True, 2)])
+def test_an_interrupt_before_it_has_begun_and_a_second_one_end_all_at_once(begin: bool, times: int) -> None:
+    press_ctrl_c(times)
+    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        multiprocess.run(interrupted_alone, 3)
+        multiprocess.run(until_interrupted, 3, (begin,), timeout_s=60)
+    assert time.monotonic() - start < 30
 
 
-class InterruptedTwice:
-    """Ctrl-C comes twice to the process that has node 0, while it reads for a step; the other hears of neither."""
+class PressedTwice(Logger):
+    """Presses Ctrl-C twice when it gets the row of step 2, in the process that has started the others."""
 
-    reads = 0
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.ended = 0
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        self.reads += 1
-        if self.reads == 6 and os.environ.get("LOCAL_RANK") == "0":
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row["step"])
+        if row["step"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
-        return [self[i] for i in indices]
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(1)
-
-    def __len__(self) -> int:
-        return 16
+    def finish(self) -> None:
+        self.ended += 1
 
 
-def test_a_second_interrupt_in_one_process_ends_all_at_once() -> None:
-    """It raises in the middle of a step, so that the others would wait for that process in their next exchange."""
-    trainer = Trainer(vecgym.models.Line(), InterruptedTwice())
+def test_a_second_interrupt_ends_a_run_at_once_and_logged_rows_stay() -> None:
+    trainer, logger = Trainer(vecgym.models.Line(), torch.ones(16, 1)), PressedTwice()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(
-            DiLoCoStrategy("sgd", H=2, lr=0.1), 2, max_steps=9, batch_size=2, backend="processes", num_processes=2,
-            device="cpu", progress=False, timeout_s=100.0,
+            DiLoCoStrategy("sgd", H=2, lr=0.1), 2, max_steps=10**6, batch_size=2, backend="processes", num_processes=2,
+            device="cpu", progress=False, timeout_s=100.0, logger=logger,
         )  # fmt: skip
     assert time.monotonic() - start < 60, "not after timeout_s"
+    assert logger.rows == [1, 2] == trainer.history["step"]
+    assert logger.ended == 1
 
 
 def exchanges_alone(link: multiprocess.Link, how: str) -> None:
-    from vecgym.collectives.distributed import DistributedCollectives
-    from vecgym.collectives.wire import Wire
-
-    comm = DistributedCollectives(4, Wire(watch=links.watch, announce=links.announce))
+    comm = DistributedCollectives(4, Wire(watch=link.beat))
     x = {"w": torch.ones(2, 3)}
     comm.mean(x)
-    comm.step = 7
     if link.rank == 0:
         comm.mean(x)
     if how == "dies":
@@ -602,11 +750,7 @@ def exchanges_alone(link: multiprocess.Link, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "what"), [("hangs", "hangs: it got nowhere for 2 s"), ("dies", "exit code 3")])
-def test_an_error_says_what_each_process_exchanged_last(how: str, what: str) -> None:
+def test_the_process_that_others_wait_for_is_named(how: str, what: str) -> None:
     with pytest.raises(ProcessError, match=what) as caught:
         multiprocess.run(exchanges_alone, 2, (how,), timeout_s=2)
-    assert "process 1" in str(caught.value)
-    assert (
-        "process 0: mean at step 7 of 1 tensors, 12 bytes a node: w [3]; "
-        "of process 1: mean at step 0 of 1 tensors, 12 bytes a node: w [3]" in str(caught.value)
-    )
+    assert str(caught.value).startswith("process 1")

@@ -66,7 +66,7 @@ UNCALLED = {
     "vecgym.engine.EngineName": "a type alias",
     "vecgym.data.Examples": "a protocol",
     **{f"vecgym.runs.multiprocess.Link{name}": "made by multiprocess.run for each process" for name in
-       ("", ".send", ".watch", ".announce", ".put")},
+       ("", ".send", ".beat", ".put")},
     "vecgym.runs.multiprocess.joined": "within the processes of a group",
     "vecgym.strategy.all_gather": "within the step of a strategy written for one rank",
     "vecgym.strategy.all_reduce": "within the step of a strategy written for one rank",

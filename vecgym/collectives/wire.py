@@ -22,7 +22,7 @@ class Wire:
 
     Args:
         process_group: of torch.distributed; None: the default one, which must exist.
-        watch: called with True before and with False after each collective.
+        watch: called before and after this process waits for others.
         announce: called with a line that says what follows, before the nodes exchange something.
 
     Attributes:
@@ -36,7 +36,7 @@ class Wire:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
-        watch: Callable[[bool], None] = lambda inside: None,
+        watch: Callable[[], None] = lambda: None,
         announce: Callable[[str], None] = lambda text: None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -186,9 +186,9 @@ class Wire:
         self.handed_bytes += x.numel() * x.element_size()
 
     def _call(self, communicate: Callable[[], Any]) -> Any:
-        self._watch(True)
+        self._watch()
         result = communicate()
-        self._watch(False)
+        self._watch()
         return result
 
     def _staged(self, x: Tensor) -> Tensor:

@@ -26,13 +26,17 @@ whatever W is.
 - **On Linux without a GPU**, processes are forked. They know everything that a notebook has defined, and each has one
   thread.
 - **With a GPU, and on macOS**, they are new interpreters. A script then needs `if __name__ == "__main__":` around what
-  it does. Models, datasets, collate functions and schedules must be defined at the top level of a module: not in a
-  notebook cell (write the cell to a file with `%%writefile`), not in a function, and not as a lambda. The error names
-  the offender.
-- **A process that raises, dies or hangs** ends the run with one `vecgym.ProcessError`, which names the process, its
-  nodes, the place in its code and the last exchange of each process. `timeout_s` is how long one process may keep the
-  others waiting. No process is left behind, logged rows stay, and `trainer.history` has them. Ctrl-C ends the run after
-  a whole step.
+  it does. They are sent the model, the data and the strategy, of which each has a copy of its own. With cloudpickle
+  (`pip install vecgym[processes]`) these may be defined anywhere: in a notebook cell, in a function, as a lambda.
+  Without it, they must be defined at the top level of a module (write the cell to a file with `%%writefile`); the error
+  names the offender.
+- **A process that raises or dies** ends the run with one `vecgym.ProcessError`, which names the process, its nodes, and
+  the place in its code. No process is left behind, logged rows stay, and `trainer.history` has them.
+- **A process that hangs** is noticed when no process has exchanged anything and no row has come for `timeout_s`. The
+  error names the process that the others wait for, but not where it is: set a shorter `timeout_s`, and look with a
+  debugger such as py-spy. `vecgym verify` says which exchanges differ between the processes.
+- **Ctrl-C** ends the run after a whole step, and a second one at once. The processes ignore it; the one that started
+  them passes it on.
 - **Not supported**: strategies written for one rank, and derivatives through a run. Dropout masks differ from those of
   a single process, unless `engine="loop"` or `exact=True` is set; these key the masks by node.
 

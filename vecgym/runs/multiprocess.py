@@ -6,42 +6,104 @@ torch.distributed, and returns what they return. Whatever goes wrong in one of t
 How they are started. On Linux without a GPU they are *forked*: each begins as a copy of this process, in milliseconds,
 and has everything that is defined here, including a notebook's cells. Nothing is pickled. Each uses one thread within
 its operations, since OpenMP's threads do not survive a fork. Where there is a GPU, whose driver does not survive it
-either, and on macOS they are *spawned*: new interpreters that import what they need. What they are given must then be
-importable: a class or function of a notebook has to move to a file (`%%writefile models.py`, `from models import Net`),
-lambdas and local functions cannot be given, and a script must keep what it does under `if __name__ == "__main__":`.
+either, and on macOS they are *spawned*: new interpreters, which are sent what they need. With cloudpickle
+(`pip install vecgym[processes]`) that may be anything a notebook or a function defines. Without it, models, datasets,
+functions and strategies must be defined at the top of a module that can be imported. In either case a script must keep
+what it does under `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import faulthandler
+import itertools
 import multiprocessing
 import os
-import shutil
+import pickle
 import signal
 import socket
 import sys
-import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
-from pathlib import Path
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
-from vecgym.core.errors import VecgymWarning
-from vecgym.runs import links
-from vecgym.runs.links import Link, Progress
-from vecgym.runs.supervisor import Labels, Started, Supervisor
+from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
+from vecgym.runs.interrupts import interrupts
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
 TIMEOUT_S = 600.0  # without any progress in any process
+GRACE_S = 2.0  # to wait after a first error, for others that may tell more, such as who caused it
+POLL_S = 0.1
+# Errors in what was given: raised here as they were raised there.
+GIVEN_BACK = {error.__name__: error for error in (ValueError, TypeError, FileNotFoundError, Damaged)}
+
+
+class _Shared(NamedTuple):
+    """What all processes of a run are given.
+
+    Attributes:
+        pipes: for each process the parent's end and its own.
+        beats: of each process, in memory that all share: see `Link.beat`.
+        listener: to which they connect, to find one another.
+        num_threads: of each process.
+        call: the function and its arguments; for a new interpreter as bytes.
+    """
+
+    pipes: list[tuple[Any, Any]]
+    beats: Any
+    listener: socket.socket
+    device: str
+    timeout_s: float
+    num_threads: int
+    call: Any
+
+
+class Link:
+    """The connection of a process to the one that started it.
+
+    Attributes:
+        rank, num_processes: of this process, and W.
+        interrupted: empty until the process that started this one passes on a Ctrl-C; see `interrupts`.
+
+    >>> def work(link):
+    ...     link.beat()  # it makes progress
+    ...     link.send({"rank": link.rank})
+    >>> run(work, 1, start_method="fork", on_message=print)
+    {'rank': 0}
+    [None]
+    """
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.num_processes = len(shared.pipes)
+        self.interrupted: list[int] = []
+        self.pipe = shared.pipes[rank][1]
+        self._beats = shared.beats
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Hand tensors on the CPU, arrays, plain values, and whatever else can be pickled to `on_message`."""
+        self.put("message", message)
+
+    def beat(self) -> None:
+        """Report progress: before this process waits for others, and after it."""
+        self._beats[self.rank] += 1
+
+    def put(self, kind: str, value: Any) -> None:
+        """Send a "message", a "warning", what the function has to "return", or its "error"."""
+        data = pickle.dumps((kind, value))  # tensors by value: torch's shared memory is small in containers
+        with self._lock:  # warnings may come from other threads
+            self.pipe.send_bytes(data)
 
 
 # ---------------------------------------------------------------------------------------------- the parent's side
@@ -53,26 +115,27 @@ def run(
     args: Sequence[Any] = (),
     *,
     device: torch.device | str = "cpu",
-    labels: Labels = lambda rank: "",
-    on_message: Callable[[int, Any], None] = lambda rank, message: None,
+    num_nodes: int | None = None,
+    on_message: Callable[[Any], None] = lambda message: None,
     timeout_s: float = TIMEOUT_S,
     start_method: str | None = None,
 ) -> list[Any]:
     """Call `function(link, *args)` in each of W new processes, and return the list of what they return.
 
     Args:
-        function: of a module, where processes are spawned.
         device: a CUDA device gives each process a GPU, in turn.
-        labels: rank -> what this process holds, for errors: "nodes 2-3".
-        on_message: called here with (rank, message) for every `link.send(message)`, in order.
+        num_nodes: that the processes hold in equal parts, for errors: "process 1 (nodes 2-3)".
+        on_message: called here with each message of `link.send(message)`, in order.
         timeout_s: when no process has communicated or sent anything for this long, one of them hangs.
         start_method: "fork" or "spawn"; None: `choose_start_method(device)`.
 
     Raises:
-        ProcessError: when a process raises, dies or hangs; all are ended.
-        ValueError, TypeError, FileNotFoundError, Damaged: as the function raises them before its first message.
+        ProcessError: when a process raises, dies or hangs; all are ended, and what they had sent is handed on first.
+        ValueError, TypeError, FileNotFoundError, Damaged: as the function raises them before the first message.
+        ValueError: for what cannot be sent to a new interpreter.
         ValueError: where torchrun has started this process as one of several.
-        KeyboardInterrupt: on Ctrl-C: it is passed on to the processes, which may return something first.
+        KeyboardInterrupt: on Ctrl-C before the first message, and on a second one. Later, the first is passed on to
+            `link.interrupted`, and the processes may return something.
 
     >>> def work(link, x):
     ...     total = torch.tensor(x + link.rank)
@@ -80,7 +143,7 @@ def run(
     ...     link.send(f"process {link.rank} of {link.num_processes}")
     ...     return int(total)
     >>> messages = []
-    >>> run(work, 2, (10,), start_method="fork", on_message=lambda rank, message: messages.append(message))
+    >>> run(work, 2, (10,), start_method="fork", on_message=messages.append)
     [21, 21]
     >>> sorted(messages)
     ['process 0 of 2', 'process 1 of 2']
@@ -88,26 +151,23 @@ def run(
     check_alone(f"a run of {num_processes} processes of its own")
     method = start_method or choose_start_method(device)
     context: Any = multiprocessing.get_context(method)
-    if method == "spawn":
-        check_importable(function, *args)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vecgym-", ignore_cleanup_errors=True))
-        progress = Progress(context, num_processes)
-        started = Started([], [], progress, folder, method)
-        stack.callback(_end, started)
-        threads = 1 if method == "fork" else max(1, torch.get_num_threads() // num_processes)
-        settings = _Settings(num_processes, folder, str(device), timeout_s, threads)
-        for rank in range(num_processes):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_main, args=(rank, settings, theirs, progress, function, tuple(args)), name=f"vecgym-{rank}"
-            )
-            started.pipes.append(mine)
-            with _starting(method):
-                process.start()
-            started.processes.append(process)
-            theirs.close()
-        return Supervisor(started, labels, on_message, timeout_s).wait()
+    call: Any = (function, tuple(args))
+    threads = 1 if method == "fork" else max(1, torch.get_num_threads() // num_processes)
+    pipes = [context.Pipe() for _ in range(num_processes)]
+    # The port is free, and no other machine reaches it.
+    with socket.create_server(("127.0.0.1", 0)) as listener, interrupts() as interrupted:
+        shared = _Shared(
+            pipes, context.RawArray("q", num_processes), listener, str(device), timeout_s, threads,
+            call if method == "fork" else _pickled(call),
+        )  # fmt: skip
+        children = _Children(shared, on_message, num_nodes)
+        try:
+            children.start(method)
+            return children.wait(interrupted)
+        finally:
+            children.end()
+            for pipe in itertools.chain(*pipes):
+                pipe.close()  # which ends those that were started before the start of another one failed
 
 
 def choose_start_method(device: torch.device | str = "cpu") -> str:
@@ -131,89 +191,171 @@ def check_importable(*values: Any) -> None:
         if getattr(cls, "__module__", None) == "__main__":
             raise ValueError(
                 f"{cls.__name__} is defined in a notebook cell, which new processes cannot import. Fix: write the cell "
-                f"to a file, %%writefile definitions.py, and from definitions import {cls.__name__}."
+                f"to a file, %%writefile definitions.py, and from definitions import {cls.__name__}. With "
+                'backend="processes", pip install vecgym[processes] is enough.'
             )
 
 
-@contextlib.contextmanager
-def _starting(method: str) -> Iterator[None]:
-    """Start processes within this block: their idle OpenMP threads sleep, and what cannot be sent to them is named."""
-    policy = os.environ.get("OMP_WAIT_POLICY")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the processes share the cores with one another
+def _pickled(call: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
+    """Return what a new interpreter reads; with cloudpickle, definitions of a notebook are in it."""
+    dumps: Callable[[Any], bytes] = pickle.dumps
     try:
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forks of programs with threads: here the child starts with one of its own.
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            yield
-    except (AttributeError, TypeError, OSError, ImportError) as error:
-        if method != "spawn":
-            raise
+        import cloudpickle
+
+        dumps = cloudpickle.dumps
+    except ImportError:
+        check_importable(call[0], *call[1])
+    try:
+        return dumps(call)
+    except Exception as error:
         raise ValueError(
-            f"something given cannot be sent to a new process: {error}. Fix: define models, datasets, collate "
-            "functions and schedules at the top of a module, not in a function, and not as a lambda."
+            f"something given cannot be sent to a new process: {error}. Fix: pip install vecgym[processes], which adds "
+            "cloudpickle; or define models, datasets, collate functions and schedules at the top of a module, not in a "
+            "function, and not as a lambda. Open files, locks and connections cannot be sent."
         ) from error
-    finally:
-        if policy is None:
-            del os.environ["OMP_WAIT_POLICY"]
 
 
-class _Settings(NamedTuple):
-    """Settings that all processes share."""
+class _Children:
+    """The processes of a run, as the one that started them sees them."""
 
-    num_processes: int
-    folder: str
-    device: str
-    timeout_s: float
-    num_threads: int
+    def __init__(self, shared: _Shared, on_message: Callable[[Any], None], num_nodes: int | None) -> None:
+        self.shared = shared
+        self.on_message = on_message
+        self.num_nodes = num_nodes
+        self.processes: list[Any] = []
+        self.pipes = {rank: mine for rank, (mine, _) in enumerate(shared.pipes)}  # those that may bring something
+        self.began = False  # a message has come
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, tuple[float, str, str, str]] = {}  # when, the class, the message, the traceback
 
+    def start(self, method: str) -> None:
+        started = start_processes(_main, (self.shared,), len(self.pipes), join=False, start_method=method)
+        self.processes = started.processes
+        for _, theirs in self.shared.pipes:
+            theirs.close()
 
-def _end(started: Started) -> None:
-    """Leave no process behind, whatever state it is in."""
-    for process in started.processes:
-        if process.is_alive():
+    def end(self) -> None:
+        """Leave no process behind, whatever state it is in."""
+        for process in self.processes:
             process.kill()
-    for process in started.processes:
-        process.join()
-        process.close()
-    for pipe in started.pipes:
-        pipe.close()
+        for process in self.processes:
+            process.join()
+
+    def wait(self, interrupted: list[int]) -> list[Any]:
+        """Return what the processes return, in the order of their ranks."""
+        told, seen, quiet = False, list(self.shared.beats), 0
+        while len(self.results) < len(self.processes):
+            ended = self._ended()
+            came, beats = self._receive(POLL_S), list(self.shared.beats)
+            # Counted, and not measured: while all of this program is stopped, by Ctrl-Z say, no process hangs.
+            quiet, seen = (0 if came or beats != seen else quiet + 1), beats
+            if interrupted and not told:
+                if not self.began:
+                    raise KeyboardInterrupt
+                told, quiet = True, 0
+                self._pass_on()
+            if ended - self.results.keys() or quiet * POLL_S > self.shared.timeout_s:
+                raise self._failure()
+        return [self.results[rank] for rank in range(len(self.processes))]
+
+    def _ended(self) -> set[int]:
+        return {rank for rank, process in enumerate(self.processes) if process.exitcode is not None}
+
+    def _receive(self, seconds: float) -> bool:
+        """Wait for messages, take one of each process, and return whether there was any."""
+        ready, came = connection.wait(list(self.pipes.values()), seconds), False
+        for rank, pipe in list(self.pipes.items()):
+            if pipe in ready:
+                try:
+                    data = pipe.recv_bytes()
+                except (EOFError, OSError):  # it has ended, perhaps in the middle of a message
+                    del self.pipes[rank]
+                else:
+                    self._take(rank, *pickle.loads(data))
+                    came = True
+        return came
+
+    def _take(self, rank: int, kind: str, value: Any) -> None:
+        if kind == "message":
+            self.began = True
+            self.on_message(value)
+        elif kind == "warning":
+            text, ours = value
+            warn(text, VecgymWarning if ours else UserWarning)
+        else:
+            (self.results if kind == "return" else self.errors)[rank] = value
+
+    def _pass_on(self) -> None:
+        """Tell the processes of a Ctrl-C."""
+        for pipe in self.pipes.values():
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"Ctrl-C")
+
+    def _failure(self) -> Exception:
+        """Choose one error, of a process that has ended, or else of one that hangs, once all that they sent is here."""
+        if self._ended() - self.results.keys():
+            deadline = time.monotonic() + GRACE_S
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        ended = self._ended()
+        self.end()
+        while self._receive(0):
+            pass
+        if silent := ended - self.errors.keys():  # the others fail because it died: none ends without a word
+            code = self.processes[min(silent)].exitcode
+            how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return self._error(min(silent), how)
+        if not self.errors:
+            return self._hanging()
+        first = min(self.errors, key=self.errors.__getitem__)  # the others fail because it does
+        _, kind, message, where = self.errors[first]
+        if kind in GIVEN_BACK and not self.began:
+            return GIVEN_BACK[kind](message)
+        return self._error(first, f"{kind}: {message}", where)
+
+    def _hanging(self) -> ProcessError:
+        """Blame the process that the others wait for: one that waits for nobody, or else the one furthest behind."""
+        beats = list(self.shared.beats)
+        rank = min(range(len(beats)), key=lambda rank: (beats[rank] % 2, beats[rank]))
+        return self._error(rank, f"hangs: it got nowhere for {self.shared.timeout_s:g} s (timeout_s)")
+
+    def _error(self, rank: int, what: str, where: str = "") -> ProcessError:
+        nodes = ""
+        if self.num_nodes is not None:
+            first, end = (i * self.num_nodes // len(self.processes) for i in (rank, rank + 1))
+            nodes = f"node {first}" if end == first + 1 else f"nodes {first}-{end - 1}"
+        return ProcessError(rank, nodes, what, where)
 
 
 # ----------------------------------------------------------------------------------------------- the child's side
 
 
-def _main(
-    rank: int, settings: _Settings, pipe: Any, progress: Progress, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _main(rank: int, shared: _Shared) -> None:
     """Run the function in a new process, and report what it returns or raises."""
-    link = Link(rank, settings.num_processes, pipe, progress)
-    links.enter(link)
-    _settle(link, settings)
+    link = Link(rank, shared)
     try:
-        link.watch(False)
-        with _process_group(link, settings):
-            result = function(link, *args)
+        _settle(link, shared)
+        function, args = pickle.loads(shared.call) if isinstance(shared.call, bytes) else shared.call
+        _join_group(link, shared)
+        result = function(link, *args)
+        sys.stdout.flush()
         link.put("return", result)
-        code = 0
+        threading.Event().wait()  # until all are ended: another process may still be connecting to this one
     except BaseException as error:
-        link.put("error", (traceback.format_exc(), type(error).__name__, str(error), link.inside, link.began))
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)  # at once: a normal exit would wait for threads, and for connections to processes that may be gone
+        link.put("error", (time.monotonic(), type(error).__name__, str(error), traceback.format_exc()))
+        sys.stdout.flush()
+    finally:
+        os._exit(1)  # at once: a normal exit would wait for threads, and for connections to processes that may be gone
 
 
-def _settle(link: Link, settings: _Settings) -> None:
-    """Set up the signals, threads and warnings of a new process."""
-    with contextlib.suppress(OSError):
-        os.setpgid(0, 0)  # so that Ctrl-C reaches the parent alone, which passes it on once
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hasattr(signal, "SIGUSR1"):
-        with contextlib.suppress(OSError):  # a full disk: the trace only shows where a process hangs
-            trace = Path(settings.folder, f"trace-{link.rank}").open("w")  # noqa: SIM115 - open as long as the process
-            faulthandler.register(signal.SIGUSR1, trace)
-    threading.Thread(target=_follow_parent, args=(settings.folder,), daemon=True).start()
-    torch.set_num_threads(settings.num_threads)
+def _settle(link: Link, shared: _Shared) -> None:
+    """Set up the signals, pipes, threads and warnings of a new process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes: the parent passes it on
+    for pipe in itertools.chain(*shared.pipes):
+        if pipe is not link.pipe:
+            pipe.close()  # so that those who read from one see when the process at its other end has ended
+    threading.Thread(target=_follow_parent, args=(link,), daemon=True).start()
+    torch.set_num_threads(shared.num_threads)
     warnings.simplefilter("ignore" if link.rank else "default")
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -223,39 +365,33 @@ def _settle(link: Link, settings: _Settings) -> None:
     warnings.showwarning = show
 
 
-def _follow_parent(folder: str) -> None:
-    """Exit when the parent does, even if it is killed, and clean up in its place."""
+def _follow_parent(link: Link) -> None:
+    """Note the Ctrl-C that the parent passes on; exit when it does, even if it is killed."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+    assert parent is not None
+    with contextlib.suppress(EOFError, OSError):
+        while parent.sentinel not in connection.wait([link.pipe, parent.sentinel]):
+            link.pipe.recv_bytes()
+            link.interrupted.append(signal.SIGINT)
+    os._exit(1)
 
 
-@contextlib.contextmanager
-def _process_group(link: Link, settings: _Settings) -> Iterator[None]:
-    """Join the process group of a `run`, through a file: no port that another program could take."""
-    device = torch.device(settings.device)
-    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if num_gpus:
-        torch.cuda.set_device(link.rank % num_gpus)
+def _join_group(link: Link, shared: _Shared) -> None:
+    """Join the process group of a `run`, by a store in the first process."""
+    first, port = link.rank == 0, shared.listener.getsockname()[1]
+    fd = shared.listener.detach() if first else None
+    num_gpus = torch.cuda.device_count() if torch.device(shared.device).type == "cuda" else 0
     os.environ["LOCAL_RANK"] = str(link.rank)
     # Otherwise gloo looks up the host's own name, which fails on machines that are not in any name service.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     dist.init_process_group(
-        "nccl" if num_gpus >= settings.num_processes else "gloo",  # NCCL needs a GPU for each process
-        store=dist.FileStore(str(Path(settings.folder, "store")), settings.num_processes),
+        "nccl" if num_gpus >= link.num_processes else "gloo",  # NCCL needs a GPU for each process
+        store=dist.TCPStore("127.0.0.1", port, is_master=first, wait_for_workers=False, master_listen_fd=fd),
         rank=link.rank,
-        world_size=settings.num_processes,
+        world_size=link.num_processes,
         # Later than the parent's, which knows who is to blame; it must be finite.
-        timeout=datetime.timedelta(seconds=min(settings.timeout_s, 1e9) + 60),
+        timeout=datetime.timedelta(seconds=min(shared.timeout_s, 1e9) + 60),
     )
-    try:
-        yield
-    finally:
-        if sys.exc_info()[0] is None:
-            dist.barrier()  # a process that is done at once must not close while another is still connecting
-            dist.destroy_process_group()
 
 
 def loopback() -> str:
@@ -276,8 +412,6 @@ def check_alone(what: str, ways_out: str = "") -> None:
 
     >>> check_alone("a sweep")  # here there is one
     """
-    if links.current() is not None:  # started by `run`, in a process that was alone
-        return
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_initialized():
         rank, size = str(dist.get_rank()), str(dist.get_world_size())

@@ -293,7 +293,7 @@ class Processes(Options):
         num_processes: W, which divides `num_nodes`; each process holds K / W nodes, stacked.
         exact: on a CPU, give the same bits with any backend and any W: node by node, in one thread, and each
             collective on all nodes in one place. Slow; for proof. Otherwise results differ by rounding.
-        timeout_s: with "processes", how long one may keep all others waiting before the run is ended.
+        timeout_s: with "processes", for how long nothing may be exchanged or recorded before the run is ended.
 
     >>> Processes(backend="processes", num_processes=4).exact
     False

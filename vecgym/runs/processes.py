@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from vecgym.collectives.ledger import Ledger
+from vecgym.core import tree
 from vecgym.core.errors import DivergenceError
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
@@ -19,12 +22,11 @@ from vecgym.engine import hooks
 from vecgym.records.history import History
 from vecgym.records.loggers import Logger
 from vecgym.runs import multiprocess
-from vecgym.runs.links import Link
+from vecgym.runs.multiprocess import Link
 from vecgym.runs.options import FitOptions, resolve_device
 from vecgym.runs.recorder import Loggers, advance
 from vecgym.runs.run import Run, Task
 from vecgym.runs.session import joined_nodes
-from vecgym.runs.supervisor import node_labels
 
 M = TypeVar("M", bound=nn.Module)
 WAY_OUT = 'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model itself'
@@ -48,73 +50,65 @@ class ProcessesRun(Generic[M]):
 
     def loop(self) -> None:
         """Train, and fetch the final state of all nodes."""
-        options, num_processes = self.options, self.options.num_processes or 1
+        options = self.options
         # All rows arrive here, and this process chooses those that are logged.
         theirs = replace(
             options, backend="distributed", num_processes=None, logger=None, log_interval=1, progress=False
         )
-
-        def on_message(rank: int, message: tuple[str, Any]) -> None:
-            self._receive(*message, bar)
-
         try:
             with tqdm(disable=not options.progress, unit="step") as bar:
                 parts = multiprocess.run(
-                    _run_part, num_processes, (self.task, theirs), device=resolve_device(options.device),
-                    labels=node_labels(options.num_nodes, num_processes), on_message=on_message,
-                    timeout_s=options.timeout_s,
+                    _run_part, options.num_processes or 1, (self.task, theirs), timeout_s=options.timeout_s,
+                    device=resolve_device(options.device), num_nodes=options.num_nodes,
+                    on_message=partial(self._receive, bar),
                 )  # fmt: skip
         finally:
             self._loggers.finish()
-        first = parts[0]
-        self.ledger = first["ledger"]
+        self.ledger, members, ended = (parts[0][name] for name in ("ledger", "members", "ended"))
         params, buffers, result = (_joined([part[kind] for part in parts]) for kind in ("params", "buffers", "result"))
-        model = copy.deepcopy(self.task.model)
-        self.nodes = Nodes(model, options.num_nodes, params, buffers, first["members"], result)
-        if first["diverged"] is not None:
-            raise DivergenceError(*first["diverged"])
-        if first["interrupted"] is not None:
-            raise KeyboardInterrupt(first["interrupted"])
+        self.nodes = Nodes(copy.deepcopy(self.task.model), options.num_nodes, params, buffers, members, result)
+        if ended is not None:
+            error, args = ended
+            raise error(*args)
 
     def average(self) -> M:
         """Return a copy of the model with the mean of the nodes that are there."""
         assert self.nodes is not None
         return self.nodes.average()
 
-    def _receive(self, kind: str, value: Any, bar: tqdm) -> None:
-        """Record what the first process sends: the start of the run, or a row."""
-        if kind == "start":
-            settings, rows = {**value[0], "backend": "processes"}, value[1]
-            self.history = History(settings, rows)
+    def _receive(self, bar: tqdm, message: tuple[dict[str, Any], list[dict[str, Any]] | None]) -> None:
+        """Record what the first process sends: settings and rows of the start of the run, or a row."""
+        row, before = message
+        if before is None:
+            self.history.append(row)
+            self._loggers.log(row)
+            advance(bar, row)
+        else:
+            settings = {**row, "backend": "processes"}
+            self.history = History(settings, before)
             self._loggers.start(settings, self.history.rows)
             bar.total = settings["max_steps"]
-            bar.update(rows[-1]["step"] if rows else 0)
-        else:
-            self.history.append(value)
-            self._loggers.log(value)
-            advance(bar, value)
+            bar.update(before[-1]["step"] if before else 0)
 
 
 def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
     """Run the part of one process, and return the final state of its nodes."""
-    ended: dict[str, Any] = {"diverged": None, "interrupted": None}
+    ended: tuple[type[BaseException], tuple[Any, ...]] | None = None
     options = replace(options, logger=_Relay(link))
-    with joined_nodes(options) as (comm, device):
-        run: Run[nn.Module] = Run(task, options, comm, device)
+    with joined_nodes(options, link.beat) as (comm, device):
+        run: Run[nn.Module] = Run(task, options, comm, device, interrupts=lambda: nullcontext(link.interrupted))
         try:
             run.loop()
         except DivergenceError as error:
-            ended["diverged"] = error.step, error.nodes, error.loss, error.told
+            ended = DivergenceError, (error.step, error.nodes, error.loss, error.told)
         except KeyboardInterrupt as error:
-            if not error.args:  # a second Ctrl-C, of which the others know nothing: they wait for this process
-                raise
-            ended["interrupted"] = str(error)
+            ended = KeyboardInterrupt, error.args
     assert run.nodes is not None
-    ledger = run.ledger if link.rank == 0 else None
-    members, result = run.simulation.result(run.state).members, run.nodes.result or {}
+    final = {"params": run.nodes.params, "buffers": run.nodes.buffers, "result": run.nodes.result or {}}
     return {
-        **ended, "params": run.nodes.params, "buffers": run.nodes.buffers, "result": result, "members": members,
-        "ledger": ledger,
+        # Copies: of a part of a tensor, the whole of it would be sent.
+        **tree.map_leaves(lambda x: x.detach().cpu().clone(), final), "ended": ended,
+        "ledger": run.ledger if link.rank == 0 else None, "members": run.simulation.result(run.state).members,
     }  # fmt: skip
 
 
@@ -125,13 +119,13 @@ class _Relay(Logger):
         self.link = link
 
     def start(self, settings: dict[str, Any]) -> None:
-        self.link.send(("start", (settings, [])))
+        self.link.send((settings, []))
 
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        self.link.send(("start", (settings, rows)))
+        self.link.send((settings, rows))
 
     def log(self, row: dict[str, Any]) -> None:
-        self.link.send(("row", row))
+        self.link.send((row, None))
 
 
 def _joined(parts: Sequence[Tree]) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +55,7 @@ class Run(Generic[M]):
         device: of these nodes.
         after_step: called with the row of each step once it is complete, and before the first with that of 0. It needs
             the losses of every step on the host; with None they can stay on a device.
+        interrupts: gives the list that is no longer empty once the run has to end after the step in progress.
 
     Attributes:
         history, ledger: of the run.
@@ -66,8 +68,10 @@ class Run(Generic[M]):
     def __init__(
         self, task: Task, options: FitOptions, comm: Collectives, device: torch.device,
         after_step: Callable[[dict[str, Any]], None] | None = None,
+        interrupts: Callable[[], AbstractContextManager[list[int]]] = interrupts,
     ) -> None:  # fmt: skip
         self.comm = comm
+        self.interrupts = interrupts
         self.session = session = Session(comm)
         self.after_step = after_step
         self.train = _training_batches(task.train_dataset, options, session, device)
@@ -107,7 +111,7 @@ class Run(Generic[M]):
         recorder, checkpoints = self.recorder, self.checkpoints
         progress = tqdm(total=self.num_steps, initial=self.state.step, disable=not self.progress, unit=self.unit)
         try:
-            with torch.enable_grad(), interrupts() as interrupted, progress as bar:
+            with torch.enable_grad(), self.interrupts() as interrupted, progress as bar:
                 recorder.start(self.history.settings, bar)
                 checkpoints.begin()
                 if checkpoints.resumed is None:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
+from vecgym.collectives.wire import Wire
 from vecgym.core import tree
 from vecgym.engine import ModelFacts
 from vecgym.engine.simulation import Metrics
 from vecgym.records.runfile import plain
-from vecgym.runs import links, multiprocess
+from vecgym.runs import multiprocess
 from vecgym.runs.evaluation import everyone
 from vecgym.runs.options import FitOptions, resolve_device
 
@@ -24,14 +25,20 @@ T = TypeVar("T")
 
 
 @contextmanager
-def joined_nodes(options: FitOptions) -> Iterator[tuple[Collectives, torch.device]]:
-    """Yield the collectives and the device of the nodes in this process: all nodes, or its part if "distributed"."""
+def joined_nodes(
+    options: FitOptions, watch: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Collectives, torch.device]]:
+    """Yield the collectives and the device of the nodes in this process: all nodes, or its part if "distributed".
+
+    Args:
+        watch: see `Wire`.
+    """
     device = resolve_device(options.device)
     with one_thread() if options.exact else nullcontext():
         if options.backend == "stacked":
             yield StackedCollectives(options.num_nodes), device
             return
-        with multiprocess.joined(device) as device, closing(links.wire()) as wire:
+        with multiprocess.joined(device) as device, closing(Wire(watch=watch)) as wire:
             yield DistributedCollectives(options.num_nodes, wire, exact=options.exact), device
             wire.finish()
 

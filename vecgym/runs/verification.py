@@ -17,16 +17,16 @@ from torch import nn
 
 from vecgym.clock import Compute
 from vecgym.collectives.distributed import check_divides
+from vecgym.collectives.wire import Wire
 from vecgym.core import check
 from vecgym.core.options import Options, function_of
 from vecgym.engine import hooks
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned, counted
-from vecgym.runs import links, multiprocess
+from vecgym.runs import multiprocess
 from vecgym.runs.diagnosis import KINDS, Finding
 from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_compiled, compare_with_ddp
 from vecgym.runs.options import Count, Flag, Present, Seconds, Seed, check_strategy
-from vecgym.runs.supervisor import node_labels
 from vecgym.strategy import AllReduceStrategy, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.catalogue import CATALOGUE
@@ -173,7 +173,7 @@ def verify(options: VerifyOptions) -> Report:
         _verify_in_process,
         options.num_processes,
         (options,),
-        labels=node_labels(options.num_nodes, options.num_processes),
+        num_nodes=options.num_nodes,
         timeout_s=options.timeout_s,
     )
     if options.compile:
@@ -191,7 +191,7 @@ def _case(options: VerifyOptions) -> Case:
 
 def _verify_in_process(link: multiprocess.Link, options: VerifyOptions) -> list[Check]:
     torch.set_num_threads(1)
-    wire, dtype, case = links.wire(), options.dtype, _case(options)
+    wire, dtype, case = Wire(watch=link.beat), options.dtype, _case(options)
     [exact], [native] = (compare(case, [wire], exact=exact) for exact in (True, False))
     if exact.passed and native.finding is not None and native.finding.kind in KINDS:
         native = replace(native, finding=native.finding._replace(cause=ORDER_OF_SUMS, rule=""))
