@@ -69,8 +69,8 @@ class Engine:
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
     >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
-    >>> engine.prepare(batch).engine, engine.device
-    ('vmap', device(type='cpu'))
+    >>> engine.prepare(batch).engine, engine.device, engine.written
+    ('vmap', device(type='cpu'), frozenset())
     >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
     >>> local.losses, local.grads
     (tensor([1., 9.]), {'w': tensor([-2., -6.])})
