@@ -329,8 +329,7 @@ def validation(settings: Settings, models: Sequence[nn.Module], data: Data) -> l
     found = []
     with torch.no_grad():
         for model in (mean_model(models), *models):
-            found.append(float(model.eval()(batch)))
-            model.train()
+            found.append(float(copy.deepcopy(model).eval()(batch)))  # which may write to itself
     return found
 
 
