@@ -120,7 +120,7 @@ def run_compiled(s: Settings, seed: int) -> Outcome:
                 return Refusal(f"{type(error).__name__}: {error}") if deliberate(error) else crash(error)
             if not gap <= TOLERANCE:
                 return Failure(f"compiled: {s['model']}", f"model {i} differs by {gap:.2g}")
-            if engine != "compiled":
+            if engine != "compiled" and s["model"] != "counting":  # which would be compiled anew in every step
                 told = "; ".join(str(one.message) for one in said)
                 return Failure(
                     f"not compiled: {s['model']}", f"model {i} of {s['compiled']} is run by {engine}: {told}"
