@@ -82,7 +82,7 @@ DEFAULTS: Settings = {
     "plain": False,  # the first tensor is
 }
 SERVERS = ("outer", "outer", "adam", "delayed", "delayed", "fedbuff", "heloco", "heloco")
-MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "matrices"})
+MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "matrices", *problems.REFUSED})
 SPEEDS = ("equal", "powers", "powers", "uneven", "uneven", "drawn")
 
 

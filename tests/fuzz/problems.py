@@ -306,6 +306,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "normed": Normed,
     "counting": Counting,
 }
+REFUSED = ("seldom", "teacher")  # for what all nodes hold together they would write to
 UNUSED = {"partly": ("unused",), "idle": ("idle.weight", "idle.bias", "idle_scale", "idle_none")}
 
 

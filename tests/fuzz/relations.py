@@ -63,7 +63,7 @@ DEFAULTS: Settings = {
     "overlap": True,
     "val_interval": None,
 }
-MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "named", "matrices"})
+MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "named", "matrices", *problems.REFUSED})
 TIMED = {*MEASURED, "nodes_per_call"}
 
 
