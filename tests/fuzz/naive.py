@@ -376,6 +376,9 @@ class DeMo(Module):
     def _decoded(self, grads: Values) -> dict[str, Tensor]:
         result = {}
         for name, first in grads[0].items():
+            if first.numel() == 0:
+                result[name] = first
+                continue
             shape, flats = fold(first.shape), []
             for delta, g in zip(self.deltas, grads):
                 delta[name] = self.decay * delta[name] + g[name]

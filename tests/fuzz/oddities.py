@@ -41,9 +41,10 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 def odd(draw: Random) -> Settings:
     settings = draw_settings(draw)
-    settings["model"] = draw.choice(
-        [name for name in problems.ODD for _ in range(1 if name in problems.REFUSED else 3)]
-    )
+    models = [name for name in problems.ODD for _ in range(1 if name in problems.REFUSED else 3)]
+    if "adafactor" in repr(settings):  # torch's own fails on a parameter without elements
+        models = [name for name in models if name != "empty"]
+    settings["model"] = draw.choice(models)
     if settings["inner"]["name"] in ("muon", "lbfgs", "asgd"):
         settings["inner"] = {"name": "adamw", "lr": 0.05}
     settings.pop("data", None)
