@@ -4,15 +4,14 @@ Each alternative runs in a process of its own, one after the other, on batches t
 
 - loop: K plain modules, each with fused AdamW, one after the other; every H steps DiLoCo's outer step.
 - big: one model with fused AdamW on the K batches together. These two do not import vecgym.
-- eager: `Simulation.step` with `DiLoCoStrategy(H)`. graph: the same with `Engine(engine="graph")`, its gradients and
-  AdamW's step one launch. compiled: with `Engine(compile=True)`.
+- eager: `Simulation.step` with `DiLoCoStrategy(H)`. compiled: the same with `Engine(compile=True)`, whose gradients
+  are launched as a CUDA graph.
 
 A block of H = 20 steps is timed until the GPU has done it. Arithmetic: the matrix products of a forward and a backward
 pass, K times that of one node, as torch counts it; the GPU's rate is that of a product of two large matrices, measured
 in the same precision. gpt2 computes in bfloat16, under autocast; the others in float32.
 
-The compiled gradients are launched as a CUDA graph, too. Without a GPU it says so, and ends; `--device cpu --quick`
-tells whether it works at all, but for the graph.
+Without a GPU it says so, and ends; `--device cpu --quick` tells whether it works at all, but for the graph.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ QUICK = {name: replace(workload, num_nodes=2) for name, workload in GPUS.items()
     "gpt2": Workload("gpt2", lambda: GPT(16, 1, 2, 32), _tokens(16, 65), batch_size=2, num_nodes=2)
 }
 HALF = ("gpt2",)  # in bfloat16
-ALTERNATIVES = ("loop", "big", "eager", "graph", "compiled")
+ALTERNATIVES = ("loop", "big", "eager", "compiled")
 TO_BIG = {"tiny": 0.6, "mlp": 0.6, "gpt2": 0.9}  # of big's throughput, at least
 NUM_BATCHES, H = 4, 20
 
@@ -61,8 +60,7 @@ def bare(workload: Workload, device: str, half: bool, alternative: str) -> Calla
     from vecgym.strategy import DiLoCoStrategy
 
     model = workload.model().to(device)
-    kind: Any = "graph" if alternative == "graph" else "auto"
-    engine = Engine(model, engine=kind, autocast=half, compile=alternative == "compiled")
+    engine = Engine(model, autocast=half, compile=alternative == "compiled")
     engine.prepare(tuple(x.to(device) for x in workload.batch(workload.num_nodes)))
     strategy = DiLoCoStrategy("adamw", H=H, lr=LR)
     simulation = Simulation(model, strategy, StackedCollectives(workload.num_nodes), engine=engine)
@@ -141,8 +139,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     flop, rate = flop_of(workload), rate_of(args.device, name in HALF, args.quick)
     found: dict[str, Any] = {}
     for alternative in args.alternatives:
-        if alternative == "graph" and args.device != "cuda":
-            continue
         command = [str(Path(__file__).resolve()), "--serve", name, alternative, args.device, str(int(args.quick))]
         with Alternative(command, args.threads) as one:
             blocks = [one.block() for _ in range(1 + (1 if args.quick else args.rounds))][1:]
@@ -165,7 +161,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
                 f"{figures['flop_per_s'] / 1e12:.3g}", f"{100 * figures['share']:.3g}",
                 f"{figures['peak_bytes'] / 2**30:.2f}" if figures["peak_bytes"] else "",
             ])  # fmt: skip
-        for alternative in sorted({"eager", "graph", "compiled"} & set(of) if "big" in of else ()):
+        for alternative in sorted({"eager", "compiled"} & set(of) if "big" in of else ()):
             share = of[alternative]["steps_per_s"] / of["big"]["steps_per_s"]
             met = "met" if share >= TO_BIG[name] else "**missed**"
             shares.append(f"- {name}: {alternative} has {share:.2f} of big's throughput (target {TO_BIG[name]}: {met})")

@@ -202,7 +202,7 @@ def test_the_names_of_the_package_are_found_by_python_and_by_type_checkers() -> 
         **{name: f"vecgym.{home}" for name, home in vecgym._HOME.items()},
         **dict.fromkeys(vecgym._PACKAGES, "vecgym"),
     }
-    assert set(vecgym.__all__) == {*vecgym._HOME, "guide"}
+    assert set(vecgym.__all__) == {*vecgym._HOME, "availability", "guide"}
     assert homes.keys() <= set(dir(vecgym))
     for name, home in vecgym._HOME.items():
         assert getattr(vecgym, name) is getattr(importlib.import_module(f"vecgym.{home}"), name)

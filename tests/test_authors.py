@@ -170,14 +170,14 @@ def test_muloco_is_that_of_its_authors(kind: str, tolerance: float) -> None:
 def test_gpa_with_weight_decay_is_that_of_its_authors() -> None:
     """AdamW(lr=0.1, weight_decay=0.1), mu_x 0.9, mu_y 0.7. The paper's formula is elsewhere after 50 steps."""
     shapes: dict[str, tuple[int, ...]] = {"weight": (3, 2), "bias": (3,)}
-    batches, numbers = gradients(shapes, 50), {"lr": 0.1, "weight_decay": 0.1}
+    batches, adamw = gradients(shapes, 50), OptimSpec("adamw", lr=0.1, weight_decay=0.1)
     for steps, theirs in AUTHORS["gpa"]["y"].items():
-        strategy = GPAStrategy(OptimSpec("adamw", **numbers), mu_x=0.9, mu_y=0.7, decay="code")
+        strategy = GPAStrategy(adamw, mu_x=0.9, mu_y=0.7, decay="code")
         found = run(Given(shapes), strategy, batches[: int(steps)])
         same(found.params, theirs, 1e-5)
     ctx = Context(StackedCollectives(1))
     same(strategy.average(found.params, found.state.optimizer, ctx), AUTHORS["gpa"]["x"], 1e-5)
-    paper = run(Given(shapes), GPAStrategy(OptimSpec("adamw", **numbers), mu_x=0.9, mu_y=0.7), batches)
+    paper = run(Given(shapes), GPAStrategy(adamw, mu_x=0.9, mu_y=0.7), batches)
     assert max((paper.params[name] - x).abs().max() for name, x in found.params.items()) > 0.01
 
 

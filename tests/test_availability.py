@@ -351,7 +351,7 @@ def share_optimizer(naive: Naive) -> None:
             naive.optimizers[i].load_state_dict(state)
         return there
 
-    naive.begin = sharing  # type: ignore[method-assign]
+    naive.begin = sharing  # type: ignore[assignment,method-assign]
 
 
 # -------------------------------------------------------------------------------------------------- bytes

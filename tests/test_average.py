@@ -46,6 +46,8 @@ from vecgym.strategy import (
     Strategy,
     StrongestCosines,
     SyncWeight,
+    delayed,
+    every,
 )
 from vecgym.strategy.robust import median
 
@@ -530,6 +532,114 @@ def test_a_users_average() -> None:
     assert ours.state.strategy["0"]["count"].item() == 2
     assert ours.params["a"].shape[0] == K
     assert torch.equal(median(torch.tensor([[[3.0], [1.0], [2.0]]])), torch.tensor([[2.0]]))
+
+
+# ---------------------------------------------------------------------------- averages in a user's own module
+
+
+class Own(CommunicationModule):
+    """As somebody writes it who has not read how the library's modules count: an average of the parameters."""
+
+    def __init__(self, average: Average, H: int = 1) -> None:
+        self.average, self.H = average, H
+
+    def init(self, params: Any, ctx: Context) -> Any:
+        return self.average.init(params, ctx)
+
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        if (ctx.step + 1) % self.H:
+            return params, state
+        return self.average(params, state, ctx)
+
+
+class Timed(Own):
+    """The same, which says when it exchanges, and that only some nodes may train."""
+
+    def __init__(self, average: Average, H: int) -> None:
+        super().__init__(average, H)
+        self.when = Rounds(H)
+
+    def active_nodes(self, ctx: Context) -> Any:
+        return self.average.active_nodes(ctx)
+
+
+class OwnGradients(CommunicationModule):
+    def __init__(self, average: Average) -> None:
+        self.average = average
+
+    def init(self, params: Any, ctx: Context) -> Any:
+        return self.average.init(params, ctx)
+
+    def exchange_gradients(self, grads: Any, state: Any, ctx: Context) -> Any:
+        return self.average(grads, state, ctx)
+
+
+class OwnStrategy(Strategy):
+    def exchange_parameters(self, params: Any, state: Any, ctx: Context) -> Any:
+        return Mix("one_peer_exponential")(params, {}, ctx)[0], state
+
+
+COUNTING: dict[str, Callable[[], Average]] = {
+    "sparse": lambda: Sparse(0.3, Mean()),
+    "parts": lambda: Sparse(PartitionedSelector(0.3), Mean()),
+    "one peer": lambda: Mix("one_peer_exponential"),
+    "matching": lambda: Compressed(Mix("random_matching"), TopK(0.5), error_feedback=False),
+}
+NODES = 8  # in an odd number of rounds each has met three others
+
+
+def same(own: Strategy, known: Strategy) -> None:
+    found, expected = (
+        run(Two(), strategy, [torch.cat([x, x])[:NODES] for x in batches(12)], seed=SEED) for strategy in (own, known)
+    )
+    assert found.comm.ledger.total_bytes == expected.comm.ledger.total_bytes
+    for name, p in expected.params.items():
+        assert torch.equal(found.params[name], p)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_users_module_counts_its_exchanges(name: str) -> None:
+    make = COUNTING[name]
+    same(of(Own(make())), of(Parameters(make())))
+    same(of(every(3, Own(make()))), of(Parameters(make(), every=3)))
+    same(of(Timed(make(), 3)), of(Parameters(make(), every=3)))
+    same(of(every(2, Timed(make(), 3))), of(Parameters(make(), every=6)))
+    same(of(delayed(Own(make()), 2)), of(delayed(Parameters(make()), 2)))
+    same(of(OwnGradients(make())), of(Gradients(make())))
+    same(of(delayed(every(3, Own(make())), 2)), of(delayed(Parameters(make(), every=3), 2)))
+
+
+def test_a_users_module_draws_who_takes_part() -> None:
+    same(of(Timed(Mean(participation=0.5), 3)), of(Parameters(Mean(participation=0.5), every=3)))
+    same(of(Timed(ServerMean(participation=0.3), 4)), of(Parameters(ServerMean(participation=0.3), every=4)))
+
+
+def test_a_users_strategy_counts_its_steps() -> None:
+    same(OwnStrategy("sgd", lr=LR), of(Parameters(Mix("one_peer_exponential"))))
+
+
+def test_other_coordinates_each_time() -> None:
+    """Four steps, four sets of them."""
+    module, ctx, x = Own(Sparse(0.1, Mean())), Context(StackedCollectives(2)), torch.randn(2, 1000)
+    state, seen = module.init({"w": x}, ctx), set()
+    for step in range(4):
+        after, state = module.exchange_parameters({"w": x}, state, Context(StackedCollectives(2), step=step))
+        seen.add(tuple((after["w"][0] == after["w"][1]).nonzero().flatten().tolist()))
+    assert len(seen) == 4
+    assert 4 * 70 < sum(map(len, seen)) < 4 * 130
+
+
+@pytest.mark.parametrize("around", [lambda m: m, lambda m: delayed(m, 1), lambda m: every(2, m)])
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_module_that_hides_when_it_exchanges_is_refused(name: str, around: Any) -> None:
+    """What it would average is then not known: the third exchange, or the tenth?"""
+    with pytest.raises(ValueError, match=r"Own.*does not say when.*self\.when = Rounds\(H\).*every\(H, module\)"):
+        same(of(around(Own(COUNTING[name](), H=3))), of())
+
+
+def test_what_does_not_count_need_not_say_when() -> None:
+    for make in (Mean, lambda: Robust("median"), lambda: Mix("ring"), lambda: Compressed(Mean(), TopK(0.5))):
+        same(of(Own(make(), H=3)), of(Parameters(make(), every=3)))
 
 
 # ------------------------------------------------------------------------------------------------- codes of codes

@@ -280,7 +280,7 @@ def test_output_that_is_a_file(text_file, capsys):
         (["compare", "--strategies", "fedprox"], "'fedprox' (choose from "),
         (["compare", "--strategies", "fedprox"], "diloco"),
         (["compare", "--strategies"], "--strategies: expected at least one argument"),
-        (["compare", "--engine", "steam"], "fastest"),
+        (["compare", "--engine", "steam"], "vmap"),
         (["compare", "--steps", "0"], "--steps: '0' is not a whole number >= 1"),
         (["compare", "--num-nodes", "2.5"], "--num-nodes: '2.5' is not a whole number >= 1"),
         (["compare", "--lr", "-1"], "--lr: '-1' is not a number > 0"),

@@ -20,9 +20,8 @@ from vecgym.core import tree
 from vecgym.data import Batches
 from vecgym.engine import Engine, compiled
 from vecgym.engine.backend import Local
-from vecgym.engine.compiled import Compiled
+from vecgym.engine.compiled import Compiled, first_part
 from vecgym.engine.stateless import StatelessModel
-from vecgym.engine.trial import first_part
 from vecgym.models import Classifier
 from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
@@ -252,7 +251,7 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.Monkey
         engine.prepare(Batches(dataset("MLP", 40), K, 4).batch(0))
 
 
-@pytest.mark.parametrize("settings", [{"engine": "loop"}, {"engine": "fastest"}, {"node_threads": 2}])
+@pytest.mark.parametrize("settings", [{"engine": "loop"}, {"node_threads": 2}])
 def test_what_cannot_be_combined(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="compile=True"):
         Engine(make_model("MLP"), compile=True, **settings)

@@ -24,7 +24,6 @@ from tests.test_properties import NAMES, H, make, run, setup
 from vecgym import Trainer, estimate_memory, rollout, sweep
 from vecgym.core import tree
 from vecgym.engine import Engine
-from vecgym.engine.recorded import Recorded
 from vecgym.strategy import DiLoCoStrategy
 
 DEVICE = os.environ.get("VECGYM_TEST_DEVICE", "cuda")
@@ -47,24 +46,21 @@ def state_of(found: helpers.Run) -> Any:
     return home(helpers.flat(found.state))
 
 
-@pytest.mark.parametrize("engine", ["vmap", pytest.param("graph", marks=on_cuda)])
 @pytest.mark.parametrize("name", NAMES)
-def test_strategies_train_as_on_the_cpu(name: str, engine: str) -> None:
+def test_strategies_train_as_on_the_cpu(name: str) -> None:
     start, batches = setup("MLP", steps=H + 3)
     expected = run(start, make(name), batches, engine="vmap")
-    found = run(start.to(DEVICE), make(name), there(batches), engine=engine)
+    found = run(start.to(DEVICE), make(name), there(batches), engine="vmap")
     assert found.losses.device.type == DEVICE
     assert_close(found.losses.cpu(), expected.losses, 1e-9, "losses")
     assert_close(state_of(found), state_of(expected), 1e-9, "state")
 
 
-@pytest.mark.parametrize("engine", ["vmap", "loop", pytest.param("graph", marks=on_cuda)])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in RANDOM])
 def test_models_train_as_on_the_cpu(model: str, engine: str) -> None:
     if model in NEEDS_LOOP and engine != "loop":
         pytest.skip("vmap cannot run it")
-    if model == "Checkpointed" and engine == "graph":
-        pytest.skip("it is not recorded")
     start, batches = setup(model, steps=H + 1)
     expected = run(start, make("diloco"), batches, engine="loop")
     found = run(start.to(DEVICE), make("diloco"), there(batches), engine=engine)
@@ -80,28 +76,6 @@ def test_compiled_gradients_are_those_of_vmap(name: str) -> None:
     assert_close(found.losses, expected.losses, 1e-9, "losses")
 
 
-@on_cuda
-@pytest.mark.parametrize("name", sorted(RANDOM))
-def test_recorded_random_numbers_are_those_of_vmap(name: str) -> None:
-    """Of each step its own, and the same in every run."""
-    start, batches = setup(name, steps=6)
-    start, batches = start.to(DEVICE), there(batches)
-    expected, found, again = (run(start, make("diloco"), batches, engine=e) for e in ("vmap", "graph", "graph"))
-    assert_close(found.losses, expected.losses, 1e-9, "losses")
-    assert torch.equal(found.losses, again.losses)
-
-
-@on_cuda
-def test_most_steps_are_launches() -> None:
-    start, batches = setup("MLP", steps=20)
-    simulation = helpers.simulation(start.to(DEVICE), make("diloco"), there(batches), engine="graph")
-    helpers.advance(simulation, simulation.init(), there(batches))
-    backend = simulation.engine._backends["graph"]
-    assert isinstance(backend, Recorded)
-    assert 1 <= len(backend._recordings) <= 2
-    assert not backend.refusal
-
-
 @pytest.fixture
 def _no_waiting() -> Iterator[None]:
     yield
@@ -110,19 +84,18 @@ def _no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_waiting")
-@pytest.mark.parametrize("engine", ["vmap", pytest.param("graph", marks=on_cuda)])
 @pytest.mark.parametrize("name", [*NAMES, *MORE])
-def test_a_step_does_not_wait(name: str, engine: str) -> None:
+def test_a_step_does_not_wait(name: str) -> None:
     """CUDA itself raises an error where it would."""
     start, batches = setup("MLP", num_nodes=K, steps=2 * H + 1)
     strategy = MORE[name]() if name in MORE else make(name)
     batches = there(batches)
     simulation = helpers.simulation(
-        start.to(DEVICE), strategy, batches, engine=engine, num_examples=tuple(range(1, K + 1))
+        start.to(DEVICE), strategy, batches, engine="vmap", num_examples=tuple(range(1, K + 1))
     )
     state = simulation.init()
     for step, batch in enumerate(batches):
-        if CUDA and step == H:  # what is made once has been made, and recorded
+        if CUDA and step == H:  # what is made once has been made
             torch.cuda.set_sync_debug_mode("error")
         state, _ = simulation.step(state, batch)
 
@@ -133,10 +106,9 @@ def once(strategy: str, device: str = DEVICE, **settings: Any) -> Trainer:
     return fit(make_model("CNN", dtype=torch.float64), strategy, num_nodes=K, data=data, val=val, **settings)[0]
 
 
-@pytest.mark.parametrize("engine", ["auto", pytest.param("graph", marks=on_cuda)])
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_whole_runs(strategy: str, engine: str) -> None:
-    found, expected = once(strategy, engine=engine), once(strategy, device="cpu")
+def test_whole_runs(strategy: str) -> None:
+    found, expected = once(strategy), once(strategy, device="cpu")
     for column in ("train_loss", "val_loss"):
         np.testing.assert_allclose(
             found.history.series(column)[1], expected.history.series(column)[1], rtol=0, atol=1e-8

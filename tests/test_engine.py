@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +22,12 @@ from tests.helpers import NEEDS_LOOP
 from tests.models import MODELS, RANDOM, make_model
 from vecgym import OptimSpec, Trainer, VecgymWarning
 from vecgym.data import Batches
-from vecgym.engine import Engine, EngineName, Local, ModelFacts, Plan, choose_plan, plan, remembered
-from vecgym.engine import engine as engine_module
+from vecgym.engine import Engine, EngineName, Local, ModelFacts, Plan, choose_plan, plan
 from vecgym.engine.backend import Part
 from vecgym.engine.loop import Loop
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy
 
-ENGINES = ["vmap", "loop", "auto", "fastest"]
+ENGINES = ["vmap", "loop", "auto"]
 FALL_BACK = NEEDS_LOOP
 EXACT = [name for name in MODELS if name not in FALL_BACK and name not in RANDOM]
 
@@ -160,49 +157,6 @@ def test_the_choice_is_deterministic_and_recorded(model: str) -> None:
     assert plans[0]["engine_reason"]
 
 
-def test_fastest_says_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VECGYM_CACHE", str(tmp_path))
-    reason = run("MLP", engine="fastest").history.settings["engine_reason"]
-    assert "vmap" in reason
-    assert "loop" in reason
-    assert "ms" in reason
-
-
-def test_fastest_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The second run takes the first one's plan, whatever would be faster now, and so gives its bits."""
-    monkeypatch.setenv("VECGYM_CACHE", str(tmp_path))
-    slow = {"vmap": 1.0, "loop": 2.0}
-    monkeypatch.setattr(engine_module, "fastest", lambda plans, step: min(plans, key=lambda p: slow[p.engine]))
-    first = run("MLP", engine="fastest")
-    assert first.history.settings["engine"] == "vmap"
-    slow["vmap"] = 3.0
-    second = run("MLP", engine="fastest")
-    assert same_run(first, second)
-    assert re.match(rf"fastest when measured on \d{{4}}-\d\d-\d\d; remembered in {tmp_path}", reason_of(second))
-    assert run("MLP", engine="fastest", num_nodes=4).history.settings["engine"] == "loop", "another number of nodes"
-    (tmp_path / "fastest.json").unlink()
-    assert run("MLP", engine="fastest").history.settings["engine"] == "loop", "measured again"
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"KEY": 3}', '{"KEY": {"plan": ["steam", 1, null]}}'])
-def test_a_damaged_cache_is_none(content: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VECGYM_CACHE", str(tmp_path))
-    monkeypatch.setattr(remembered, "key_of", lambda *args: "KEY")
-    (tmp_path / "fastest.json").write_text(content)
-    assert "ms" in reason_of(run("MLP", engine="fastest"))
-    assert "remembered" in reason_of(run("MLP", engine="fastest"))
-
-
-def test_a_cache_that_cannot_be_written_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("VECGYM_CACHE", str(tmp_path / "file"))
-    assert "ms" in reason_of(run("MLP", engine="fastest"))
-
-
-def reason_of(trainer: Trainer) -> str:
-    return str(trainer.history.settings["engine_reason"])
-
-
 def test_threads_for_a_model_that_draws_random_numbers() -> None:
     with pytest.warns(VecgymWarning, match=r"node_threads=2 has no effect.*random"):
         found = run("Dropout", node_threads=2)
@@ -216,13 +170,12 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("engine", ["auto", "fastest"])
 @pytest.mark.parametrize("strategy", ["AllReduce", "FedAvg"])
 @pytest.mark.parametrize("model", FALL_BACK)
-def test_models_that_vmap_cannot_run_fall_back_with_one_warning(model: str, strategy: str, engine: str) -> None:
+def test_models_that_vmap_cannot_run_fall_back_with_one_warning(model: str, strategy: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = run(model, strategy, engine=engine)
+        found = run(model, strategy)
     assert [w.category for w in caught] == [VecgymWarning]
     message = str(caught[0].message)
     assert 'engine="loop"' in message

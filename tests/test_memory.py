@@ -260,11 +260,11 @@ def test_backends_that_take_all_nodes_at_once_are_cut_into_chunks() -> None:
     engine = Engine(model, engine="vmap")
     engine.prepare(tuple(x[None].expand(4, *x.shape) for x in data[:16]))
     cuts = {}
-    for name in ("vmap", "compiled", "graph", "loop"):
+    for name in ("vmap", "compiled", "loop"):
         engine.plan = Plan(name)
         cuts[name] = [(plan.chunk_size, size) for plan, size in fitting._cuts(engine, 4, 16, None)]
     assert cuts["vmap"][:4] == [(None, None), (2, None), (1, None), (1, 8)]
-    assert cuts["vmap"] == cuts["compiled"] == cuts["graph"]
+    assert cuts["vmap"] == cuts["compiled"]
     assert cuts["loop"][:2] == [(None, None), (None, 8)]
 
 

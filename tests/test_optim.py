@@ -867,7 +867,7 @@ def on_layers(step):
     ("fullprecisionmuon", functools.partial(reference.Muon, rounded=False),
      {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.3, "ns_steps": 4}),
     ("dionmuon", reference.DionMuon, {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.3, "eps": 1e-3}),
-    ("dionmuon", lambda *args, full_precision, **more: reference.DionMuon(*args, **more, rounded=False),
+    ("dionmuon", lambda *args, full_precision, **more: reference.DionMuon(*args, **{**more, "rounded": False}),
      {"lr": 0.03, "momentum": 0.0, "weight_decay": 0.3, "full_precision": True}),
 ])  # fmt: skip
 def test_lion_and_muon_are_those_of_the_papers(name, twin, options):

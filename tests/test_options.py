@@ -11,10 +11,10 @@ import pytest
 
 from tests.fitting import dataset
 from tests.models import make_model
-from vecgym import Checkpoints, Computation, Processes, Trainer, sweep
+from vecgym import Trainer, sweep
 from vecgym.runs.memory import MemoryOptions, estimate_memory
 from vecgym.runs.optimize import optimize_schedule
-from vecgym.runs.options import GROUPS, FitOptions
+from vecgym.runs.options import FitOptions
 from vecgym.runs.rollout import rollout, rollout_jvp
 from vecgym.runs.rollout_options import JvpOptions, RolloutOptions, ScheduleOptions
 from vecgym.runs.verification import VerifyOptions, verify
@@ -31,48 +31,24 @@ def values(given: FitOptions) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "group",
-    [
-        Checkpoints(save_dir="runs", checkpoint_interval=5, resume=True, keep_checkpoints=3),
-        Processes(backend="processes", num_processes=2, exact=True, timeout_s=9.0),
-        Computation(engine="loop", chunk_size=2, node_threads=3, autocast=True, max_memory_usage=0.5),
-        Computation(compile=True),
-    ],
-    ids=lambda group: type(group).__name__,
-)
-def test_a_group_is_its_flat_names(group: Any) -> None:
-    name = next(name for name, cls in GROUPS.items() if type(group) is cls)
-    if not isinstance(group, Computation):  # compile=True goes with few others
-        assert all(vars(group)[field.name] != field.default for field in fields(group)), "each is tested"
-    assert values(options(**{name: group})) == values(options(**vars(group)))
-
-
-def test_an_option_is_given_once() -> None:
-    with pytest.raises(ValueError, match=r"save_dir is given beside checkpoints=Checkpoints\(\.\.\.\): give it there"):
-        options(save_dir="runs", checkpoints=Checkpoints(save_dir="runs"))
-    with pytest.raises(TypeError, match=r"processes is of type str; give a vecgym.Processes"):
-        options(processes="all")
-
-
-@pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Checkpoints(resume=True), "resume=True needs save_dir"),
-        (lambda: Checkpoints(checkpoint_interval=3), "checkpoint_interval=3 needs save_dir"),
-        (lambda: Processes(num_processes=2), "num_processes=2 with backend='stacked' has no effect"),
-        (lambda: Processes(backend="process"), "did you mean 'processes'"),  # type: ignore[arg-type]
-        (lambda: Computation(chunk_size=0), "chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose"),
+        (lambda: options(resume=True), "resume=True needs save_dir"),
+        (lambda: options(checkpoint_interval=3), "checkpoint_interval=3 needs save_dir"),
+        (lambda: options(num_processes=2), "num_processes=2 with backend='stacked' has no effect"),
+        (lambda: options(backend="process"), "did you mean 'processes'"),
+        (lambda: options(chunk_size=0), "chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose"),
         (lambda: options(backend="processes", num_processes=3), "num_processes=3 must divide num_nodes=4"),
     ],
 )
-def test_a_group_is_checked_where_it_is_made(make: Any, message: str) -> None:
+def test_options_are_checked_where_they_are_made(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
 
 def test_settled_options_can_be_settled_again() -> None:
-    given = options(gradient_accumulation=4, checkpoints=Checkpoints(save_dir="runs"))
-    assert (given.minibatch_size, given.gradient_accumulation, given.checkpoints) == (4, None, None)
+    given = options(gradient_accumulation=4, save_dir="runs")
+    assert (given.minibatch_size, given.gradient_accumulation) == (4, None)
     assert values(replace(given, seed=42)) == values(given)
 
 

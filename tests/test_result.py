@@ -52,7 +52,8 @@ def nobody_else() -> Trace:
 
 def losses(model: nn.Module, params: Tree) -> float:
     """The loss on all of the validation data."""
-    x, y = dataset("MLP").tensors
+    data: Any = dataset("MLP")
+    x, y = data.tensors
     with torch.no_grad():
         return float(torch.func.functional_call(model, params, ((x, y),)))
 
@@ -96,12 +97,10 @@ def test_it_is_the_mean_of_those_who_were_there(name: str, tmp_path: Path) -> No
 def test_it_is_so_on_processes(num_processes: int) -> None:
     given: dict[str, Any] = {"num_nodes": K, "max_steps": STEPS, "val": dataset("MLP"), "val_interval": 1,
                              "availability": nobody_else(), "correlation_interval": 2}  # fmt: skip
+    both: list[dict[str, Any]] = [{}, {"backend": "processes", "num_processes": num_processes}]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (alone, model), (apart, other) = (
-            fit("MLP", MADE["diloco"](), **given, exact=True, **more)
-            for more in ({}, {"backend": "processes", "num_processes": num_processes})
-        )
+        (alone, model), (apart, other) = (fit("MLP", MADE["diloco"](), **given, exact=True, **more) for more in both)
         native, _ = fit("MLP", MADE["diloco"](), **given, backend="processes", num_processes=num_processes)
     assert_equal(values(model), values(other))
     assert_equal(values(other), {n: x[0] + (x[2] - x[0]) / 2 for n, x in apart.nodes.params.items()})

@@ -50,5 +50,5 @@ def interface() -> None:
 
 
 def test_the_names_that_are_checked_are_those_of_the_types() -> None:
-    names: tuple[EngineName, ...] = ("auto", "vmap", "loop", "fastest", "graph")
+    names: tuple[EngineName, ...] = ("auto", "vmap", "loop")
     assert names == ENGINES

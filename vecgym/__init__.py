@@ -36,7 +36,6 @@ same on every node". What needs torch is imported when it is first used.
 - Logging: `CSVLogger`, `WandbLogger`, `TensorBoardLogger`, `Logger`
 - Figures: `vecgym.plot`, with `plot_runs` (`Trainer.plot`), `plot_comparison`, `plot_history`, `plot_sensitivity`,
   `plot_schedule` and others
-- Options: `Computation`, `Processes`, `Checkpoints`: the rarer options of `Trainer.fit`, in groups
 - Processes: `Trainer.fit(backend="processes", num_processes=W)`, `verify`
 - Underneath: `vecgym.engine.simulation`, the pure step; `vecgym.engine`, the gradients of all nodes;
   `vecgym.collectives`, exchanges, topologies and the ledger; `vecgym.compress`, codecs;
@@ -52,9 +51,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vecgym.core import moved
-
 if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
+    from vecgym import availability as availability
     from vecgym import clock as clock
     from vecgym import collectives as collectives
     from vecgym import compat as compat
@@ -63,6 +61,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym import data as data
     from vecgym import engine as engine
     from vecgym import guide
+    from vecgym import logger as logger
     from vecgym import models as models
     from vecgym import optim as optim
     from vecgym import plot as plot
@@ -74,7 +73,6 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.collectives.ledger import Ledger
     from vecgym.core.errors import DivergenceError, ProcessError, VecgymWarning
     from vecgym.core.nodes import Nodes
-    from vecgym.engine import availability as availability
     from vecgym.optim import OptimSpec
     from vecgym.records.history import History
     from vecgym.records.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -82,18 +80,15 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.records.runfile import Saved, load
     from vecgym.runs.memory import MemoryEstimate, estimate_memory
     from vecgym.runs.optimize import optimize_schedule
-    from vecgym.runs.options import Checkpoints, Computation, Processes
     from vecgym.runs.rollout import Outcome, rollout, rollout_jvp
     from vecgym.runs.trainer import LocalTrainer, Trainer
     from vecgym.runs.verification import verify
     from vecgym.sweeps import LogUniform, SweepResult, Uniform, sweep
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CSVLogger",
-    "Checkpoints",
-    "Computation",
     "DivergenceError",
     "History",
     "Ledger",
@@ -106,7 +101,6 @@ __all__ = [
     "OptimizedSchedule",
     "Outcome",
     "ProcessError",
-    "Processes",
     "Saved",
     "SweepResult",
     "TensorBoardLogger",
@@ -132,7 +126,6 @@ _HOMES = {
     "collectives.ledger": ("Ledger",),
     "core.errors": ("DivergenceError", "ProcessError", "VecgymWarning"),
     "core.nodes": ("Nodes",),
-    "engine": ("availability",),
     "optim": ("OptimSpec",),
     "records.history": ("History",),
     "records.loggers": ("CSVLogger", "Logger", "TensorBoardLogger", "WandbLogger"),
@@ -140,7 +133,6 @@ _HOMES = {
     "records.runfile": ("Saved", "load"),
     "runs.memory": ("MemoryEstimate", "estimate_memory"),
     "runs.optimize": ("optimize_schedule",),
-    "runs.options": ("Checkpoints", "Computation", "Processes"),
     "runs.rollout": ("Outcome", "rollout", "rollout_jvp"),
     "runs.trainer": ("LocalTrainer", "Trainer"),
     "runs.verification": ("verify",),
@@ -148,8 +140,8 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = {
-    "clock", "collectives", "compat", "compress", "core", "data", "engine", "guide", "models", "optim", "plot",
-    "records", "runs", "strategy", "sweeps",
+    "availability", "clock", "collectives", "compat", "compress", "core", "data", "engine", "guide", "logger",
+    "models", "optim", "plot", "records", "runs", "strategy", "sweeps",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # to type checkers, an unknown name would be there
@@ -167,8 +159,6 @@ if not TYPE_CHECKING:  # to type checkers, an unknown name would be there
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_PACKAGES})
 
-
-moved.install(sys.modules[__name__])
 
 # torch's threads sleep while they wait for one another, unless the user has said how they wait. By default they spin,
 # which slows everything down many times over when other programs want the same cores. It is read when torch is loaded;

@@ -96,7 +96,7 @@ MADE = {
     f"vecgym.{name}" for name in (
         "clock.AsyncTimeline",
         "DivergenceError", "History", "MemoryEstimate", "Nodes", "OptimizedSchedule", "ProcessError",
-        "Saved", "SweepResult", "optim.RecordableStep")
+        "Saved", "SweepResult")
 }  # fmt: skip
 # ... the methods that a run calls, of what users write or give, ...
 PROTOCOL = {

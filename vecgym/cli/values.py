@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-ENGINES = ("auto", "vmap", "loop", "fastest", "graph")  # those of vecgym.engine, which would import torch
+ENGINES = ("auto", "vmap", "loop")  # those of vecgym.engine, which would import torch
 
 
 def _above_0(kind: Callable[[str], float], what: str) -> Callable[[str], float]:

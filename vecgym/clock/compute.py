@@ -68,7 +68,7 @@ class Compute:
                 [0.7427, 0.5323]], dtype=torch.float64)
         """
         made = cls(_per_node("median", median), **options)
-        made.sigma = check.number("sigma", sigma, "[0, inf)", "the standard deviation of the logarithm")
+        made.sigma = check.number("sigma", sigma, "[0, 100]", "the standard deviation of the logarithm")
         made.seed = check.seed("seed", seed)
         return made
 
@@ -110,10 +110,7 @@ class Compute:
         Compute(410 ms)
         """
         if isinstance(history, (list, tuple, np.ndarray)):
-            values = [
-                check.number(f"history[{i}]", x, "[0, inf)", "seconds")
-                for i, x in enumerate(np.asarray(history).tolist())
-            ]
+            values = [check.number(f"history[{i}]", x, "[0, inf)", "seconds of a step") for i, x in enumerate(history)]
             taken, nodes = np.array(values), 1
         else:
             check.instance("history", history, History, "trainer.history, or a list of seconds")
@@ -199,7 +196,7 @@ def _per_node(name: str, value: Any, least: str = "[0, inf)") -> Tensor:
     """A number or `[K]`, float64."""
     if isinstance(value, str):
         value = seconds(name, value)
-    plain = value.tolist() if hasattr(value, "tolist") else value
+    plain = check.has_values(name, value).tolist() if hasattr(value, "tolist") else value
     what = "seconds of a step, a number or [K]" if name == "seconds" else "a number or [K]"
     if isinstance(plain, (list, tuple)) and plain:
         return torch.tensor([_one(name, x, least, what) for x in plain], dtype=torch.float64)

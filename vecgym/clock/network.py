@@ -266,7 +266,7 @@ def _numbers(name: str, value: Any, parse: Any, dims: int) -> Tensor:
     if isinstance(value, (str, float, int)) and not isinstance(value, bool):
         return torch.tensor(parse(name, value), dtype=torch.float64)
     shapes = "a number" if dims == 0 else "a number or [K]" if dims == 1 else "a number, [K] or [K, K]"
-    plain = value.tolist() if hasattr(value, "tolist") else value
+    plain = check.has_values(name, value).tolist() if hasattr(value, "tolist") else value
     try:
         found = torch.tensor(_parsed(name, plain, parse), dtype=torch.float64)
     except TypeError as error:

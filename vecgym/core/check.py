@@ -38,9 +38,9 @@ def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
     ...
     ValueError: H=0 must be an integer >= 1: optimizer steps between two exchanges.
     """
-    if is_integer(value) and value >= least:
+    if is_integer(value) and least <= value < MOST:
         return int(value)
-    raise ValueError(f"{name}={value!r} must be an integer >= {least}{_about(what)}.")
+    raise ValueError(f"{name}={_shown(value)} must be an integer >= {least}{_below(value)}{_about(what)}.")
 
 
 def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> int | None:
@@ -53,9 +53,9 @@ def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> i
     ...
     ValueError: chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose.
     """
-    if value is None or (is_integer(value) and value >= least):
+    if value is None or (is_integer(value) and least <= value < MOST):
         return None if value is None else int(value)
-    raise ValueError(f"{name}={value!r} must be an integer >= {least}, or None{_about(what)}.")
+    raise ValueError(f"{name}={_shown(value)} must be an integer >= {least}{_below(value)}, or None{_about(what)}.")
 
 
 def seed(name: str, value: Any) -> int:
@@ -100,12 +100,13 @@ def number(name: str, value: Any, within: str = "(-inf, inf)", what: str = "") -
     """
     low, high = (float(end) for end in within[1:-1].split(","))
     if is_number(value):
-        above = value >= low if within[0] == "[" else value > low
-        below = value <= high if within[-1] == "]" else value < high
+        plain = _plain(value)
+        above = plain >= low if within[0] == "[" else plain > low
+        below = plain <= high if within[-1] == "]" else plain < high
         if above and below:
-            return value.item() if isinstance(value, np.generic) else value
+            return plain
     names = {"(-inf, inf)": "a finite number", "(0, inf)": "a number > 0", "[0, inf)": "a number >= 0"}
-    raise ValueError(f"{name}={value!r} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
+    raise ValueError(f"{name}={_shown(value)} must be {names.get(within, f'a number in {within}')}{_about(what)}.")
 
 
 def per_node(
@@ -138,11 +139,23 @@ def per_node(
         raise ValueError(
             f"{name} has shape {list(value.shape)}{run}: give a number, or [{each}], one for each node{_about(what)}."
         )
-    if value.device.type == "meta":
-        raise ValueError(f"{name} is on the device meta, where tensors have no values: create it on the CPU.")
+    has_values(name, value)
     if num_nodes is None and not torch._C._functorch.is_functorch_wrapped_tensor(value):
         for x in value.detach().flatten().tolist():
             number(name, x, within, what)
+    return value
+
+
+def has_values(name: str, value: Any) -> Any:
+    """Return `value` unless it is a tensor on the device meta, of which there is no value.
+
+    >>> has_values("seconds", torch.ones(2, device="meta"))
+    Traceback (most recent call last):
+    ...
+    ValueError: seconds is on the device meta, where tensors have no values: create it on the CPU.
+    """
+    if isinstance(value, Tensor) and value.device.type == "meta":
+        raise ValueError(f"{name} is on the device meta, where tensors have no values: create it on the CPU.")
     return value
 
 
@@ -372,6 +385,27 @@ def is_finite(value: Any) -> bool:
     (True, False, False)
     """
     return is_number(value) and math.isfinite(value)
+
+
+MOST = 2**63  # and more: what integers of torch, and of files, cannot hold
+
+
+def _plain(value: Any) -> Any:
+    """Return a number as Python's own; an integer that torch's cannot hold as a float."""
+    value = value.item() if isinstance(value, np.generic) else value
+    try:
+        return float(value) if isinstance(value, int) and not -MOST <= value < MOST else value
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _shown(value: Any) -> str:
+    """Show a value, an integer of very many digits by its size."""
+    return f"{_plain(value):.3g}" if is_integer(value) and not -MOST <= value < MOST else repr(value)
+
+
+def _below(value: Any) -> str:
+    return " and < 2**63" if is_integer(value) and value >= MOST else ""
 
 
 def _about(what: str) -> str:

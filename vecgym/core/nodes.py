@@ -130,6 +130,8 @@ class Nodes(Generic[M]):
     (Nodes(2 x Linear, 1 parameters each), 2)
     >>> found.module(1).weight.item(), found.average().weight.item(), found.consensus_distance()
     (3.0, 2.0, 1.0)
+    >>> found.averaged, Nodes(found.model, 2, {"weight": weights}, {}, members=[1]).averaged  # node 0 was not there
+    ({'weight': tensor([[2.]])}, {'weight': tensor([[3.]])})
     """
 
     model: M

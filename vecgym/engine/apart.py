@@ -27,7 +27,6 @@ from vecgym.engine.presence import Presence
 from vecgym.engine.returning import messages, sources_of
 from vecgym.engine.rows import replaced
 from vecgym.engine.simulation import MAX_PARTS, Metrics, Simulation, State
-from vecgym.optim import RecordableStep
 from vecgym.strategy import Context
 
 
@@ -103,11 +102,10 @@ class PartSimulation(Simulation):
         return found
 
     def _gradients(
-        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context,
-        update: Callable[[], RecordableStep | None] | None = None,
-    ) -> Local:  # fmt: skip
+        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
+    ) -> Local:
         if not self.looks_on:
-            return super()._gradients(params, buffers, batch, rows, modules, ctx, update)
+            return super()._gradients(params, buffers, batch, rows, modules, ctx)
         some = next(iter(params.values()))
         return Local(tree.map(torch.zeros_like, params), some.new_full((1,), torch.nan), buffers)
 

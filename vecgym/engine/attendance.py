@@ -43,8 +43,6 @@ class Availability(ABC):
 
     Attributes:
         rejoin: what a node begins with when it returns: "own", "shared" or "neighbour".
-        server: whether a server holds what the nodes share: means over all of their parameters or movements then go
-            through it, and what it sends after an exchange is for those who begin next.
 
     >>> class Halves(Availability):
     ...     rejoin = "shared"
@@ -62,6 +60,15 @@ class Availability(ABC):
 
     @property
     def server(self) -> bool:
+        """Whether a server holds what the nodes share.
+
+        Means over all of their parameters or movements then go through it, and what it sends after an exchange is for
+        those who begin next.
+
+        >>> from vecgym.engine.availability import Dropout, Sampled
+        >>> Sampled(0.5).server, Sampled(0.5, rejoin="own").server, Dropout(0.1).server
+        (True, False, False)
+        """
         return False
 
     def check(self, run: Facts) -> None:

@@ -87,6 +87,11 @@ class Sampled(Availability):
 
     @property
     def server(self) -> bool:
+        """Whether a server holds what the nodes share: with `rejoin="shared"`.
+
+        >>> Sampled(0.5).server
+        True
+        """
         return self.rejoin == "shared"
 
     def present(self, run: Facts) -> Table:

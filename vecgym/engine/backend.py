@@ -13,7 +13,6 @@ from vecgym.core.devices import placed
 from vecgym.core.nodes import take_rows
 from vecgym.core.tree import Tree
 from vecgym.engine.stateless import StatelessModel
-from vecgym.optim import RecordableStep
 
 
 class Local(NamedTuple):
@@ -25,7 +24,7 @@ class Local(NamedTuple):
     tensor([3.])
     """
 
-    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss; empty if the optimizer's step was taken, too
+    grads: Tree  # [L, *], or [1, *]: the gradient of the mean loss
     losses: Tensor  # [L]
     buffers: Tree  # [1 or L, *]
 
@@ -59,8 +58,6 @@ class Part(NamedTuple):
     buffers: Tree  # [1 or n, *]; those that training changes [n, *], and overwritten
     batch: Any  # leaves [n, B, ...]
     keys: Keys
-    # Asks for what the optimizer does with the gradients of exactly this, not of a part of it.
-    update: Callable[[], RecordableStep | None] | None = None
 
     @property
     def size(self) -> int:
@@ -78,7 +75,7 @@ class Part(NamedTuple):
         if (start, stop) == (0, batch_size):
             return self
         batch = tree.map_leaves(lambda x: x[:, start:stop], self.batch)
-        return self._replace(batch=batch, keys=self.keys._replace(start=start), update=None)
+        return self._replace(batch=batch, keys=self.keys._replace(start=start))
 
     def take(self, chosen: Tensor, batch_size: int) -> Part:
         """Copy the first examples of some nodes."""
@@ -88,8 +85,7 @@ class Part(NamedTuple):
 
 
 class Backend(Protocol):
-    """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`;
-    in `TRIED` if it is not for every model.
+    """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`.
 
     It holds no state but the model and memory that it reuses. It may raise anything: the engine then repeats the work
     with `Loop`, to find an error of the model itself.

@@ -10,9 +10,10 @@ import contextlib
 import functools
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +23,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vecgym.core import tree
 from vecgym.core.nodes import expand
 from vecgym.core.tree import Tree
-from vecgym.engine.backend import Local, Part, apart, settle
+from vecgym.engine.backend import Keys, Local, Part, apart, settle
 from vecgym.engine.contract import cause
+from vecgym.engine.minibatches import sizes_of
 from vecgym.engine.stateless import StatelessModel
-from vecgym.engine.trial import Trial, Tried, difference, first_line, first_part, timed, turned
 from vecgym.engine.vmap import Vmap
 
 MANY = 10**6
 
+# How far gradients may be from those of vmap, where sums are taken in another order: as a part of the largest value
+# of the tensor, and of that of all tensors (a gradient that is 0 in exact arithmetic is nothing but rounding). A model
+# that is traced wrongly is off by far more.
+TOLERANCE = {torch.float64: (1e-10, 1e-13), torch.float32: (1e-3, 1e-6)}
+LOW_PRECISION = (0.1, 1e-2)  # also autocast: fused operations keep float32 where vmap rounds between them
 
-class Compiled(Tried):
+
+class Trial(NamedTuple):
+    """What a trial has shown: `refusal`, why the model is not compiled, or how it went, in words."""
+
+    refusal: str
+    report: str
+
+
+class Compiled(Vmap):
     """All nodes at once, as one compiled function; evaluation and derivatives of gradients as `vmap` does them.
 
     A batch of another size, or another number of nodes, is compiled anew when it first comes. On CUDA the kernels of a
     pass are recorded as a CUDA graph, which launches them in one call, and whose next call writes over its results:
     they must not be kept. (torch says so if they are.) A model that changes its buffers is not recorded.
     """
-
-    name, option, otherwise = "compiled", "compile=True", "uncompiled"
 
     def __init__(self, model: StatelessModel) -> None:
         super().__init__(model)
@@ -87,7 +99,12 @@ class Compiled(Tried):
         return grads, losses, after
 
     def tried(self, batch: Any, mean: bool, autocast: bool) -> Trial:
-        """Compile, compare with `vmap`, and time both; raise a RuntimeError if there is no compiler."""
+        """Compile, compare with `vmap`, and time both; raise a RuntimeError if there is no compiler.
+
+        Args:
+            batch: of the nodes in one call, leaves `[n, B, ...]`.
+            mean: try the gradient of the mean loss instead of those of each node.
+        """
         reference, work = Vmap(self.model), functools.partial(first_part, self.model, mean=mean)
         expected, _ = timed(reference, work(batch), mean)
         try:
@@ -111,6 +128,72 @@ class Compiled(Tried):
         steps = math.ceil(compile_s / (plain_s - compiled_s)) if plain_s > compiled_s else None
         earned = "no faster here" if steps is None else f"earned after {steps} steps"
         return Trial("", f"compiled in {compile_s:.1f} s, {earned}")
+
+
+def first_part(model: StatelessModel, batch: Any, mean: bool) -> Part:
+    """Return the work of a first step; buffers are copies.
+
+    Args:
+        batch: of the nodes in one call, leaves `[n, B, ...]`.
+        mean: what is computed is the gradient of the mean loss instead of those of each node.
+    """
+    size, _ = sizes_of(batch)
+    params = {name: p.detach()[None] for name, p in model.params.items()}
+    buffers = {name: b[None].clone() for name, b in model.buffers.items()}
+    params = params if mean else expand(params, size)
+    return Part(params, model.own_buffers(buffers, size, False), batch, Keys([0] * size, 0, range(size)))
+
+
+def turned(batch: Any) -> Any:
+    """Return another batch of the same shapes.
+
+    >>> turned((torch.tensor([[1, 2], [3, 4]]),))
+    (tensor([[4, 3],
+            [2, 1]]),)
+    """
+    return tree.map_leaves(lambda x: x.flip(0, *([1] if x.dim() > 1 else [])), batch)
+
+
+def timed(backend: Vmap, part: Part, mean: bool) -> tuple[Local, float]:
+    """Compute one pass; return its result and the seconds that it took."""
+    start = time.perf_counter()
+    if mean:
+        ((grads, losses),) = backend.mean_gradients(part, part.size)
+        local = Local(grads, losses, part.buffers)
+    else:
+        local = backend.gradients(part, dict)
+    if local.losses.device.type == "cuda":
+        torch.cuda.synchronize(local.losses.device)
+    return local, time.perf_counter() - start
+
+
+def difference(expected: Local, found: Local, autocast: bool) -> str:
+    """Say which tensor `found` has wrong; "" if none is."""
+    largest = max([_largest(g) for g in expected.grads.values()], default=0.0)
+    for name, a, b in [
+        ("the loss", expected.losses, found.losses),
+        *((f"the gradient of {name}", g, found.grads[name]) for name, g in expected.grads.items()),
+        *((f"the buffer {name}", x, found.buffers[name]) for name, x in expected.buffers.items()),
+    ]:
+        of_own, of_all = LOW_PRECISION if autocast else TOLERANCE.get(a.dtype, LOW_PRECISION)
+        allowed = of_own * _largest(a) + of_all * largest if a.is_floating_point() else 0
+        if not torch.allclose(a.double(), b.double(), rtol=0, atol=allowed, equal_nan=True):
+            off = _largest(a.double() - b.double())
+            return f"{name} is off by {off:.1e}, where rounding explains at most {allowed:.1e}"
+    return ""
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().nan_to_num().amax().item() if x.numel() else 0.0
+
+
+def first_line(text: str, otherwise: str) -> str:
+    """Return the first line of a text that says something.
+
+    >>> first_line("\\n  no\\nreally", "no reason")
+    'no'
+    """
+    return next((line.strip() for line in text.splitlines() if line.strip()), otherwise)
 
 
 def _check_compiler(error: BaseException) -> None:

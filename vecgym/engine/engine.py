@@ -4,7 +4,7 @@ A backend runs the L nodes of this process on the same stacked state; the result
 
 - `vmap`: all nodes in one vectorised call (or in chunks of `chunk_size` nodes, to bound memory);
 - `loop`: node after node, for models that `vmap` cannot run, for debugging, and where it is faster;
-- `compiled` and `graph`: that of `vmap`, compiled (`compile=True`), or recorded as a CUDA graph, if the model can be.
+- `compiled`: that of `vmap`, compiled (`compile=True`), if the model can be.
 
 The first two can be spread over CPU threads, `node_threads` of them, each of which then uses one thread inside its
 operations. Which way is taken is a `Plan`.
@@ -27,25 +27,22 @@ from vecgym.core import nodes, rng, tree
 from vecgym.core.errors import warn
 from vecgym.core.transforms import in_own_thread, plain
 from vecgym.core.tree import Tree
-from vecgym.engine import contract, hooks, remembered
+from vecgym.engine import contract, hooks
 from vecgym.engine.backend import Backend, Keys, Local, Part, rows, stacked, unstacked
 from vecgym.engine.batching_rules import TwiceDifferentiable
+from vecgym.engine.compiled import Compiled
 from vecgym.engine.minibatches import by_batch_size, in_minibatches, sizes_of
 from vecgym.engine.observe import ModelFacts, examine
 from vecgym.engine.plan import (
     BACKENDS,
-    TRIED,
     Plan,
     check_settings,
     choose_plan,
-    fastest,
     one_thread,
     settle_threads,
     start_threads,
 )
 from vecgym.engine.stateless import StatelessModel, plain_attention
-from vecgym.engine.trial import Tried
-from vecgym.optim import RecordableStep
 
 
 class Engine:
@@ -53,7 +50,7 @@ class Engine:
 
     Args:
         model: returns a scalar loss from a batch; only its structure and its frozen parameters are used.
-        engine: "vmap", "loop", "auto" (a deterministic rule), "fastest" (measures when it starts), or "graph" on CUDA.
+        engine: "vmap", "loop", or "auto": a deterministic rule.
         chunk_size: the most nodes in one vectorised call; None: no bound.
         node_threads: CPU threads over nodes; None: the rule decides.
         autocast: run forward passes under `torch.autocast` (bfloat16 on CPU, float16 on CUDA).
@@ -109,9 +106,9 @@ class Engine:
             settle_threads()
         self.params, self.frozen, self.buffers = self._stateless.params, self._stateless.frozen, self._stateless.buffers
         self._backends = {name: backend(self._stateless) for name, backend in BACKENDS.items()}
-        self._special: Tried | None = None
-        if (name := "compiled" if compile else engine) in TRIED:
-            self._backends[name] = self._special = TRIED[name](self._stateless)
+        self._compiled = Compiled(self._stateless) if compile else None
+        if self._compiled is not None:
+            self._backends["compiled"] = self._compiled
         by_node = engine == "loop" or bool(hooks.on_gradients(model))
         self.plan = Plan("loop" if by_node else "vmap", chunk_size=chunk_size, reason="asked for")
         self._pool: ThreadPoolExecutor | None = None
@@ -129,7 +126,7 @@ class Engine:
         engine = self.settings[0]
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
         stacked = None if engine == "loop" else self._backends["vmap"]
-        required = engine not in ("auto", "fastest")
+        required = engine != "auto"
         facts = in_own_thread(lambda: examine(self._stateless, of_one, stacked, required))
         self.facts = facts = facts if agree is None else agree(facts)
         self._stateless.learn(facts.random, facts.mutated, facts.written)
@@ -137,15 +134,15 @@ class Engine:
         if required and facts.vmap_error is not None:
             raise facts.vmap_error
         plan = self._settled(facts, sizes_of(batch)[0], mean)
-        if self._special is not None and facts.vmap_error is None:
-            self.use(self._tried_plan(self._special, batch, plan, mean))
+        if self._compiled is not None and facts.vmap_error is None:
+            self.use(self._tried_plan(self._compiled, batch, plan, mean))
             return self.plan
-        if facts.vmap_error is not None and engine in ("auto", "fastest"):
+        if facts.vmap_error is not None and engine == "auto":
             warn(
                 f"{str(facts.vmap_error).splitlines()[0]} Its nodes are computed one after the other. "
                 'engine="loop" chooses that without this warning.'
             )
-        self.use(self._measured_plan(batch, facts, plan) if engine == "fastest" else plan)
+        self.use(plan)
         return self.plan
 
     def use(self, plan: Plan) -> None:
@@ -187,37 +184,13 @@ class Engine:
                 plan = replace(plan, node_threads=1)
         return plan if chunk_size is None else replace(plan, chunk_size=chunk_size)
 
-    def _tried_plan(self, special: Tried, batch: Any, plan: Plan, mean: bool) -> Plan:
-        """Return `plan` with a backend that must be tried, without node threads, if the model can have that."""
-        refusal, report = special.tried(tree.map_leaves(lambda x: x[: plan.chunk_size], batch), mean, self.autocast)
+    def _tried_plan(self, compiled: Compiled, batch: Any, plan: Plan, mean: bool) -> Plan:
+        """Return `plan` compiled, without node threads, if the model can be."""
+        refusal, report = compiled.tried(tree.map_leaves(lambda x: x[: plan.chunk_size], batch), mean, self.autocast)
         if refusal:
-            warn(f"{special.option} has no effect, the model runs {special.otherwise}: {refusal}.")
+            warn(f"compile=True has no effect, the model runs uncompiled: {refusal}.")
             return plan
-        return Plan(special.name, chunk_size=plan.chunk_size, reason=report)
-
-    def _measured_plan(self, batch: Any, facts: ModelFacts, plan: Plan) -> Plan:
-        """Measure the possible plans, and return the fastest."""
-        num_nodes = sizes_of(batch)[0]
-        candidates = plan.alternatives(facts, num_nodes, self.device)
-        key = remembered.key_of(self.model, batch, torch.get_num_threads())
-        if (before := remembered.recall(key, candidates)) is not None:
-            return before
-        params = {name: p.detach()[None].repeat(num_nodes, *[1] * p.dim()) for name, p in self.params.items()}
-        buffers = {name: b[None] for name, b in self.buffers.items()}
-
-        def step(candidate: Plan) -> None:
-            if candidate != self.plan:
-                self.use(candidate)
-            self.gradients(params, buffers, batch, seed=0, step=0)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-
-        try:
-            best = fastest(candidates, step)
-        finally:
-            self.close()
-        remembered.remember(key, best)
-        return best
+        return Plan("compiled", chunk_size=plan.chunk_size, reason=report)
 
     # -------------------------------------------------------------------------------------------- training
 
@@ -234,7 +207,6 @@ class Engine:
         mean: bool = False,
         differentiable: bool = False,
         limits: Sequence[int] | None = None,
-        update: Callable[[], RecordableStep | None] | None = None,
     ) -> Local:
         """Compute the loss and gradient of every node on its own batch; the next call may overwrite the gradients.
 
@@ -247,7 +219,6 @@ class Engine:
             mean: compute only the gradient of the nodes' mean loss, `[1, *]`; `params` must be `[1, *]`.
             differentiable: derivatives can be taken through the result; nothing given is overwritten.
             limits: of each node, how many of the B examples are its own: the first of them; None: all.
-            update: asks for the optimizer's step, which a backend may take, too: there are no gradients then.
         """
         describe = contract.derivative_error if differentiable else None
         if differentiable:
@@ -255,7 +226,7 @@ class Engine:
         num_nodes, batch_size = sizes_of(batch)
         seeds = seed if isinstance(seed, Sequence) else [seed] * num_nodes
         keys = Keys(seeds, step, range(num_nodes) if node_ids is None else node_ids)
-        part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys, update)
+        part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
         def compute(some: Part) -> Local:
             with self._explaining(lambda: self._run_plainly(some), describe):

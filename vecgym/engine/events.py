@@ -240,7 +240,8 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Event]
     """Return all events of a run in their order, up to its last update.
 
     Raises:
-        ValueError: where time does not go on, so that a run of `Stop(seconds=...)` would never end.
+        ValueError: where time does not go on, so that a run of `Stop(seconds=...)` would never end; and for a run of
+            more events than can be planned.
     """
     events: list[Event] = []
     last, steps, version = 0, 0, 0  # the place after the last update; the steps of the rounds in it; its version
@@ -255,6 +256,8 @@ def schedule(rules: Rules, step_seconds: StepSeconds, stop: Stop) -> list[Event]
             if version == stop.updates or (stop.steps is not None and steps >= stop.steps):
                 break
         since = _moving(since, event, len(events), rules)
+        if len(events) == SOME:
+            _check_end(stop, Stop(version, event.time, steps))
     return events[:last]
 
 
@@ -268,6 +271,21 @@ def _moving(since: tuple[float, int], event: Event, count: int, rules: Rules) ->
             f"{count - place} events at {time} s: rounds that take no time never end. Give compute= positive seconds."
         )
     return since
+
+
+SOME, MOST = 4096, 10**7  # events
+
+
+def _check_end(stop: Stop, now: Stop) -> None:
+    """Raise a ValueError if the end is further than can be planned, given where `SOME` events have led."""
+    ends = {name: (end, getattr(now, name)) for name, end in vars(stop).items() if end is not None}
+    rounds = min(end / reached if reached else 1.0 for end, reached in ends.values())
+    if SOME * rounds > MOST:
+        told = ", ".join(f"{end:.3g} {name}" for name, (end, _) in ends.items())
+        raise ValueError(
+            f"a run of {told} has {SOME * rounds:.1g} events, of which the first {SOME} take {now.seconds:.3g} s: its "
+            f"order is planned beforehand, of at most {MOST:.0e} events. Give fewer, or longer steps in compute=."
+        )
 
 
 class _Run:

@@ -11,9 +11,8 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,18 +21,14 @@ import torch
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.engine.backend import Backend
-from vecgym.engine.compiled import Compiled
 from vecgym.engine.layouts import ChannelsLast
 from vecgym.engine.loop import Loop
 from vecgym.engine.observe import ModelFacts
-from vecgym.engine.recorded import Recorded
-from vecgym.engine.trial import Tried
 from vecgym.engine.vmap import Vmap
 
-EngineName = Literal["auto", "vmap", "loop", "fastest", "graph"]
+EngineName = Literal["auto", "vmap", "loop"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 BACKENDS: dict[str, type[Backend]] = {"vmap": Vmap, "loop": Loop}
-TRIED: dict[str, type[Tried]] = {"compiled": Compiled, "graph": Recorded}  # before training: not every model can
 
 # Calibrated by benchmarks/step_time.py. Splitting the nodes over threads costs two thread hand-overs and twice
 # the Python of one vectorised call: worth it from about this much arithmetic per step and thread.
@@ -78,20 +73,6 @@ class Plan:
         """
         size = min(-(-num_nodes // num_threads), self.chunk_size or num_nodes)
         return [(a, min(a + size, num_nodes)) for a in range(0, num_nodes, size)]
-
-    def alternatives(self, facts: ModelFacts, num_nodes: int, device: torch.device) -> list[Plan]:
-        """List the plans that may be faster, with chunks as large.
-
-        >>> facts = ModelFacts(unused=frozenset(), mutated=frozenset(), random=True)
-        >>> [str(plan) for plan in Plan("vmap").alternatives(facts, 8, torch.device("cpu"))]
-        ['vmap', 'loop']
-        """
-        names = ["loop"] if facts.vmap_error is not None else list(BACKENDS)
-        counts = {1} if one_thread(facts, device) else {1, torch.get_num_threads()}
-        plans = [Plan(name, min(t, num_nodes), self.chunk_size) for name in names for t in sorted(counts)]
-        if facts.convolution_flop and device.type == "cpu":
-            plans += [replace(each, channels_last=True) for each in plans if each.engine == "loop"]
-        return plans
 
     def layout(self) -> contextlib.AbstractContextManager:
         """Enter the order of tensors in memory, in the thread that computes."""
@@ -165,15 +146,14 @@ def batches_at_once(plan: Plan, facts: ModelFacts | None, num_nodes: int, device
 
 
 def check_engine(name: str, value: Any) -> str:
-    """Return `value` if it names a backend of `BACKENDS` as they are now, "auto" or "fastest".
+    """Return `value` if it names a backend of `BACKENDS` as they are now, or "auto".
 
     >>> check_engine("engine", "lop")
     Traceback (most recent call last):
     ...
-    ValueError: engine='lop' is not known; did you mean 'loop'? Allowed: 'auto', 'vmap', 'loop', 'fastest', \
-'graph'.
+    ValueError: engine='lop' is not known; did you mean 'loop'? Allowed: 'auto', 'vmap', 'loop'.
     """
-    return check.choice(name, value, ("auto", *BACKENDS, "fastest", "graph"))
+    return check.choice(name, value, ("auto", *BACKENDS))
 
 
 def check_settings(engine: str, chunk_size: int | None, node_threads: int | None, compile: bool = False) -> None:
@@ -189,8 +169,6 @@ def check_settings(engine: str, chunk_size: int | None, node_threads: int | None
         check.optional_integer(name, value, what="None lets vecgym choose")
     if compile and engine not in ("auto", "vmap"):
         raise ValueError(f'compile=True compiles all nodes at once, and engine={engine!r} does not: use engine="auto".')
-    if engine == "graph" and node_threads not in (None, 1):
-        raise ValueError(f'node_threads={node_threads} is of CPUs, and engine="graph" of CUDA: leave out one of them.')
     if compile and node_threads is not None:
         raise ValueError(
             f"node_threads={node_threads} with compile=True: compiled code uses torch's threads by itself. "
@@ -209,25 +187,6 @@ def one_thread(facts: ModelFacts, device: torch.device) -> str:
     if facts.hooked:
         return "has hooks, which are called node after node"
     return "draws random numbers" if facts.random else ""
-
-
-def fastest(plans: Sequence[Plan], step: Callable[[Plan], None]) -> Plan:
-    """Return the plan whose `step` takes the least time, measured twice.
-
-    >>> fastest([Plan("vmap"), Plan("loop")], lambda plan: time.sleep(0.01 * (plan.engine == "vmap"))).engine
-    'loop'
-    """
-    timed = []
-    for plan in plans:
-        seconds = []
-        for _ in range(3):  # the first warms up
-            start = time.perf_counter()
-            step(plan)
-            seconds.append(time.perf_counter() - start)
-        timed.append(min(seconds[1:]))
-    best = plans[min(range(len(timed)), key=timed.__getitem__)]
-    report = ", ".join(f"{plan}: {1e3 * s:.1f} ms" for plan, s in zip(plans, timed))
-    return replace(best, reason=f"fastest measured: {report}")
 
 
 def settle_threads() -> None:

@@ -24,7 +24,6 @@ from vecgym.engine.presence import Presence, check_presence, exchanges_gradients
 from vecgym.engine.returning import Shared, rejoined, through_server
 from vecgym.engine.rows import once_among, put, taken
 from vecgym.engine.state import Metrics, Result, State
-from vecgym.optim import RecordableStep
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.inner import row_by_row
@@ -331,21 +330,15 @@ class Simulation:
     def _local_step(self, state: State, batch: Any, ctx: Context) -> tuple[State, Tensor]:
         """Do what comes before the exchange of parameters; return the losses, too."""
         # 1. Gradients: each node by itself.
-        update = functools.partial(self.strategy.recordable_step, state.params, state.optimizer, ctx)
-        everyone = range(self.num_local)
         before = self._to_write(state.params, self.num_local)
-        local = self._gradients(before, state.buffers, batch, everyone, state.strategy, ctx, update)
+        local = self._gradients(before, state.buffers, batch, range(self.num_local), state.strategy, ctx)
         before = self._as_stored(before, state.params)
-        if local.grads:
-            # 2. What is exchanged of the gradients.
-            grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
-            if ctx.inplace:
-                exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
-            # 3. The inner optimizer: each node by itself.
-            params, optimizer = self._optimize(before, grads, state.optimizer, ctx)
-        else:  # the engine has taken the optimizer's step, too
-            params, exchanged = state.params, state.strategy
-            optimizer = {**state.optimizer, "step": state.optimizer["step"] + 1}
+        # 2. What is exchanged of the gradients.
+        grads, exchanged = self.strategy.exchange_gradients(local.grads, state.strategy, ctx)
+        if ctx.inplace:
+            exchanged = nodes.unshared(exchanged, state.strategy, (local.grads, grads))
+        # 3. The inner optimizer: each node by itself.
+        params, optimizer = self._optimize(before, grads, state.optimizer, ctx)
         return State(state.step, params, local.buffers, optimizer, exchanged, state.node_steps + 1), local.losses
 
     def _exchanged(self, state: State, before: dict[str, Any], ctx: Context) -> State:
@@ -409,9 +402,8 @@ class Simulation:
         return row_by_row(lambda i, p, g, s: self.strategy.optimize(p, g, s, told(i)), params, grads, state)
 
     def _gradients(
-        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context,
-        update: Callable[[], RecordableStep | None] | None = None,
-    ) -> Local:  # fmt: skip
+        self, params: Tree, buffers: Tree, batch: Any, rows: Sequence[int], modules: dict[str, Any], ctx: Context
+    ) -> Local:
         """Compute the gradients of the nodes in `rows`, and what the strategy adds to each."""
         mean = self.strategy.mean_gradient and all(p.shape[0] == 1 for p in params.values())
         mean = mean and self.num_local <= self.comm.num_nodes and not self.exact  # configurations have a mean each
@@ -421,7 +413,7 @@ class Simulation:
         local = self.engine.gradients(
             per_node_or_once(params, len(rows)), buffers, batch, seed=seeds, step=step, node_ids=node_ids,
             minibatch_size=self.minibatch_size, mean=mean and ctx.inplace, differentiable=not ctx.inplace,
-            limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows], update=update,
+            limits=None if self.limits is None else [self.limits[self._node_ids[row]] for row in rows],
         )  # fmt: skip
         # The mean of the nodes here is not that of all: as each one's gradient it is averaged with the others'.
         grads = nodes.expand(local.grads, len(rows)) if mean and self.num_local < self.comm.num_nodes else local.grads

@@ -60,8 +60,6 @@ The engine computes the gradients of all nodes.
 | `"auto"` | the default: chooses by a fixed rule, and spreads the nodes over CPU threads where that is faster |
 | `"vmap"` | all nodes in one call, or `chunk_size` at a time |
 | `"loop"` | one node after the other, for any model |
-| `"graph"` | on CUDA: as `"vmap"`, launched as one CUDA graph; see below |
-| `"fastest"` | measures on the first batch, once: the choice for this model, number of nodes, batch and processor is remembered in a file of your cache folder (`history.settings["engine_reason"]` names it), so that the next run is the same |
 
 `"auto"` never measures, so a script gives the same bits at every run on one machine. `history.settings` records the
 choice. Where a node's step on a CPU has much arithmetic in convolutions of images, it takes the loop, and lets the
@@ -78,18 +76,8 @@ are refused.
 gradients of the first batch are compared with those of `vmap`. A model that cannot be traced whole, or whose compiled
 gradients differ by more than rounding, runs uncompiled, with a warning that says why. `vecgym run` takes it as
 `--set compile=True`. The optimizer's step is not compiled: for the models in `benchmarks/` that gained nothing. On CUDA the
-compiled gradients are recorded as a CUDA graph, which one call launches, unless the model changes its buffers.
-
-`engine="graph"` records the gradients of `"vmap"`, uncompiled, as a CUDA graph: a small model's GPU then does not wait for
-Python. Parameters and buffers stay where they are, and each batch is copied to one place. Before training, a recording
-launched with other batches is compared with `vmap`; a model that waits for the GPU (`.item()`), checkpoints activations,
-or computes something else at each call by Python's means runs without, with a warning. What Python code does only
-later, such as a counter that changes the loss after 1000 steps, is not seen: give such a model another engine. Where
-nothing happens to a node's gradients before its optimizer, as in DiLoCo, FedAvg or gossip, the step of SGD, Adam, AdamW,
-Lion and Muon (`FullPrecisionMuon`), with clipping, is recorded too: local steps are one launch each. The learning rate
-is part of such a recording. While it changes from step to step, the gradients alone are recorded, and the optimizer is
-one more launch, so that the bits are those of `"vmap"`. None of this has run on a GPU yet: the tests replay what was
-recorded on a CPU (`tests/replays.py`), and `tests/test_cuda.py` waits for one.
+compiled gradients are recorded as a CUDA graph, which one call launches, unless the model changes its buffers; none of
+this has run on a GPU yet, and `tests/test_cuda.py` waits for one.
 
 Random numbers of a model are keyed by seed, step and node, but engines and chunk sizes draw them in different orders.
 They are reproducible for one engine and chunk size, and differ between them. Models with dropout are not spread over

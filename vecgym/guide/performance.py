@@ -211,6 +211,8 @@ standard deviation. Outer optimizers are those of the papers, and were not tuned
 | Gossip, ring | 4 | 0.02 | 2.348 ± 0.004 | 144 MB | 1928 |
 | DeMo | 4 | 0.003 | 2.415 ± 0.005 | 10.7 MB | 417 |
 
+MuLoCo's rows are of torch's Muon (`muon="torch"`), which was its default then.
+
 Rows with other K read the same from each node, so 1/4 and twice the text. Findings of the papers, and whether they
 appear in so short a training of so small a model. (The mean of the round before is unstable with DiLoCo's outer
 optimizer in rounds as short as these, and the eager updates are less so.)

@@ -115,8 +115,7 @@ default is half of what is free where `sweep` is called, for each stack.
 **Threads.** Each worker computes with as many threads as the process that calls `sweep`, on which bits depend
 (`torch.set_num_threads`); also with its default dtype, matmul precision and deterministic algorithms. W workers on a
 machine of W cores want `torch.set_num_threads(1)` before the sweep. Jobs in threads of one process take turns. Bits are
-the same on processors of the same kind, and with the engines "auto", "vmap" and "loop"; "fastest" measures anew in
-each worker that does not remember.
+the same on processors of the same kind.
 
 **What is sent** is what the functions of axes have made: models, strategies and settings, with the data, in every job. So
 `strategy=` and `model=` may be lambdas, and so may values of an axis. Models, data sets and functions within

@@ -44,8 +44,10 @@ it is the same on every node.
 | `exchange_gradients(grads, state, ctx)` | before clipping and optimizer; refused next to a module with `active_nodes` | anything with `ctx.comm`; return gradients and state |
 | `exchange_moments(moments, state, ctx)` | after the optimizer, before the parameters | what it keeps in the shape of the parameters, such as AdamW's `exp_avg`: anything with `ctx.comm`; return moments and state |
 | `exchange_parameters(params, state, ctx)` | after the optimizer | anything with `ctx.comm`; return parameters and state |
+| `outer_parameters(state)` | with `availability` and `rejoin="shared"` | return the parameters that it keeps once for all, `[1, *]`, from which a node that returns begins; `{}`: it has none |
 | `outer_learning_rate(ctx)` | each step | return that of its own optimizer, to be recorded; None: it has none |
 | `stack_key()`, `stacked(modules, num_nodes)` | in a sweep | merge the modules of all configurations into one, which is faster; optional |
+| `when = Rounds(H)`, an attribute | each step | say when it exchanges, if not at every step: `ctx.exchange`, by which averages such as `Sparse` and `Mix` go, and who takes part, counts by it |
 | `mean_gradient = True`, an attribute | each step | declare that only the mean of the gradients is used: one gradient of the mean loss is computed |
 
 A `Strategy` whose model is not the mean of the nodes' parameters overrides `result(state)`: it returns the parameters whose
@@ -53,7 +55,7 @@ mean is evaluated, returned and saved, a slow average that it keeps, say.
 
 All but `check` receive a `Context`: `ctx.comm`, the collectives; `ctx.step` of `ctx.max_steps`, from 0; `ctx.lr`, the
 inner learning rate of this step, schedule and warm-up included (a number, or a tensor `[]` or `[K]`); `ctx.seed`,
-`ctx.num_examples`, `ctx.inplace`, `ctx.rows` and `ctx.exact`. Names and shapes of what a method returns are checked,
+`ctx.num_examples`, `ctx.exchange`, the exchanges of the module so far, `ctx.inplace`, `ctx.rows` and `ctx.exact`. Names and shapes of what a method returns are checked,
 and an error says which module returned what.
 
 These rules hold for all methods:

@@ -5,14 +5,13 @@ Run:       a Rule, by rule_of: ElementwiseRule, all nodes in one call, for the c
            Muon's); PerNodeRule, one torch optimizer per node, for any other. What evolves is an OptState
 Classes:   Lion, Muon (torch's where it has one), FullPrecisionMuon, DionMuon, FedAdam, FedYogi, FedAdagrad: beyond
            torch.optim
-Recorded:  RecordableStep, a step that is the same operations every time, for engine="graph"
 Clipping:  clip_grad_norm, check_max_norm
 """
 
 from vecgym.optim.clip import check_max_norm, clip_grad_norm
 from vecgym.optim.elementwise import ElementwiseRule
 from vecgym.optim.formulas import ELEMENTWISE, FORMULAS
-from vecgym.optim.interface import OptState, RecordableStep
+from vecgym.optim.interface import OptState
 from vecgym.optim.optimizers import DionMuon, FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.optim.spec import OPTIMIZERS, OptimSpec, Rule, ensure_optim_spec, rule_of
@@ -32,7 +31,6 @@ __all__ = [
     "OptState",
     "OptimSpec",
     "PerNodeRule",
-    "RecordableStep",
     "Rule",
     "check_max_norm",
     "clip_grad_norm",

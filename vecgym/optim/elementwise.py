@@ -77,7 +77,6 @@ class ElementwiseRule:
         state: OptState,
         lr: float | Tensor | None = None,
         inplace: bool = True,
-        count: Tensor | None = None,
     ) -> tuple[Tree, OptState]:
         """Take one step: `(params, grads, state) -> (params, state)`.
 
@@ -86,8 +85,6 @@ class ElementwiseRule:
         a learning rate of their own keep its ratio to the spec's.
         `inplace=True` may overwrite `params`, `grads` and `state`: use only what is returned. `inplace=False`
         changes nothing given and is differentiable in everything, as often as wanted.
-        `count`: how many steps were made before, `[]` float32 where the parameters are, instead of `state["step"]`: of
-        a step that is recorded, in place, after the first (see `recordable`).
 
         Errors: ValueError when names or numbers of nodes do not fit, or when `inplace=True` and a
         hyperparameter requires grad.
@@ -100,23 +97,13 @@ class ElementwiseRule:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
             for group in self._groups(params):
                 if inplace:
-                    tensors, slots = group.step_in_place(params, grads, state, lr, count)
+                    tensors, slots = group.step_in_place(params, grads, state, lr)
                 else:
                     tensors, slots = group.step_pure(params, grads, state, lr)
                 new_params |= tensors
                 for slot, tree in slots.items():
                     new_state[slot] |= tree
         return new_params, new_state
-
-    def recordable(self, params: Tree) -> bool:
-        """Whether a step in place, after the first, is the same operations each time, but for the learning rate.
-
-        >>> from vecgym.optim import OptimSpec
-        >>> params = {"w": torch.ones(1, 2)}
-        >>> [OptimSpec(name).rule().recordable(params) for name in ("adamw", "lion", "rmsprop")]
-        [True, True, False]
-        """
-        return all(group.recordable(params) for group in self._groups(params))
 
     def _groups(self, params: Tree) -> list[_Group]:
         key = tuple((name, p.shape[1:]) for name, p in params.items()) if self.spec.param_groups else tuple(params)
@@ -173,12 +160,6 @@ class _Group:
         first = self.formula.first.get(slot)
         return zeros if first is None else zeros + _shaped(_scalar(first(self.spec.hyper)), like=p)
 
-    def recordable(self, params: Tree) -> bool:
-        """Whether a step in place is the same operations each time; see `ElementwiseRule.recordable`."""
-        if self.tensors or isinstance(self.base_lr, Tensor):
-            return False
-        return self.formula.kernel is not None or self._calls_fused([params[name] for name in self.names])
-
     def _calls_fused(self, params: list[Tensor]) -> bool:
         """Whether torch's fused kernel is called directly."""
         fused, _ = self.implementation(params[0])
@@ -230,13 +211,11 @@ class _Group:
                 new_slots[slot][name] = slots[slot]
         return new, new_slots
 
-    def step_in_place(
-        self, params: Tree, grads: Tree, state: OptState, lr: Any, count: Tensor | None
-    ) -> tuple[Tree, dict[str, Tree]]:
+    def step_in_place(self, params: Tree, grads: Tree, state: OptState, lr: Any) -> tuple[Tree, dict[str, Tree]]:
         """Take one step by the kernel: in one call, or one per run of equal nodes where nodes differ."""
         numbers, columns = self.numbers(lr)
-        if count is not None or len(state["step"]) == 1:
-            numbers["step"] = state["step"].item() if count is None else count
+        if len(state["step"]) == 1:
+            numbers["step"] = state["step"].item()
         else:
             columns["step"] = state["step"].tolist()
         runs = list(_runs(columns))
@@ -279,7 +258,7 @@ class _Group:
         slots: dict[str, list[Tensor]],
         numbers: dict[str, Any],
     ) -> None:
-        t = 2 if isinstance(numbers["step"], Tensor) else int(numbers["step"]) + 1  # of a recording: not the first
+        t = int(numbers["step"]) + 1
         self.formula.prepare(slots, numbers, t)
         products = slots.get(NUMBER, [])  # [run] each: torch wants one number
         if products:

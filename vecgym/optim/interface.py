@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,27 +31,6 @@ class Spec(Protocol):
     def groups(self, params: Tree) -> Iterator[tuple[Spec, list[str], Any]]: ...
 
     def build(self, model_or_params: Iterable[Any], node: int | None = None) -> Optimizer: ...
-
-
-class RecordableStep(NamedTuple):
-    """A step of an optimizer that is the same operations every time, in memory that stays where it is.
-
-    Attributes:
-        state: of the optimizer, which has made steps already, all nodes equally many.
-        settings: all that `take` depends on besides: where it is another, or not equal, another recording is needed.
-        take: (params, grads, count) -> (params, state), in place, where count, [] float32, steps were made before.
-
-    >>> from vecgym.collectives import StackedCollectives
-    >>> from vecgym.strategy import Context, Strategy
-    >>> params, ctx = {"w": torch.ones(2)}, Context(StackedCollectives(2), max_steps=9)
-    >>> step = Strategy("sgd", lr=0.5).recordable_step(params, {"step": torch.tensor([3])}, ctx)
-    >>> step.take(params, {"w": torch.tensor([1.0, 2.0])}, torch.tensor(3.0))[0]
-    {'w': tensor([0.5000, 0.0000])}
-    """
-
-    state: OptState
-    settings: tuple[Any, ...]
-    take: Callable[[Tree, Tree, Tensor], tuple[Tree, OptState]]
 
 
 def same_values(a: Any, b: Any) -> bool:

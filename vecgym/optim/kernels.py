@@ -57,9 +57,7 @@ def fused_adam(params: list[Tensor], grads: list[Tensor], slots: Slots, h: dict[
     `torch.optim`'s functional form calls it too, after it has sorted the tensors, which takes longer than a small step.
     """
     kernel = torch._fused_adamw_ if h["decoupled_weight_decay"] else torch._fused_adam_
-    count = h["step"] + 1.0
-    if not isinstance(count, Tensor):
-        count = torch.full((), count, dtype=torch.float32, device=params[0].device)
+    count = torch.full((), h["step"] + 1.0, dtype=torch.float32, device=params[0].device)
     kernel(
         params, grads, slots["exp_avg"], slots["exp_avg_sq"], slots.get("max_exp_avg_sq", []), [count] * len(params),
         lr=h["lr"], beta1=h["beta1"], beta2=h["beta2"], weight_decay=h["weight_decay"], eps=h["eps"],

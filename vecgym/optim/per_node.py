@@ -108,15 +108,6 @@ class PerNodeRule:
                     node.step(grads, lr)
                 return params, {"step": state["step"] + 1, **_collect(nodes, held)}
 
-    def recordable(self, params: Tree) -> bool:
-        """Return False: Python code of an optimizer may do anything.
-
-        >>> from vecgym.optim import OptimSpec
-        >>> OptimSpec(torch.optim.ASGD).rule().recordable({})
-        False
-        """
-        return False
-
     @contextmanager
     def _nodes(self, params: Tree, num_nodes: int) -> Iterator[list[_Node]]:
         """Provide an optimizer for each node, as new, on views of the stacked parameters."""

@@ -18,7 +18,7 @@ from vecgym.core import nodes, tree
 from vecgym.core.devices import fetched
 from vecgym.core.tree import Tree
 from vecgym.data import EvalBatches
-from vecgym.data.chosen import chosen_batches, places
+from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.plan import batches_at_once
 from vecgym.engine.state import Result, State

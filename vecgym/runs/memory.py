@@ -25,9 +25,8 @@ from vecgym.engine import Engine, EngineName, Plan, choose_plan
 from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned
-from vecgym.runs.checks import check_parts, check_strategy
 from vecgym.runs.footprint import Passing, exchanging, passing, state_bytes, widest
-from vecgym.runs.options import Chosen, Count, Flag, OptionalCount
+from vecgym.runs.options import Chosen, Count, Flag, OptionalCount, check_parts, check_strategy
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
 from vecgym.strategy.per_rank import as_strategy
@@ -168,8 +167,7 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     2
     """
     num_nodes, device = options.num_nodes, torch.device(options.device)
-    kind = {"fastest": "auto", "graph": "vmap"}.get(options.engine, options.engine)  # as it is on the CPU
-    one = Engine(copy.deepcopy(options.model).cpu(), engine=kind, autocast=options.autocast)
+    one = Engine(copy.deepcopy(options.model).cpu(), engine=options.engine, autocast=options.autocast)
     batch, plan = None, Plan("vmap")
     if options.data is not None:
         batch = _batch_of_one(options)

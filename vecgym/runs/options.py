@@ -1,20 +1,21 @@
 """The options of a run, written down once: types, defaults, checks and documentation.
 
-`Trainer.fit` takes them by name, flat or in groups: `fit(..., save_dir="runs/a")` is
-`fit(..., checkpoints=Checkpoints(save_dir="runs/a"))`. An option's check is part of its type.
+`Trainer.fit` takes them by name. An option's check is part of its type.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
 
 from vecgym import clock
+from vecgym import strategy as strategies
 from vecgym.clock import Network
 from vecgym.collectives.distributed import check_divides
 from vecgym.core import check
@@ -23,18 +24,119 @@ from vecgym.engine import EngineName
 from vecgym.engine.availability import Availability, as_availability
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.checks import (
-    accumulated,
-    check_availability,
-    check_compute,
-    check_left_out,
-    check_parts,
-    check_strategy,
-    checked_folder,
-    checked_resume,
-)
 from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
+
+
+def check_strategy(strategy: Any, num_nodes: Any = None) -> None:
+    """Raise a TypeError for anything but a strategy, saying what the user may have meant.
+
+    >>> check_strategy("diloco")
+    Traceback (most recent call last):
+    ...
+    TypeError: strategy='diloco' is of type str; did you mean DiLoCoStrategy()? Give a Strategy object such as \
+DiLoCoStrategy('adamw', H=100).
+    """
+    if isinstance(strategy, Strategy):
+        return
+    given, fix = f"strategy is {check.kind_of(strategy)}", "; "
+    if isinstance(num_nodes, Strategy):
+        fix = " and num_nodes a Strategy: they have changed places, fit(strategy, num_nodes). "
+    elif isinstance(strategy, type) and issubclass(strategy, Strategy):
+        fix = f"; did you mean an object of it, {strategy.__name__}()? "
+    elif isinstance(strategy, str):
+        names = {name.removesuffix("Strategy"): name for name in strategies.__all__ if name.endswith("Strategy")}
+        close = check.closest(strategy, names)
+        given = f"strategy={strategy!r} is of type str"
+        fix = f"; did you mean {names[close]}()? " if close else fix
+    give = "give" if fix == "; " else "Give"
+    raise TypeError(f"{given}{fix}{give} a Strategy object such as DiLoCoStrategy('adamw', H=100).")
+
+
+def check_parts(batch_size: int, parts: int, name: str = "minibatch_size") -> None:
+    """Raise a ValueError unless `parts` divides the batch."""
+    if batch_size % parts != 0:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ValueError(f"{name}={parts} must divide batch_size={batch_size}: one of {divisors}.")
+
+
+def accumulated(batch_size: Any, minibatch_size: int | None, gradient_accumulation: int | None) -> int | None:
+    """Return the `minibatch_size` of a batch that is computed in `gradient_accumulation` equal parts.
+
+    >>> accumulated(32, None, gradient_accumulation=4), accumulated(32, 16, gradient_accumulation=None)
+    (8, 16)
+    """
+    if gradient_accumulation is None:
+        return minibatch_size
+    batch_size = check.integer("batch_size", batch_size)
+    gradient_accumulation = check.integer("gradient_accumulation", gradient_accumulation)
+    if minibatch_size is not None:
+        raise ValueError(
+            f"gradient_accumulation={gradient_accumulation} and minibatch_size={minibatch_size} both say how a batch "
+            "is divided: give one of them."
+        )
+    check_parts(batch_size, gradient_accumulation, "gradient_accumulation")
+    return batch_size // gradient_accumulation
+
+
+def check_compute(strategy: Strategy, compute: Any) -> None:
+    """Raise a ValueError for an asynchronous strategy without `compute`.
+
+    >>> from vecgym.clock import Compute
+    >>> from vecgym.strategy import AsyncStrategy
+    >>> check_compute(AsyncStrategy(), Compute(0.4))
+    """
+    if compute is None:
+        raise ValueError(
+            f"{type(strategy).__name__} needs compute=: which node meets which version of the server depends on how "
+            "long each computes. Give compute=vecgym.clock.Compute([1.0, 2.0, ...]), seconds of a step of each node."
+        )
+
+
+def check_left_out(strategy: Strategy, option: str, given: Any, default: Any) -> None:
+    """Raise a ValueError for an option that this strategy does not have."""
+    if given != default:
+        raise ValueError(f"{option}={given!r} is not there for {type(strategy).__name__}: leave it out.")
+
+
+def check_availability(dataloader_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise a ValueError for what a run in which nodes may be absent cannot have.
+
+    >>> check_availability(None)
+    """
+    if (dataloader_kwargs or {}).get("num_workers"):
+        raise ValueError(
+            "availability with num_workers in dataloader_kwargs: each node reads the batch of its own count of steps, "
+            "which workers cannot read ahead. Leave num_workers out."
+        )
+
+
+def checked_folder(name: str, value: Any) -> Path | None:
+    """Return the folder as an absolute path, or None.
+
+    >>> checked_folder("save_dir", None) is None
+    True
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} must be the path of a folder, or None.")
+    folder = Path(value).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{name}={str(value)!r} is a file; give a folder.")
+    return folder
+
+
+def checked_resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
+    """Return what to resume from, if it can be that.
+
+    >>> checked_resume("resume", True)
+    True
+    """
+    if not isinstance(value, (bool, str, os.PathLike)):
+        raise TypeError(f"{name}={value!r} must be True, False, or the path of a checkpoint or a folder of them.")
+    return value
+
 
 Backend = Literal["stacked", "processes", "distributed"]
 OnDivergence = Literal["raise", "warn", "ignore"]
@@ -143,8 +245,7 @@ class EngineOptions(Options):
     """How the nodes are computed.
 
     Args:
-        engine: "auto", "vmap", "loop", "fastest", or "graph" on CUDA; see `vecgym.engine`. The choice is in
-            `history.settings`.
+        engine: "auto", "vmap" or "loop"; see `vecgym.engine`. The choice is in `history.settings`.
         chunk_size: the most nodes computed in one call, to bound memory.
         node_threads: CPU threads that share the nodes; None: chosen by rule.
         compile: compile the gradients of all nodes with `torch.compile`, which takes some seconds at the start:
@@ -164,7 +265,7 @@ class EngineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Computation(EngineOptions):
-    """How the nodes are computed, in what precision, and within what memory: a group of options of `Trainer.fit`.
+    """How the nodes are computed, in what precision, and within what memory.
 
     Args:
         autocast: mixed precision in the forward passes.
@@ -182,7 +283,7 @@ class Computation(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Processes(Options):
-    """Which processes hold the nodes: a group of options of `Trainer.fit`.
+    """Which processes hold the nodes.
 
     Args:
         backend: "stacked": all nodes in this process; "processes": in `num_processes` processes that are started
@@ -216,7 +317,7 @@ class Processes(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints(Options):
-    """When a run is saved, and what it resumes from: a group of options of `Trainer.fit`.
+    """When a run is saved, and what it resumes from.
 
     Args:
         save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can be resumed as if it had
@@ -271,11 +372,9 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             `checkpoint_interval` count updates.
         max_seconds: of an asynchronous run: the simulated seconds that it takes at most.
         val_seconds: of an asynchronous run: simulated seconds between evaluations, in place of `val_interval`.
-        computation, processes, checkpoints: the options of `Computation`, `Processes` and `Checkpoints` as groups, in
-            place of their names.
 
     >>> from vecgym.strategy import AllReduceStrategy
-    >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, computation=Computation(engine="loop"))
+    >>> options = FitOptions(AllReduceStrategy(), 4, gradient_accumulation=2, engine="loop")
     >>> options.minibatch_size, options.engine
     (8, 'loop')
     """
@@ -291,13 +390,8 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     max_updates: OptionalCount = None
     max_seconds: SimulatedSeconds = None
     val_seconds: SimulatedSeconds = None
-    computation: Computation | None = None
-    processes: Processes | None = None
-    checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
-        for name, group in GROUPS.items():
-            self.settle(**self._grouped(name, group), **{name: None})
         self._check_clock()
         self._check_asynchronous()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
@@ -341,17 +435,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         for option, value in refused.items():
             check_left_out(self.strategy, option, vars(self)[option], value)
 
-    def _grouped(self, name: str, group: type[Options]) -> dict[str, Any]:
-        """Return the values of a group; no option may be given twice."""
-        given = vars(self)[name]
-        if given is None:
-            return {}
-        check.instance(name, given, group, f"a vecgym.{group.__name__}")
-        flat = [field.name for field in fields(group) if vars(self)[field.name] != field.default]
-        if flat:
-            raise ValueError(f"{flat[0]} is given beside {name}={group.__name__}(...): give it there.")
-        return {field.name: vars(given)[field.name] for field in fields(group)}
-
     @property
     def loggers(self) -> list[Logger]:
         """The loggers as a list."""
@@ -364,9 +447,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
         on = {} if self.network is None else {"network": repr(self.network), "compute": repr(self.compute)}
         on |= {} if self.availability is None else {"availability": repr(self.availability)}
         return {**{name: vars(self)[name] for name in names}, **on}
-
-
-GROUPS: dict[str, type[Options]] = {"computation": Computation, "processes": Processes, "checkpoints": Checkpoints}
 
 
 # ----------------------------------------------------------------------------------------------------- checks

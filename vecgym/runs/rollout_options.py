@@ -14,8 +14,7 @@ from vecgym.core import check, tree
 from vecgym.core.options import Options
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
-from vecgym.runs.checks import check_strategy
-from vecgym.runs.options import Count, OptionalCount, Present, Seed, optional_number
+from vecgym.runs.options import Count, OptionalCount, Present, Seed, check_strategy, optional_number
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 

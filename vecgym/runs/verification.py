@@ -23,10 +23,9 @@ from vecgym.engine import hooks
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned, counted
 from vecgym.runs import links, multiprocess
-from vecgym.runs.checks import check_strategy
 from vecgym.runs.diagnosis import KINDS, Finding
 from vecgym.runs.lockstep import BOUNDS, Case, Check, Difference, compare, compare_compiled, compare_with_ddp
-from vecgym.runs.options import Count, Flag, Present, Seconds, Seed
+from vecgym.runs.options import Count, Flag, Present, Seconds, Seed, check_strategy
 from vecgym.runs.supervisor import node_labels
 from vecgym.strategy import AllReduceStrategy, Strategy
 from vecgym.strategy.asynchronous import check_synchronous

@@ -60,6 +60,8 @@ class Average(ABC):
 
     # True where it is `ctx.comm.mean` over all nodes and nothing else.
     plain = False
+    # False where it never looks at `ctx.exchange`.
+    by_exchange = True
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the average cannot work for this run."""
@@ -83,7 +85,8 @@ class Average(ABC):
         Args:
             values: of each node, `[1 or L, *]`.
             state: from `init` or the exchange before.
-            ctx: `ctx.exchange` counts the exchanges before this one. With `ctx.inplace` the values may be overwritten.
+            ctx: `ctx.exchange` counts the exchanges of its module before this one, by the module's `when`. With
+                `ctx.inplace` the values may be overwritten.
         """
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
@@ -178,6 +181,10 @@ class Sampled(Reduction):
     @property
     def everyone(self) -> bool:
         return self.participation == 1
+
+    @property
+    def by_exchange(self) -> bool:  # type: ignore[override]
+        return not self.everyone
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
         return None if self.everyone else participants(self.participation, ctx)
@@ -308,6 +315,10 @@ class Around(Average):
     @property
     def everyone(self) -> bool:
         return self.inner.everyone
+
+    @property
+    def by_exchange(self) -> bool:  # type: ignore[override]
+        return self.inner.by_exchange
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.inner.check(num_nodes, max_steps)

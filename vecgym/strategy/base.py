@@ -10,10 +10,10 @@ from torch import Tensor
 
 from vecgym.core import check, nodes
 from vecgym.core.tree import Tree, leaves
-from vecgym.optim import OptimSpec, RecordableStep, check_max_norm, clip_grad_norm, ensure_optim_spec
+from vecgym.optim import OptimSpec, check_max_norm, clip_grad_norm, ensure_optim_spec
 from vecgym.optim.schedule import Schedule, check_schedule, make_schedule
 from vecgym.strategy import contract
-from vecgym.strategy.communication import CommunicationModule, Context, Slots, State, innermost, leaves_alone, overrides
+from vecgym.strategy.communication import CommunicationModule, Context, Slots, State, innermost, overrides
 from vecgym.strategy.inner import InnerOptions, moments_in, optimizer_step, takes_options, with_moments
 
 if TYPE_CHECKING:
@@ -192,41 +192,6 @@ class Strategy:
             grads, _ = clip_grad_norm(grads, ctx.own(self.max_norm), inplace=ctx.inplace)
         lr = self.lr(ctx) if ctx.lr is None else ctx.lr
         return optimizer_step(self.inner_optim, self._rule, ctx.step, params, grads, state, ctx, lr=lr)
-
-    def recordable_step(self, params: Tree, state: State, ctx: Context) -> RecordableStep | None:
-        """Return what `optimize` does to the nodes' own gradients, as operations that can be recorded; None: it cannot.
-
-        Settings that are tensors have values for each node or step. What a module does to gradients in between may be
-        something else at every step.
-
-        >>> from vecgym.collectives import StackedCollectives
-        >>> params, ctx = {"w": torch.ones(2)}, Context(StackedCollectives(2), max_steps=9)
-        >>> state = {"step": torch.tensor([3])}
-        >>> Strategy("sgd", lr=0.5).recordable_step(params, state, ctx).settings[1:]
-        (None, 0.5)
-        >>> Strategy("rmsprop", lr=0.5).recordable_step(params, state, ctx) is None
-        True
-        """
-        between = ("local_gradients", "exchange_gradients")
-        usual = all(getattr(getattr(self, n), "__func__", None) is getattr(Strategy, n) for n in ("optimize", *between))
-        if not usual or not all(
-            leaves_alone(module, name) for module in self.communication_modules for name in between
-        ):
-            return None
-        rule, max_norm, lr, done = self._rule, self.max_norm, self.lr(ctx) if ctx.lr is None else ctx.lr, state["step"]
-        if isinstance(lr, Tensor) or isinstance(max_norm, Tensor) or not rule.recordable(params):
-            return None
-        num_rows = len(ctx.comm.node_ids if ctx.rows is None else ctx.rows)
-        if any(len(p) < num_rows for p in params.values()):  # nodes that leave what they still share
-            return None
-        if len(done) > 1 or done.is_floating_point() or int(done) < 1:
-            return None
-
-        def take(params: Tree, grads: Tree, count: Tensor) -> tuple[Tree, State]:
-            grads = grads if max_norm is None else clip_grad_norm(grads, max_norm)[0]
-            return rule.update(params, grads, state, lr=lr, count=count)
-
-        return RecordableStep(state, (rule, max_norm, float(lr)), take)
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Let each module in turn exchange parameters."""

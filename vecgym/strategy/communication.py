@@ -42,7 +42,7 @@ class Context:
             which `own` gives the rows of the nodes that train here. A strategy tells its modules; None without one.
         own_time: learning rates, other values given for each step, and the model's random numbers go by `node_steps`:
             where nodes train at different times, each has done its own number of steps.
-        exchange: exchanges done before this one. A module that exchanges at some steps only tells its `Average`.
+        exchange: exchanges done before this one: as many as the module's `when` counts, `step` without one.
         missed: where nodes may be absent: step -> which of the nodes here were absent in it; see `missing`.
 
     >>> from vecgym.collectives import StackedCollectives
@@ -70,12 +70,14 @@ class Context:
     exact: bool = False
     lr: float | Tensor | None = None
     own_time: bool = False
-    exchange: int = 0
+    exchange: int = None  # type: ignore[assignment]  # until __post_init__
     missed: Callable[[int], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         if self.node_steps is None:
             object.__setattr__(self, "node_steps", torch.full((len(self.comm.node_ids),), self.step))
+        if self.exchange is None:
+            object.__setattr__(self, "exchange", self.step)
 
     def replace(self, **changes: Any) -> Context:
         """Return a copy in which some values are others, as `dataclasses.replace` does in ten times the time.
@@ -162,6 +164,8 @@ class CommunicationModule:
     mean_gradient = False
     # False where `active_nodes` never leaves out a node.
     lets_rest = True
+    # When it exchanges, a `vecgym.strategy.When` such as `Rounds(10)`: `ctx.exchange` counts by it. None: every step.
+    when: Any = None
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         """Raise a ValueError if the module cannot work for this run.
@@ -322,7 +326,7 @@ class Wrapper(CommunicationModule):
 
     def told(self, ctx: Context) -> Context:
         """Return the context that the module in it is told."""
-        return ctx
+        return counted(self.module, ctx)
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self.module.check(num_nodes, max_steps)
@@ -356,6 +360,19 @@ class Wrapper(CommunicationModule):
 
     def outer_learning_rate(self, ctx: Context) -> float | Tensor | None:
         return self.module.outer_learning_rate(self.told(ctx))
+
+
+def counted(module: CommunicationModule, ctx: Context) -> Context:
+    """Return the context that a module is told, in which its exchanges are counted; who trains now is in the next.
+
+    >>> from vecgym.collectives import StackedCollectives
+    >>> from vecgym.strategy import AveragingCommunicator, ProximalTerm
+    >>> ctx = Context(StackedCollectives(2), step=13)
+    >>> counted(AveragingCommunicator(H=5), ctx).exchange, counted(ProximalTerm(mu=0.1), ctx).exchange
+    (2, 13)
+    """
+    exchange = module.when.count(ctx.step) if hasattr(module.when, "due") else ctx.step
+    return ctx if exchange == ctx.exchange else ctx.replace(exchange=exchange)
 
 
 def overrides(module: CommunicationModule, method: str) -> bool:

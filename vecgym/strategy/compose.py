@@ -102,7 +102,8 @@ class _Every(Wrapper):
     def told(self, ctx: Context) -> Context:
         missed = ctx.missed
         of_exchange = None if missed is None else lambda exchange: missed((exchange + 1) * self.n - 1)
-        return ctx.replace(step=ctx.step // self.n, max_steps=max(1, ctx.max_steps // self.n), missed=of_exchange)
+        max_steps = max(1, ctx.max_steps // self.n)
+        return super().told(ctx.replace(step=ctx.step // self.n, max_steps=max_steps, missed=of_exchange))
 
     def check(self, num_nodes: int, max_steps: int) -> None:
         self._when.check(max_steps, self)
@@ -112,19 +113,19 @@ class _Every(Wrapper):
         return not self._when.due(ctx.step) or super().idle(ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self._when_due(self.module.exchange_gradients, grads, state, ctx)
+        return self._when_due(contract.exchange_gradients, grads, state, ctx)
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self._when_due(self.module.exchange_parameters, params, state, ctx)
+        return self._when_due(contract.exchange_parameters, params, state, ctx)
 
     def exchange_moments(self, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
-        return self._when_due(self.module.exchange_moments, moments, state, ctx)
+        return self._when_due(contract.exchange_moments, moments, state, ctx)
 
     def _when_due(self, exchange: Callable[..., Any], values: Any, state: State, ctx: Context) -> tuple[Any, State]:
         if not self._when.due(ctx.step):
             return values, state
         with ctx.comm.ledger.stretched(self.n):
-            return exchange(values, state, self.told(ctx))
+            return exchange(self.module, values, state, self.told(ctx))
 
     def __repr__(self) -> str:
         return f"every({self.n}, {self.module!r})"

@@ -13,7 +13,7 @@ from torch import Tensor
 from vecgym.collectives import Collectives
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
-from vecgym.strategy.communication import CommunicationModule, Context, Slots, State
+from vecgym.strategy.communication import CommunicationModule, Context, Slots, State, counted
 
 SILENT = (
     "in a step in which some nodes sit out, so that not all would answer: communicate in exchange_parameters, or let "
@@ -24,14 +24,14 @@ A_STATE = "a state is a dict of tensors, [1, *] or [L, *], of plain values, or o
 
 def init(module: CommunicationModule, params: Tree, ctx: Context) -> State:
     """Call `module.init` with a copy of the parameters."""
-    state = module.init({name: p.clone() for name, p in params.items()}, ctx)
+    state = module.init({name: p.clone() for name, p in params.items()}, counted(module, ctx))
     _check_state(state, module, "init", ctx)
     return state
 
 
 def active_nodes(module: CommunicationModule, ctx: Context) -> list[int] | None:
     """Call `module.active_nodes`: None, or distinct node ids."""
-    nodes = module.active_nodes(ctx)
+    nodes = module.active_nodes(counted(module, ctx))
     if nodes is None:
         return None
     known = isinstance(nodes, Sequence) and all(check.is_integer(node) for node in nodes)
@@ -50,7 +50,7 @@ def local_gradients(
     if silent:
         who = _who(module, "local_gradients")
         ctx = ctx.replace(comm=Refusing(ctx.comm, lambda name: f"{who} calls ctx.comm.{name} {SILENT}"))
-    found = module.local_gradients(grads, params, state, ctx)
+    found = module.local_gradients(grads, params, state, counted(module, ctx))
     num_rows = len(ctx.comm.node_ids) if ctx.rows is None else len(ctx.rows)
     _check_tree(found, grads, module, "local_gradients", "gradients", num_rows)
     return found
@@ -59,13 +59,13 @@ def local_gradients(
 def exchange_gradients(module: CommunicationModule, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
     """Call `module.exchange_gradients`."""
     with ctx.comm.ledger.of_gradients():
-        found = module.exchange_gradients(grads, state, ctx)
+        found = module.exchange_gradients(grads, state, counted(module, ctx))
     return _exchanged(found, module, "gradients", grads, state, ctx)
 
 
 def exchange_moments(module: CommunicationModule, moments: Slots, state: State, ctx: Context) -> tuple[Slots, State]:
     """Call `module.exchange_moments`."""
-    found = module.exchange_moments(moments, state, ctx)
+    found = module.exchange_moments(moments, state, counted(module, ctx))
     new, changed = _pair(found, module, "moments")
     if not isinstance(new, dict) or new.keys() != moments.keys():
         raise ValueError(
@@ -76,12 +76,15 @@ def exchange_moments(module: CommunicationModule, moments: Slots, state: State, 
         _check_tree(values, moments[slot], module, "exchange_moments", slot, len(ctx.comm.node_ids))
     if changed is not state:
         _check_state(changed, module, "exchange_moments", ctx)
+    elif new is moments:
+        _check_counts(module, "exchange_moments")
     return new, changed
 
 
 def exchange_parameters(module: CommunicationModule, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
     """Call `module.exchange_parameters`."""
-    return _exchanged(module.exchange_parameters(params, state, ctx), module, "parameters", params, state, ctx)
+    found = module.exchange_parameters(params, state, counted(module, ctx))
+    return _exchanged(found, module, "parameters", params, state, ctx)
 
 
 class Refusing(Collectives):
@@ -131,7 +134,21 @@ def _exchanged(
     _check_tree(new, given, module, method, what, len(ctx.comm.node_ids))
     if changed is not state:
         _check_state(changed, module, method, ctx)
+    elif new is given:
+        _check_counts(module, method)
     return new, changed
+
+
+def _check_counts(module: CommunicationModule, method: str) -> None:
+    """Raise a ValueError for a module that exchanges at some steps only, where it matters at how many, and hides it."""
+    own = getattr(type(module), method) is not getattr(CommunicationModule, method)
+    averages = [x for x in vars(module).values() if getattr(x, "by_exchange", False)]
+    if own and averages and module.when is None:
+        raise ValueError(
+            f"{_who(module, method)} has exchanged nothing in this step, and does not say when it does; what "
+            f"{averages[0]!r} does depends on how many exchanges there were before. Set self.when = Rounds(H), and "
+            "exchange where self.when.due(ctx.step); or exchange at every step, and give every(H, module)."
+        )
 
 
 def _pair(found: Any, module: CommunicationModule, what: str) -> tuple[Any, Any]:

@@ -65,6 +65,8 @@ outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=50)
     Reference: Peng et al., arXiv 2411.19870; `DeMoStrategy` names the deviations.
     """
 
+    by_exchange = False
+
     def __init__(
         self, compression_decay: float | Tensor = 0.999, compression_topk: int = 32, compression_chunk: int = 64
     ) -> None:

@@ -14,6 +14,7 @@ from vecgym.optim import OptimSpec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Mean
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
+from vecgym.strategy.communication import counted
 from vecgym.strategy.inner import InnerOptions, inner_rate, takes_options
 from vecgym.strategy.modules import DEFAULT_H, Exchange, begun, outer_spec
 from vecgym.strategy.when import Rounds
@@ -71,7 +72,7 @@ class EagerCommunicator(Exchange):
         return {**state, "average": average} if average else state
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self.when.exchange(self._outer_step, params, state, self._counted(ctx))
+        return self.when.exchange(self._outer_step, params, state, counted(self, ctx))
 
     def idle(self, ctx: Context) -> bool:
         return not self.when.due(ctx.step)

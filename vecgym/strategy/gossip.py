@@ -18,6 +18,7 @@ from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
 from vecgym.strategy.average import Reduction
 from vecgym.strategy.base import Context, State, Strategy
+from vecgym.strategy.communication import counted
 from vecgym.strategy.gathered import Codes, gathered_codes
 from vecgym.strategy.inner import InnerOptions, takes_options
 from vecgym.strategy.modules import Parameters
@@ -61,6 +62,11 @@ class Mix(Reduction):
     """
 
     linear, shared = True, False
+
+    @property
+    def by_exchange(self) -> bool:  # type: ignore[override]
+        one = self._constant is not None and len(self._constant) == 1
+        return not (one or callable(self.topology) or (isinstance(self.topology, str) and self.topology in FIXED))
 
     def __init__(self, topology: Topology = "ring") -> None:
         self.topology = _checked_topology(topology)
@@ -176,7 +182,7 @@ class GossipCommunicator(Parameters):
         >>> GossipCommunicator("ring").mixing(Context(StackedCollectives(5))).weights[0]
         tensor([0.3333, 0.3333, 0.0000, 0.0000, 0.3333], dtype=torch.float64)
         """
-        return self._mix.mixing(self._counted(ctx))
+        return self._mix.mixing(counted(self, ctx))
 
 
 class GossipStrategy(Strategy):

@@ -24,6 +24,7 @@ from vecgym.optim import OptimSpec, Rule, ensure_optim_spec
 from vecgym.optim.merge import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
+from vecgym.strategy.communication import counted
 from vecgym.strategy.lost import arrived, average_among, is_everyones, is_shared
 from vecgym.strategy.when import QUEUE, Late, Rounds, SyncWeight, When, as_when, blended, check_in_time, nothing
 
@@ -47,7 +48,7 @@ class Exchange(CommunicationModule):
         self.average.check_present(counts, num_nodes)
 
     def active_nodes(self, ctx: Context) -> list[int] | None:
-        return self.average.active_nodes(self._counted(ctx))
+        return self.average.active_nodes(counted(self, ctx))
 
     @property
     def lets_rest(self) -> bool:  # type: ignore[override]
@@ -58,10 +59,6 @@ class Exchange(CommunicationModule):
         twin = copy.copy(self)
         twin.average = average
         return twin
-
-    def _counted(self, ctx: Context) -> Context:
-        """Return the context for the average, with the exchanges counted: those who train now take part in the next."""
-        return ctx.replace(exchange=self.when.count(ctx.step))
 
     def __repr__(self) -> str:
         return shown(self, self.shows_defaults)
@@ -104,7 +101,7 @@ class Gradients(Exchange):
         return self.average.init(tree.map(torch.zeros_like, params), ctx)
 
     def exchange_gradients(self, grads: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
-        return self.average(grads, state, self._counted(ctx))
+        return self.average(grads, state, counted(self, ctx))
 
 
 class Parameters(Exchange):
@@ -156,11 +153,11 @@ class Parameters(Exchange):
 
     def exchange_parameters(self, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         if self.delay == 0:
-            return self.when.exchange(self.average, params, state, self._counted(ctx))
+            return self.when.exchange(self.average, params, state, counted(self, ctx))
         new, average = self.average.empty(params), state["average"]
         if self.when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
-                new, average = self.average.agree(params, average, self._counted(ctx).replace(inplace=False))
+                new, average = self.average.agree(params, average, counted(self, ctx).replace(inplace=False))
         due, queue = self._late.turn(new, state[QUEUE], ctx.step)
         before = ctx.step - self.delay  # when what is due was agreed on
         keeping = self.average.keeping(ctx.replace(exchange=self.when.count(before))) if before >= 0 else None
@@ -340,11 +337,11 @@ class OuterStep(Exchange):
     def _exchange(self, when: When, params: Tree, state: State, ctx: Context) -> tuple[Tree, State]:
         """Take the step of one fragment."""
         if self.delay == 0:
-            return when.exchange(self._outer_step, params, state, self._counted(ctx))
+            return when.exchange(self._outer_step, params, state, counted(self, ctx))
         delta = nothing(params)
         if when.due(ctx.step):
             with ctx.comm.ledger.lagging(self.delay):
-                delta, state = self._movement(params, state, self._counted(ctx))
+                delta, state = self._movement(params, state, counted(self, ctx))
         due, queue = self._late.turn(delta, state[QUEUE], ctx.step)
         state = {**state, QUEUE: queue}
         before = ctx.step - self.delay  # when what is due was sent

@@ -9,7 +9,7 @@ import torch
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.strategy.average import Average, Mean, check_average
-from vecgym.strategy.communication import Context, Slots, State
+from vecgym.strategy.communication import Context, Slots, State, counted
 from vecgym.strategy.modules import Exchange
 from vecgym.strategy.when import When, as_when
 
@@ -72,7 +72,7 @@ Moments(average=Mean(), slots=('exp_avg',), every=24))
                 f"{self!r} averages what the inner optimizer keeps, and it keeps nothing: give one with moments, such "
                 "as AdamW or SGD with momentum, or leave this module out."
             )
-        ctx, new, changed = self._counted(ctx), dict(moments), dict(state)
+        ctx, new, changed = counted(self, ctx), dict(moments), dict(state)
         for slot in chosen:
             values = moments[check.choice("slots", slot, list(moments))]
             new[slot], kept = self.when.exchange(self.average, values, state.get(slot, {}), ctx)

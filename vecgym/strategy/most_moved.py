@@ -44,6 +44,8 @@ class MostMoved(Average):
             [5., 3.]])
     """
 
+    by_exchange = False
+
     def __init__(self, fraction: float = 0.005, bits: int | None = None) -> None:
         self.fraction = check_fraction("fraction", fraction)
         self.bits = None if bits is None else check_bits("bits", bits)

@@ -39,6 +39,8 @@ class Sparse(Around):
             [3., 3., 5.]])
     """
 
+    by_exchange = True
+
     def __init__(self, selector: Selector | float, inner: Average) -> None:
         super().__init__(inner)
         selector = RandomSelector(selector) if isinstance(selector, (int, float)) else selector

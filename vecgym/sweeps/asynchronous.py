@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vecgym.collectives.ledger import bytes_of
-from vecgym.data.chosen import chosen_batches
+from vecgym.data.batches import chosen_batches
 from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.events import Event
 from vecgym.engine.kinds import simulation_of

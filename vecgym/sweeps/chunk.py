@@ -15,7 +15,7 @@ from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes
 from vecgym.core.devices import placed_as
 from vecgym.core.tree import Tree
-from vecgym.data.chosen import chosen_batches, places
+from vecgym.data.batches import chosen_batches, places
 from vecgym.engine import Engine
 from vecgym.engine.presence import Presence
 from vecgym.engine.simulation import Metrics, Simulation, State

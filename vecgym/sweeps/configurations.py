@@ -22,8 +22,7 @@ from vecgym.engine.events import Stop
 from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
-from vecgym.runs.checks import check_compute, check_left_out
-from vecgym.runs.options import checked
+from vecgym.runs.options import check_compute, check_left_out, checked
 from vecgym.runs.present import presence_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous

@@ -12,8 +12,16 @@ from torch import nn
 
 from vecgym.core import check
 from vecgym.core.options import Options
-from vecgym.runs.checks import check_availability
-from vecgym.runs.options import Count, EngineOptions, Flag, OptionalCount, Present, SimulatedSeconds, Training
+from vecgym.runs.options import (
+    Count,
+    EngineOptions,
+    Flag,
+    OptionalCount,
+    Present,
+    SimulatedSeconds,
+    Training,
+    check_availability,
+)
 from vecgym.strategy import Strategy
 from vecgym.sweeps.axes import Uniform
 
