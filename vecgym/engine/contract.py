@@ -136,6 +136,24 @@ def check_written(names: Collection[str]) -> None:
         )
 
 
+def check_steady(names: Collection[str]) -> None:
+    """Raise the error for a model whose forward writes to tensors now, and did not in its first pass.
+
+    >>> try:
+    ...     check_steady(["center"])
+    ... except ValueError as error:
+    ...     print(str(error).split(",")[0])
+    the model's forward writes to 'center'
+    """
+    if names:
+        name = min(names)
+        raise ModelError(
+            f"the model's forward writes to {name!r}, and did not in its first pass, so that the nodes hold it "
+            "together. Write to it in every pass, where nothing is due what it is: "
+            f"self.{name}.copy_(torch.where(due, new, self.{name}))."
+        )
+
+
 def check_influence(unused: Collection[str], params: Collection[str]) -> None:
     """Raise the error for a model of whose parameters none has an influence on its loss."""
     if len(unused) == len(params) > 0:

@@ -128,6 +128,10 @@ class StatelessModel:
         """Whether a training step may change this buffer."""
         return self._mutated is None or name in self._mutated
 
+    def writes(self, name: str) -> bool:
+        """Whether a training step may write to this parameter or buffer."""
+        return name in self.written or (name in self.buffers and self.changes(name))
+
     def serve(self, num_threads: int) -> None:
         """Make a structure for each thread: a call changes it temporarily."""
         while len(self._train) < num_threads:
