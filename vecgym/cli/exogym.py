@@ -15,6 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--strict-timing", action="store_true",
         help="train exactly as EXO Gym's processes do: its batches, random numbers, moments and quirks",
     )  # fmt: skip
+    parser.add_argument("--device", metavar="NAME", help="train there, whatever the script says: cpu, cuda, mps")
     parser.add_argument("script", metavar="SCRIPT", help="the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its command line")
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if not os.path.isfile(args.script):
         args.parser.error(f"can't open file {args.script!r}: there is no such file")
     try:
-        run_script(args.script, args.args, args.strict_timing)
+        run_script(args.script, args.args, args.strict_timing, args.device)
     except Exception as error:  # from the script's own lines on
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != args.script:

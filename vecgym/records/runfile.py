@@ -94,6 +94,8 @@ class Saved:
 def load(path: str | os.PathLike[str]) -> Saved:
     """Read a file of `trainer.save`, or a checkpoint: the average of the nodes, each node's model, the history.
 
+    Of a folder of checkpoints, a run's `save_dir`: the newest.
+
     No class of the script that saved it is needed, and nothing is executed. Tensors are on the CPU.
 
     Raises:
@@ -118,6 +120,12 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> saved.step, saved.num_nodes, saved.history["step"]
     (2, 2, [1, 2])
     """
+    path = checks.path("path", path)
+    if path.is_dir():
+        steps = [x for x in path.glob("step-*.pt") if x.stem[5:].isdecimal()]
+        if not steps:
+            raise FileNotFoundError(f"there is no checkpoint in the folder {path}: give a file of trainer.save(file).")
+        path = max(steps, key=lambda x: int(x.stem[5:]))
     contents = read(path, FORM)
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))

@@ -70,13 +70,14 @@ ABSENT = {
 
 
 @checked
-def install(strict_timing: Flag = False) -> None:
+def install(strict_timing: Flag = False, device: str | None = None) -> None:
     """Make `import exogym...` find vecgym's classes in this process. Calling it again only changes the mode.
 
     Warns if a real exogym is installed, which stays hidden until `uninstall()`.
 
     Args:
         strict_timing: the default of trainers: train exactly as EXO Gym's processes do.
+        device: that trainers use in place of the one that they are given; None: that.
 
     Raises:
         ImportError: if the real one has been imported already, as its classes may be in use.
@@ -92,28 +93,28 @@ def install(strict_timing: Flag = False) -> None:
         if real is not None:
             warn(f"the exogym that is installed in {real.origin} is hidden: `import exogym` finds vecgym's classes.")
         imports.install(CONTENTS, ABSENT)
-    trainer.set_strict_timing(strict_timing)
+    trainer.set_defaults(strict_timing, device)
 
 
 def uninstall() -> None:
     """Undo `install`: `import exogym` finds the real one again, if it is installed."""
     imports.uninstall("exogym")
-    trainer.set_strict_timing(False)
+    trainer.set_defaults(False)
 
 
 @checked
-def run_script(path: PathLike, args: CommandLine = (), strict_timing: Flag = False) -> None:
+def run_script(path: PathLike, args: CommandLine = (), strict_timing: Flag = False, device: str | None = None) -> None:
     """Run a script as `python path args` would, with vecgym's `exogym`. Its exceptions are passed on.
 
     Args:
         path: the script; it imports from its own directory first.
         args: its command line.
-        strict_timing: see `install`.
+        strict_timing, device: see `install`.
     """
     before = sys.argv, list(sys.path)
     sys.argv = [str(path), *args]
     sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
-    install(strict_timing)
+    install(strict_timing, device)
     try:
         runpy.run_path(os.fspath(path), run_name="__main__")
     finally:

@@ -41,12 +41,12 @@ IGNORED_BY_FIT = dict.fromkeys(
     ("gradient_accumulation", "max_memory_usage"), "EXO Gym ignores it, and so does strict timing"
 )
 
-_defaults = {"strict_timing": False}
+_defaults: dict[str, Any] = {"strict_timing": False, "device": None}
 
 
-def set_strict_timing(strict_timing: bool) -> None:
-    """Set the default of trainers; see `vecgym.compat.exogym.install`."""
-    _defaults["strict_timing"] = strict_timing
+def set_defaults(strict_timing: bool, device: str | None = None) -> None:
+    """Set what trainers do by default, and the device that they use in place of their own; see `install`."""
+    _defaults.update(strict_timing=strict_timing, device=device)
 
 
 class Trainer:
@@ -105,8 +105,12 @@ class Trainer:
             ValueError: for what cannot work.
         """
         warn_without_effect("fit()", vars(options), OF_RUNS)
-        devices = [device for device in (options.device, self.device) if device is not None and str(device)]
-        device = vecgym_options.resolve_device(devices[0] if devices else None)
+        asked = (_defaults["device"], options.device, self.device)
+        devices = [device for device in asked if device is not None and str(device)]
+        try:
+            device = vecgym_options.resolve_device(devices[0] if devices else None)
+        except ValueError as error:
+            raise ValueError(f"{error} A script as it stands: vecgym exogym --device cpu SCRIPT.") from None
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
         is_strict = _defaults["strict_timing"] if self.strict_timing is None else self.strict_timing
         return self._fit_strict(options) if is_strict else self._fit(options)
