@@ -266,10 +266,11 @@ def derivative_error(cause: str) -> RuntimeError:
 def check_memory(error: Exception, num_nodes: int, model: nn.Module) -> None:
     """Raise an error that says how much is asked for, and what to do, if memory ran out."""
     on_device, told = isinstance(error, torch.OutOfMemoryError), str(error)
-    if ADVICE in told or not (on_device or "allocate memory" in told or isinstance(error, MemoryError)):
+    pythons = isinstance(error, MemoryError) and (told == "" or "nable to allocate" in told)
+    if ADVICE in told or not (on_device or pythons or "allocate memory" in told):
         return
-    asked = re.search(r"ried to allocate ([\d.]+ \wi?B|\d+ bytes)", told)
-    amount = asked[1] if asked else "some memory"
+    asked = re.search(r"(?:ried|nable) to allocate ([\d.]+ \wi?B|\d+ bytes)", told)
+    amount = asked[1] if asked else "some memory"  # Python does not say how much
     if amount.endswith(" bytes"):
         amount = f"{int(amount.split()[0]) / 1e9:,.3f} GB"
     size = sum(p.numel() * p.element_size() for p in model.parameters()) * num_nodes / 1e9
