@@ -704,7 +704,7 @@ def test_out_of_memory_says_how_much_and_for_how_many_nodes() -> None:
         error = torch.OutOfMemoryError(text)
         with pytest.raises(torch.OutOfMemoryError, match=r"out of memory: 20\.00 GiB more, in a run of 4 nodes"):
             contract.check_memory(error, 4, Line())
-    with pytest.raises(RuntimeError, match="out of memory: 7.45 GiB more"):
+    with pytest.raises(RuntimeError, match=r"out of memory: 7\.45 GiB more"):
         contract.check_memory(MemoryError("Unable to allocate 7.45 GiB for an array"), 4, Line())
     for other in (ValueError("no"), MemoryError("max_memory_usage allows 1 kB")):
         contract.check_memory(other, 4, Line())
