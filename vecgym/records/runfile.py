@@ -121,11 +121,8 @@ def load(path: str | os.PathLike[str]) -> Saved:
     (2, 2, [1, 2])
     """
     path = checks.path("path", path)
-    if path.is_dir():
-        steps = [x for x in path.glob("step-*.pt") if x.stem[5:].isdecimal()]
-        if not steps:
-            raise FileNotFoundError(f"there is no checkpoint in the folder {path}: give a file of trainer.save(file).")
-        path = max(steps, key=lambda x: int(x.stem[5:]))
+    inside = [x for x in path.glob("step-*.pt") if x.stem[5:].isdecimal() and is_regular(x)]
+    path = max(inside, key=lambda x: int(x.stem[5:]), default=path)
     contents = read(path, FORM)
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))
@@ -192,7 +189,7 @@ def read(
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     if not is_regular(path):
-        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device.")
+        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device, with no checkpoint in it.")
     try:
         with zipfile.ZipFile(path) as parts:
             damaged = parts.testzip() if check else None
