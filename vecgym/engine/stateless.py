@@ -172,7 +172,7 @@ class StatelessModel:
         """Compute the loss in training mode, buffers after it, and the gradient of each of `leaves`; None: unused."""
 
         def backward(loss: Any) -> tuple[Tensor | None, ...]:
-            check_loss(loss, self.model)
+            check_loss(loss, self.model, batch)
             with self.not_casting():
                 grads = gradients_within_modes(loss, list(leaves.values()))
             # An embedding may give a sparse one, which has no place in stacked storage.
