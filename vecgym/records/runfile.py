@@ -26,7 +26,7 @@ from vecgym.core.errors import Damaged
 from vecgym.core.files import is_regular, write_atomically
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
-from vecgym.records.history import History, Row
+from vecgym.records.history import History
 from vecgym.records.rows import counted
 
 FORMAT = "vecgym"
@@ -349,7 +349,7 @@ def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unpacked_rows(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [Row() for _ in range(contents["length"])]
+    rows: list[dict[str, Any]] = [{} for _ in range(contents["length"])]
     for name, column in contents["columns"].items():
         values = column["values"]
         if column["kind"] == "arrays":
