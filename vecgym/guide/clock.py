@@ -51,7 +51,10 @@ for all links; `[K]`, of each node's link (`up=` and `down=` where they differ);
 carries them: "ring", "halving_doubling", "tree" or "server"; means and sums also "gloo", the ring of
 `torch.distributed` on CPUs; all-gathers also "direct". "server" changes what a node's link carries, and the bytes of a
 run with such a network. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
-With a matrix the ring takes the best order that is found: exactly up to 9 nodes, by a heuristic above.
+With a matrix the ring goes from each node on to the nearest, and stretches of it are turned round where that helps (2-opt):
+one order for each group of nodes, settled for the median of the messages that it first exchanges. For 8 places on a map
+its slowest link is 1 % slower than in the best order, the mean of 200, and 37 % at most; where links in both
+directions differ at random, tenfold, 23 %, the median 14 %.
 
 >>> network = Network.regions([4, 4], inside=("400 Gbit/s", 1e-4), between=("1 Gbit/s", 0.05))
 >>> round(network.seconds("mean", 1e9, num_nodes=4), 3), round(network.seconds("mean", 1e9, num_nodes=8), 1)
