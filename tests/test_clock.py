@@ -799,7 +799,7 @@ def test_exchanges_in_part_lead_from_none_to_all() -> None:
         (lambda: Network(1e9).seconds("median", 1, 2), "operation='median' is not known"),
         (lambda: Compute(-1.0), "seconds=-1.0 must be a number >= 0"),
         (lambda: Compute("fast"), "is not a time"),
-        (lambda: Compute.lognormal(0.4, sigma=-1), "sigma=-1 must be a number >= 0"),
+        (lambda: Compute.lognormal(0.4, sigma=-1), r"sigma=-1 must be a number in \[0, 100\]"),
         (lambda: Compute.from_flop(1e12, 1e12, utilization=1.5), "utilization=1.5 must be a number in"),
         (lambda: Compute.from_flop(0, 1e12), "flop=0 must be a number > 0"),
         (lambda: Compute.measured([]), "train at least two"),
