@@ -690,27 +690,7 @@ def test_draws_do_not_depend_on_the_length_of_the_run_or_the_other_nodes() -> No
     assert abs(float(compute.of_steps(3000, 4).log().std()) - 0.3) < 0.01
 
 
-def test_steps_priced_together_are_priced_as_one_by_one() -> None:
-    """`Clock.repeat` against `Clock.advance`."""
-    for K, who in ((5, None), (6, ((0, 4), (1, 2, 3)))):
-        for seed in range(10):
-            given = ddp(40, K, who=who, lag=seed % 3)
-            network, compute = Network(10 ** (8 + seed / 4), 1e-3), Compute.lognormal(0.2, 0.5, seed=seed)
-            timeline = price(given, network, compute, sizes=layers(6, 1.0))
-            assert len(timeline.records()) == 40
-            ends = torch.stack([record.end for record in timeline.records()])
-            single = price([[*step] for step in given], network, compute, sizes=layers(6, 1.0))
-            assert_near(ends, torch.stack([record.end for record in single.records()]))
-            assert bool((timeline.step_seconds >= ends.amax(1) - 1e-12).all())
-            assert_near(timeline.step_seconds[-1], float((timeline.per_node.computed + timeline.per_node.waited).max()))
-
-
-def test_steps_that_send_the_same_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pricing a long run does not plan each step anew: `benchmarks/clock.py` says how long it takes."""
-    ledger, sizes = Ledger(), layers(30, 4e6)
-    ledger.announce(64, {name: int(x) for name, x in sizes.items()})
-    for step in range(10_000):
-        ledger.add(step, [everyone(4 * 10**6, 64, tensors=tuple(sizes))])
+def count_calls(monkeypatch: pytest.MonkeyPatch, *methods: tuple[type, str]) -> Counter[str]:
     calls: Counter[str] = Counter()
 
     def counted(owner: type, name: str) -> None:
@@ -722,13 +702,61 @@ def test_steps_that_send_the_same_are_planned_once(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(owner, name, call)
 
-    counted(Planner, "plans")
-    counted(Routes, "seconds")
-    counted(Clock, "advance")
-    counted(Clock, "_repeat")
-    timeline = price(ledger, Network(1e9, 1e-3), Compute.lognormal(0.4, 0.3))
+    for owner, name in methods:
+        counted(owner, name)
+    return calls
+
+
+def test_steps_priced_together_are_priced_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Clock.repeat` against `Clock.advance`: what is sent, then 30 times the same, then what is sent again."""
+    calls = count_calls(monkeypatch, (Clock, "_multiply"))
+    for seed in range(120):
+        steps, sizes, K = random_case(seed, weights=seed % 2 > 0)
+        steps = [*steps, *[max(steps, key=len)] * 30, *steps]
+        network, compute = random_network(seed, K), random_compute(seed, K, overlap=seed % 3 > 0)
+        if seed % 4 < 3:
+            compute = Compute(random.Random(seed).choice([0.0, 0.3, 2.0]), overlap=compute.overlap)
+        timeline = price(steps, network, compute, sizes=sizes, num_nodes=K)
+        clock, ends = Clock(network, compute, K, sizes), []
+        for step, seconds in zip(steps, compute.of_steps(len(steps), K)):
+            clock.advance(seconds, clock.plans(step))
+            ends.append(clock.ends)
+        assert_near(timeline.step_seconds, torch.stack(ends).amax(1))
+        per_node = timeline.per_node
+        assert_near(per_node.computed + per_node.waited, ends[-1])
+        for found, expected in zip((per_node.computed, per_node.sent, per_node.received),
+                                   (clock.computed, clock.sent, clock.received)):  # fmt: skip
+            assert_near(found, expected)
+    assert calls["_multiply"] > 60
+
+
+def test_islands_of_different_speed_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step moves the fast nodes by one amount and the slow ones by another."""
+    calls = count_calls(monkeypatch, (Clock, "_multiply"))
+    given = ddp(20, 4, who=((0, 1), (2, 3)))
+    timeline = price(given, Network(math.inf), Compute([1.0, 1.0, 3.0, 3.0]), sizes=layers(6, 1.0))
+    assert_near(timeline.per_node.computed + timeline.per_node.waited, [20, 20, 60, 60])
+    price(given, Network(1e9), Compute.lognormal(1.0, 0.3), sizes=layers(6, 1.0))
+    assert not calls
+
+
+def test_steps_that_send_the_same_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pricing a long run does not plan each step anew: `benchmarks/clock.py` says how long it takes."""
+    ledger, sizes = Ledger(), layers(30, 4e6)
+    ledger.announce(64, {name: int(x) for name, x in sizes.items()})
+    for step in range(10_000):
+        ledger.add(step, [everyone(4 * 10**6, 64, tensors=tuple(sizes))])
+    methods = ((Planner, "plans"), (Routes, "seconds"), (Clock, "advance"), (Clock, "_multiply"))
+    calls = count_calls(monkeypatch, *methods)
+    timeline = price(ledger, Network(1e9, 1e-3), Compute([0.4] * 63 + [0.5]))
     assert timeline.num_steps == 10_000
-    assert calls == {"plans": 1, "seconds": 1, "_repeat": 1}, "no step is made by itself"
+    assert calls.pop("advance") < 5
+    assert calls == {"plans": 1, "seconds": 1, "_multiply": 1}, "no step is made by itself"
+    calls.clear()
+    drawn = price([[everyone(4 * 10**6, 64, tensors=tuple(sizes))]] * 50, Network(1e9, 1e-3),
+                  Compute.lognormal(0.4, 0.3), sizes=sizes)  # fmt: skip
+    assert drawn.num_steps == 50
+    assert calls == {"plans": 1, "seconds": 1, "advance": 50}
 
 
 # ---------------------------------------------------------------------------------------------------- derivatives
