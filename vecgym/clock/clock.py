@@ -1,4 +1,4 @@
-"""The clock of a run: when each node begins and ends each step, given what was sent."""
+"""The clock of a run, or of one that is under way: when each node begins and ends each step, given what was sent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vecgym.clock.compute import FORWARD, Compute
+from vecgym.clock.compute import BLOCK, FORWARD, Compute
 from vecgym.clock.exchange import NEVER, Passed
 from vecgym.clock.network import Network, Routes
 from vecgym.clock.plan import Layers, Plan, Planner
-from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.ledger import Ledger, Transfer
 
 ROUNDING = 2e-15  # relative
 
@@ -230,3 +230,45 @@ class Clock:
             arrival, up, down = exchange.run(ready[:, list(places)], amounts, up, down)
             arrivals.append(arrival.expand(self.num_nodes, -1))
         return Passed(torch.cat(arrivals, 1), up, down)
+
+
+class RunningClock:
+    """Says after each step how long the run has taken so far on a network, as `price` would at its end.
+
+    Args:
+        network, compute: see `price`.
+        ledger: of the run; steps that are in it already are made first, so a resumed run needs nothing else.
+
+    >>> ledger, step = Ledger(), [Transfer("mean", payload_bytes=10**9, num_nodes=2)]
+    >>> ledger.announce(2, {"w": 10**9})
+    >>> clock = RunningClock(Network("8 Gbit/s"), Compute(1.0), ledger)
+    >>> clock.step(step), clock.step([]), clock.step(step)
+    ((2.0, 0.5), (3.0, 0.6666666666666666), (5.0, 0.6))
+    """
+
+    def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
+        assert ledger.num_nodes is not None
+        self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
+        self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
+        self._drawn: Tensor | None = None
+        kinds, steps = ledger.by_step()
+        computing = ledger.computing()
+        for i, step in enumerate(steps):
+            self.step([kinds[kind] for kind in step], None if computing is None else computing[i])
+
+    def step(self, transfers: Sequence[Transfer], computing: Tensor | None = None) -> tuple[float, float]:
+        """Make a step in which some nodes compute, bool `[K]`, None: all; return seconds and utilization so far."""
+        clock, key = self._clock, tuple(transfers)
+        if key not in self._plans:
+            self._plans[key] = clock.plans(key)
+        seconds = self._seconds(clock.step)
+        clock.advance(seconds if computing is None else seconds.where(computing, 0.0), self._plans[key])
+        ends = clock.ends
+        used = (clock.computed / ends).where(ends > 0, 1.0)
+        return float(ends.max()), float(used.mean())
+
+    def _seconds(self, step: int) -> Tensor:
+        """What the nodes compute in a step, `[K]`, drawn for many steps at a time."""
+        if self._drawn is None or step >= len(self._drawn):
+            self._drawn = self.compute.of_steps((step // BLOCK + 1) * BLOCK, self._clock.num_nodes)
+        return self._drawn[step]
