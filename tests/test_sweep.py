@@ -75,6 +75,8 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.average import Weighting
 from vecgym.sweeps.axes import points
+from vecgym.sweeps.chunk import Chunk
+from vecgym.sweeps.stack import prepared_engine
 
 K = 4
 STEPS = 7
@@ -662,7 +664,8 @@ def test_the_first_of_a_stack_may_leave() -> None:
 )  # fmt: skip
 def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes: list[int]) -> None:
     runner = run_sweep(make, grid, dry_run=True)._runner
-    chunk = runner._chunk(runner.programs[0].chunks[0])
+    configs = runner.programs[0].configs
+    chunk = Chunk(configs, prepared_engine(configs, runner.options))
     assert [exchange.size for exchange in chunk.merged.exchanges] == sizes
 
 
@@ -1135,10 +1138,10 @@ def test_ranges_that_cannot_be() -> None:
         LogUniform(0.0, 0.5)
 
 
-def test_a_grid_of_a_million_is_refused_with_its_price() -> None:
+def test_a_grid_of_a_million_is_refused() -> None:
     grid = {"lr": [0.9**i for i in range(1, 101)], "H": range(1, 101), "seed": range(100)}
-    price = r"1,000,000 configurations, more than max_configs=10,000: about .* (days|hours|minutes) and .* here"
-    with pytest.raises(ValueError, match=price + ".*samples=100.*max_configs=1000000"):
+    message = r"1,000,000 configurations, more than max_configs=10,000: give samples=100 .*max_configs=1000000"
+    with pytest.raises(ValueError, match=message):
         run_sweep(outer, grid)
 
 

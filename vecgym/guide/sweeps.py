@@ -86,12 +86,10 @@ Who is absent may depend on `compute` as well (a `Deadline`): with `availability
 ... )
 >>> [(row["H"], row["compute"], row["sim_seconds"], row["staleness"]) for row in result.rows[:2]]
 [(2, 'equal', 8.0, 2.0), (2, 'one slow', 12.0, 0.0)]
->>> result.explain().splitlines()[0]
-'8 configurations in 4 programs:'
 
-Configurations with the same events are stacked: the same compute, network, length of the run, and rounds (`H`,
-`local_steps`, `dylu`, `buffer`, `max_wait`, `grace`). Learning rates, servers, staleness functions, seeds and initial
-parameters may differ. All others are trained one after the other, and `explain()` says so.
+Asynchronous configurations are trained one after the other, each in the order of its own events. That costs time where
+the events agree: 32 configurations of 16 nodes take 3.9 s, where one stack of them would take 0.94 s. `executor=`
+spreads them over processes.
 
 ## Several processes, several machines
 

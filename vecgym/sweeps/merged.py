@@ -253,17 +253,13 @@ class Merged(Strategy):
 
         left = type(self)([self.members[c] for c in chosen], sizes=(sizes(self.optimizers), sizes(self.exchanges)))
         optimizer = kept(state.optimizer, self.optimizers, left.optimizers)
-        modules = self._selected(state.strategy, lambda state: kept(state, self.exchanges, left.exchanges), chosen)
+        modules = kept(state.strategy, self.exchanges, left.exchanges)
         C, index = len(self.members), list(chosen)
         params = {n: rows_of(p, C, index) for n, p in state.params.items()}
         buffers = {n: b if len(b) == 1 else rows_of(b, C, index) for n, b in state.buffers.items()}
         return left, SimulationState(
             state.step, params, buffers, optimizer, modules, rows_of(state.node_steps, C, index)
         )
-
-    def _selected(self, state: State, kept: Callable[[State], State], chosen: Sequence[int]) -> State:
-        """Return the states of some configurations' modules; `kept` gives it."""
-        return kept(state)
 
     # ------------------------------------------------------------------------------------------- helpers
 
