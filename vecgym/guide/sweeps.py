@@ -191,7 +191,8 @@ One run that is too slow for one process is another matter: its nodes are spread
 
 ## When something goes wrong
 
-- A configuration whose loss becomes NaN is marked `diverged` and leaves the stack. The others continue.
+- A configuration whose loss becomes NaN or infinite is marked `diverged`, and its curve ends there. Its rows stay in the
+  stack, as NaN, and the others continue; a stack in which all have diverged ends.
 - Ctrl-C returns the results so far.
 - `resume="sweep.pt"` keeps results in a file and continues from it. Grid, strategies, settings, initial weights, data,
   and everything that functions and models compute must be the same; otherwise the sweep is refused, and the error says

@@ -70,7 +70,7 @@ class AsyncChunk(Chunk):
             nodes_per_call=sum(computed) / len(computed) if computed else np.nan, lr=mean_rate(metrics.lr),
             outer_lr=np.nan if metrics.outer_lr is None else mean_rate(metrics.outer_lr),
         )  # fmt: skip
-        return np.flatnonzero(~np.isfinite(np.where(active, losses, 0.0).sum(1))).tolist()
+        return self._diverged(losses, active)
 
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
         if self.simulation.server is not None:
@@ -78,17 +78,11 @@ class AsyncChunk(Chunk):
         columns.pop("consensus_distance_before", None)
         return columns
 
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Continue with some of the configurations only."""
-        self.configs = [self.configs[c] for c in chosen]
-        self._which = [self._which[c] for c in chosen]
-        self.observed.keep(chosen)
-
     @property
     def can_be_saved(self) -> bool:
         return True
 
-    def load(self, state: dict[str, Any], curves: Sequence[Curve]) -> None:
+    def load(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
         """Continue from a saved state, and from what was recorded up to it."""
         super().load(state, curves)
         asked = {name: x for name, x in state["strategy"].items() if name == "done"}  # at every event: on the host

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,11 +148,6 @@ class Observed:
     def evaluated(self, c: int, step: int, **columns: Any) -> None:
         """Record what was measured of a configuration after `step` steps."""
         self.evaluations[c].setdefault(step, {"step": step}).update(columns)
-
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Continue with some of the configurations only."""
-        self.arrays = {name: x[:, list(chosen)] for name, x in self.arrays.items()}
-        self.evaluations = [self.evaluations[c] for c in chosen]
 
     def curve(self, c: int, num_steps: int, status: str, average: Tree | None) -> Curve:
         """Return what a configuration has recorded in its first steps."""
