@@ -94,8 +94,8 @@ spreads them over processes.
 ## Several processes, several machines
 
 The stacks of a sweep are independent jobs. `executor=` takes any `concurrent.futures.Executor` and has its workers train
-them, one stack at a time each. Rows, order, bits, errors, Ctrl-C and `resume` are those of the sweep in one process;
-the progress bar advances by whole stacks. vecgym starts no cluster, and does not shut the executor down.
+them, one stack at a time each. Rows, order, bits and `resume` are those of the sweep in one process; the progress bar
+advances by whole stacks. vecgym starts no cluster, and does not shut the executor down.
 
 >>> from concurrent.futures import ProcessPoolExecutor
 >>> torch.set_num_threads(1)
@@ -121,11 +121,15 @@ strategies must be found where the worker looks: for pickle, at the top of an in
 ones too. A large data set is best one that opens its files when it is first read, so that only the path is sent.
 `device=None` is the best one where `sweep` is called; each worker should see one GPU (`CUDA_VISIBLE_DEVICES`).
 
-**When workers die.** A stack whose worker was lost is sent again, once; then an error names its configurations. A
-`ProcessPoolExecutor` that has lost a worker takes no more jobs: start another one, and `resume=` continues. The file of
-`resume=` is written by the process that calls `sweep`, whenever a stack ends. When a job raises, or on Ctrl-C, nothing
-else begins, and stacks under way stop after their step, if they see this machine's folder for temporary files (`TMPDIR`
-may be one that all machines share); others are waited for for 10 seconds, and then left to themselves.
+**When something fails.** The first error, of a job or of the executor, is raised, and its cause names the
+configurations. Nothing else begins then, and what is under way has 10 seconds to come back. A stack whose worker died is
+an error too: vecgym sends nothing again. Dask does so by itself; elsewhere, the file of `resume=`, written by the process
+that calls `sweep` whenever a stack ends, has the other stacks, and the same call continues from it (a
+`ProcessPoolExecutor` that has lost a worker takes no more jobs: start another one). A worker that dies may have run out
+of memory: `max_memory_bytes=` makes stacks smaller.
+
+**Ctrl-C** ends the sweep in the same way. In a terminal the workers of this machine get it too: their stacks end after
+the present step, and come back as far as they are. Workers elsewhere train their stack to its end, for nobody.
 
 ### concurrent.futures
 
