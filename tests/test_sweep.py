@@ -906,19 +906,9 @@ def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -
         assert kept(run).num_pending == 0
 
 
-@pytest.mark.parametrize("name", ["train_losses", "active", "bytes"])
-def test_a_table_of_another_form_is_named(name: str, kept_file: Path, tmp_path: Path) -> None:
+def test_results_of_another_form_are_named(kept_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.pt"
-    for other in (Tensor.half, Tensor.tolist, Tensor.to_sparse, lambda x: x[:1], lambda x: x.to("meta"), None):
-        held = torch.load(kept_file, weights_only=True)
-        columns = held["sweep"]["curves"][0]["columns"]
-        found = columns.pop(name)
-        if other is not None:
-            columns[name] = other(found)
-        torch.save(held, path)
-        with pytest.raises(ValueError, match=rf"sweep\.pt is not what .* \['sweep'\].*\['columns'\]\['{name}'\]"):
-            kept(path)
-    runfile.write(path, {**runfile.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})  # in its form too
+    runfile.write(path, {**runfile.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})
     with pytest.raises(ValueError, match=r"sweep\.pt is not what .*KeyError"):
         kept(path)
 

@@ -34,9 +34,9 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
 
 - **When.** Checkpoints are written at the start, every `checkpoint_interval` steps, at the end, and on Ctrl-C, but not
   when a run diverges. The last `keep_checkpoints` are kept.
-- **Safety.** A file appears completely or not at all, even if the program is killed meanwhile. A damaged, foreign or
-  handmade file is reported, and the next older one is used. A pipe or device of that name is never opened. If the
-  disk is full, the run warns and continues.
+- **Safety.** A file appears completely or not at all, even if the program is killed meanwhile. A damaged or foreign
+  file is reported, and the next older one is used; values that somebody has edited are not recognised. A pipe or
+  device of that name is never opened. If the disk is full, the run warns and continues.
 - **What must match.** Strategy, model, K, seed and batch size are checked, and a different one is refused with the
   difference. Other data only causes a warning. More steps are refused only where the learning rates depend on their
   number (`"cosine"`). A new run in the folder of another is refused.
