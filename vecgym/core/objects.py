@@ -58,35 +58,26 @@ def defaults(f: types.FunctionType) -> dict[str, Any]:
 
 def globals_read(f: types.FunctionType) -> dict[str, Any]:
     """Return the globals that a function, and those in it, read and do not set, by name; no builtins."""
-    names = names_in(f.__code__).globals_read
-    return {name: f.__globals__[name] for name in names & f.__globals__.keys()}
-
-
-class Names(NamedTuple):
-    """The names in the code of a function and of those in it."""
-
-    globals_read: frozenset[str]
-    attributes: frozenset[str]
+    return {name: f.__globals__[name] for name in _names_read(f.__code__) & f.__globals__.keys()}
 
 
 @functools.cache
-def names_in(code: types.CodeType) -> Names:
-    """Return the globals that code reads and does not set, and the names of the attributes that it uses.
+def _names_read(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals that code reads and does not set.
 
-    >>> names_in((lambda: torch.ones(2)).__code__).globals_read
+    >>> _names_read((lambda: torch.ones(2)).__code__)
     frozenset({'torch'})
     """
-    instructions = [i for inner in all_codes(code) for i in dis.get_instructions(inner)]
+    instructions = [i for inner in _all_codes(code) for i in dis.get_instructions(inner)]
     read = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    written = {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    return Names(frozenset(read - written), frozenset(i.argval for i in instructions if i.opcode in dis.hasname))
+    return frozenset(read - {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")})
 
 
-def all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from all_codes(constant)
+            yield from _all_codes(constant)
 
 
 # ----------------------------------------------------------------------------------------------- visit and replace
