@@ -44,8 +44,10 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
   that the last bits will. Loggers, evaluation, and anything else that does not affect training may change freely.
 - **Processes.** The first process writes one file with the state of all nodes. Any number of processes, or none, can
   continue from it: to the bit with `exact=True`, else up to rounding. All processes must see the folder.
-- **Strategies for one rank** are saved with everything they hold: optimizers, tensors, generators. What cannot be
-  saved, such as an iterator, is named at the start. Counters inside a dataset object are not saved.
+- **Strategies for one rank** are saved by `state_dict()`: tensors, plain values, generators and whatever has a
+  `state_dict`, in their attributes and in the lists, dicts and objects below; of a module its parameters and buffers.
+  What cannot be saved, such as an iterator, is named at the first checkpoint: give the strategy a `state_dict()` and a
+  `load_state_dict(state)` of its own. Counters inside a dataset object are not saved.
 
 ## What must be the same in a resumed run
 
