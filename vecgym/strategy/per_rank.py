@@ -139,6 +139,13 @@ class RankStrategy(Strategy):
     ...         super().step()
     >>> DDP("sgd", lr=0.1)
     DDP(OptimSpec(SGD, lr=0.1))
+    >>> one = DDP("sgd", lr=0.1)
+    >>> one.max_steps = 10
+    >>> one._init_node(nn.Linear(1, 1), rank=0, num_nodes=2)
+    >>> state = {**one.state_dict(), "local_step": 3}  # what a checkpoint has of a node
+    >>> one.load_state_dict(state)
+    >>> one.local_step
+    3
     """
 
     model: nn.Module
