@@ -198,10 +198,9 @@ One run that is too slow for one process is another matter: its nodes are spread
 - A configuration whose loss becomes NaN or infinite is marked `diverged`, and its curve ends there. Its rows stay in the
   stack, as NaN, and the others continue; a stack in which all have diverged ends.
 - Ctrl-C returns the results so far.
-- `resume="sweep.pt"` keeps results in a file and continues from it. Grid, strategies, settings, initial weights, data,
-  and everything that functions and models compute must be the same; otherwise the sweep is refused, and the error says
-  what differs. Seed whatever is random, for instance with `torch.manual_seed(0)`. `vecgym.guide.checkpoints` says
-  what is compared.
+- `resume="sweep.pt"` keeps results in a file and continues from it. Grid, strategies, settings, models, initial weights
+  and data must be the same; otherwise the sweep is refused, and the error says what differs. Seed whatever is random,
+  for instance with `torch.manual_seed(0)`. `vecgym.guide.checkpoints` says what is compared, and what is not noticed.
 - A strategy written for one rank is not saved in the middle of a program: `resume` starts that program again.
 - Dropout masks differ from those of the single run, except with `engine="loop"`.
 
