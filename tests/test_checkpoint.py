@@ -908,7 +908,7 @@ class Line(nn.Module):
 
 class Bent(Line):
     def forward(self, batch: Any) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]).sin(), batch[1])
+        return nn.functional.cross_entropy(3 * self.net(batch[0]).cos(), batch[1])
 
 
 class TrainedAlone(Line):
@@ -940,7 +940,7 @@ def test_a_model_that_computes_something_else_is_refused_by_its_loss(backend: st
     """Of the same names and shapes. Other weights at the start are not another model."""
     short_of(Line(), tmp_path, exact=True)
     short_of(Line(), tmp_path, resume=True, exact=True, **BACKENDS[backend])
-    with pytest.raises(ValueError, match=r"another run:\n  loss of node 0's first batch .*: saved 2\.\d+, given 2\."):
+    with pytest.raises(ValueError, match=r"another run:\n  loss of node 0's first batch .*: saved \d\.\d+, given \d"):
         short_of(renamed(Bent), tmp_path, resume=True, exact=True, **BACKENDS[backend])
 
 
