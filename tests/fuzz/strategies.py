@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.cards import CARDS
 from vecgym import OptimSpec
 from vecgym.compress import PowerSGD, RandomK
 from vecgym.strategy import (
@@ -88,7 +89,7 @@ CHOOSY = {"demo", "diloco-topk", "sparseloco", "streaming-4-bits"}
 
 KINDS: dict[str, Kind] = {
     name: Kind(
-        row.make, nameless=name not in NAMED, server=row.server, choosy=name in CHOOSY, shared=name == "gpa",
+        row.make, nameless=name not in NAMED, server=CARDS[name].server, choosy=name in CHOOSY, shared=name == "gpa",
         resting=name in RESTING,
     )
     for name, row in CATALOGUE.items()
@@ -154,8 +155,8 @@ def make(name: str, H: int, p: float, **inner: Any) -> Strategy:
 
 
 def needs_moments(name: str) -> bool:
-    return name in CATALOGUE and CATALOGUE[name].needs_moments
+    return name in CARDS and CARDS[name].needs_moments
 
 
 def needs_even(name: str) -> bool:
-    return name in CATALOGUE and CATALOGUE[name].even
+    return name in CARDS and CARDS[name].even
