@@ -106,8 +106,15 @@ def draw_case(draw: Random, relation: str, name: str) -> Settings:
         s |= some(draw, 0.3, never=[1, 2], overlap=False)
         if draw.random() < 0.2 and relation not in ("permuted", "absent"):  # a neighbour is drawn by its number
             s["rejoin"] = "neighbour"
+    if relation == "permuted":
+        if late and s.get("clock") == "one":  # who comes at one time is in the order of the names
+            s["clock"] = "each"
+        if s.get("clock"):  # which node sends to one that returns is a matter of names
+            s.pop("rejoin", None)
     if relation == "absent":
         s["never"] = draw.choice([1, 1, 2])
+        if strategies.KINDS[name].server and s.get("clock") == "pairs":  # a server is as far as from the farthest node
+            s["clock"] = "each"
     if strategies.needs_even(name):
         s["num_nodes"], s["never"] = 4 + s.get("never", 0), s.get("never", 0)
         s.pop("availability", None)
@@ -183,7 +190,7 @@ class World:
         """The same run of some of these nodes, or in another order."""
         members = torch.tensor([self.order[i] for i in order])
         table = None if self.table is None else self.table[:, members]
-        if table is not None and bool(table.all()):
+        if table is not None and bool(table.all()) and not strategies.KINDS[self.settings["strategy"]].resting:
             table = None
         compute = self.compute
         if compute.num_nodes is not None:
