@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -241,7 +242,22 @@ def test_functions_that_hold_the_models_own_parameters_are_refused() -> None:
     def decorated(model: Net) -> None:
         model.first.weight.register_hook(torch.no_grad()(lambda grad: grad + model.first.weight))
 
+    class Decay:
+        def __init__(self, p: Tensor) -> None:
+            self.p = p
+
+        def __call__(self, grad: Tensor) -> Tensor:
+            return grad + 0.1 * self.p
+
+    def object_of(model: Net) -> None:
+        model.first.weight.register_hook(Decay(model.first.weight))
+
+    def partial(model: Net) -> None:
+        model.first.weight.register_hook(functools.partial(torch.add, model.first.weight))
+
     for change, where in (
+        (object_of, "hook of parameter 'first.weight'"),
+        (partial, "hook of parameter 'first.weight'"),
         (decorated, "hook of parameter 'first.weight'"),
         (default, "hook of parameter 'first.weight'"),
         (keyword, "hook of parameter 'first.weight'"),

@@ -8,6 +8,7 @@ each node needs one of its own: that is the engine `loop`. Hooks that run once `
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -114,11 +115,13 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _held(function: Callable[..., Any]) -> list[Any]:
-    """What a function refers to itself: outer variables, globals, defaults, the object of a method."""
+    """What a function refers to itself: outer variables, globals, defaults; its arguments, its object."""
+    if isinstance(function, functools.partial):
+        return [*function.args, *function.keywords.values(), *_held(function.func)]
     owner = [function.__self__] if isinstance(function, types.MethodType) else []
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(function, types.FunctionType):
-        return owner
+        return [*owner, *getattr(function, "__dict__", {}).values()]
     try:
         outer = inspect.getclosurevars(function)
     except ValueError:  # a variable of an outer function is not set yet
