@@ -67,7 +67,9 @@ class Phase(enum.Enum):
 
 
 @pytest.mark.parametrize(
-    "made", [iter([1]), threading.Lock(), Phase.WARM, {torch.ones(1): 3}, 1j, [b"x"], np.arange(3), {1}], ids=str
+    "made",
+    [iter([1]), threading.Lock(), Phase.WARM, {torch.ones(1): 3}, 1j, [b"x"], np.arange(3), {1}],
+    ids=lambda made: type(made).__name__,
 )
 def test_what_is_exotic_is_refused_by_its_name(made: Any) -> None:
     one = Holder()
