@@ -47,7 +47,7 @@ SLOW = [
     ("test_documents", "checks_the_installation", ""),
     ("test_engine", "threads_agree", "GPT.*"),
     ("test_family", "twin", ".*(GPT|loop).*"),
-    ("test_fuzz", "configurations|rows", "[1-9]"),
+    ("test_fuzz", "configurations|rows|asynchronous_runs|relations|odd_models", "[1-9]"),
     ("test_fuzz_hostile", "a_share", ".*[1-3]"),
     ("test_gossip", "equals_its_twin", ".*-(8|4|1)-.*|.*loop"),
     ("test_gossip", "derivatives_by_the_matrix", ".*inner1"),

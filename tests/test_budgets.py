@@ -20,7 +20,7 @@ MAX_UNITS = 18  # modules and packages directly in vecgym; two, `logger` and `av
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
 MAX_CODE_LINES = 26_600  # of the whole package
-MAX_MODULES = 246  # that hold code
+MAX_MODULES = 237  # that hold code
 # Modules in a package, and floors: modules in the longest chain of imports inside it. What is above that is named.
 MAX_MODULES_IN_A_PACKAGE = 12
 MAX_FLOORS_IN_A_PACKAGE = 6

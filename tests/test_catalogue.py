@@ -96,7 +96,7 @@ def test_every_strategy_has_what_it_is_given_of_the_knobs() -> None:
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_sent_is_received_without_a_server(name: str, num_nodes: int, absent: Any) -> None:
     """Summed over the nodes, in every step, also of those of whom some are absent."""
-    there = None if absent is None else availability.Sampled(0.7, H=2, rejoin=absent)
+    there = None if absent is None else availability.Dropout(0.3, rejoin=absent)
     strategy = CATALOGUE[name].make(inner_optim="adamw", lr=0.01)
     try:
         trainer, _ = fit("MLP", strategy, num_nodes=num_nodes, max_steps=7, availability=there)

@@ -10,6 +10,8 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -29,14 +31,16 @@ from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
 from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, TensorBoardLogger, Trainer, VecgymWarning
-from vecgym.core import tree
+from vecgym.core import files, tree
 from vecgym.core.errors import ProcessError
 from vecgym.core.files import PARTIAL, write_atomically
+from vecgym.engine.simulation import Simulation
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.runs import multiprocess
-from vecgym.runs.checkpoint import FORM, checkpoints_in
+from vecgym.runs.checkpoint import FORM, Checkpointer, checkpoints_in
 from vecgym.runs.fingerprint import fingerprint_of
+from vecgym.runs.recorder import Recorder
 from vecgym.strategy import (
     AveragingCommunicator,
     CommunicateOptimizeStrategy,
@@ -647,9 +651,197 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_last_whole_file(t
         with pytest.raises(ProcessError, match="was killed by signal SIGKILL"):
             multiprocess.run(stall, 1, (tmp_path, stop_at), on_message=lambda rank, pid: os.kill(pid, signal.SIGKILL))
         assert [path.name for path in checkpoints_in(tmp_path)] == [at(tmp_path, t).name for t in range(stop_at)]
-        assert len(list(tmp_path.iterdir())) == stop_at + 1  # and the half of one, under another name
+        assert len(list(tmp_path.iterdir())) == stop_at + 2  # and the half of one, under another name; and the lock
     assert_same(train(tmp_path, resume=True), train())
     assert len(list(tmp_path.iterdir())) == STEPS + 1
+
+
+# ---------------------------------------------------------------------------------- two runs in one folder
+
+RUNS = """
+import os, sys, time, torch
+from vecgym import Trainer
+from vecgym.models import Line
+from vecgym.strategy import FedAvgStrategy
+
+class Slow(Trainer):
+    def after_step(self, row):
+        if FORKS and row["step"] == 1:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            print(child, flush=True)
+        if row["step"] == 2:
+            print("under way", flush=True)
+        time.sleep(0.02)
+
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        Slow(Line(), torch.arange(16.0)).fit(
+            FedAvgStrategy("sgd", lr=0.1), 2, max_steps=10, batch_size=2, device="cpu", progress=False,
+            save_dir=line.strip(), checkpoint_interval=1, keep_checkpoints=99, resume=RESUME,
+        )
+        print("done", flush=True)
+    except Exception as error:
+        print(type(error).__name__, str(error).replace(chr(10), " "), flush=True)
+"""
+
+
+def started(resume: bool = False, forks: bool = False) -> subprocess.Popen[str]:
+    """A process that has imported all, and begins a run in each folder that it is told."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"RESUME, FORKS = {resume}, {forks}\n{RUNS}"], cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert heard(process) == "ready"
+    return process
+
+
+def heard(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def told(process: subprocess.Popen[str], folder: Path) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{folder}\n")
+    process.stdin.flush()
+
+
+def end_of(process: subprocess.Popen[str]) -> str:
+    return next(line for line in iter(partial(heard, process), "") if line != "under way")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_of_two_runs_begun_together_one_trains_and_the_other_says_which(resume: bool, tmp_path: Path) -> None:
+    with started(resume) as one, started(resume) as other:
+        for trial in range(12):
+            folder = tmp_path / str(trial)
+            both = (one, other) if trial % 2 else (other, one)
+            for process in both:
+                told(process, folder)
+                time.sleep(0.003 * (trial // 2))
+            ends = {process.pid: end_of(process) for process in both}
+            winners = [pid for pid, end in ends.items() if end == "done"]
+            assert len(winners) == 1, ends
+            (loser,) = (end for end in ends.values() if end != "done")
+            assert loser.startswith(
+                f"ValueError save_dir={str(folder)!r} is in use by another run: process {winners[0]}"
+            )
+            assert sorted(path.name for path in folder.iterdir()) == [at(folder, step).name for step in range(11)]
+        for process in (one, other):
+            process.communicate()
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_the_lock_of_a_killed_run_never_blocks(forks: bool, tmp_path: Path) -> None:
+    """Not even where it has forked a process that goes on."""
+    with started(forks=forks) as process:
+        told(process, tmp_path)
+        child = int(heard(process)) if forks else None
+        try:
+            assert heard(process) == "under way"
+            with pytest.raises(ValueError, match=f"is in use by another run: process {process.pid} on "):
+                short(tmp_path)
+            process.kill()
+            process.wait()
+            with pytest.raises(ValueError, match="has checkpoints already"):  # but nobody uses it
+                short(tmp_path)
+        finally:
+            if child is not None:
+                os.kill(child, signal.SIGKILL)
+
+
+class Within(Trainer[nn.Module]):
+    """Begins a second run in the same folder while the first is under way."""
+
+    folder: Path
+    said = ""
+
+    def after_step(self, row: dict[str, Any]) -> None:
+        if row["step"] == 1:
+            with pytest.raises(ValueError, match="is in use by another run") as caught:
+                short(self.folder)
+            self.said = str(caught.value)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_runs_in_one_process(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the system's locks, and without any."""
+    if not locks:
+        monkeypatch.setattr(files, "fcntl", None)
+    trainer = Within(make_model("MLP"), dataset("MLP"))
+    trainer.folder = tmp_path
+    trainer.fit(
+        FedAvgStrategy("sgd", lr=0.1), K, max_steps=2, batch_size=4, device="cpu", progress=False, save_dir=tmp_path
+    )
+    assert f"process {os.getpid()} on {socket.gethostname()}, which is this one" in trainer.said
+    assert {path.name for path in tmp_path.iterdir()} == {at(tmp_path, step).name for step in (0, 2)}
+
+
+PARTS = [(Simulation, "init"), (Checkpointer, "_make_run_id"), (Simulation, "step"), (Recorder, "start")]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(("owner", "name"), PARTS)
+def test_a_run_that_fails_lets_go(
+    owner: Any, name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is prepared, before its first step, and in one; also while the exception is kept."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error("on purpose")
+
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(error, match="on purpose") as caught:
+        short(tmp_path)
+    monkeypatch.undo()
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".pt"]
+    assert_same(short(tmp_path, resume=True), short())
+    assert caught.tb is not None
+
+
+def test_without_the_systems_locks_it_counts_whether_the_process_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "fcntl", None)
+    path, host = tmp_path / "lock", socket.gethostname()
+    lock = files.Lock(path)
+    with started() as process:
+        held = f"{process.pid} {files.began(process.pid)} {host}"
+        path.write_text(held)
+        assert lock.take() == f"process {process.pid} on {host}"
+        for stale in (
+            f"{process.pid} 17 {host}",
+            f"{2**22 + 1} 17 {host}",
+            held + ".elsewhere",
+            "x y z",
+            "",
+            "\xff \x00",
+        ):
+            path.write_text(stale)
+            assert lock.take() is None, stale
+            lock.release()
+        path.write_text(held)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert lock.take() is None, "a zombie holds nothing"
+        lock.release()
+    assert not path.exists()
+
+
+def test_a_lock_that_is_let_go_is_not_held_twice(tmp_path: Path) -> None:
+    one, two, three = (files.Lock(tmp_path / "lock") for _ in range(3))
+    assert one.take() is None
+    assert "which is this one" in str(two.take())
+    one.release()
+    one.release()
+    assert two.take() is None
+    one.release()  # not its own
+    assert three.take() is not None
+    two.release()
 
 
 class FullDisk(Logger):

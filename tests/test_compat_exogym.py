@@ -588,3 +588,19 @@ def test_a_run_is_silent_apart_from_what_it_is_asked_for() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(KINDS["diloco"]())
+
+
+MPS = SCRIPT.replace("run_name=", "device='mps', run_name=")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="the device that must not be there is")
+def test_command_takes_a_script_to_another_device(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path(script).write_text(MPS)
+    for _ in range(2):  # the option is for its own run
+        assert cli.main(["exogym", script, "5"]) == 1
+        err = capfd.readouterr().err
+        assert "device='mps' is not there; present: cpu" in err
+        assert "vecgym exogym --device cpu SCRIPT" in err
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["exogym", "--device", "cpu", script, "5"])
+        assert ended.value.code == 5

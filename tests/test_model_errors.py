@@ -391,3 +391,30 @@ def test_what_cannot_be_written_is_said() -> None:
         rollout(Writing("clamped"), FedAvgStrategy("sgd"), torch.ones(2, 2, 2), num_nodes=2, eval_batch=torch.ones(2))
     with pytest.raises(ValueError, match=r"writes to its parameter 'w'.*AD-PSGD"):
         fit(Writing("clamped"), ADPSGDStrategy("sgd", "ring", lr=0.1), batch_size=2, compute=Compute(1.0), **WRITTEN)
+
+
+class OfKeywords(nn.Module):
+    """Returns what a model of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, batch: Any) -> Any:
+        return {"loss": self.layer(batch["x"]).mean()}
+
+
+class Labelled(OfKeywords):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        return self.layer(input_ids).mean()
+
+
+def test_a_batch_of_names_gets_advice_for_one() -> None:
+    data = [{"x": torch.ones(3)} for _ in range(24)]
+    advice = r"(.|\n)*return self\.net\(\*\*batch\)\.loss"
+    with pytest.raises(ValueError, match="returned a dict, not a scalar tensor" + advice):
+        fit(OfKeywords(), "FedAvg", data=data)
+    with pytest.raises(RuntimeError, match="must be Tensor, not dict" + advice):
+        fit(Net(), "FedAvg", data=data)
+    with pytest.raises(TypeError, match="missing a required argument: 'labels'" + advice):
+        fit(Labelled(), "FedAvg", data=data)

@@ -82,7 +82,7 @@ DEFAULTS: Settings = {
     "plain": False,  # the first tensor is
 }
 SERVERS = ("outer", "outer", "adam", "delayed", "delayed", "fedbuff", "heloco", "heloco")
-MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "matrices"})
+MODELS = sorted({*problems.MODELS, *problems.ODD} - {"recurrent", "matrices", *problems.REFUSED})
 SPEEDS = ("equal", "powers", "powers", "uneven", "uneven", "drawn")
 
 
@@ -174,7 +174,7 @@ def run(case: Case) -> Outcome:
     except DivergenceError:
         return Refusal("not compared: the run diverges")
     expected = s.of_loop()
-    if any(not bool(x.isfinite().all()) or float(x.abs().max()) > 1e6 for x in expected.params.values()):
+    if any(not bool((x.abs() <= 1e6).all()) for x in expected.params.values()):
         return Refusal("not compared: the run diverges")
     gaps = compare(seen, expected)
     what = next((name for name, gap in gaps.items() if not gap <= TOLERANCE), None)

@@ -443,6 +443,9 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "engine": engine, "state": lambda: simulation().init(),
         "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]}
        for name in ("evaluate_each", "evaluated_columns")},
+    "vecgym.runs.evaluation.among": {"members": lambda: [0]},
+    **{f"vecgym.{name}.result": {"state": lambda: simulation().init()} for name in
+       ("engine.simulation.Simulation", "strategy.Strategy")},
     "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.consensus_distances": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
@@ -674,6 +677,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.clock.AsyncTimeline": lambda: copy.deepcopy(_asynchronous().timeline()),
     "vecgym.strategy.Server": OuterOptimizer,
     "vecgym.strategy.DelayedNesterov": lambda: DelayedNesterov(buffer=2),
+    "vecgym.strategy.HeLoCo": lambda: HeLoCo(rho=1.0),
     "vecgym.Trainer": trained,
     "vecgym.History": history,
     "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),

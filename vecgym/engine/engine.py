@@ -69,8 +69,8 @@ class Engine:
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
     >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
-    >>> engine.prepare(batch).engine, engine.device
-    ('vmap', device(type='cpu'))
+    >>> engine.prepare(batch).engine, engine.device, engine.written
+    ('vmap', device(type='cpu'), frozenset())
     >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
     >>> local.losses, local.grads
     (tensor([1., 9.]), {'w': tensor([-2., -6.])})
@@ -229,7 +229,7 @@ class Engine:
         part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
         def compute(some: Part) -> Local:
-            with self._explaining(lambda: self._run_plainly(some), describe):
+            with self._explaining(lambda: self._run_plainly(some), num_nodes, describe):
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
@@ -302,7 +302,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _explaining(
-        self, by_node: Callable[[], Any], describe: Callable[[str], Exception] | None = None
+        self, by_node: Callable[[], Any], num_nodes: int, describe: Callable[[str], Exception] | None = None
     ) -> Iterator[None]:
         """Raise the model's own error if a single node raises one, and otherwise say what cannot be done.
 
@@ -315,7 +315,7 @@ class Engine:
         except Exception as error:
             if describe is None and self.plan.engine == "loop":
                 raise
-            contract.check_memory(error)
+            contract.check_memory(error, num_nodes, self.model)
             in_own_thread(by_node)
             raise (describe or contract.vmap_error)(contract.cause(error)) from error
 
@@ -381,7 +381,7 @@ class Engine:
             with (
                 self._stateless.seeded(rng.key(0, "evaluation", a)),
                 self.plan.layout(),
-                self._explaining(lambda: loop.measures(*arguments)),  # noqa: B023
+                self._explaining(lambda: loop.measures(*arguments), num_nodes),  # noqa: B023
             ):
                 measured.append(backend.measures(*arguments))
         return {name: torch.cat([each[name] for each in measured]) for name in measured[0]}

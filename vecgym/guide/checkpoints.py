@@ -40,6 +40,8 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
 - **What must match.** Strategy, model, K, seed and batch size are checked, and a different one is refused with the
   difference. Other data only causes a warning. More steps are refused only where the learning rates depend on their
   number (`"cosine"`). A new run in the folder of another is refused.
+- **One run at a time.** While a run goes on it holds the folder, by a lock on the file `.run.lock`. Another that is begun
+  there meanwhile is refused, and told which process holds it. The lock ends with its process, however that ends.
 - **What may change.** Engine, chunk and micro-batch size, device and number of processes may change; a warning says
   that the last bits will. Loggers, evaluation, and anything else that does not affect training may change freely.
 - **Processes.** The first process writes one file with the state of all nodes. Any number of processes, or none, can

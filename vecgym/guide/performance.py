@@ -145,8 +145,8 @@ A step of the MLP on 8 nodes, in ms, medians of five blocks of 20 steps (`python
 | threads | idle machine | 4 busy processes on the 2 cores |
 |---|--:|--:|
 | one | 3.1 | 7.5 |
-| two | 2.2 | 12 to 141, from run to run |
-| two, with `OMP_WAIT_POLICY=PASSIVE` | 3.6 | 8.6 |
+| two | 3.6 | 8.6 |
+| two, spinning | 2.2 | 12 to 141, from run to run |
 | two node threads | 4.2 | 63 |
 
 `backend="processes"` starts new interpreters with that setting; forked processes have one thread.

@@ -26,7 +26,7 @@ from vecgym.core.errors import Damaged
 from vecgym.core.files import is_regular, write_atomically
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
-from vecgym.records.history import History, Row
+from vecgym.records.history import History
 from vecgym.records.rows import counted
 
 FORMAT = "vecgym"
@@ -101,6 +101,8 @@ class Saved:
 def load(path: str | os.PathLike[str]) -> Saved:
     """Read a file of `trainer.save`, or a checkpoint: the average of the nodes, each node's model, the history.
 
+    Of a folder of checkpoints, a run's `save_dir`: the newest.
+
     No class of the script that saved it is needed, and nothing is executed. Tensors are on the CPU.
 
     Raises:
@@ -126,6 +128,9 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> saved.step, saved.num_nodes, saved.history["step"]
     (2, 2, [1, 2])
     """
+    path = checks.path("path", path)
+    inside = [x for x in path.glob("step-*.pt") if x.stem[5:].isdecimal() and is_regular(x)]
+    path = max(inside, key=lambda x: int(x.stem[5:]), default=path)
     contents = read(path, FORM)
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))
@@ -195,7 +200,7 @@ def read(
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     if not is_regular(path):
-        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device.")
+        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device, with no checkpoint in it.")
     try:
         with zipfile.ZipFile(path) as parts:
             damaged = parts.testzip() if check else None
@@ -344,7 +349,7 @@ def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unpacked_rows(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [Row() for _ in range(contents["length"])]
+    rows: list[dict[str, Any]] = [{} for _ in range(contents["length"])]
     for name, column in contents["columns"].items():
         values = column["values"]
         if column["kind"] == "arrays":

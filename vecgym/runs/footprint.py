@@ -191,6 +191,8 @@ class _Noise:
     Zeros would not do: codes that look for the largest values take other ways where many are equal.
     """
 
+    written: frozenset[str] = frozenset()
+
     def __init__(self, params: Mapping[str, Tensor], strided: frozenset[str]) -> None:
         generator = torch.Generator().manual_seed(0)
         self.params, self.buffers, self._strided = params, dict[str, Tensor](), strided

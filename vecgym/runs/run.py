@@ -98,7 +98,8 @@ class Run(Generic[M]):
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         if self.checkpoints.run_id is not None:
             self.history.settings["run_id"] = self.checkpoints.run_id
-        self.state = self.checkpoints.resumed or self.simulation.init()
+        with self.checkpoints.kept():
+            self.state = self.checkpoints.resumed or self.simulation.init()
         self.nodes: Nodes[M] | None = None
         self._distance_before = torch.zeros(())  # of the nodes, before the exchange of an evaluated step
 
@@ -133,6 +134,7 @@ class Run(Generic[M]):
                     how = checkpoints.how_to_resume()
                     raise KeyboardInterrupt(f"interrupted after {self.unit} {self.state.step} of {self.num_steps}{how}")
         finally:
+            checkpoints.close()
             self.nodes = self._final_nodes()
             self.simulation.close()
             recorder.finish()

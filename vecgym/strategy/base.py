@@ -89,7 +89,7 @@ class Strategy:
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
-        self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), lr=lr)
+        self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), argument="inner_optim", lr=lr)
         self.communication_modules = _checked_modules(communication_modules)
         self._check_resting()
         if max_norm is not None:

@@ -16,7 +16,8 @@ from vecgym.engine.asynchronous import inner_rates
 from vecgym.engine.simulation import Metrics
 from vecgym.records import runfile
 from vecgym.records.columns import START
-from vecgym.records.history import History, Row
+from vecgym.records.history import History
+from vecgym.records.rows import Row
 from vecgym.runs.recorder import StepRows, add_losses
 from vecgym.strategy import Context
 from vecgym.strategy.asynchronous import AsyncStrategy
