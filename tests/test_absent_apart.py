@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.accounting import accounted
+from tests.cards import CARDS
 from tests.fitting import dataset
 from tests.models import make_model
 from vecgym import OptimSpec, ProcessError, Trainer, verify
@@ -88,9 +89,9 @@ def test_every_strategy_is_what_it_is_in_one_process(num_nodes: int, num_process
 
 def random_case(seed: int, num_nodes: int) -> Case:
     draw = random.Random(seed)
-    name = draw.choice([name for name, row in CATALOGUE.items() if not row.even or num_nodes % 2 == 0])
+    name = draw.choice([name for name, card in CARDS.items() if not card.even or num_nodes % 2 == 0])
     own_H = draw.randint(1, 3)
-    inner = "adamw" if CATALOGUE[name].needs_moments else draw.choice(["adamw", "sgd"])
+    inner = "adamw" if CARDS[name].needs_moments else draw.choice(["adamw", "sgd"])
     strategy = CATALOGUE[name].make(H=own_H, p=0.3, inner_optim=inner, lr=0.01, warmup_steps=draw.choice([0, 3]))
     table = torch.rand(6, num_nodes, generator=torch.Generator().manual_seed(seed)) < draw.choice([0.2, 0.5, 0.8])
     table[:, draw.randrange(num_nodes)] |= ~table.any(1)

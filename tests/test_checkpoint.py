@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from tests.fuzz.common import time_limit
 from tests.helpers import assert_same_bits
 from tests.models import make_model
 from tests.test_properties import NAMES, STEPS, make
-from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, TensorBoardLogger, Trainer, VecgymWarning
+from vecgym import CSVLogger, DivergenceError, Logger, TensorBoardLogger, Trainer, VecgymWarning
 from vecgym.core import files, tree
 from vecgym.core.errors import ProcessError
 from vecgym.core.files import PARTIAL, write_atomically
@@ -39,7 +38,7 @@ from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.runs import multiprocess
 from vecgym.runs.checkpoint import FORM, Checkpointer, checkpoints_in
-from vecgym.runs.fingerprint import fingerprint_of
+from vecgym.runs.identity import settings_of
 from vecgym.runs.recorder import Recorder
 from vecgym.strategy import (
     AveragingCommunicator,
@@ -394,10 +393,9 @@ def test_a_bad_file_is_named_and_the_newest_good_one_taken(damage: Callable[[Pat
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """What someone has made by hand, or with another program, and said so in the file's own form."""
+    """What someone has made by hand, or with another program."""
     held = runfile.read(path)
-    made = change(held) or held
-    torch.save({**made, "form": runfile.form(made)} if isinstance(made, dict) else made, path)
+    torch.save(change(held) or held, path)
 
 
 def without(name: str, held: dict[str, Any]) -> dict[str, Any]:
@@ -448,7 +446,7 @@ HANDMADE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a ledger of another kind": lambda held: held["ledger"].update(kinds=[3]),
     "learning rates of words": lambda held: {**held, "learning_rates": {"a": "b"}},
 }
-OF_RESUMING_ALONE = ("identity", "arithmetic", "learning", "state", "ledger", "recorder", "random", "parameter")
+OF_RESUMING_ALONE = ("identity", "arithmetic", "learning", "loss", "state", "ledger", "recorder", "random", "parameter")
 
 
 def short(folder: Path | None = None, **settings: Any) -> Trainer:
@@ -479,61 +477,12 @@ def test_a_file_made_by_hand_is_named_and_the_next_older_one_taken(
     vecgym.load(at(folder, 2))  # written anew
 
 
-def tensors_in(value: Any, where: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Of every tensor in nested dicts and lists, what holds it, its key there, and its place in words."""
-    for key, x in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        place = f"{where}[{key!r}]"
-        if isinstance(x, Tensor):
-            yield value, key, place
-        elif isinstance(x, (dict, list)):
-            yield from tensors_in(x, place)
-
-
-OTHER_FORMS: list[Callable[[Tensor], Any]] = [
-    lambda x: None, Tensor.tolist, Tensor.half, Tensor.bool, lambda x: x[None], lambda x: x.to("meta"),
-    lambda x: torch.eye(3).to_sparse(),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("one_rank", [False, True])
-def test_a_tensor_of_another_form_is_named(one_rank: bool, tmp_path: Path) -> None:
-    """Some tensors of a file in turn, with right checksums: what no template says, the file itself does."""
-    given: dict[str, Any] = {"strategy": OnOneRank("adamw", lr=0.01) if one_rank else "diloco", "max_steps": 3}
-    train(tmp_path, **given)
-    path = at(tmp_path, 3)
-    held = torch.load(path, weights_only=True)
-    places = random.Random(0).sample(list(tensors_in(held)), 12)
-    for i, (container, key, place) in enumerate(places):
-        x = container[key]
-        container[key] = OTHER_FORMS[i % len(OTHER_FORMS)](x)
-        torch.save(held, path)
-        with pytest.raises(
-            runfile.Damaged, match=f"{path} is not what vecgym has written: " + re.escape(f"{place} is ")
-        ):
-            vecgym.load(path)
-        container[key] = x
-    del container[key]
-    torch.save(held, path)
-    with pytest.raises(runfile.Damaged, match=re.escape(f"there is no {place}")):
-        train(resume=path, **given)
-
-
-def test_a_value_of_the_file_is_as_it_was_written(tmp_path: Path) -> None:
-    short(tmp_path)
-    held = torch.load(at(tmp_path, 2), weights_only=True)
-    held["ledger"]["total_bytes"] = float("nan")
-    torch.save(held, at(tmp_path, 2))
-    with pytest.raises(runfile.Damaged, match=r"\['ledger'\]\['total_bytes'\] is nan in place of [0-9.]+"):
-        short(resume=at(tmp_path, 2))
-
-
-def test_a_file_of_the_first_version_has_no_form_and_is_read(saved_run: tuple[Path, Trainer], tmp_path: Path) -> None:
-    held = runfile.read(at(saved_run[0], 2))
-    torch.save({**held, "version": 1}, tmp_path / "old.pt")
+@pytest.mark.parametrize("earlier", [{"version": 1}, {"version": 2, "form": {}}])
+def test_models_of_earlier_versions_are_loaded(
+    earlier: dict[str, Any], saved_run: tuple[Path, Trainer], tmp_path: Path
+) -> None:
+    torch.save({**runfile.read(at(saved_run[0], 2)), **earlier}, tmp_path / "old.pt")
     assert vecgym.load(tmp_path / "old.pt").step == 2
-    torch.save(held, tmp_path / "old.pt")
-    with pytest.raises(runfile.Damaged, match=r"old\.pt.*'form'"):
-        vecgym.load(tmp_path / "old.pt")
 
 
 def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None:
@@ -959,7 +908,18 @@ class Line(nn.Module):
 
 class Bent(Line):
     def forward(self, batch: Any) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]).sin(), batch[1])
+        return nn.functional.cross_entropy(3 * self.net(batch[0]).cos(), batch[1])
+
+
+class TrainedAlone(Line):
+    """Which has no loss in eval mode."""
+
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch) if self.training else self.net(batch[0])
+
+
+def renamed(cls: type[Line]) -> Line:
+    return type("Line", (cls,), {})()
 
 
 def mixing(shift: float) -> Any:
@@ -969,41 +929,70 @@ def mixing(shift: float) -> Any:
     return matrix
 
 
+def short_of(model: nn.Module, folder: Path, strategy: Any = None, **settings: Any) -> Trainer:
+    strategy = strategy or GossipStrategy("ring", inner_optim="adamw", lr=0.01)
+    given = {"data": dataset("MLP"), "num_nodes": K, "max_steps": 2, "save_dir": folder, **settings}
+    return fit(model, strategy, **given)[0]
+
+
+@pytest.mark.parametrize("backend", ["stacked", "2 processes"])
+def test_a_model_that_computes_something_else_is_refused_by_its_loss(backend: str, tmp_path: Path) -> None:
+    """Of the same names and shapes. Other weights at the start are not another model."""
+    short_of(Line(), tmp_path, exact=True)
+    short_of(Line(), tmp_path, resume=True, exact=True, **BACKENDS[backend])
+    with pytest.raises(ValueError, match=r"another run:\n  loss of node 0's first batch .*: saved \d\.\d+, given \d"):
+        short_of(renamed(Bent), tmp_path, resume=True, exact=True, **BACKENDS[backend])
+
+
+def test_of_other_data_the_loss_says_nothing(tmp_path: Path) -> None:
+    short_of(Line(), tmp_path)
+    with pytest.warns(VecgymWarning, match="first batch of the training data") as caught:
+        short_of(Line(), tmp_path, resume=True, data=dataset("MLP", seed=9))
+    assert len(caught) == 1
+
+
+def test_a_loss_of_another_device_is_only_said(tmp_path: Path) -> None:
+    short_of(Line(), tmp_path)
+    path = at(tmp_path, 2)
+    held = runfile.read(path)
+    runfile.write(path, {**held, "arithmetic": {**held["arithmetic"], "device": "cuda"}, "loss": 5.0})
+    with pytest.warns(match="device: saved cuda"), pytest.warns(VecgymWarning, match="may be of another run"):
+        short_of(Line(), tmp_path, resume=True)
+
+
+def test_a_model_without_a_loss_in_eval_mode_resumes(tmp_path: Path) -> None:
+    short_of(TrainedAlone(), tmp_path / "parts", max_steps=2)
+    assert np.isnan(runfile.read(at(tmp_path / "parts", 2))["loss"])
+    resumed = short_of(TrainedAlone(), tmp_path / "parts", max_steps=4, resume=True)
+    assert resumed.history["step"][-1] == 4
+
+
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        ({"model": Line}, {"model": Bent}, "model: saved Line, given Bent"),
-        (
-            {"groups": lambda name, p: {"lr": 0.1} if p.dim() > 1 else {}},
-            {"groups": lambda name, p: {"lr": 0.2} if p.dim() > 1 else {}},
-            r"strategy\.inner_optim\.param_groups\(\): other code",
-        ),
-        ({"topology": mixing(1)}, {"topology": mixing(2)}, r"topology\.shift: saved 1, given 2"),
+        ({"strategy": GossipStrategy("ring", lr_scheduler=lambda step: 0.9**step)},
+         {"strategy": GossipStrategy("ring", lr_scheduler=lambda step: 0.8**step)}, "learning rate of step 1: saved 0"),
+        ({"strategy": GossipStrategy(mixing(1))}, {"strategy": GossipStrategy("ring")}, r"topology: saved mixing"),
         (
             {"dataloader_kwargs": {"collate_fn": torch.utils.data.default_collate}},
             {"dataloader_kwargs": {"collate_fn": lambda rows: torch.utils.data.default_collate(rows)}},
-            "collate_fn: saved default_collate, given function",
+            "collate_fn: saved default_collate, given",
         ),
     ],
-)
-def test_functions_that_compute_something_else_are_another_run(
+)  # fmt: skip
+def test_other_schedules_and_functions_are_another_run(
     one: dict[str, Any], other: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    def call(model: Any = Line, groups: Any = None, topology: Any = "ring", **settings: Any) -> Trainer:
-        strategy = GossipStrategy(topology, inner_optim=OptimSpec("adamw", lr=0.01, param_groups=groups))
-        data = dataset("MLP")
-        return fit(model(), strategy, data=data, num_nodes=K, max_steps=2, save_dir=tmp_path, **settings)[0]
-
-    call(**one)
-    call(**one, resume=True)
+    short_of(Line(), tmp_path, **one)
+    short_of(Line(), tmp_path, **one, resume=True)
     with pytest.raises(ValueError, match=message):
-        call(**other, resume=True)
+        short_of(Line(), tmp_path, **other, resume=True)
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     train(tmp_path, max_steps=3)
     held = runfile.read(at(tmp_path, 3))
-    before = {name: x for name, x in held["identity"].items() if name not in ("description", "python")}
+    before = {name: x for name, x in held["identity"].items() if name != "description"}
     runfile.write(at(tmp_path, 3), {**held, "identity": before})
     with pytest.raises(ValueError, match="was written by another version of vecgym"):
         train(tmp_path, max_steps=3, resume=True)
@@ -1050,9 +1039,9 @@ def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
 def test_a_strategy_that_has_been_used_is_the_same(name: str) -> None:
     """What is compared are settings; nothing that a run leaves in a strategy's objects."""
     strategy = make(name)
-    before = fingerprint_of(strategy, "strategy")
+    before = settings_of(strategy, "strategy")
     train(strategy=strategy, max_steps=STEPS, val_interval=None)
-    assert fingerprint_of(strategy, "strategy") == before == fingerprint_of(make(name), "strategy")
+    assert settings_of(strategy, "strategy") == before == settings_of(make(name), "strategy")
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,21 @@ def test_what_is_written_to_in_a_later_pass_only_is_refused() -> None:
     assert "node 0, step 2: the model's forward writes to 'second.bias', and did not" in outcome.message
 
 
-def test_a_sweep_of_a_model_that_writes_to_its_parameters_is_its_fits() -> None:
-    case = Case({"relation": "swept", "strategy": "diloco-topk", "model": "normed"}, 249)
-    assert relations.run(case) is None
+FOUND_RELATIONS: dict[str, tuple[dict[str, Any], int]] = {
+    # The stack was taken to exchange gradients, whatever its configurations do.
+    "a sweep of a model that writes to its parameters": (
+        {"relation": "swept", "strategy": "diloco-topk", "model": "normed"}, 249,
+    ),
+    "absent nodes and a parameter in another order": (
+        {"relation": "absent", "num_nodes": 5, "model": "turned", "availability": 0.5, "never": 1}, 596,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND_RELATIONS)
+def test_what_was_found_of_relations_stays_mended(name: str) -> None:
+    settings, seed = FOUND_RELATIONS[name]
+    assert relations.run(Case(settings, seed)) is None
 
 
 @pytest.mark.parametrize("name", FOUND_SWEEPS)

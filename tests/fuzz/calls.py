@@ -455,8 +455,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.engine.Engine.gradients": {"seed": lambda: 1},
     "vecgym.engine.Engine.use": {"plan": lambda: Plan("vmap")},
     "vecgym.engine.Plan.chunks": {"num_threads": lambda: 1},
-    "vecgym.engine.Plan.alternatives": {"facts": lambda: ModelFacts(frozenset(), frozenset(), False, flop=1),
-                                        "num_nodes": lambda: K, "device": lambda: torch.device("cpu")},
     "vecgym.engine.choose_plan": {"facts": lambda: ModelFacts(frozenset(), frozenset(), False, flop=1),
                                  "num_threads": lambda: 1},
     "vecgym.engine.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
@@ -519,7 +517,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     **{f"vecgym.strategy.{name}.of_codes": {"codes": _codes, "codec": compress.Sign, "like": tree_of_nodes}
        for name in ("Mean", "Robust", "ServerMean")},
     "vecgym.strategy.Strategy.exchange_moments": {"optimizer": dict, "state": dict},
-    "vecgym.strategy.Strategy.recordable_step": {"state": lambda: {"step": torch.ones(1, dtype=torch.int64)}},
     "vecgym.strategy.Strategy.take_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0])},
     "vecgym.strategy.Strategy.put_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0]),
                                          "new": lambda: {"w": torch.ones(1, DIM)}, "inplace": lambda: False},

@@ -40,6 +40,7 @@ FORM: dict[str, Any] = {
     "identity": dict,
     "arithmetic": dict,
     "learning_rates": dict,
+    "loss": float,
     "state": {"optimizer": object, "strategy": object},
     "ranks": object,
     "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": int | float},
@@ -195,7 +196,7 @@ class Checkpointer:
             return
         path = self.folder / NAME.format(state.step)
         try:
-            runfile.write(path, {**contents, **self._identity.record()})
+            runfile.write(path, {**contents, **self._identity.record(state)})
         except OSError as error:
             kept = f"the newest checkpoint is {self.last}" if self.last else "this run has no checkpoint"
             warn(f"{path} could not be written: {error}. The run continues; {kept}.")
@@ -222,6 +223,8 @@ class Checkpointer:
             except Damaged as error:
                 wrong = str(error)
             if not (wrongs := [*filter(None, self.session.each(wrong))]):
+                assert state is not None
+                self._identity.check_loss(contents, state, path)
                 self._contents, self.last = contents, path
                 return state
             if self._searched is None:

@@ -322,7 +322,7 @@ def gaps(
     if x.numel() == 0:
         return
     distance = torch.where(x.isnan() & y.isnan(), 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
-    distance = distance.view(len(x), -1).amax(1)
+    distance = distance.reshape(len(x), -1).amax(1)
     scale = float(x.nan_to_num().abs().max())
     if kind == "strategy":
         scale = max(scale, sizes.get(path[-1], max(sizes.values(), default=0.0)))
