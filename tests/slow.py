@@ -78,7 +78,7 @@ SLOW = [
     ("test_sparta", "twin", ".*loop|.*-[135]-.*"),
     ("test_sweep", "interrupted_and_resumed", "(20|40|11)-.*"),
     ("test_sweep", "what_it_is_alone", ".*[ ,].*"),
-    ("test_verify", "distributed_data_parallel", ".*-4"),
+    ("test_ddp", "distributed_data_parallel", ".*-4"),
     ("test_twins", "accumulated|few_nodes", ".*(GPT|CNN|LSTM|-loop).*"),
     ("test_twins", "chunks_and_threads", "vmap"),
     ("test_twins", "every_strategy_equals", ".*loop|.*-CNN-.*"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accounting import accounted
 from tests.cards import CARDS
 from tests.fitting import dataset
 from tests.models import make_model
@@ -21,7 +22,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.runs import links, multiprocess
-from vecgym.runs.lockstep import Case, Check, compare
+from vecgym.runs.lockstep import Case, Check
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -69,7 +70,7 @@ def checks(link: Any, names: list[str], num_nodes: int, rejoin: Any) -> dict[str
             strategy, make_model("MLP", dtype=F64), dataset("MLP"), num_nodes, STEPS,
             availability=trace(num_nodes, rejoin),
         )  # fmt: skip
-        found[name] = [check for exact in (True, False) for check in compare(case, [wire], exact=exact)]
+        found[name] = [check for exact in (True, False) for check in accounted(case, [wire], exact=exact)]
     return found
 
 
@@ -110,7 +111,7 @@ def random_checks(link: Any, seeds: range, num_nodes: int) -> list[str]:
         case = random_case(seed, num_nodes)
         # DeMo's steps are signs: one may flip with the rounding of another order of sums.
         for exact in (True,) if isinstance(case.strategy, DeMoStrategy) else (True, False):
-            [check] = compare(case, [links.wire()], exact=exact)
+            [check] = accounted(case, [links.wire()], exact=exact)
             if not check.passed:
                 failed.append(f"seed {seed}, {case.strategy!r}, {check.name}: {check.first_failure}")
     return failed

@@ -249,7 +249,7 @@ def found_schedule() -> vecgym.OptimizedSchedule:
 
 
 def check() -> Check:
-    return Check("exact", 0.0, (Difference(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),))
+    return Check("exact", 0.0, (Difference(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
 
 def simulator() -> diloco_sim.DilocoSimulator:
