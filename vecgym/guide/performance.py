@@ -196,11 +196,11 @@ standard deviation. Outer optimizers are those of the papers, and were not tuned
 | Streaming, tau=5 | 4 | 0.006 | 2.433 ± 0.015 | 7.22 MB | 105 |
 | Streaming, 4 bits | 4 | 0.006 | 2.434 ± 0.016 | 1.81 MB | 40 |
 | SparseLoCo | 4 | 0.006 | 2.477 ± 0.016 | 198 kB | 18 |
-| MuLoCo | 4 | 0.02 | 2.279 ± 0.020 | 7.22 MB | 119 |
+| MuLoCo | 4 | 0.02 | 2.329 ± 0.028 | 7.22 MB | 119 |
 | DiLoCo, K=1 | 1 | 0.002 | 2.583 ± 0.029 | 0 B | 15 |
 | DiLoCo, K=8 | 8 | 0.006 | 2.448 ± 0.015 | 8.43 MB | 146 |
-| MuLoCo, K=1 | 1 | 0.005 | 2.520 ± 0.038 | 0 B | 15 |
-| MuLoCo, K=8 | 8 | 0.02 | 2.228 ± 0.015 | 8.43 MB | 146 |
+| MuLoCo, K=1 | 1 | 0.005 | 2.532 ± 0.037 | 0 B | 15 |
+| MuLoCo, K=8 | 8 | 0.02 | 2.244 ± 0.014 | 8.43 MB | 146 |
 | GPA | 4 | 0.02 | 2.306 ± 0.006 | 108 MB | 1573 |
 | NoLoCo | 4 | 0.006 | 2.428 ± 0.011 | 9.63 MB | 148 |
 | Local Adam | 4 | 0.006 | 2.415 ± 0.009 | 21.7 MB | 328 |
@@ -211,7 +211,7 @@ standard deviation. Outer optimizers are those of the papers, and were not tuned
 | Gossip, ring | 4 | 0.02 | 2.348 ± 0.004 | 144 MB | 1948 |
 | DeMo | 4 | 0.003 | 2.415 ± 0.005 | 10.7 MB | 175 |
 
-MuLoCo's rows are of torch's Muon (`muon="torch"`), which was its default then.
+With torch's Muon (`muon="torch"`) MuLoCo's rows are 2.279, 2.520 and 2.228.
 
 Rows with other K read the same from each node, so 1/4 and twice the text. Findings of the papers, and whether they
 appear in so short a training of so small a model. (The mean of the round before is unstable with DiLoCo's outer
@@ -224,7 +224,7 @@ optimizer in rounds as short as these, and the eager updates are less so.)
 | overlap costs little at tau = 5 | +0.001 ± 0.013 | yes |
 | 4-bit outer gradients lose nothing | +0.002 ± 0.013 | yes |
 | eager beats naive delay | -0.693 ± 0.100 | yes |
-| MuLoCo degrades less with K (8 against 1) than DiLoCo | -0.157 ± 0.030 | yes |
+| MuLoCo degrades less with K (8 against 1) than DiLoCo | -0.152 ± 0.030 | yes |
 
 More comparisons: `benchmarks/mnist.py` and `benchmarks/cifar10.py` on images (MNIST where torchvision has it on disk,
 else scikit-learn's digits); `benchmarks/federated.py --num-clients 100 --island-size 10` on islands, partial
