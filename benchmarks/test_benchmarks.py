@@ -255,13 +255,6 @@ def test_sweep(tmp_path: Path) -> None:
         assert "1 round; load by others" in found["notes"]
 
 
-def test_async_sweep(tmp_path: Path) -> None:
-    table, result = run_quick("async_sweep.py", tmp_path)
-    assert "| server | one stack, CPU s | one by one, CPU s | ratio |" in table
-    assert set(result["servers"]) == {"SGD", "Nesterov", "HeLoCo"}
-    assert all(row["together_s"] > 0 < row["apart_s"] for row in result["servers"].values())
-
-
 def test_the_loop_does_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """What vecgym is compared with computes what vecgym computes, outer steps included."""
     monkeypatch.syspath_prepend(FOLDER)

@@ -30,6 +30,7 @@ from workloads import header, machine, markdown
 
 from vecgym import OptimSpec, sweep
 from vecgym.clock import Compute, Network
+from vecgym.collectives.base import BUCKET_BYTES
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core.tree import Tree
 from vecgym.data import TokenWindows, encode_text
@@ -170,7 +171,8 @@ def trained(case: Case, data: tuple[Any, Any], build: Callable[[int], nn.Module]
     tried = {row["lr"]: row["val_loss"] for row in search.rows}
     rate = min((lr for lr, loss in tried.items() if loss is not None and loss == loss), key=lambda lr: tried[lr])
     # A message of this model takes as long as one of a model with LIKE_PARAMETERS does at BANDWIDTH.
-    network = Network(BANDWIDTH * P / LIKE_PARAMETERS, latency=LATENCY)
+    scale = P / LIKE_PARAMETERS
+    network = Network(BANDWIDTH * scale, latency=LATENCY, bucket_bytes=BUCKET_BYTES * scale)
     runs = sweep(
         lambda seed: build(seed), *data, strategy=case.make(rate), grid={"seed": list(args.seeds)}, network=network,
         compute=Compute(STEP_SECONDS), **common,

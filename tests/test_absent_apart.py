@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accounting import accounted
+from tests.cards import CARDS
 from tests.fitting import dataset
 from tests.models import make_model
 from vecgym import OptimSpec, ProcessError, Trainer, verify
@@ -21,7 +23,7 @@ from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.wire import Wire
 from vecgym.engine.availability import Deadline, Dropout, LocalSteps, Sampled, Trace
 from vecgym.runs import multiprocess
-from vecgym.runs.lockstep import Case, Check, compare
+from vecgym.runs.lockstep import Case, Check
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -69,7 +71,7 @@ def checks(link: Any, names: list[str], num_nodes: int, rejoin: Any) -> dict[str
             strategy, make_model("MLP", dtype=F64), dataset("MLP"), num_nodes, STEPS,
             availability=trace(num_nodes, rejoin),
         )  # fmt: skip
-        found[name] = [check for exact in (True, False) for check in compare(case, [wire], exact=exact)]
+        found[name] = [check for exact in (True, False) for check in accounted(case, [wire], exact=exact)]
     return found
 
 
@@ -88,9 +90,9 @@ def test_every_strategy_is_what_it_is_in_one_process(num_nodes: int, num_process
 
 def random_case(seed: int, num_nodes: int) -> Case:
     draw = random.Random(seed)
-    name = draw.choice([name for name, row in CATALOGUE.items() if not row.even or num_nodes % 2 == 0])
+    name = draw.choice([name for name, card in CARDS.items() if not card.even or num_nodes % 2 == 0])
     own_H = draw.randint(1, 3)
-    inner = "adamw" if CATALOGUE[name].needs_moments else draw.choice(["adamw", "sgd"])
+    inner = "adamw" if CARDS[name].needs_moments else draw.choice(["adamw", "sgd"])
     strategy = CATALOGUE[name].make(H=own_H, p=0.3, inner_optim=inner, lr=0.01, warmup_steps=draw.choice([0, 3]))
     table = torch.rand(6, num_nodes, generator=torch.Generator().manual_seed(seed)) < draw.choice([0.2, 0.5, 0.8])
     table[:, draw.randrange(num_nodes)] |= ~table.any(1)
@@ -110,7 +112,7 @@ def random_checks(link: Any, seeds: range, num_nodes: int) -> list[str]:
         case = random_case(seed, num_nodes)
         # DeMo's steps are signs: one may flip with the rounding of another order of sums.
         for exact in (True,) if isinstance(case.strategy, DeMoStrategy) else (True, False):
-            [check] = compare(case, [Wire(watch=link.beat)], exact=exact)
+            [check] = accounted(case, [Wire(watch=link.beat)], exact=exact)
             if not check.passed:
                 failed.append(f"seed {seed}, {case.strategy!r}, {check.name}: {check.first_failure}")
     return failed

@@ -79,7 +79,7 @@ def plain(row: dict[str, Any], skipped: tuple[str, ...] = MEASURED) -> dict[str,
 
 
 def check_row(result: SweepResult, index: int, kind: str = "MLP", **settings: Any) -> None:
-    """A row alone in its stack: the very bits of the run of it alone."""
+    """The very bits of the run of it alone."""
     trainer, averaged = run_alone(result, index, kind, **settings)
     found, expected = result.history(index).rows, trainer.history.rows
     assert [plain(row) for row in found] == [plain(row) for row in expected]
@@ -91,20 +91,6 @@ def check_row(result: SweepResult, index: int, kind: str = "MLP", **settings: An
                  "train_loss", "val_loss", "bytes_total"):  # fmt: skip
         assert row[name] == last.get(name), name
     assert (row["status"], row["steps"]) == ("finished", last["step"])
-
-
-def check_close(result: SweepResult, index: int, kind: str = "MLP", **settings: Any) -> None:
-    """A row in a stack: the run of it alone, but for rounding; its events are the same."""
-    trainer, averaged = run_alone(result, index, kind, **settings)
-    skipped = (*MEASURED, "nodes_per_call")
-    found, expected = result.history(index).rows, trainer.history.rows
-    assert [set(row) for row in found] == [set(row) for row in expected]
-    for one, other in zip(found, expected):
-        for name, x in other.items():
-            if name not in skipped and x is not None:
-                np.testing.assert_allclose(one[name], x, rtol=1e-12, atol=1e-12, err_msg=name)
-    for name, x in averaged.state_dict().items():
-        torch.testing.assert_close(result.model(index).state_dict()[name], x, rtol=1e-12, atol=1e-12)
 
 
 class Follow(Server):
@@ -126,7 +112,7 @@ SERVERS: dict[str, Callable[[float], Any]] = {
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_row_is_the_run_of_it_alone(name: str) -> None:
-    result = run(SERVERS[name], network=NETWORK, chunk_configs=1)
+    result = run(SERVERS[name], network=NETWORK)
     for index in range(2):
         check_row(result, index)
 
@@ -160,7 +146,7 @@ def test_updates_and_seconds_may_be_axes() -> None:
 def test_networks_and_computes_are_axes_on_which_each_is_trained() -> None:
     computes = {"equal": Compute(1.0), "unequal": COMPUTE}
     networks = {"near": Network(1e9), "far": NETWORK}
-    result = run(grid={"lr": [0.01, 0.02]}, compute=computes, network=networks, chunk_configs=1)
+    result = run(grid={"lr": [0.01, 0.02]}, compute=computes, network=networks)
     assert result.axes == ["lr", "network", "compute"]
     assert [(row["network"], row["compute"]) for row in result.rows[:4]] == [
         ("near", "equal"), ("near", "unequal"), ("far", "equal"), ("far", "unequal")
@@ -221,69 +207,60 @@ def test_explained_and_not_trained() -> None:
     assert first == "3 configurations in 2 programs:"
     assert re.match(r"program 0: 2 configurations, num_nodes=3, batch_size=4, 7 updates, MLP, AsyncStrategy;",
                     asynchronous)  # fmt: skip
-    assert "1 stack (all in one stack)" in asynchronous
+    assert "2 stacks of up to 1 (AsyncStrategy: each by itself)" in asynchronous
     assert "8 steps" in synchronous
     assert "another kind of strategy" in why
     assert {row["status"] for row in result.rows} == {"pending"}
 
 
-# ------------------------------------------------------------------------------------------------------------ stacks
+# ------------------------------------------------------------------------------------------------------------- grids
 
 Make = Callable[..., AsyncStrategy]
-STACKED: dict[str, tuple[Make, dict[str, Any], int]] = {  # a strategy, a grid, and its number of programs
-    "rates": (given, {"lr": [0.01, 0.02], "outer_lr": [0.1, 0.3], "seed": [0, 1]}, 1),
+GRIDS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "rates": (given, {"lr": [0.01, 0.02], "outer_lr": [0.1, 0.3], "seed": [0, 1]}),
     "servers": (
         lambda server, lr: AsyncStrategy("sgd", server, H=2, lr=lr, max_norm=1.0),
         {"server": [OuterOptimizer(lr=0.3), HeLoCo(0.1), DelayedNesterov(0.2), OuterOptimizer("adam", lr=0.01),
                     DelayedNesterov(0.1, 0.5, c=0.2), HeLoCo(0.2, 0.5), Follow(), DelayedNesterov(0.1, buffer=2)],
-         "lr": [0.01, 0.05]}, 1,
+         "lr": [0.01, 0.05]},
     ),
     "staleness": (
         lambda staleness, server_lr: AsyncStrategy("adamw", FedBuff(2, server_lr), H=2, lr=0.02, staleness=staleness)
         if staleness == "inverse_sqrt"
         else AsyncStrategy("adamw", OuterOptimizer(lr=server_lr), H=2, lr=0.02, staleness=staleness, buffer=2),
         {"staleness": ["none", "inverse_sqrt", lambda s: 0.5**s, lambda s: torch.tensor(0.7) ** s],
-         "server_lr": [0.1, 0.3]}, 1,
+         "server_lr": [0.1, 0.3]},
     ),
     "rounds of unequal length, schedules": (
         lambda lr, warmup, optim: AsyncStrategy(optim, OuterOptimizer(lr=0.3), local_steps=[3, 1, 2], lr=lr,
                                                 lr_scheduler="cosine", warmup_steps=warmup),
-        {"lr": [0.01, 0.02], "warmup": [0, 4], "optim": ["adamw", "sgd"]}, 1,
+        {"lr": [0.01, 0.02], "warmup": [0, 4], "optim": ["adamw", "sgd"]},
     ),
     "optimizers that cannot be one": (
         lambda optim: AsyncStrategy(optim, OuterOptimizer(lr=0.3), H=2, dylu=True, max_wait=2.0),
         {"optim": ["adamw", OptimSpec(torch.optim.ASGD, lr=0.01), OptimSpec("sgd", lr=torch.tensor([0.1, 0.02, 0.05])),
-                   "lion", OptimSpec("sgd", lr=0.01, momentum=0.9)]}, 1,
+                   "lion", OptimSpec("sgd", lr=0.01, momentum=0.9)]},
     ),
     "windows": (
         lambda lr, max_wait, grace: given(lr, max_wait=max_wait, grace=grace),
-        {"lr": [0.01, 0.02], "max_wait": [0.5, np.inf], "grace": ["full", "until_last"]}, 4,
+        {"lr": [0.01, 0.02], "max_wait": [0.5, np.inf], "grace": ["full", "until_last"]},
     ),
     "one by one": (
-        lambda lr, together: given(lr, together=together), {"lr": [0.01, 0.02], "together": [True, False]}, 2,
+        lambda lr, together: given(lr, together=together), {"lr": [0.01, 0.02], "together": [True, False]},
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STACKED)
-def test_a_row_of_a_stack_is_the_run_of_it_alone(name: str) -> None:
-    make, grid, programs = STACKED[name]
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_row_is_the_run_of_it_alone(name: str) -> None:
+    make, grid = GRIDS[name]
     result = run(make, grid, network=NETWORK, max_updates=9)
-    assert [len(program.chunks) for program in result._runner.programs] == [1] * programs, result.explain()
+    assert {len(chunk) for program in result._runner.programs for chunk in program.chunks} == {1}, result.explain()
     for index in range(len(result)):
-        check_close(result, index)
+        check_row(result, index)
 
 
-@pytest.mark.parametrize("kind", ["CNN", "GPT", "WithFrozen", "LSTM"])
-def test_stacks_of_models_of_all_kinds(kind: str) -> None:
-    engine = "loop" if kind == "LSTM" else "vmap"  # vmap cannot run it
-    result = run(grid={"lr": [0.01, 0.02]}, kind=kind, max_updates=5, engine=engine)
-    assert len(result._runner.programs) == 1
-    for index in range(2):
-        check_close(result, index, kind, engine=engine)
-
-
-def test_stacks_of_models_that_are_made() -> None:
+def test_models_that_are_made() -> None:
     def make(width: int, start: int) -> nn.Module:
         torch.manual_seed(start)
         return Classifier(
@@ -296,37 +273,15 @@ def test_stacks_of_models_that_are_made() -> None:
     )  # fmt: skip
     assert len(result._runner.programs) == 2
     for index in range(4):
-        check_close(result, index)
+        check_row(result, index)
 
 
-def test_explained_why_not_stacked() -> None:
-    result = run(lambda H: AsyncStrategy("sgd", H=H), {"H": [1, 2]}, dry_run=True)
-    assert result.explain().splitlines()[-1] == (
-        "  not with program 0: another order of events (which node meets its server when): trained after it"
-    )
-
-
-@pytest.mark.parametrize(
-    "settings", [{"minibatch_size": 2}, {"engine": "loop"}, {"chunk_configs": 3}, {"chunk_size": 2}]
-)
-def test_settings_of_stacks(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"engine": "loop"}, {"chunk_configs": 3}, {"chunk_size": 2}])
+def test_settings_of_sweeps(settings: dict[str, Any]) -> None:
     result = run(grid={"lr": [0.01, 0.02], "seed": [0, 1]}, **settings)
+    alone = {name: x for name, x in settings.items() if name != "chunk_configs"}
     for index in range(4):
-        check_close(result, index)
-
-
-def test_each_of_a_stack_may_leave() -> None:
-    """Their servers are of different kinds, and some of them one."""
-    servers = [OuterOptimizer(lr=0.3), HeLoCo(1e200), OuterOptimizer(lr=1e200), DelayedNesterov(0.2), HeLoCo(0.1),
-               OuterOptimizer(lr=0.1)]  # fmt: skip
-    make = lambda server, lr: AsyncStrategy("sgd", server, H=2, lr=lr, buffer=2)  # noqa: E731
-    result = run(make, {"server": servers, "lr": [0.02, 0.01]}, max_updates=9)
-    assert len(result._runner.programs) == 1
-    status = [row["status"] for row in result.rows]
-    assert status == ["finished"] * 2 + ["diverged"] * 4 + ["finished"] * 6
-    for index, found in enumerate(status):
-        if found == "finished":
-            check_close(result, index)
+        check_row(result, index, **alone)
 
 
 def test_figures_and_tables(tmp_path: pathlib.Path) -> None:
@@ -346,9 +301,8 @@ def test_figures_and_tables(tmp_path: pathlib.Path) -> None:
 # ------------------------------------------------------------------------------------------ when something goes wrong
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
-def test_a_configuration_that_diverges_ends(chunk: int | None) -> None:
-    result = run(grid={"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}, chunk_configs=chunk, max_updates=9)
+def test_a_configuration_that_diverges_ends() -> None:
+    result = run(grid={"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}, max_updates=9)
     assert [row["status"] for row in result.rows] == ["finished", "diverged"] * 2
     for index in (1, 3):
         with pytest.raises(DivergenceError) as caught:
@@ -356,7 +310,7 @@ def test_a_configuration_that_diverges_ends(chunk: int | None) -> None:
         assert result.rows[index]["steps"] == caught.value.step + 1 < 9
         assert not np.isfinite(result.rows[index]["train_loss"])
     for index in (0, 2):
-        check_close(result, index)
+        check_row(result, index)
 
 
 class Interrupting(TensorDataset):
@@ -398,15 +352,14 @@ def test_others_are_resumed(name: str, after: int, tmp_path: pathlib.Path) -> No
     assert_same(kept(path, **given), kept(None, **given))
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("after", [8, 20, 40])
-def test_interrupted_and_resumed(after: int, chunk: int | None, tmp_path: pathlib.Path) -> None:
+def test_interrupted_and_resumed(after: int, tmp_path: pathlib.Path) -> None:
     """Ctrl-C keeps what there is; the same call goes on from the file, to the same bits."""
     path = tmp_path / "sweep.pt"
     with pytest.warns(VecgymWarning, match="interrupted: SweepResult"):
-        first = kept(path, after, chunk_configs=chunk)
+        first = kept(path, after)
     assert {row["status"] for row in first.rows} & {"interrupted", "pending"}
-    second, whole = (kept(x, chunk_configs=chunk) for x in (path, None))
+    second, whole = (kept(x) for x in (path, None))
     assert_same(second, whole)
     assert [row["status"] for row in whole.rows] == ["finished", "diverged"] * 2
 
@@ -434,13 +387,12 @@ def test_another_sweep_is_refused(settings: dict[str, Any], what: str, tmp_path:
         kept(path, **settings)
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
-def test_on_an_executor(chunk: int | None) -> None:
+def test_on_an_executor() -> None:
     torch.set_num_threads(1)
     grid = {"lr": [0.01, 0.02], "outer_lr": [0.3, 1e200]}
-    here = run(grid=grid, network=NETWORK, chunk_configs=chunk)
+    here = run(grid=grid, network=NETWORK)
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as executor:
-        there = run(grid=grid, network=NETWORK, chunk_configs=chunk, executor=executor)
+        there = run(grid=grid, network=NETWORK, executor=executor)
     assert_same(there, here)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cards import CARDS
 from tests.fitting import dataset, fit
 from tests.helpers import assert_same_bits, difference, flat, reordered, simulation, stacked
 from tests.models import make_batches, make_model
@@ -68,7 +69,7 @@ MADE: dict[str, Callable[[], Strategy]] = {
 MADE |= {
     name: partial(row.make, inner_optim="adamw", lr=0.01) for name, row in STRATEGIES.items() if name not in CATALOGUE
 }
-EVEN = {name for name, row in CATALOGUE.items() if row.even}
+EVEN = {name for name, card in CARDS.items() if card.even}
 
 
 def batches_of(num_nodes: int = K, steps: int = STEPS, dtype: torch.dtype = torch.float32) -> list[Any]:

@@ -18,11 +18,22 @@ from torch.utils.data import TensorDataset
 
 from tests.fitting import STRATEGIES, alone, dataset, fit, params
 from tests.models import MLP, make_model
-from vecgym import CSVLogger, DivergenceError, Logger, OptimSpec, Trainer, VecgymWarning, optimize_schedule, sweep
+from vecgym import (
+    CSVLogger,
+    DivergenceError,
+    Logger,
+    OptimSpec,
+    Trainer,
+    VecgymWarning,
+    WandbLogger,
+    load,
+    optimize_schedule,
+    sweep,
+)
 from vecgym.clock import Compute, Network
 from vecgym.core import check
 from vecgym.data import Batches, partition_dirichlet
-from vecgym.engine import EngineName
+from vecgym.engine import EngineName, contract
 from vecgym.models import Line
 from vecgym.runs.options import FitOptions
 from vecgym.strategy import (
@@ -666,3 +677,72 @@ def test_a_number_is_a_float_where_no_integer_of_torch_can_hold_it() -> None:
     assert isinstance(check.number("lr", 3, "[0, inf)"), int)
     with pytest.raises(DivergenceError):
         fit(Line(), FedAvgStrategy("sgd", H=2, lr=HUGE), data=torch.ones(8), max_steps=3, batch_size=2)
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+ASKED = 10**15  # no machine has so much
+
+
+class Hungry(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(250_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight.sum() * torch.empty(ASKED // 4, dtype=torch.float32)).mean()
+
+
+def test_out_of_memory_says_how_much_and_for_how_many_nodes() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        fit(Hungry(), "FedAvg", num_nodes=3, data=torch.ones(24), batch_size=2)
+    for part in ("1,000,000.000 GB more", "3 nodes", "parameters alone are 0.003 GB", "test_bad_input", "chunk_size"):
+        assert part in str(raised.value)
+    with pytest.raises(RuntimeError, match=r"out of memory: 800,000\.000 GB more, in a run of 100000000000000 nodes"):
+        fit(Line(), "FedAvg", num_nodes=10**14, data=torch.ones(8), batch_size=2)
+    for text in ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0", "Tried to allocate 20.00 GiB."):
+        error = torch.OutOfMemoryError(text)
+        with pytest.raises(torch.OutOfMemoryError, match=r"out of memory: 20\.00 GiB more, in a run of 4 nodes"):
+            contract.check_memory(error, 4, Line())
+    with pytest.raises(RuntimeError, match=r"out of memory: 7\.45 GiB more"):
+        contract.check_memory(MemoryError("Unable to allocate 7.45 GiB for an array"), 4, Line())
+    for other in (ValueError("no"), MemoryError("max_memory_usage allows 1 kB")):
+        contract.check_memory(other, 4, Line())
+
+
+# ------------------------------------------------------------------------------------- what a message must name
+
+NAMED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "inner": (lambda: FedAvgStrategy(cast("Any", 3)), TypeError, "inner_optim is of type int, none of the three"),
+    "outer": (
+        lambda: DiLoCoStrategy("sgd", cast("Any", 3)),
+        TypeError,
+        "outer_optim is of type int, none of the three",
+    ),
+    "outer name": (
+        lambda: DiLoCoStrategy("sgd", "sdg"),
+        ValueError,
+        "outer_optim='sdg' is not known; did you mean 'sgd'",
+    ),
+    "server": (
+        lambda: FedAvgStrategy("sgd", server_optim=cast("Any", OptimSpec("sgd", lr=0.7))),
+        TypeError,
+        r"server_optim is of type OptimSpec; give one of 'avg'.*server_lr=.*DiLoCoStrategy\(outer_optim=OptimSpec",
+    ),
+    "wandb's folder": (lambda: WandbLogger(dir="x"), TypeError, "no argument 'dir'; did you mean 'directory'"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_messages_name_the_argument(name: str) -> None:
+    call, kind, says = NAMED[name]
+    with pytest.raises(kind, match=says):
+        call()
+
+
+def test_load_takes_a_folder_of_checkpoints(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"no file, but a folder.*no checkpoint in"):
+        load(tmp_path)
+    fit(Line(), "FedAvg", data=torch.ones(24), max_steps=6, save_dir=tmp_path, checkpoint_interval=2)
+    (tmp_path / "step-none.pt").write_text("not one")
+    assert load(tmp_path).step == load(tmp_path / "step-000000006.pt").step == 6

@@ -588,3 +588,41 @@ def test_a_run_is_silent_apart_from_what_it_is_asked_for() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(KINDS["diloco"]())
+
+
+MPS = SCRIPT.replace("run_name=", "device='mps', run_name=")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="the device that must not be there is")
+def test_command_takes_a_script_to_another_device(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Path(script).write_text(MPS)
+    for _ in range(2):  # the option is for its own run
+        assert cli.main(["exogym", script, "5"]) == 1
+        err = capfd.readouterr().err
+        assert "device='mps' is not there; present: cpu" in err
+        assert "vecgym exogym --device cpu SCRIPT" in err
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["exogym", "--device", "cpu", script, "5"])
+        assert ended.value.code == 5
+
+
+class OfMyOwn(SPARTAStrategy):
+    """Runs rank by rank: what a selector keeps is keyed by the rank's parameters."""
+
+    def step(self) -> None:
+        super().step()
+
+
+@pytest.mark.parametrize("selector", [ShuffledSequentialIndexSelector, PartitionedIndexSelector])
+def test_a_selector_goes_on_after_a_resume(selector: Any, tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(10, (64,)))
+
+    def run(steps: int, **options: Any) -> torch.Tensor:
+        strategy = OfMyOwn(OptimSpec(torch.optim.Adam, lr=0.1), p_sparta=0.3, lr_scheduler="lambda_cosine")
+        strategy.index_selector = strategy.communication_modules[0].index_selector = selector(0.3)
+        trainer = vecgym.Trainer(make_model("MLP"), data)
+        trainer.fit(PerRank(strategy), 3, max_steps=steps, batch_size=4, progress=False, device="cpu", **options)
+        return torch.cat([p.flatten() for p in trainer.nodes.params.values()])
+
+    whole = run(6, save_dir=tmp_path, checkpoint_interval=3, keep_checkpoints=9)
+    assert torch.equal(run(6, resume=tmp_path / "step-000000003.pt"), whole)

@@ -23,7 +23,6 @@ from vecgym.engine.backend import Local
 from vecgym.engine.compiled import Compiled, first_part
 from vecgym.engine.stateless import StatelessModel
 from vecgym.models import Classifier
-from vecgym.runs.verification import Report, verify
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, Strategy
 
 TRACED = [name for name in MODELS if name not in (*NO_VMAP, "LSTM")]
@@ -132,48 +131,41 @@ def test_a_process_may_compile_more_models_than_torch_counts() -> None:
         assert computed(engine, batch(size)).losses.isfinite().all()
 
 
-@pytest.mark.usefixtures("_traced_only")
-def test_verify_has_a_row_for_the_compiled_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    def report() -> Report:
-        strategy = DiLoCoStrategy("adamw", H=2, lr=0.01)
-        return verify(strategy, make_model("MLP"), dataset("MLP", 40), num_nodes=2, steps=4, compile=True)
-
-    right = report()
-    assert right.passed
-    assert [check.name for check in right.checks] == ["exact", "native", "compiled"]
-    assert len(right.checks[-1].rows) == 4
-    assert right.checks[-1].bound == 1e-12
-    given = Compiled.gradients
-
-    def off(self: Compiled, *args: Any) -> Local:
-        local = given(self, *args)
-        return local._replace(grads={name: g * (1 + 1e-11) for name, g in local.grads.items()})
-
-    monkeypatch.setattr(Compiled, "gradients", off)
-    wrong = report()
-    assert [check.passed for check in wrong.checks] == [True, True, False]
-    assert "compiled" in str(wrong)
-
-
-@pytest.mark.usefixtures("_traced_only")
-def test_verify_says_that_a_model_is_not_compiled() -> None:
-    with pytest.warns(VecgymWarning), pytest.raises(ValueError, match="cannot be compiled"):
-        verify(
-            DiLoCoStrategy("sgd", lr=0.1), make_model("LSTM"), dataset("LSTM", 40), num_nodes=2, steps=1, compile=True
-        )
-
-
-@pytest.mark.usefixtures("_traced_only")
-@pytest.mark.parametrize("strategy", [DiLoCoStrategy("adamw", H=2, lr=0.01), AllReduceStrategy("adamw", lr=0.01)])
-def test_a_fit_compiled_is_that_of_vmap(strategy: Strategy) -> None:
+def both_fits(strategy: Strategy) -> tuple[Trainer, Trainer]:
+    """A run compiled, and one by vmap."""
     ours, theirs = (
         fit(make_model("MLP", dtype=torch.float64), strategy, data=dataset("MLP", 40, dtype=torch.float64),
             max_steps=5, compile=compile)[0]
         for compile in (True, False)
     )  # fmt: skip
     assert (ours.history.settings["engine"], theirs.history.settings["engine"]) == ("compiled", "vmap")
-    torch.testing.assert_close(ours.nodes.params, theirs.nodes.params, rtol=0, atol=1e-12)
+    return ours, theirs
+
+
+def assert_same_state(ours: Trainer, theirs: Trainer) -> None:
+    for kind in ("params", "buffers", "optimizer", "strategy"):
+        torch.testing.assert_close(getattr(ours.state, kind), getattr(theirs.state, kind), rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_traced_only")
+@pytest.mark.parametrize("strategy", [DiLoCoStrategy("adamw", H=2, lr=0.01), AllReduceStrategy("adamw", lr=0.01)])
+def test_a_fit_compiled_is_that_of_vmap(strategy: Strategy) -> None:
+    ours, theirs = both_fits(strategy)
+    assert_same_state(ours, theirs)
     assert [row["bytes_total"] for row in ours.history] == [row["bytes_total"] for row in theirs.history]
+
+
+@pytest.mark.usefixtures("_traced_only")
+def test_a_difference_between_the_fits_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Compiled.gradients
+
+    def off(self: Compiled, *args: Any) -> Local:
+        local = given(self, *args)
+        return local._replace(grads={name: g * (1 + 1e-10) for name, g in local.grads.items()})
+
+    monkeypatch.setattr(Compiled, "gradients", off)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_state(*both_fits(DiLoCoStrategy("sgd", H=2, lr=0.1)))
 
 
 @pytest.mark.usefixtures("_traced_only")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from tests.accounting import accounted
 from tests.models import make_data, make_model
 from tests.test_properties import STRATEGIES, WithEmpty, make_per_node
 from vecgym import strategy
@@ -23,7 +24,7 @@ from vecgym.collectives.distributed import DistributedCollectives, buckets, chec
 from vecgym.collectives.ledger import Ledger
 from vecgym.collectives.wire import Wire
 from vecgym.runs import multiprocess
-from vecgym.runs.lockstep import Case, compare
+from vecgym.runs.lockstep import Case
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -92,7 +93,7 @@ def every_case(link: multiprocess.Link, steps: int) -> dict[str, dict[str, Any]]
             model = WithEmpty(model) if name.endswith(EMPTY) else model
             data = TensorDataset(*make_data("Dropout", 64, dtype=torch.float64))
             given = Case(make(), model, data, K, steps, num_examples=EXAMPLES)
-            for W, check in zip(mine, compare(given, list(mine.values()), exact=exact)):
+            for W, check in zip(mine, accounted(given, list(mine.values()), exact=exact)):
                 assert check.bound == (0.0 if exact else 1e-12)
                 found[f"{name} W={W} {check.name}"] = {"passed": check.passed, "first": check.finding}
     return found

@@ -101,6 +101,15 @@ def test_apart_by_a_little_every_staleness_is_the_number_of_others() -> None:
     assert [event.staleness for event in of(events, Arrival)] == [0, 1, 2, 3] + [3] * 16
 
 
+def test_to_look_ahead_sends_nothing() -> None:
+    """Whether node 1's message comes before the window closes is tried; it does not, and is sent once all the same."""
+    wires = Wires(1.0, up=[0.0, 3.0], down=[0.0, 0.0], latency=[0.0, 0.0])
+    rules = Rules((1, 1), max_wait=0.5, grace="until_last", wires=wires)
+    events = schedule(rules, lambda node, step: [1.0, 1.2][node], Stop(updates=5))
+    arrivals = [(event.node, event.time) for event in of(events, Arrival)]
+    assert arrivals == [(0, 1.0), (0, 2.0), (0, 3.0), (0, 4.0), (1, pytest.approx(4.2))]
+
+
 @pytest.mark.parametrize(
     ("grace", "max_wait", "begins"),
     [("full", 0.0, [1.0, 2.0]), ("full", 0.5, [1.5, 1.5]), ("until_last", 0.5, [1.4, 1.4]),

@@ -42,10 +42,6 @@ ONCE: dict[ModuleType, list[Case]] = {
         *(Case({"reader": "load_model", "run": "DDP", "damage": damage}, 1)
           for damage in ("truncated", "malicious", "of another kind", "garbage")),
         *(Case({"reader": "read_csv", "run": "DDP", "damage": "other cell"}, seed) for seed in range(8)),
-        *(Case({"reader": "load", "run": "DDP", "damage": "restructured"}, seed) for seed in (11, 19)),
-        *(Case({"reader": "resume", "run": "DDP", "damage": "restructured"}, seed) for seed in (26, 29)),
-        *(Case({"reader": "resume", "run": "one rank", "damage": "restructured"}, seed) for seed in (2, 23, 26)),
-        *(Case({"reader": "sweep", "run": "DDP", "damage": "restructured"}, seed) for seed in (0, 3, 13, 27, 30, 107)),
     ],
     arguments: [
         Case({"call": call, "given": {name: value}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -228,7 +229,39 @@ def test_functions_that_hold_the_models_own_parameters_are_refused() -> None:
         bias = model.first.bias
         model.inside = lambda x: x + bias
 
+    def default(model: Net) -> None:
+        model.first.weight.register_hook(lambda grad, w=model.first.weight: grad + 0.1 * w)
+
+    def keyword(model: Net) -> None:
+        model.first.weight.register_hook(lambda grad, *, of=model.second: grad + of.weight.mean())
+
+    def global_module(model: Net) -> None:
+        globals()["HELD"] = model
+        model.first.weight.register_hook(lambda grad: grad + HELD.first.weight)  # type: ignore[name-defined]  # noqa: F821
+
+    def decorated(model: Net) -> None:
+        model.first.weight.register_hook(torch.no_grad()(lambda grad: grad + model.first.weight))
+
+    class Decay:
+        def __init__(self, p: Tensor) -> None:
+            self.p = p
+
+        def __call__(self, grad: Tensor) -> Tensor:
+            return grad + 0.1 * self.p
+
+    def object_of(model: Net) -> None:
+        model.first.weight.register_hook(Decay(model.first.weight))
+
+    def partial(model: Net) -> None:
+        model.first.weight.register_hook(functools.partial(torch.add, model.first.weight))
+
     for change, where in (
+        (object_of, "hook of parameter 'first.weight'"),
+        (partial, "hook of parameter 'first.weight'"),
+        (decorated, "hook of parameter 'first.weight'"),
+        (default, "hook of parameter 'first.weight'"),
+        (keyword, "hook of parameter 'first.weight'"),
+        (global_module, "hook of parameter 'first.weight'"),
         (decay, "hook of parameter 'first.weight'"),
         (method, "hook of parameter 'first.weight'"),
         (forward, "hook of module 'second'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import numpy as np
@@ -193,14 +195,34 @@ def test_an_error_of_the_model_is_its_own(name: str, strategy: str, engine: str)
     with pytest.raises(RuntimeError) as raised:
         fit(make(), strategy, num_nodes=2, shuffle=False, engine=engine, **settings)
     message = str(raised.value)
+    if engine != "loop" and (engine == "vmap" or "one of" in message):  # all nodes at once
+        parts = [re.sub(r"node \d", 'one of the nodes 0 to 1 (engine="loop" says which)', part) for part in parts]
     for part in [*parts, "test_model_errors.py"]:
         assert part in message, f"{part!r} is not in {message!r}"
     assert "vmap" not in message
 
 
+class LateBranch(Asserting):
+    def forward(self, x: Tensor) -> Tensor:
+        loss = (self.weight * x).mean()
+        return loss if len(x) < 3 or loss.item() > 0 else -loss
+
+
+def test_what_vmap_cannot_run_is_said_when_it_comes() -> None:
+    """Also where the first batch, on which the model is tried, did not show it."""
+    engine = Engine(LateBranch(), engine="vmap")
+    engine.prepare(torch.ones(2, 2))
+    run = functools.partial(engine.gradients, {"weight": torch.ones(1)}, {}, seed=0, step=4)
+    run(torch.ones(2, 2))
+    with pytest.raises(
+        RuntimeError, match=r"(?s)vmap cannot run this model: .*\.item\(\).*loss if len.*engine=\"loop\""
+    ):
+        run(torch.ones(2, 3))
+
+
 def test_an_error_of_the_model_in_a_rollout_is_its_own() -> None:
     batches = TOKENS.view(3, 2, 2).mT
-    with pytest.raises(RuntimeError, match=r"node 1, step 2: IndexError: .*self\.table") as raised:
+    with pytest.raises(RuntimeError, match=r"nodes 0 to 1 .*, step 2: IndexError: .*self\.table") as raised:
         rollout(Table(), FedAvgStrategy("sgd"), batches, num_nodes=2, eval_batch=torch.zeros(2, dtype=torch.long))
     assert "differentiated" not in str(raised.value)
 
@@ -391,3 +413,30 @@ def test_what_cannot_be_written_is_said() -> None:
         rollout(Writing("clamped"), FedAvgStrategy("sgd"), torch.ones(2, 2, 2), num_nodes=2, eval_batch=torch.ones(2))
     with pytest.raises(ValueError, match=r"writes to its parameter 'w'.*AD-PSGD"):
         fit(Writing("clamped"), ADPSGDStrategy("sgd", "ring", lr=0.1), batch_size=2, compute=Compute(1.0), **WRITTEN)
+
+
+class OfKeywords(nn.Module):
+    """Returns what a model of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, batch: Any) -> Any:
+        return {"loss": self.layer(batch["x"]).mean()}
+
+
+class Labelled(OfKeywords):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        return self.layer(input_ids).mean()
+
+
+def test_a_batch_of_names_gets_advice_for_one() -> None:
+    data = [{"x": torch.ones(3)} for _ in range(24)]
+    advice = r"(.|\n)*return self\.net\(\*\*batch\)\.loss"
+    with pytest.raises(ValueError, match="returned a dict, not a scalar tensor" + advice):
+        fit(OfKeywords(), "FedAvg", data=data)
+    with pytest.raises(RuntimeError, match="must be Tensor, not dict" + advice):
+        fit(Net(), "FedAvg", data=data)
+    with pytest.raises(TypeError, match="missing a required argument: 'labels'" + advice):
+        fit(Labelled(), "FedAvg", data=data)

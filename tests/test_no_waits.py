@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cards import CARDS
 from tests.fitting import STRATEGIES, alone, dataset, same
 from tests.models import make_batches, make_model
 from tests.test_bad_input import Diverging
@@ -328,7 +329,7 @@ def test_a_run_waits_only_where_it_fetches(name: str, monkeypatch: pytest.Monkey
     assert run.history["step"] == list(range(13))
     # At 5 and 10 the losses; with an evaluation the losses, how far apart the nodes were before they exchanged
     # parameters (they are not where these are stored once), and all that it measured.
-    each = 2 if CATALOGUE[name].replicated else 3
+    each = 2 if CARDS[name].replicated else 3
     assert fetching.steps == [0, 5, *[6] * each, 10, *[12] * each]
 
 

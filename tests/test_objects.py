@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import enum
 import random
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from vecgym.core import rng
 from vecgym.core.objects import closed_over, defaults, globals_read, reachable, restore, state_of
@@ -27,12 +29,7 @@ class Holder:
     [
         [1, [2]],
         (1, (2,)),
-        collections.deque([1, 2]),
-        {1, 2},
-        frozenset({1, 2}),
         {"a": [1, {"b": None}]},
-        np.arange(3),
-        np.float32(0.5),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -52,6 +49,85 @@ def test_what_two_places_shared_they_share_again() -> None:
     one.made = {"a": shared, "b": shared}
     restore(two, state_of(one, {}), {})
     assert two.made["a"] is two.made["b"] is two.made["a"][1] is not shared
+
+
+def test_state_that_is_keyed_by_parameters() -> None:
+    """As EXO Gym's selectors of indices have it."""
+    one, two = (nn.Linear(2, 1) for _ in range(2))
+    first, second = Holder(), Holder()
+    first.made = {p: (torch.arange(3), i) for i, p in enumerate(one.parameters())}
+    restore(second, state_of(first, {id(p): n for n, p in one.named_parameters()}), dict(two.named_parameters()))
+    assert [id(p) for p in second.made] == [id(p) for p in two.parameters()]
+    assert [turn for _, turn in second.made.values()] == [0, 1]
+    assert all(torch.equal(order, torch.arange(3)) for order, _ in second.made.values())
+
+
+class Phase(enum.Enum):
+    WARM = 1
+
+
+@pytest.mark.parametrize(
+    "made",
+    [iter([1]), threading.Lock(), Phase.WARM, {torch.ones(1): 3}, 1j, [b"x"], np.arange(3), {1}],
+    ids=lambda made: type(made).__name__,
+)
+def test_what_is_exotic_is_refused_by_its_name(made: Any) -> None:
+    one = Holder()
+    one.made = [made]
+    with pytest.raises(TypeError, match=r"self\.made\[0\].* cannot be saved.*state_dict"):
+        state_of(one, {})
+
+
+def test_what_cannot_be_made_again_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    for made in (torch.optim.SGD([parameter], lr=0.1), torch.Generator(), max, Holder()):
+        one, two = Holder(), Holder()
+        one.made = made
+        with pytest.raises(ValueError, match=r"self\.made of the saved object was made while it worked"):
+            restore(two, state_of(one, {}), {})
+
+
+class WithOptimizer:
+    """Whose optimizer alone holds its parameter, and keeps state of another dtype."""
+
+    def __init__(self, value: float) -> None:
+        self.last: Any = None
+        self.optim = torch.optim.Adam([torch.full((2,), value, dtype=torch.bfloat16, requires_grad=True)])
+
+    @property
+    def parameter(self) -> Any:
+        return self.optim.param_groups[0]["params"][0]
+
+
+def test_the_parameters_of_an_optimizer_and_the_dtypes_of_its_state() -> None:
+    one, two = WithOptimizer(1.0), WithOptimizer(2.0)
+    one.parameter.grad = torch.ones_like(one.parameter)
+    one.optim.step()
+    one.optim.state[one.parameter]["exp_avg"] = torch.full((2,), 1 / 3)
+    parameter = two.parameter
+    restore(two, state_of(one, {}), {})
+    assert two.parameter is parameter
+    assert torch.equal(parameter, one.parameter)
+    assert torch.equal(parameter.grad, one.parameter.grad)
+    for name, x in one.optim.state[one.parameter].items():
+        assert torch.equal(two.optim.state[parameter][name], x)
+        assert two.optim.state[parameter][name].dtype == x.dtype
+
+
+def test_a_tensor_that_two_places_came_to_share_is_not_torn_apart() -> None:
+    one, two = WithOptimizer(1.0), WithOptimizer(2.0)
+    one.last = one.parameter  # met before the optimizer, in which the new one has another tensor
+    with pytest.raises(ValueError, match=r"self\.last of the saved object was made while it worked"):
+        restore(two, state_of(one, {}), {})
+
+
+def test_what_two_places_no_longer_share_is_two_tensors() -> None:
+    one, two = Holder(), Holder()
+    shared = torch.zeros(2)
+    one.made, two.made = [torch.ones(2), torch.zeros(2)], [shared, shared]
+    restore(two, state_of(one, {}), {})
+    assert torch.equal(torch.stack(two.made), torch.stack(one.made))
+    assert two.made[0] is shared
 
 
 def test_what_a_function_holds() -> None:

@@ -844,14 +844,17 @@ def test_a_delay_as_long_as_the_run_is_refused(module: CommunicationModule, max_
     CommunicateOptimizeStrategy([module]).check(2, max_steps + 3)
 
 
-@pytest.mark.parametrize("steps", [2**62, 10**30, 1_000_001])
-def test_a_queue_that_no_machine_can_hold_is_refused(steps: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "allowed"),
+    [*((n, r"a number in .0, 1000000.: ") for n in (2**62, 1_000_001)), (10**30, r"an integer >= 0 and < 2\*\*63: ")],
+)
+def test_a_queue_that_no_machine_can_hold_is_refused(steps: int, allowed: str) -> None:
     for make in (
         lambda: delayed(AveragingCommunicator(), steps),
         lambda: SparseCommunicator(delay=steps),
         lambda: OuterStep(Mean(), delay=steps),
     ):
-        with pytest.raises(ValueError, match=f"={steps} must be a number in .0, 1000000.: optimizer steps"):
+        with pytest.raises(ValueError, match=f"must be {allowed}optimizer steps"):
             make()
 
 
@@ -993,6 +996,7 @@ def test_recording_collectives_see_one_mean_per_exchange() -> None:
     assert [e.operation for e in ours.comm.ledger] == ["mean"] * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*never there")
 @pytest.mark.parametrize("delay", [1, 2, 12])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_late_of_tensors_so_small_that_nothing_is_drawn_is_each_nodes_own(seed: int, delay: int) -> None:

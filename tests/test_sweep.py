@@ -75,6 +75,8 @@ from vecgym.strategy import (
 )
 from vecgym.strategy.average import Weighting
 from vecgym.sweeps.axes import points
+from vecgym.sweeps.chunk import Chunk
+from vecgym.sweeps.stack import prepared_engine
 
 K = 4
 STEPS = 7
@@ -618,8 +620,8 @@ def test_without_validation_a_history_has_the_columns_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["DiLoCo", "participation", "DDP"])
-def test_a_configuration_that_diverges_leaves(name: str) -> None:
-    """... with the curve of the run alone, which ends in the same step; the others go on unharmed."""
+def test_a_curve_ends_where_its_configuration_diverges(name: str) -> None:
+    """... in the same step as the run alone; the others go on unharmed."""
     make: Callable[..., Strategy] = {
         "DiLoCo": lambda lr: DiLoCoStrategy("sgd", H=2, lr=lr, max_norm=None),
         "participation": lambda lr: FedAvgStrategy(OptimSpec("sgd", lr=lr, momentum=0.5), H=2, participation=0.5),
@@ -640,7 +642,28 @@ def test_a_configuration_that_diverges_leaves(name: str) -> None:
     assert "4 finished, 4 diverged" in repr(result)
 
 
-def test_the_first_of_a_stack_may_leave() -> None:
+@pytest.mark.parametrize("name", [*CASES, "per rank"])
+def test_every_strategy_beside_one_that_has_diverged(name: str) -> None:
+    """Its rows stay in the stack, as nan, in exchanges with others of the same kind too; and harm nobody."""
+    make, grid = {**CASES, "per rank": (lambda lr: PerRank("sgd", lr=lr), {"lr": [0.1]})}[name]
+
+    def model(start: str) -> nn.Module:
+        made = make_model("MLP", dtype=F64)
+        if start == "nan":
+            for p in made.parameters():
+                p.data.fill_(torch.nan)
+        return made
+
+    result = run_sweep(
+        make, {**{axis: list(values)[:1] for axis, values in grid.items()}, "start": ["nan", "usual"]}, model
+    )
+    assert len(result._runner.programs) == 1
+    assert [(row["status"], row["steps"]) for row in result.rows] == [("diverged", 1), ("finished", STEPS)]
+    check_row(result, 1)
+    assert all(x is None for x in result.history(0)["val_loss"][1:]), "nothing is recorded of it any more"
+
+
+def test_the_first_of_a_stack_may_diverge() -> None:
     result = run_sweep(lambda outer_lr, H: DiLoCoStrategy("adamw", H=H, lr=0.01, outer_lr=outer_lr),
                        {"outer_lr": [1e250, 0.4, 1e300, 1.0], "H": [2, 3], "seed": [0, 1]})  # fmt: skip
     assert [row["status"] for row in result.rows] == (["diverged"] * 4 + ["finished"] * 4) * 2
@@ -662,7 +685,8 @@ def test_the_first_of_a_stack_may_leave() -> None:
 )  # fmt: skip
 def test_exchanges_that_are_alike_are_one(make: Any, grid: dict[str, Any], sizes: list[int]) -> None:
     runner = run_sweep(make, grid, dry_run=True)._runner
-    chunk = runner._chunk(runner.programs[0].chunks[0])
+    configs = runner.programs[0].configs
+    chunk = Chunk(configs, prepared_engine(configs, runner.options))
     assert [exchange.size for exchange in chunk.merged.exchanges] == sizes
 
 
@@ -678,6 +702,21 @@ def test_all_may_diverge() -> None:
     assert [row["status"] for row in result.rows] == ["diverged"] * 2
     with pytest.raises(ValueError, match="no configuration that finished"):
         result.best("val_loss")
+
+
+def test_a_stack_of_which_nothing_is_left_ends() -> None:
+    tensors = make_data("MLP", 90, 0, F64)
+    assert isinstance(tensors, tuple)
+    reads = []
+    for max_steps in (6, 60):
+        counted = Interrupting(*tensors, after=-1)
+        result = sweep(
+            make_model("MLP", dtype=F64), counted, strategy=lambda lr: FedAvgStrategy("sgd", lr=lr), num_nodes=K,
+            grid={"lr": [1e200, 1e300]}, max_steps=max_steps, batch_size=4, device="cpu", progress=False,
+        )  # fmt: skip
+        assert max(row["steps"] for row in result.rows) <= 3
+        reads.append(counted.left)
+    assert reads[0] == reads[1]
 
 
 class Interrupting(TensorDataset):
@@ -740,7 +779,7 @@ def test_interrupted_and_resumed(name: str, after: int, tmp_path: Path) -> None:
     assert calls > -third.left
 
 
-def test_resumed_after_some_have_left(tmp_path: Path) -> None:
+def test_resumed_after_some_have_diverged(tmp_path: Path) -> None:
     """Those that diverged stood between exchanges that are alike, whose states stay apart."""
 
     def strategy(lr: float, H: int) -> Strategy:
@@ -784,20 +823,30 @@ class Cosine(Sine):
 def other_weights() -> nn.Module:
     model = Sine()
     with torch.no_grad():
-        model.net.weight[3, 3] += 1e-12
+        model.net.weight[3] += 0.1
     return model
+
+
+def other_forward() -> nn.Module:
+    """Of a class of the same name."""
+    Renamed: Any = type("Sine", (Sine,), {"forward": Cosine.forward})
+    return Renamed()
 
 
 def other_data(name: str = "MLP", num_examples: int = 90) -> Any:
     x, y = data(name, num_examples).tensors
-    return TensorDataset(x, y.index_fill(0, torch.tensor([num_examples // 2]), 0))
+    return TensorDataset(x + 0.1, y)
+
+
+def decaying(factor: float) -> Callable[[int], float]:
+    return lambda step: factor**step
 
 
 def kept(path: Path, **given: Any) -> SweepResult:
     """Two configurations, in a file; every argument may be another one."""
     settings: dict[str, Any] = {
         "model": Sine(), "train": data(), "val": data(num_examples=10, seed=1), "grid": {"lr": [0.1, 0.01]},
-        "schedule": lambda step: 0.9**step, "groups": no_decay, "H": 2, "num_nodes": 2, "max_steps": 2,
+        "schedule": decaying(0.9), "groups": no_decay, "H": 2, "num_nodes": 2, "max_steps": 2,
         "batch_size": 4, "val_interval": 1, "weights": torch.arange(2000.0), **given,
     }  # fmt: skip
     model, train, val, schedule, groups, H, weights = (
@@ -817,14 +866,16 @@ def kept(path: Path, **given: Any) -> SweepResult:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "weights": ({"model": other_weights()}, r"model\.net\.weight: saved float64 \[10, 16\] with checksum"),
-    "forward": ({"model": Cosine()}, "model: saved Sine, given Cosine"),
-    "data": ({"train": other_data()}, r"training data\.tensors\[1\]: saved int64 \[90\] with checksum"),
+    "weights": ({"model": other_weights()}, r"loss of the initial model: saved 2\.[0-9]+, given 2\."),
+    "class": ({"model": Cosine()}, "model: saved Sine, given Cosine"),
+    "forward": ({"model": other_forward()}, r"loss of the initial model: saved 2\.[0-9]+, given 2\."),
+    "data": ({"train": other_data()}, "first batch of the training data of 2 nodes: saved checksum"),
+    "validated": ({"val": TensorDataset(*data(num_examples=10, seed=2).tensors)}, "first batch of the validation data"),
     "read data": ({"train": Rows(data().tensors)}, "training data: saved TensorDataset of 90, given Rows of 90"),
     "validation": ({"val": data(num_examples=11, seed=1)}, "validation data: saved TensorDataset of 10, given"),
     "no validation": ({"val": None}, "validation data: saved TensorDataset of 10, given None"),
-    "schedule": ({"schedule": lambda step: 0.8**step}, r"strategy\.lr_scheduler\(\) of row 1: other code"),
-    "groups": ({"groups": lambda name, p: {}}, r"strategy\.inner_optim\.param_groups\(\): other code"),
+    "schedule": ({"schedule": decaying(0.8)}, r"learning rate of step 1 of row 1: saved 0\.009, given 0\.008"),
+    "groups": ({"groups": lambda name, p: {}}, r"strategy\.inner_optim\.param_groups: saved no_decay, given .*lambda"),
     "tensor": (
         {"weights": torch.arange(2000.0).index_fill(0, torch.tensor([1000]), 0.0)},
         r"strategy\.communication_modules\[0\]\.table: saved float32 \[2000\] with checksum",
@@ -864,7 +915,7 @@ def test_another_sweep_is_refused_saying_what_differs(name: str, kept_file: Path
 def test_the_same_sweep_goes_on(kept_file: Path) -> None:
     """Objects made anew, and what changes rounding only."""
     assert kept(kept_file).num_pending == 0
-    assert kept(kept_file, engine="loop", chunk_configs=1, schedule=lambda step: 0.9**step).num_pending == 0
+    assert kept(kept_file, engine="loop", chunk_configs=1, schedule=decaying(0.9)).num_pending == 0
 
 
 class Noise(Rows):
@@ -879,14 +930,14 @@ GENERATOR = torch.Generator()
 
 
 def test_data_that_are_no_tensors_are_recognised_by_examples(tmp_path: Path) -> None:
-    """Of a class, or made by a function; those that differ at every read by their form."""
+    """Of a class, or made by a function; those that differ at every read by their number."""
     x, y = data().tensors
     for i, make in enumerate([Rows, Noise, lambda held: lambda rank, num_nodes, train: Rows(held)]):
         path = tmp_path / f"{i}.pt"
         kept(path, train=make((x, y)))
         assert kept(path, train=make((x, y))).num_pending == 0
         with pytest.raises(ValueError, match="training data"):
-            kept(path, train=make((x + 1, y)))
+            kept(path, train=make((x[:80], y[:80]) if make is Noise else (x + 1, y)))
 
 
 def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -> None:
@@ -900,25 +951,11 @@ def test_files_that_are_no_results_of_a_sweep(kept_file: Path, tmp_path: Path) -
     runfile.write(run, {"identity": {}})
     with pytest.raises(ValueError, match=r"run\.pt holds no sweep"):
         kept(run)
-    held = runfile.read(kept_file)
-    runfile.write(run, {**held, "identity": {**held["identity"], "python": "3.9", "model.forward()": "code 00"}})
-    with pytest.warns(VecgymWarning, match=r"was written with Python 3\.9; this is .* has not been checked"):
-        assert kept(run).num_pending == 0
 
 
-@pytest.mark.parametrize("name", ["train_losses", "active", "bytes"])
-def test_a_table_of_another_form_is_named(name: str, kept_file: Path, tmp_path: Path) -> None:
+def test_results_of_another_form_are_named(kept_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "sweep.pt"
-    for other in (Tensor.half, Tensor.tolist, Tensor.to_sparse, lambda x: x[:1], lambda x: x.to("meta"), None):
-        held = torch.load(kept_file, weights_only=True)
-        columns = held["sweep"]["curves"][0]["columns"]
-        found = columns.pop(name)
-        if other is not None:
-            columns[name] = other(found)
-        torch.save(held, path)
-        with pytest.raises(ValueError, match=rf"sweep\.pt is not what .* \['sweep'\].*\['columns'\]\['{name}'\]"):
-            kept(path)
-    runfile.write(path, {**runfile.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})  # in its form too
+    runfile.write(path, {**runfile.read(kept_file), "sweep": {"chunks": [], "curves": {0: {}}}})
     with pytest.raises(ValueError, match=r"sweep\.pt is not what .*KeyError"):
         kept(path)
 
@@ -1135,10 +1172,10 @@ def test_ranges_that_cannot_be() -> None:
         LogUniform(0.0, 0.5)
 
 
-def test_a_grid_of_a_million_is_refused_with_its_price() -> None:
+def test_a_grid_of_a_million_is_refused() -> None:
     grid = {"lr": [0.9**i for i in range(1, 101)], "H": range(1, 101), "seed": range(100)}
-    price = r"1,000,000 configurations, more than max_configs=10,000: about .* (days|hours|minutes) and .* here"
-    with pytest.raises(ValueError, match=price + ".*samples=100.*max_configs=1000000"):
+    message = r"1,000,000 configurations, more than max_configs=10,000: give samples=100 .*max_configs=1000000"
+    with pytest.raises(ValueError, match=message):
         run_sweep(outer, grid)
 
 

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import pathlib
+import pickle
 import re
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from vecgym.clock import Compute, Network
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, FedAvgStrategy, SPARTAStrategy
-from vecgym.sweeps import dispatch, jobs
+from vecgym.sweeps import dispatch
 
 F64 = torch.float64
 K = 2
@@ -106,22 +107,6 @@ class Inline(Executor):
             future.set_result(fn(*args, **kwargs))
         except BaseException as error:
             future.set_exception(error)
-        return future
-
-
-class Losing(Inline):
-    """The jobs with these numbers, of those that are sent, are lost with their workers."""
-
-    def __init__(self, *lost: int) -> None:
-        super().__init__()
-        self.lost = lost
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if self.submitted not in self.lost:
-            return super().submit(fn, *args, **kwargs)
-        self.submitted += 1
-        future: Future[Any] = Future()
-        future.set_exception(OSError("the worker was killed"))
         return future
 
 
@@ -322,13 +307,6 @@ class Branching(nn.Module):
 # ------------------------------------------------------------------------------------------------ what cannot be sent
 
 
-class Local:
-    """A class whose objects pickle cannot send."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError("cannot pickle 'Local' object")
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -345,14 +323,12 @@ def scheduled(factor: float) -> DiLoCoStrategy:
     return DiLoCoStrategy("sgd", H=2, lr=0.1, lr_scheduler=lambda step: factor)
 
 
-def test_what_pickle_cannot_send_is_found_before_anything_begins(pool: ProcessPoolExecutor) -> None:
+def test_what_pickle_cannot_send_is_its_own_error(pool: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
     settings: dict[str, Any] = {"grid": {"factor": [0.5, 1.0]}, "strategy": scheduled}
-    with pytest.raises(ValueError, match=r"a model or a strategy cannot be sent .*lambda.* Fix: define classes and"):
-        run(pool, **settings)
-    other = data()
-    other.extra = lambda: 1  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"the data or the options cannot be sent .*\n?.*Dask's, loky's"):
-        run(pool, dataset=other)
+    with pytest.raises((AttributeError, pickle.PicklingError), match=r"(?i)pickle.*lambda") as caught:
+        run(pool, Marked(tmp_path, fail), **settings)
+    assert str(caught.value.__cause__) == "in the stack of configurations 0 (factor=0.5), 1 (factor=1.0)"
+    assert list(tmp_path.iterdir()) == [], "nothing has begun"
 
 
 def test_axes_need_not_be_sent(pool: ProcessPoolExecutor) -> None:
@@ -374,23 +350,6 @@ def test_forked_workers_with_several_threads_are_refused(pool: ProcessPoolExecut
     torch.set_num_threads(2)
     with pytest.raises(ValueError, match=r"are forked, .* 2 threads, on cpu. Fix: .*get_context\(\"spawn\"\)"):
         run(pool)
-
-
-def test_nothing_is_left_of_a_refused_sweep(pool: ProcessPoolExecutor, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be sent"):
-        run(pool, grid={"factor": [0.5]}, strategy=scheduled)
-    run(Inline())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_executor_returns_futures() -> None:
-    class Strange(Executor):
-        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return fn(*args)
-
-    with pytest.raises(TypeError, match=r"Strange.submit returned b.*; an executor returns a concurrent.futures.Fut"):
-        run(Strange())
 
 
 # ------------------------------------------------------------------------------------------------ errors of the user
@@ -461,7 +420,10 @@ def test_an_error_is_that_of_one_process_and_the_others_are_saved(
     file = tmp_path / "sweep.pt"
     with pytest.raises(KeyError, match="no such example") as caught:
         run(pool, dataset=Marked(tmp_path / "begun", fail, on=4), resume=file)
-    assert "in fail" in str(caught.value.__cause__), "where it was, in the worker"
+    where = caught.value.__cause__
+    assert where is not None
+    assert str(where).startswith("in the stack of configurations ")
+    assert "in fail" in str(where.__cause__), "where it was, in the worker"
     saved = runfile.read(file)["sweep"]["curves"]
     assert {curve["status"] for curve in saved.values()} >= {"finished"}
     assert len(saved) >= 6
@@ -480,21 +442,23 @@ def test_an_error_that_cannot_be_pickled_comes_back_by_name(pool: ProcessPoolExe
 # ------------------------------------------------------------------------------------------------------- dead workers
 
 
-def test_a_lost_stack_is_sent_again_once() -> None:
-    executor = Losing(1)
-    assert_same(run(executor), run())
-    assert executor.submitted == 5
+@pytest.mark.parametrize(("lost", "named"), [(0, "0 (H=2, lr=0.01, seed=0)"), (3, "8 (H=3, lr=1e+200, seed=0)")])
+def test_the_error_of_an_executor_comes_with_the_configurations(lost: int, named: str, tmp_path: pathlib.Path) -> None:
+    class Losing(Inline):
+        """A job is lost with its worker."""
 
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future = super().submit(fn, *args, **kwargs)
+            if self.submitted == lost + 1:
+                future = Future()
+                future.set_exception(OSError("the worker was killed"))
+            return future
 
-def test_a_stack_that_is_lost_twice_is_an_error_with_its_configurations(tmp_path: pathlib.Path) -> None:
-    executor, file = Losing(1, 4), tmp_path / "sweep.pt"
-    with pytest.raises(RuntimeError, match=r"Losing has lost 1 stack, also when sent again, with configurations") as e:
-        run(executor, resume=file)
-    assert "5 (H=2, lr=0.02, seed=1)" in str(e.value)
-    assert "OSError: the worker was killed" in str(e.value)
-    assert isinstance(e.value.__cause__, OSError)
-    assert executor.submitted == 5
-    assert len(runfile.read(file)["sweep"]["curves"]) == 9
+    file = tmp_path / "sweep.pt"
+    with pytest.raises(OSError, match="the worker was killed") as caught:
+        run(Losing(), resume=file)
+    assert named in str(caught.value.__cause__)
+    assert len(runfile.read(file)["sweep"]["curves"]) == 9, "all others are kept"
     assert_same(run(resume=file), run())
 
 
@@ -503,10 +467,9 @@ def test_a_broken_pool_names_the_configurations_and_another_goes_on(tmp_path: pa
     file, dataset = tmp_path / "sweep.pt", Marked(tmp_path / "begun", die, on=3)
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, mp_context=context) as executor:
-        with pytest.raises(RuntimeError, match=r"ProcessPoolExecutor has lost 2 stacks") as caught:
+        with pytest.raises(BrokenProcessPool) as caught:
             run(executor, dataset, resume=file)
-        assert isinstance(caught.value.__cause__, BrokenProcessPool)
-        assert "With resume=path" in str(caught.value)
+        assert str(caught.value.__cause__).startswith("in the stack of configurations ")
     assert len(runfile.read(file)["sweep"]["curves"]) == 6
     with ProcessPoolExecutor(1, mp_context=context) as executor:
         assert_same(run(executor, dataset, resume=file), run())
@@ -516,63 +479,74 @@ def test_a_broken_pool_names_the_configurations_and_another_goes_on(tmp_path: pa
 def test_a_closed_executor() -> None:
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
-    with pytest.raises(RuntimeError, match=r"has lost 4 stacks.*cannot schedule new futures after shutdown"):
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown") as caught:
         run(executor)
+    assert "0 (H=2, lr=0.01, seed=0)" in str(caught.value.__cause__)
 
 
 # ------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
 def interrupt(parent: int) -> None:
+    """As in a terminal, where a worker gets it too."""
     os.kill(parent, signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.3)
 
 
-def test_ctrl_c_saves_what_there_is_and_resumes(pool: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
-    """Stacks under way end after their step, those that have not begun are not trained, and nothing is done twice."""
+def interrupt_sweep(parent: int) -> None:
+    os.kill(parent, signal.SIGINT)
+
+
+def test_ctrl_c_saves_what_there_is(pool: ProcessPoolExecutor, tmp_path: pathlib.Path) -> None:
+    """What hears it ends after its step, what has not begun is not trained, and the rest may come to its end."""
     (tmp_path / "begun").mkdir()
-    file, steps = tmp_path / "sweep.pt", {"max_steps": 4000, "val_interval": None, "chunk_configs": 2}
+    file, steps = tmp_path / "sweep.pt", {"max_steps": 400, "val_interval": None, "chunk_configs": 2}
     dataset = Marked(tmp_path / "begun", interrupt, on=2)
     begin = time.monotonic()
     with pytest.warns(VecgymWarning, match=r"interrupted: SweepResult\(12 configurations"):
         first = run(pool, dataset, resume=file, **steps)
     assert time.monotonic() - begin < 60
     statuses = [row["status"] for row in first.rows]
-    assert statuses.count("interrupted") >= 2
+    assert statuses.count("interrupted") >= 1
     assert statuses.count("pending") >= 4
     done = {i: row["steps"] for i, row in enumerate(first.rows) if row["status"] == "interrupted"}
-    assert all(0 < n < 4000 for n in done.values())
+    assert all(0 < n < 400 for n in done.values())
     partials = runfile.read(file)["sweep"]["partial"]
     assert sorted(i for each in partials for i in each["left"]) == sorted(done)
     for future in [pool.submit(time.sleep, 0) for _ in range(2)]:
         future.result(30)  # the workers are free
 
 
-class Stopping:
-    """Says after some steps that the sweep has ended."""
+class Interrupting(TensorDataset):
+    """Ctrl-C comes while some batch is read."""
 
-    def watch(self) -> Callable[[], bool]:
-        asked = iter(range(100))
-        return lambda: next(asked) == 3
+    left = -1
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return [tuple(x[i] for x in self.tensors) for i in indices]
 
 
 @pytest.mark.parametrize("executor", [None, "inline"])
 def test_a_sweep_that_was_interrupted_in_several_stacks_goes_on(executor: Any, tmp_path: pathlib.Path) -> None:
-    file, expected = tmp_path / "sweep.pt", run()
+    file, dataset, expected = tmp_path / "sweep.pt", Interrupting(*data().tensors), run()
 
     class Interrupted(Inline):
-        """Two jobs are stopped in the middle, as by a Ctrl-C."""
+        """Ctrl-C comes to two jobs, each in a process of its own."""
 
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            if self.submitted < 2:
-                fn.lease = Stopping()
+            dispatch._ended.clear()
+            dataset.left = 5 if self.submitted < 2 else -1
             return super().submit(fn, *args, **kwargs)
 
     with pytest.warns(VecgymWarning, match="interrupted"):
-        first = run(Interrupted(), resume=file)
+        first = run(Interrupted(), dataset, resume=file)
     assert len(runfile.read(file)["sweep"]["partial"]) == 2
     assert first.num_pending > 0
-    assert_same(run(Inline() if executor else None, resume=file), expected)
+    assert_same(run(Inline() if executor else None, dataset, resume=file), expected)
 
 
 def test_ctrl_c_does_not_wait_for_workers_that_do_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,16 +571,17 @@ def test_ctrl_c_does_not_wait_for_workers_that_do_not_hear(monkeypatch: pytest.M
 
 def test_a_job_that_begins_after_the_sweep_has_ended_trains_nothing() -> None:
     """A pool takes jobs out of the queue before a worker is free, and these cannot be cancelled."""
-    lease, elsewhere = jobs.Lease(), jobs.Lease()
-    seen = lease.watch()
-    assert not seen()
-    lease.end()
-    assert lease.watch()()
-    time.sleep(1.1 * jobs.ASK_EVERY_S)
-    assert seen()
-    elsewhere.place = ("another machine", 0, 0)
-    elsewhere.end()
-    assert not elsewhere.watch()()
+
+    class Kept(Inline):
+        jobs: list[Any] = []  # noqa: RUF012
+
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            self.jobs.append((fn, args))
+            return super().submit(fn, *args, **kwargs)
+
+    run(Kept(), max_steps=4)
+    for train, args in Kept.jobs:
+        assert pickle.loads(train(*args)) == {"curves": {}, "partial": None, "messages": []}
 
 
 SCRIPT = """
@@ -715,12 +690,11 @@ class TestDask:
         settings: dict[str, Any] = {"grid": {"factor": [0.5, 1.0]}, "strategy": scheduled}
         assert_same(run(executor_of_dask, **settings), run(**settings))
 
-    @pytest.mark.parametrize("allowed_failures", [3, 0])
-    def test_the_stack_of_a_killed_worker_runs_again_elsewhere_once(
-        self, cluster: Any, executor_of_dask: Executor, allowed_failures: int, tmp_path: pathlib.Path
+    def test_the_stack_of_a_killed_worker_runs_again_elsewhere(
+        self, cluster: Any, executor_of_dask: Executor, tmp_path: pathlib.Path
     ) -> None:
-        """With 3, the default, Dask itself sends it to another worker; with 0 it is a KilledWorker here."""
-        cluster.scheduler.allowed_failures = allowed_failures
+        """Dask itself sends it to another worker, `allowed_failures` times."""
+        cluster.scheduler.allowed_failures = 3
         dataset = Marked(tmp_path, die, on=2)
         assert_same(run(executor_of_dask, dataset), run())
         begun = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
@@ -731,19 +705,21 @@ class TestDask:
         self, cluster: Any, executor_of_dask: Executor, tmp_path: pathlib.Path
     ) -> None:
         cluster.scheduler.allowed_failures = 0
-        with pytest.raises(RuntimeError, match=r"ClientExecutor has lost .* also when sent again, .*KilledWorker"):
+        with pytest.raises(Exception, match="died") as caught:
             run(executor_of_dask, Marked(tmp_path, die, on=None), chunk_configs=12)
-        assert len(list(tmp_path.iterdir())) == 2
+        assert type(caught.value).__name__ == "KilledWorker"
+        assert "0 (H=2, lr=0.01, seed=0)" in str(caught.value.__cause__)
+        assert len(list(tmp_path.iterdir())) == 1
 
     def test_an_error_of_the_user(self, executor_of_dask: Executor, tmp_path: pathlib.Path) -> None:
         with pytest.raises(KeyError, match="no such example"):
             run(executor_of_dask, Marked(tmp_path, fail))
 
-    def test_ctrl_c(self, cluster: Any, executor_of_dask: Executor, tmp_path: pathlib.Path) -> None:
-        """Workers on this machine see that the sweep has ended."""
+    def test_ctrl_c(self, executor_of_dask: Executor, tmp_path: pathlib.Path) -> None:
+        """What is under way is left to itself."""
         begin = time.monotonic()
         with pytest.warns(VecgymWarning, match=r"interrupted: SweepResult"):
-            result = run(executor_of_dask, Marked(tmp_path, interrupt), max_steps=20_000, val_interval=None)
+            result = run(executor_of_dask, Marked(tmp_path, interrupt_sweep), max_steps=500, val_interval=None)
         assert time.monotonic() - begin < 60
-        assert {row["status"] for row in result.rows} == {"interrupted", "pending"}
-        assert executor_of_dask.submit(int).result(30) == 0
+        assert "pending" in {row["status"] for row in result.rows}
+        assert executor_of_dask.submit(int).result(60) == 0

@@ -85,7 +85,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym.runs.verification import verify
     from vecgym.sweeps import LogUniform, SweepResult, Uniform, sweep
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CSVLogger",

@@ -471,10 +471,12 @@ def _twin_compressed(s: Settings, module: Any, run: Run) -> naive.Module:
             return torch.randperm(n, generator=rng.generator(run.seed, f"compress {phase} {name}", t))[:m]
 
         if method == "topk":
-            return compression.topk(fraction)
-        if method == "randomk":
-            return compression.randomk(fraction, coordinates)
-        return compression.sign() if method == "sign" else compression.quantise(8 if method == "int8" else 4)
+            full = compression.topk(fraction)
+        elif method == "randomk":
+            full = compression.randomk(fraction, coordinates)
+        else:
+            full = compression.sign() if method == "sign" else compression.quantise(8 if method == "int8" else 4)
+        return lambda t, name, node, p: full(t, name, node, p) if p.numel() else p
 
     def code_bytes(n: int) -> float:
         if method == "sign":

@@ -66,7 +66,7 @@ UNCALLED = {
     "vecgym.engine.EngineName": "a type alias",
     "vecgym.data.Examples": "a protocol",
     **{f"vecgym.runs.multiprocess.Link{name}": "made by multiprocess.run for each process" for name in
-       ("", ".send", ".beat", ".put")},
+       ("", ".send", ".beat")},
     "vecgym.runs.multiprocess.joined": "within the processes of a group",
     "vecgym.strategy.all_gather": "within the step of a strategy written for one rank",
     "vecgym.strategy.all_reduce": "within the step of a strategy written for one rank",
@@ -249,7 +249,7 @@ def found_schedule() -> vecgym.OptimizedSchedule:
 
 
 def check() -> Check:
-    return Check("exact", 0.0, (Difference(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0),))
+    return Check("exact", 0.0, (Difference(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
 
 def simulator() -> diloco_sim.DilocoSimulator:
@@ -443,6 +443,9 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
         "engine": engine, "state": lambda: simulation().init(),
         "sets": lambda: [data.EvalBatches(examples(4), 2, None, K)]}
        for name in ("evaluate_each", "evaluated_columns")},
+    "vecgym.runs.evaluation.among": {"members": lambda: [0]},
+    **{f"vecgym.{name}.result": {"state": lambda: simulation().init()} for name in
+       ("engine.simulation.Simulation", "strategy.Strategy")},
     "vecgym.runs.evaluation.averages": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.consensus_distances": {"num_configs": lambda: 1},
     "vecgym.runs.evaluation.everyone": {"x": lambda: torch.ones(K)},
@@ -452,8 +455,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.engine.Engine.gradients": {"seed": lambda: 1},
     "vecgym.engine.Engine.use": {"plan": lambda: Plan("vmap")},
     "vecgym.engine.Plan.chunks": {"num_threads": lambda: 1},
-    "vecgym.engine.Plan.alternatives": {"facts": lambda: ModelFacts(frozenset(), frozenset(), False, flop=1),
-                                        "num_nodes": lambda: K, "device": lambda: torch.device("cpu")},
     "vecgym.engine.choose_plan": {"facts": lambda: ModelFacts(frozenset(), frozenset(), False, flop=1),
                                  "num_threads": lambda: 1},
     "vecgym.engine.check_settings": {"chunk_size": lambda: None, "node_threads": lambda: None},
@@ -516,7 +517,6 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     **{f"vecgym.strategy.{name}.of_codes": {"codes": _codes, "codec": compress.Sign, "like": tree_of_nodes}
        for name in ("Mean", "Robust", "ServerMean")},
     "vecgym.strategy.Strategy.exchange_moments": {"optimizer": dict, "state": dict},
-    "vecgym.strategy.Strategy.recordable_step": {"state": lambda: {"step": torch.ones(1, dtype=torch.int64)}},
     "vecgym.strategy.Strategy.take_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0])},
     "vecgym.strategy.Strategy.put_rows": {"state": tree_of_nodes, "rows": lambda: torch.tensor([0]),
                                          "new": lambda: {"w": torch.ones(1, DIM)}, "inplace": lambda: False},
@@ -674,6 +674,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "vecgym.clock.AsyncTimeline": lambda: copy.deepcopy(_asynchronous().timeline()),
     "vecgym.strategy.Server": OuterOptimizer,
     "vecgym.strategy.DelayedNesterov": lambda: DelayedNesterov(buffer=2),
+    "vecgym.strategy.HeLoCo": lambda: HeLoCo(rho=1.0),
     "vecgym.Trainer": trained,
     "vecgym.History": history,
     "vecgym.clock.Timeline": lambda: price([[transfer()]], Network(1e9), Compute(0.4)),

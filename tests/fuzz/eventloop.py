@@ -52,13 +52,17 @@ class Agenda:
 
 @dataclass
 class Lines:
-    """The lines between nodes and one server: seconds a byte, and of latency. A node's line has two directions."""
+    """The lines between nodes and one server: seconds a byte, and of latency. A node's line has two directions.
+
+    What is sent goes in `messages` that follow one another, each when the one before is there: so many latencies.
+    """
 
     num_bytes: float
     up: Sequence[float]
     down: Sequence[float]
     latency: Sequence[float]
     server: float = 0.0
+    messages: int = 1
     free: dict[End, float] = field(default_factory=dict)  # until when each end is busy
 
     def carry(self, ready: float, ends: Sequence[tuple[End, float]], latency: float, share: float = 1.0) -> float:
@@ -67,20 +71,21 @@ class Lines:
             self.free[end] = max(ready, self.free.get(end, 0.0)) + share * self.num_bytes * pace
         return max(self.free[end] for end, _ in ends) + latency
 
-    def to_server(self, node: int, ready: float, share: float = 1.0) -> float:
+    def to_server(self, node: int, ready: float, share: float = 1.0, messages: int | None = None) -> float:
         ends = [(("up", node), self.up[node]), (("in", 0), self.server)]
-        return self.carry(ready, ends, self.latency[node], share)
+        return self.carry(ready, ends, (messages or self.messages) * self.latency[node], share)
 
-    def to_node(self, node: int, ready: float, share: float = 1.0) -> float:
+    def to_node(self, node: int, ready: float, share: float = 1.0, messages: int | None = None) -> float:
         ends = [(("down", node), self.down[node]), (("out", 0), self.server)]
-        return self.carry(ready, ends, self.latency[node], share)
+        return self.carry(ready, ends, (messages or self.messages) * self.latency[node], share)
 
     def swap(self, i: int, j: int, ready: float) -> float:
         """Two nodes send each other a message, both at once: from when all four ends are free, as fast as all can."""
         ends = [("up", i), ("down", j), ("up", j), ("down", i)]
         pace = max(self.up[i], self.up[j], self.down[i], self.down[j])
         start = max(ready, *(self.free.get(end, 0.0) for end in ends))
-        return self.carry(start, [(end, pace) for end in ends], max(self.latency[i], self.latency[j]))
+        latency = self.messages * max(self.latency[i], self.latency[j])
+        return self.carry(start, [(end, pace) for end in ends], latency)
 
 
 def no_lines(num_nodes: int) -> Lines:
@@ -596,6 +601,7 @@ class Fragment:
 
     names: list[str]
     share: float  # of all bytes
+    cuts: int  # messages in which it is sent
     offset: int
     center: Center
     version: int = 0
@@ -607,6 +613,7 @@ class Merging:
     """How learners and the server of fragments work together; `grace` is of the seconds in which a quorum came."""
 
     parts: Sequence[Sequence[str]]
+    cuts: Sequence[int]  # messages in which each is sent
     make: Callable[[], Center]
     quorum: int
     H: int
@@ -629,7 +636,8 @@ class Fragments(Loop):
         total, F, self.pieces = sum(map(size_of, self.start.values())), len(rules.parts), []
         for p, names in enumerate(rules.parts):
             share = sum(size_of(self.start[name]) for name in names) / total
-            self.pieces.append(Fragment(list(names), share, (p + 1) * rules.H // F % rules.H, rules.make()))
+            offset = (p + 1) * rules.H // F % rules.H
+            self.pieces.append(Fragment(list(names), share, rules.cuts[p], offset, rules.make()))
             self.pieces[p].center.start({name: self.start[name] for name in names}, num_nodes)
         self.held = [[Held(piece.center.sends()) for piece in self.pieces] for _ in self.nodes]
 
@@ -659,7 +667,7 @@ class Fragments(Loop):
         piece, mine = self.pieces[p], self.held[i][p]
         own = self.nodes[i].get(piece.names)
         message = mine.version, {name: x - own[name] for name, x in mine.base.items()}, list(mine.losses)
-        there = self.lines.to_server(i, now, piece.share)
+        there = self.lines.to_server(i, now, piece.share, piece.cuts)
         who = i * len(self.pieces) + p
         self.agenda.add(there, self.ARRIVES, who, lambda then: self.arrives(i, p, message, then))
 
@@ -698,7 +706,7 @@ class Fragments(Loop):
     def reply(self, i: int, p: int, now: float) -> None:
         piece, mine = self.pieces[p], self.held[i][p]
         news, who = (piece.version, copied(piece.center.theta)), i * len(self.pieces) + p
-        there = self.lines.to_node(i, now, piece.share)
+        there = self.lines.to_node(i, now, piece.share, piece.cuts)
         self.agenda.add(there, self.COMES, who, lambda then: setattr(mine, "arrived", news))
 
 

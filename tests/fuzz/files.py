@@ -441,42 +441,8 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(value)
 
 
-OTHER: list[Callable[[], Any]] = [
-    lambda: None, lambda: "abc", lambda: b"abc", lambda: [], dict, lambda: {"ndarray": 3}, lambda: {"a": {}}, tuple,
-    lambda: float("nan"), lambda: torch.zeros(()), lambda: torch.zeros(0), lambda: torch.zeros(7, 5, 3),
-    lambda: torch.zeros(2, dtype=torch.complex64), lambda: torch.zeros(3, device="meta"), lambda: torch.zeros(3).half(),
-    lambda: torch.eye(3).to_sparse(), lambda: [[[[]]]], lambda: 1.5, lambda: {1: 2}, lambda: set(),
-]  # fmt: skip
-COUNTS = (-1, 10**6, 2**62, 10**30, True, 0.5)  # of what says how many
-
-
-def restructured(file: Path, draw: random.Random) -> None:
-    """One thing in the tree is gone, renamed, or of another type or shape; what says how many, of another value."""
-    held = torch.load(file, weights_only=True)
-    places = list(_places(held))
-    tree, key = draw.choice(places[:12] if draw.random() < 0.2 else places)
-    old = tree[key]
-    how = draw.random()
-    if how < 0.2:
-        del tree[key]
-    elif how < 0.3 and isinstance(tree, dict):
-        tree[f"{key}_" if isinstance(key, str) else key + 1000] = tree.pop(key)
-    elif isinstance(old, int) and key in ("step", "num_nodes", "version", "length") and how < 0.8:
-        tree[key] = draw.choice([value for value in COUNTS if value != old])
-    elif isinstance(old, Tensor) and how < 0.8:
-        shaped: list[Callable[[], Any]] = [
-            lambda: old[None], lambda: old.flatten()[:-1], lambda: torch.cat([old.flatten(), old.flatten()]),
-            lambda: old.bool() if old.dtype is not torch.bool else old.float(), lambda: old.to(torch.complex64),
-            lambda: old.to("meta"), lambda: old.to_sparse() if old.dim() else old[None], lambda: old.tolist(),
-        ]  # fmt: skip
-        tree[key] = draw.choice(shaped)()
-    else:
-        tree[key] = draw.choice(OTHER)()
-    torch.save(held, file)
-
-
 OF_TORCH: dict[str, Callable[[Path, random.Random], None]] = {
-    "malicious": malicious, "parts changed": parts_changed, "restructured": restructured,
+    "malicious": malicious, "parts changed": parts_changed,
 }  # fmt: skip
 
 # --------------------------------------------------------------------------------- damage to tables and programs

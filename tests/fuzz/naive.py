@@ -323,7 +323,7 @@ class TopKSparse(Module):
                 moved = (x[name] - last).abs().view(n)
                 sent = torch.argsort(moved, descending=True, stable=True)[:k]
                 values = x[name].view(n)[sent]
-                if self.bits is not None:
+                if self.bits is not None and n > 0:
                     values = compression.quantise(self.bits)(t, name, node, values)
                 for c, value in zip(sent.tolist(), values):
                     heard.setdefault(c, []).append(value.clone())
@@ -376,6 +376,9 @@ class DeMo(Module):
     def _decoded(self, grads: Values) -> dict[str, Tensor]:
         result = {}
         for name, first in grads[0].items():
+            if first.numel() == 0:
+                result[name] = first
+                continue
             shape, flats = fold(first.shape), []
             for delta, g in zip(self.deltas, grads):
                 delta[name] = self.decay * delta[name] + g[name]

@@ -41,7 +41,10 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 def odd(draw: Random) -> Settings:
     settings = draw_settings(draw)
-    settings["model"] = draw.choice(sorted(problems.ODD))
+    models = [name for name in problems.ODD for _ in range(1 if name in problems.REFUSED else 3)]
+    if "adafactor" in repr(settings):  # torch's own fails on a parameter without elements
+        models = [name for name in models if name != "empty"]
+    settings["model"] = draw.choice(models)
     if settings["inner"]["name"] in ("muon", "lbfgs", "asgd"):
         settings["inner"] = {"name": "adamw", "lr": 0.05}
     settings.pop("data", None)
@@ -120,7 +123,7 @@ def run_compiled(s: Settings, seed: int) -> Outcome:
                 return Refusal(f"{type(error).__name__}: {error}") if deliberate(error) else crash(error)
             if not gap <= TOLERANCE:
                 return Failure(f"compiled: {s['model']}", f"model {i} differs by {gap:.2g}")
-            if engine != "compiled":
+            if engine != "compiled" and s["model"] != "counting":  # which would be compiled anew in every step
                 told = "; ".join(str(one.message) for one in said)
                 return Failure(
                     f"not compiled: {s['model']}", f"model {i} of {s['compiled']} is run by {engine}: {told}"

@@ -233,6 +233,27 @@ class Following(Written):
         return super().forward(batch) + (self.first.bias - self.slow).square().sum()
 
 
+class Seldom(Written):
+    """To a buffer, and to a parameter, in every third pass only."""
+
+    slow: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slow", torch.zeros(5))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def write(self, x: Tensor) -> None:
+        self.count.add_(1)
+        if int(self.count) % 3 == 0:
+            self.slow.copy_(self.first.bias)
+            self.second.bias.mul_(0.9)
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch) + (self.first.bias - self.slow).square().sum()
+
+
 class Teacher(Written):
     """To a frozen parameter, which follows one that is trained."""
 
@@ -280,10 +301,12 @@ ODD: dict[str, Callable[[], nn.Module]] = {
     "centered": Centered,
     "refilled": Refilled,
     "following": Following,
+    "seldom": Seldom,
     "teacher": Teacher,
     "normed": Normed,
     "counting": Counting,
 }
+REFUSED = ("seldom", "teacher")  # for what all nodes hold together they would write to
 UNUSED = {"partly": ("unused",), "idle": ("idle.weight", "idle.bias", "idle_scale", "idle_none")}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.cards import CARDS
 from vecgym import OptimSpec
 from vecgym.compress import PowerSGD, RandomK
 from vecgym.strategy import (
@@ -54,6 +55,7 @@ class Kind:
         server: a server takes part, so that nodes need not send what they receive.
         choosy: it takes the largest of many values, or signs, so that rounding may choose.
         shared: the run's model is not the mean of the nodes.
+        resting: some nodes leave out steps. With an availability they count their own from then on.
     """
 
     make: Callable[..., Strategy]
@@ -61,6 +63,7 @@ class Kind:
     server: bool = False
     choosy: bool = False
     shared: bool = False
+    resting: bool = False
 
 
 def composed(*modules: Any) -> Callable[..., Strategy]:
@@ -81,15 +84,17 @@ def nesterov() -> OptimSpec:
 
 
 NAMED = {"fedavg-islands", "fedavg-participation", "palsgd", "noloco", "gossip", "gossip-matching", "streaming-4-bits"}
+RESTING = {"fedavg-participation", "palsgd"}
 CHOOSY = {"demo", "diloco-topk", "sparseloco", "streaming-4-bits"}
 
 KINDS: dict[str, Kind] = {
     name: Kind(
-        row.make, nameless=name not in NAMED, server=row.server, choosy=name in CHOOSY, shared=name == "gpa"
+        row.make, nameless=name not in NAMED, server=CARDS[name].server, choosy=name in CHOOSY, shared=name == "gpa",
+        resting=name in RESTING,
     )
     for name, row in CATALOGUE.items()
 } | {
-    "fedavg-kept": Kind(plain(FedAvgStrategy, participation=0.6, resting="keep"), nameless=False),
+    "fedavg-kept": Kind(plain(FedAvgStrategy, participation=0.6, resting="keep"), nameless=False, resting=True),
     "fedavg-weighted": Kind(plain(FedAvgStrategy, weighting="examples")),
     "fedprox": Kind(plain(FedAvgStrategy, proximal_mu=0.3)),
     "diloco-adam": Kind(plain(DiLoCoStrategy, outer_optim=OptimSpec("adam", lr=0.05, eps=1e-3))),
@@ -150,8 +155,8 @@ def make(name: str, H: int, p: float, **inner: Any) -> Strategy:
 
 
 def needs_moments(name: str) -> bool:
-    return name in CATALOGUE and CATALOGUE[name].needs_moments
+    return name in CARDS and CARDS[name].needs_moments
 
 
 def needs_even(name: str) -> bool:
-    return name in CATALOGUE and CATALOGUE[name].even
+    return name in CARDS and CARDS[name].even

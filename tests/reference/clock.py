@@ -1,8 +1,8 @@
 """The clock, naively: a loop over steps, nodes, layers and messages, and every collective round by round.
 
 A network is a pair of functions `latency(i, j)` seconds and `pace(i, j)` seconds a byte. A message of the queue is
-(layers, kind, who, bytes, lag, whether two such are under way at a time); `who` are groups of nodes, pairs (sender,
-receiver), or (up, down) of a server.
+(layers, kind, who, bytes, lag, whether two such are under way at a time); `who` are groups of nodes, in the order of a
+ring where that is how they exchange, pairs (sender, receiver), or (up, down) of a server.
 """
 
 from __future__ import annotations
@@ -15,16 +15,39 @@ Pair = Callable[[int, int], float]
 Message = tuple[Sequence[int], str, Any, float, int, bool]
 
 
-def ring_seconds(nodes: Sequence[int], num_bytes: float, rounds: int, latency: Pair, pace: Pair) -> float:
-    """Each of `rounds` rounds takes as long as the slowest link of the best ring."""
-    best = float("inf")
-    for rest in itertools.permutations(nodes[1:]):
-        ring = [nodes[0], *rest]
-        links = [(ring[k], ring[(k + 1) % len(ring)]) for k in range(len(ring))]
-        best = min(best, max(latency(i, j) + num_bytes * pace(i, j) for i, j in links))
+def slowest(ring: Sequence[int], num_bytes: float, latency: Pair, pace: Pair) -> tuple[float, int]:
+    """What a message takes over the slowest link of a ring, and the place that this link leads from."""
+    took = [latency(i, j) + num_bytes * pace(i, j) for i, j in zip(ring, [*ring[1:], ring[0]])]
+    return max(took), took.index(max(took))
+
+
+def ring_of(nodes: Sequence[int], num_bytes: float, latency: Pair, pace: Pair) -> list[int]:
+    """Nearest neighbours, from the best start, and then 2-opt: the ring for messages of this size."""
+    rings = []
+    for start in nodes:
+        ring = [start]
+        while len(ring) < len(nodes):
+            left = [j for j in nodes if j not in ring]
+            ring.append(min(left, key=lambda j: latency(ring[-1], j) + num_bytes * pace(ring[-1], j)))
+        rings.append(ring)
+    ring = min(rings, key=lambda ring: slowest(ring, num_bytes, latency, pace)[0])
+    while True:
+        worst, place = slowest(ring, num_bytes, latency, pace)
+        ring = ring[place + 1 :] + ring[: place + 1]
+        trials = []
+        for i in range(1, len(ring)):
+            trials += [ring[:i][::-1] + ring[i:], ring[:i] + ring[i:][::-1]]
+        best = min(trials, key=lambda ring: slowest(ring, num_bytes, latency, pace)[0])
+        if slowest(best, num_bytes, latency, pace)[0] >= worst:
+            return ring
+        ring = best
+
+
+def ring_seconds(ring: Sequence[int], num_bytes: float, rounds: int, latency: Pair, pace: Pair) -> float:
+    """Each of `rounds` rounds takes as long as the slowest link."""
     seconds = 0.0
     for _ in range(rounds):
-        seconds += best
+        seconds += slowest(ring, num_bytes, latency, pace)[0]
     return seconds
 
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argparse, an invalid command line raises `SystemExit(2)`, and one that asks for help `SystemExit(0)`.
 
     >>> main(["info"])  # doctest: +ELLIPSIS
-    vecgym      0.2.0
+    vecgym      0.3.0
     ...
     0
     """

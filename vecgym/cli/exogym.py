@@ -11,6 +11,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Run a script written for EXO Gym unmodified, as python would: "import exogym" finds vecgym's classes under EXO
     Gym's names. The exit code is the script's."""
     parser.epilog = "example: vecgym exogym example/nanogpt_train.py --dataset shakespeare --strategy diloco"
+    parser.add_argument("--device", metavar="NAME", help="train there, whatever the script says: cpu, cuda, mps")
     parser.add_argument("script", metavar="SCRIPT", help="the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its command line")
 
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if not os.path.isfile(args.script):
         args.parser.error(f"can't open file {args.script!r}: there is no such file")
     try:
-        run_script(args.script, args.args)
+        run_script(args.script, args.args, args.device)
     except Exception as error:  # from the script's own lines on
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != args.script:

@@ -37,8 +37,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vecgym.clock import Compute, Network, price
-    from vecgym.clock.gantt import plot_networks
     from vecgym.clock.required import Question
+    from vecgym.clock.trace import plot_networks
     from vecgym.clock.units import bits_per_second, latency, readable_bandwidth, readable_time
     from vecgym.core import check
 

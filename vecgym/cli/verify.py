@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Train with a strategy twice, stacked in one process and on real processes of torch.distributed. Report the
-    largest differences of parameters, losses, states and bytes, and the first cause of a failure. The strategy is one
+    largest differences of parameters, losses, states and bytes, and the first tensor that differs. The strategy is one
     of --list, on a small GPT, or your own: a function in a file returns it, or a dict as for vecgym run, of which
     model, train_dataset, strategy, num_nodes, batch_size and seed are used. The exit code is 1 if any differs."""
     parser.epilog = "examples: vecgym verify --strategy diloco --num-processes 4; vecgym verify experiment.py:diloco"
@@ -27,7 +27,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-processes", type=count, default=2, metavar="N", help="W, which divides K (2)")
     parser.add_argument("--steps", type=count, default=20, metavar="N", help="optimizer steps of each node (20)")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="precision (float64)")
-    parser.add_argument("--compile", action="store_true", help="compare the compiled stack with the plain one, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     for name, make in strategies.items():
         report = verify(
             make(), num_processes=args.num_processes, steps=args.steps, dtype=getattr(torch, args.dtype),
-            compile=args.compile, **task,
+            **task,
         )  # fmt: skip
         passed &= report.passed
         print(f"{name}: {'passed' if report.passed else 'FAILED'}\n{report}\n", flush=True)

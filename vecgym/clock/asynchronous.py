@@ -13,7 +13,7 @@ from torch import Tensor
 from vecgym.clock.compute import BLOCK, Compute
 from vecgym.clock.network import Network, Routes
 from vecgym.clock.timeline import PerNode
-from vecgym.clock.trace import Bar
+from vecgym.clock.trace import Bar, plot_timeline, save_trace
 from vecgym.clock.units import readable_time
 from vecgym.collectives.base import bucketed
 from vecgym.core import check
@@ -241,15 +241,11 @@ class AsyncTimeline:
         axes: Axes | None = None,
         title: str | None = None,
     ) -> Figure:
-        """Draw what every node did when; see `vecgym.clock.gantt.plot_timeline`."""
-        from vecgym.clock.gantt import plot_timeline  # matplotlib takes a while to import
-
+        """Draw what every node did when; see `vecgym.clock.trace.plot_timeline`."""
         return plot_timeline(self, path, first=first, last=last, axes=axes, title=title)
 
     def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
         """Write a trace for https://ui.perfetto.dev and chrome://tracing."""
-        from vecgym.clock.trace import save_trace
-
         save_trace(self, path, first, last)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The clock of a run: when each node begins and ends each step, given what was sent."""
+"""The clock of a run, or of one that is under way: when each node begins and ends each step, given what was sent."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.clock.compute import FORWARD, Compute
-from vecgym.clock.exchange import NEVER, Meeting, Passed
+from vecgym.clock.compute import BLOCK, FORWARD, Compute
+from vecgym.clock.exchange import NEVER, Passed
 from vecgym.clock.network import Network, Routes
 from vecgym.clock.plan import Layers, Plan, Planner
-from vecgym.clock.repeat import Repeated
-from vecgym.collectives.ledger import Transfer
+from vecgym.collectives.ledger import Ledger, Transfer
+
+ROUNDING = 2e-15  # relative
 
 
 class Sent(NamedTuple):
@@ -125,46 +125,60 @@ class Clock:
         return ends
 
     def repeat(self, seconds: Tensor, plans: tuple[Plan, ...]) -> Tensor:
-        """Make steps that all send the same; when each node ended each, `[n, K]`, with what it was sent."""
-        meeting = plans[0].exchange if len(plans) == 1 and plans[0].whole else None
-        alike = all(nodes is None for plan in plans for *_, nodes in plan.needs)
-        if isinstance(meeting, Meeting) and not meeting.pairs and alike and len(seconds) > 2 and self.records is None:
-            return self._repeat(seconds.numpy(), Repeated(plans[0], meeting))
-        ends = []
+        """Make steps that all send the same, `[n, K]` seconds; when each node ended each, with what it was sent.
+
+        Times follow from one another by sums and maxima. So where a step has moved all of them by the same amount, the
+        next one, if nodes compute for as long, does so too: the rest is multiplied.
+        """
+        alike = bool((seconds == seconds[0]).all())
+        ends: list[Tensor] = []
         for row in seconds:
+            before = self._times() if alike else None
             self.advance(row, plans)
             ends.append(self.ends)
-        return torch.stack(ends)
+            step = None if before is None else self._moved(*before)
+            if step is not None:
+                ends.append(self._multiply(len(seconds) - len(ends), step, row, plans))
+                break
+        return torch.vstack(ends)
 
-    def _repeat(self, seconds: np.ndarray, repeated: Repeated) -> Tensor:
-        plan, heard = repeated.plan, repeated.meeting.heard.numpy()
-        forward, backward = seconds * FORWARD, seconds * (1 - FORWARD)
-        after = repeated.after(backward)
-        where = [(lag, repeated.places.index(place), rest) for lag, place, rest, _ in plan.needs]
-        held = repeated.meeting.group.numpy()
-        begin, taken = self.begin.numpy(), torch.maximum(self._up, self._down).numpy()
-        due = {step: [(n.arrival.numpy(), *n[1:]) for n in needs] for step, needs in self._due.items()}
-        ends = np.empty_like(seconds)
-        for t, (f, b) in enumerate(zip(forward, backward)):
-            end = begin + f
-            for arrival, rest, *_ in due.pop(self.step, ()):
-                end = np.maximum(end, arrival + f * rest)
-            begin = end + b
-            over = repeated.ends([end + x[t] for x in after], taken)
-            taken = np.maximum(taken, over[-1][held])
-            for lag, p, rest in where:
-                due.setdefault(self.step + 1 + lag, []).append((over[p][heard], rest, self.step, 0, repeated.places[p]))
-            self.step += 1
-            found = begin
-            for arrival, *_ in due.get(self.step, ()):
-                found = np.maximum(found, arrival)
-            ends[t] = found
-        self.begin, self._up = torch.from_numpy(begin), torch.from_numpy(taken)
-        self._down = self._up
-        self._due = {step: [Need(torch.from_numpy(n[0]), *n[1:]) for n in needs] for step, needs in due.items()}
-        self.computed = self.computed + torch.from_numpy(seconds.sum(0))
-        self.sent, self.received = (x + len(seconds) * y for x, y in zip((self.sent, self.received), plan.busy))
-        return torch.from_numpy(ends)
+    def _times(self) -> tuple[list[tuple[int, float]], Tensor]:
+        """All that later steps depend on: what is needed when, and the times of nodes, links and arrivals."""
+        due = [(step - self.step, need) for step, needs in sorted(self._due.items()) for need in needs]
+        arrivals = [need.arrival.expand(self.num_nodes) for _, need in due]
+        return [(steps, need.rest) for steps, need in due], torch.cat([self.begin, self._up, self._down, *arrivals])
+
+    def _moved(self, form: list[tuple[int, float]], before: Tensor) -> float | None:
+        """By how much the last step has moved all times; None: not all by the same.
+
+        A link that has not moved and was free before any node began is one that nobody uses.
+        """
+        now, after = self._times()
+        if now != form or after.requires_grad:
+            return None
+        step = float(after[0] - before[0])
+        moved = (after - before - step).abs() <= ROUNDING * after[0]
+        unused = (after == before) & (before <= before[: self.num_nodes].min())
+        return step if bool((moved | unused).all()) else None
+
+    def _multiply(self, count: int, step: float, seconds: Tensor, plans: tuple[Plan, ...]) -> Tensor:
+        """Make steps that each move all times by `step`; when each node ended each, `[count, K]`."""
+        ends = self.ends + step * torch.arange(1, count + 1, dtype=torch.float64)[:, None]
+        first = self.begin.min() - step  # what is earlier is of links that nobody uses
+
+        def later(x: Tensor) -> Tensor:
+            return torch.where(x > first, x + count * step, x)
+
+        self.begin, self._up, self._down = later(self.begin), later(self._up), later(self._down)
+        self._due = {
+            at + count: [need._replace(arrival=later(need.arrival), step=need.step + count) for need in needs]
+            for at, needs in self._due.items()
+        }
+        self.step += count
+        self.computed = self.computed + count * seconds
+        for plan in plans:
+            self.sent, self.received = (x + count * y for x, y in zip((self.sent, self.received), plan.busy))
+        return ends
 
     def advance(self, seconds: Tensor, plans: tuple[Plan, ...] = ()) -> None:
         """Make one step in which the nodes compute for so many seconds, `[K]`, and send what is planned."""
@@ -216,3 +230,45 @@ class Clock:
             arrival, up, down = exchange.run(ready[:, list(places)], amounts, up, down)
             arrivals.append(arrival.expand(self.num_nodes, -1))
         return Passed(torch.cat(arrivals, 1), up, down)
+
+
+class RunningClock:
+    """Says after each step how long the run has taken so far on a network, as `price` would at its end.
+
+    Args:
+        network, compute: see `price`.
+        ledger: of the run; steps that are in it already are made first, so a resumed run needs nothing else.
+
+    >>> ledger, step = Ledger(), [Transfer("mean", payload_bytes=10**9, num_nodes=2)]
+    >>> ledger.announce(2, {"w": 10**9})
+    >>> clock = RunningClock(Network("8 Gbit/s"), Compute(1.0), ledger)
+    >>> clock.step(step), clock.step([]), clock.step(step)
+    ((2.0, 0.5), (3.0, 0.6666666666666666), (5.0, 0.6))
+    """
+
+    def __init__(self, network: Network, compute: Compute, ledger: Ledger) -> None:
+        assert ledger.num_nodes is not None
+        self.compute, self._clock = compute, Clock(network, compute, ledger.num_nodes, ledger.sizes)
+        self._plans: dict[tuple[Transfer, ...], tuple[Plan, ...]] = {}
+        self._drawn: Tensor | None = None
+        kinds, steps = ledger.by_step()
+        computing = ledger.computing()
+        for i, step in enumerate(steps):
+            self.step([kinds[kind] for kind in step], None if computing is None else computing[i])
+
+    def step(self, transfers: Sequence[Transfer], computing: Tensor | None = None) -> tuple[float, float]:
+        """Make a step in which some nodes compute, bool `[K]`, None: all; return seconds and utilization so far."""
+        clock, key = self._clock, tuple(transfers)
+        if key not in self._plans:
+            self._plans[key] = clock.plans(key)
+        seconds = self._seconds(clock.step)
+        clock.advance(seconds if computing is None else seconds.where(computing, 0.0), self._plans[key])
+        ends = clock.ends
+        used = (clock.computed / ends).where(ends > 0, 1.0)
+        return float(ends.max()), float(used.mean())
+
+    def _seconds(self, step: int) -> Tensor:
+        """What the nodes compute in a step, `[K]`, drawn for many steps at a time."""
+        if self._drawn is None or step >= len(self._drawn):
+            self._drawn = self.compute.of_steps((step // BLOCK + 1) * BLOCK, self._clock.num_nodes)
+        return self._drawn[step]

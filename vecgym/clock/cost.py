@@ -23,7 +23,9 @@ With S bytes of payload, n participants, latency a and a bandwidth of B bytes a 
 | `permute`                                  | a + S / B_ij                                             |
 | `mix`, d neighbours                        | one link for all: a + d S / B; one for each: a + max_j S / B_ij |
 
-Where links differ, each round takes as long as its slowest link, and a ring goes around in the best order found.
+Where links differ, each round takes as long as its slowest link. A ring goes from each node on to the nearest that is
+left, stretches of it turned round where that makes its slowest link faster: one order for each group of nodes, settled
+for the median of the messages that it first exchanges.
 
 "gloo" is the ring of `torch.distributed` on CPUs: its n chunks are sent in k = max(2, ceil(S / n / 1 MiB)) segments,
 s = S / (n k B) seconds each, m = (n - 1) k - 1 after the first in each of both phases. Two are under way at a time, and
@@ -38,8 +40,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-
-from vecgym.clock.rings import Ring
 
 GLOO_SEGMENT = 2**20  # bytes, at most
 
@@ -65,6 +65,7 @@ class Team:
         self.server_pace = server_pace
         self.n = len(up)
         self.by_pair = False
+        self._ring: list[tuple[int, int]] = []
 
     @classmethod
     def alike(cls, num_nodes: int, latency: float, pace: float, server_pace: float = 0.0) -> Team:
@@ -82,10 +83,17 @@ class Team:
         found.server_latency = 0.0
         return found
 
-    @cached_property
-    def ring(self) -> Ring:
-        """The best ring."""
-        return Ring(self.latency, self.pace)
+    def ring(self, size: Tensor) -> Tensor:
+        """The seconds of messages of so many bytes, `[M]`, over the slowest link of the ring.
+
+        >>> team = Team.alike(2, latency=0.5, pace=1e-9)
+        >>> team.ring(torch.tensor([0.0, 8e9]))
+        tensor([0.5000, 8.5000], dtype=torch.float64)
+        """
+        if not self._ring:
+            order = ring_order(self.latency + size.median() * self.pace)
+            self._ring = list(zip(order.tolist(), order.roll(-1).tolist()))
+        return self.round(self._ring, size)
 
     @cached_property
     def server_latency(self) -> float:
@@ -102,11 +110,56 @@ class Team:
         return self.server_latency + size * max(float(paces.max()), len(paces) * self.server_pace)
 
 
+def ring_order(cost: Tensor) -> Tensor:
+    """An order of the nodes around a ring whose most expensive link is cheap: nearest neighbours, and then 2-opt.
+
+    Of the rings that go from a node on to the nearest that is left, the best; stretches of it are turned round as long
+    as that makes its most expensive link cheaper.
+
+    Args:
+        cost: `[n, n]`, of the link from i to j.
+
+    Returns:
+        `[n]`.
+
+    >>> ring_order(torch.tensor([[0.0, 9.0, 1.0], [1.0, 0.0, 9.0], [9.0, 1.0, 0.0]]))
+    tensor([2, 1, 0])
+    """
+    order = _nearest_neighbours(cost)
+    while True:
+        links = _around(cost, order)
+        order = order.roll(-1 - int(links.argmax()))  # the most expensive link leads from the last node to the first
+        cuts = [(order[:i], order[i:]) for i in range(1, len(order))]
+        trials = torch.stack([torch.cat(x) for a, b in cuts for x in ((a.flip(0), b), (a, b.flip(0)))])
+        worst = _around(cost, trials).amax(1)
+        best = int(worst.argmin())
+        if not worst[best] < links.max():
+            return order
+        order = trials[best]
+
+
+def _around(cost: Tensor, rings: Tensor) -> Tensor:
+    """What the links of rings cost, `[..., n]`."""
+    return cost[rings, rings.roll(-1, -1)]
+
+
+def _nearest_neighbours(cost: Tensor) -> Tensor:
+    starts = torch.arange(len(cost))
+    nearest, left = starts, torch.ones_like(cost, dtype=torch.bool)
+    steps = [starts]
+    for _ in starts[1:]:
+        left[starts, nearest] = False
+        nearest = cost[nearest].masked_fill(~left, torch.inf).argmin(1)
+        steps.append(nearest)
+    rings = torch.stack(steps, 1)
+    return rings[int(_around(cost, rings).amax(1).argmin())]
+
+
 # ------------------------------------------------------------------------------------------------------ all-reduce
 
 
 def _ring_all_reduce(team: Team, size: Tensor) -> Tensor:
-    return 2 * (team.n - 1) * team.ring.slowest(size / team.n)
+    return 2 * (team.n - 1) * team.ring(size / team.n)
 
 
 def _halving_doubling(team: Team, size: Tensor) -> Tensor:
@@ -162,7 +215,7 @@ def _gloo_all_reduce(team: Team, size: Tensor) -> Tensor:
 
 
 def _ring_all_gather(team: Team, size: Tensor) -> Tensor:
-    return (team.n - 1) * team.ring.slowest(size)
+    return (team.n - 1) * team.ring(size)
 
 
 def _direct_all_gather(team: Team, size: Tensor) -> Tensor:
@@ -196,9 +249,8 @@ def _server_all_gather(team: Team, size: Tensor) -> Tensor:
 
 
 def _chain_broadcast(team: Team, size: Tensor) -> Tensor:
-    none = torch.zeros_like(size)
-    latency = team.ring.slowest(none)
-    return (team.n - 2) * latency + team.ring.slowest(size)
+    whole = team.ring(size)  # first, as it settles the order
+    return (team.n - 2) * team.ring(torch.zeros_like(size)) + whole
 
 
 def _server_broadcast(team: Team, size: Tensor) -> Tensor:

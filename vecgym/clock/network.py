@@ -34,8 +34,8 @@ class Network:
             such as "50 ms": one number; `[K]`, where of the two ends of a link the slower counts; or `[K, K]`.
         up, down: `[K]` or a number, in place of `bandwidth`, where they differ.
         all_reduce: how means and sums are taken: "ring", "halving_doubling", "tree", "server", or "gloo", as by
-            `torch.distributed` on CPUs; `vecgym.clock.cost` has the formulas. With a matrix, the ring takes the best
-            order that it finds: exact up to 9 nodes, by a heuristic above.
+            `torch.distributed` on CPUs; `vecgym.clock.cost` has the formulas. With a matrix, the ring takes a good
+            order, not always the best: nearest neighbours, then 2-opt, once for each group of nodes.
         all_gather: likewise, but for "gloo"; or "direct", from each node to each at once. "server" is through a store,
             as Templar's nodes do it: a payload of b bytes goes up once, and (n - 1) b come down, where in a ring, or
             directly, (n - 1) b go up too. `routes` says so to the ledger of a run.

@@ -14,7 +14,7 @@ from vecgym.clock.clock import Clock, Record
 from vecgym.clock.compute import Compute
 from vecgym.clock.network import Network
 from vecgym.clock.plan import Plan
-from vecgym.clock.trace import Bar, bars
+from vecgym.clock.trace import Bar, bars, plot_timeline, save_trace
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, Transfer
 from vecgym.core import check
@@ -92,14 +92,12 @@ class Timeline:
         return list(self._run.kinds)
 
     def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
-        """Draw what every node did when, and for whom it waited; see `vecgym.clock.gantt.plot_timeline`.
+        """Draw what every node did when, and for whom it waited; see `vecgym.clock.trace.plot_timeline`.
 
         >>> timeline = price([[Transfer("mean", payload_bytes=10**9, num_nodes=2)]] * 3, Network(8e9), Compute(1.0))
         >>> timeline.plot().axes[0].get_xlabel()
         'seconds'
         """
-        from vecgym.clock.gantt import plot_timeline  # matplotlib takes a while to import
-
         return plot_timeline(self, path, **options)
 
     def save_trace(self, path: str | os.PathLike[str], first: int = 0, last: int | None = None) -> None:
@@ -113,8 +111,6 @@ class Timeline:
         ...     Path(folder, "run.json").read_text()[:16]
         '{"traceEvents": '
         """
-        from vecgym.clock.trace import save_trace
-
         save_trace(self, path, first, last)
 
     def bars(self, first: int = 0, last: int | None = None) -> list[Bar]:

@@ -23,10 +23,10 @@ class Wire:
     Args:
         process_group: of torch.distributed; None: the default one, which must exist.
         watch: called before and after this process waits for others.
-        announce: called with a line that says what follows, before the nodes exchange something.
 
     Attributes:
         rank, num_processes: of this process in the group, and W.
+        announce: called with a line that says what follows, before the nodes exchange something.
         handed_bytes: bytes of tensors that this process has handed over to be sent or reduced, however often a link
             then carries them: of an all-reduce the
             tensor, of an all-gather this process's part, of a broadcast the tensor at its source only, of an exchange
@@ -37,7 +37,6 @@ class Wire:
         self,
         process_group: dist.ProcessGroup | None = None,
         watch: Callable[[], None] = lambda: None,
-        announce: Callable[[str], None] = lambda text: None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -49,7 +48,7 @@ class Wire:
         self.rank = self.ranks.index(dist.get_rank())
         self.num_processes = len(self.ranks)
         self.handed_bytes = 0
-        self.announce = announce
+        self.announce: Callable[[str], None] = lambda text: None
         self._watch = watch
         self._subgroups: dict[tuple[int, ...], Any] = {}
 

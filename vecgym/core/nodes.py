@@ -270,9 +270,20 @@ def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Seq
     changed = [name for name, state in exchanged.items() if state and state is not before.get(name)]
     if not changed:
         return exchanged
-    memory = {x.untyped_storage().data_ptr() for values in overwritten for x in values.values() if x.numel()}
+    memory = {place(x) for values in overwritten for x in values.values() if x.numel()}
 
     def unshare(x: Tensor) -> Tensor:
-        return x.clone() if x.untyped_storage().data_ptr() in memory else x
+        return x.clone() if place(x) in memory else x
 
     return {**exchanged, **{name: tree.map_leaves(unshare, exchanged[name]) for name in changed}}
+
+
+def place(x: Tensor) -> int:
+    """Return where the storage of a tensor is; of one without values, which it is.
+
+    >>> x, meta = torch.ones(3), [torch.empty(3, device="meta") for _ in range(2)]
+    >>> place(x) == place(x[1:]), place(meta[0]) == place(meta[0][1:]), place(meta[0]) == place(meta[1])
+    (True, True, False)
+    """
+    storage = x.untyped_storage()
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()

@@ -6,9 +6,9 @@ that it reads.
 
 from __future__ import annotations
 
-import collections
 import copy
 import dis
+import enum
 import functools
 import random
 import types
@@ -17,20 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, str, type(None))
+_ATOMS = (*_PLAIN, complex, bytes)
 _CONSTANTS = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype,
     torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
-_SEQUENCES: dict[str, Any] = {
-    "list": list,
-    "tuple": tuple,
-    "deque": collections.deque,
-    "set": set,
-    "frozenset": frozenset,
-}
 _MISSING: Any = object()
 
 
@@ -58,35 +52,26 @@ def defaults(f: types.FunctionType) -> dict[str, Any]:
 
 def globals_read(f: types.FunctionType) -> dict[str, Any]:
     """Return the globals that a function, and those in it, read and do not set, by name; no builtins."""
-    names = names_in(f.__code__).globals_read
-    return {name: f.__globals__[name] for name in names & f.__globals__.keys()}
-
-
-class Names(NamedTuple):
-    """The names in the code of a function and of those in it."""
-
-    globals_read: frozenset[str]
-    attributes: frozenset[str]
+    return {name: f.__globals__[name] for name in _names_read(f.__code__) & f.__globals__.keys()}
 
 
 @functools.cache
-def names_in(code: types.CodeType) -> Names:
-    """Return the globals that code reads and does not set, and the names of the attributes that it uses.
+def _names_read(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals that code reads and does not set.
 
-    >>> names_in((lambda: torch.ones(2)).__code__).globals_read
+    >>> _names_read((lambda: torch.ones(2)).__code__)
     frozenset({'torch'})
     """
-    instructions = [i for inner in all_codes(code) for i in dis.get_instructions(inner)]
+    instructions = [i for inner in _all_codes(code) for i in dis.get_instructions(inner)]
     read = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    written = {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    return Names(frozenset(read - written), frozenset(i.argval for i in instructions if i.opcode in dis.hasname))
+    return frozenset(read - {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")})
 
 
-def all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from all_codes(constant)
+            yield from _all_codes(constant)
 
 
 # ----------------------------------------------------------------------------------------------- visit and replace
@@ -186,42 +171,6 @@ def _like(x: Any, items: list[Any]) -> Any:
 # ------------------------------------------------------------------------------------------------ save and restore
 
 
-def state_of(root: Any, known: Mapping[str, Any], where: str = "self") -> dict[str, Any]:
-    """Return everything in an object that may change while it works: nested dicts and lists for a file.
-
-    For objects that keep their state to themselves, such as strategies written for one rank with their optimizers.
-    Classes, functions and methods are taken to be the same in every object that is made by the same code.
-
-    Args:
-        known: objects that are kept elsewhere and that `root` may refer to, by name.
-        where: what `root` is called in errors.
-
-    Raises:
-        TypeError: for something in it that cannot be saved, naming it: a lock, an iterator, an open file.
-
-    >>> class Counter:
-    ...     def __init__(self):
-    ...         self.count, self.seen = 0, []
-    >>> one, two = Counter(), Counter()
-    >>> one.count, one.seen = 3, [torch.ones(2)]
-    >>> restore(two, state_of(one, {}), {})
-    >>> two.count, two.seen
-    (3, [tensor([1., 1.])])
-    """
-    return _Reader(known).read(root, where)
-
-
-def restore(root: Any, state: Mapping[str, Any], known: Mapping[str, Any], where: str = "self") -> None:
-    """Fill an object, in place, with the `state_of` another one that the same code has made.
-
-    What two places of the other object shared they share again.
-
-    Raises:
-        ValueError: for something that the saved object had and this one has nothing like.
-    """
-    _Writer(known).write(root, state, where)
-
-
 class _Generator(NamedTuple):
     kind: type
     get: Any
@@ -239,153 +188,190 @@ _GENERATORS = (
 GENERATORS = tuple(each.kind for each in _GENERATORS)
 
 
-class _Reader:
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self.names = {id(x): name for name, x in known.items()}
-        self.numbers: dict[int, int] = {}
-        self.kept: list[Any] = []  # as long as they live, no other object has their id
+def state_of(x: Any, known: dict[int, str], where: str = "self") -> dict[str, Any]:
+    """Return what an object's attributes hold and may change while it works: nested dicts and lists for a file.
 
-    def read(self, x: Any, where: str) -> dict[str, Any]:
-        if isinstance(x, _CONSTANTS):
-            return {"is": "constant"}
-        if type(x) in _ATOMS and not isinstance(x, (bytes, complex)):
-            return {"is": "value", "value": x}
-        if id(x) in self.names:
-            return {"is": "known", "name": self.names[id(x)]}
-        if id(x) in self.numbers:
-            return {"is": "again", "number": self.numbers[id(x)]}
-        self.numbers[id(x)] = number = len(self.kept)
-        self.kept.append(x)
-        return {"number": number, **self._state(x, where)}
+    That is: tensors, plain values, generators of random numbers and whatever has a `state_dict`, in lists, tuples,
+    dicts and objects; of a module the parameters and buffers, of an optimizer also the parameters. Classes, functions
+    and methods are taken to be the same in every object that is made by the same code.
 
-    def _state(self, x: Any, where: str) -> dict[str, Any]:
-        if isinstance(x, Tensor):
-            grad = None if x.grad_fn is not None or x.grad is None else x.grad.detach().clone()
-            return {"is": "tensor", "value": x.detach().clone(), "grad": grad, "requires_grad": x.requires_grad}
-        if (isinstance(x, np.ndarray) and x.dtype != object) or isinstance(x, np.generic):
-            return {"is": "array", "value": np.array(x)}
-        for generator in _GENERATORS:
-            if isinstance(x, generator.kind):
-                return {"is": "generator", "value": generator.get(x)}
-        if (members := _members(x)) is not None:
-            kind = next(name for name, cls in _SEQUENCES.items() if isinstance(x, cls))
-            return {"is": "sequence", "type": kind,
-                    "items": [self.read(y, f"{where}[{i}]") for i, y in enumerate(members)]}  # fmt: skip
-        if isinstance(x, dict):
-            keys = [self.read(key, f"a key of {where}") for key in x]
-            return {"is": "dict", "keys": keys, "items": [self.read(y, f"{where}[{key!r}]") for key, y in x.items()]}
-        if hasattr(x, "__dict__"):
-            # An optimizer's `state` has parameters as keys, which must have been met before.
-            names = sorted(vars(x), key=lambda name: name == "state")
-            return {"is": "object", "vars": {name: self.read(vars(x)[name], f"{where}.{name}") for name in names}}
-        raise TypeError(
-            f"{where} is a {type(x).__name__}, which cannot be saved: allowed are tensors, numbers, strings, lists, "
-            "dicts, optimizers, modules, generators of random numbers, and objects of these."
-        )
+    Args:
+        known: id -> name, of what is kept elsewhere; what is met is added.
+        where: what `x` is called in errors.
+
+    Raises:
+        TypeError: for something that cannot be saved, naming it: a lock, an iterator, an open file.
+
+    >>> class Counter:
+    ...     def __init__(self):
+    ...         self.count, self.seen = 0, []
+    >>> one, two = Counter(), Counter()
+    >>> one.count, one.seen = 3, [torch.ones(2)]
+    >>> restore(two, state_of(one, {}), {})
+    >>> two.count, two.seen
+    (3, [tensor([1., 1.])])
+    """
+    known[id(x)] = where
+    return {name: _saved(y, known, f"{where}.{name}") for name, y in vars(x).items()}
 
 
-class _Writer:
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self.known = known
-        self.made: dict[int, Any] = {}  # number -> the object in its place
-        self.used: dict[int, Any] = {}  # objects that are in one place already: another one needs its own
+def _saved(x: Any, known: dict[int, str], where: str) -> Any:
+    if type(x) in _PLAIN:
+        return x
+    if isinstance(x, _CONSTANTS):
+        return {"is": "constant"}
+    if id(x) in known:
+        return {"is": "same", "as": known[id(x)]}
+    known[id(x)] = where
+    if isinstance(x, Tensor):
+        grad = x.grad if x.is_leaf else None
+        return {"is": "tensor", "value": x.detach().contiguous(), "grad": grad, "requires_grad": x.requires_grad}
+    for generator in _GENERATORS:
+        if isinstance(x, generator.kind):
+            return {"is": "generator", "value": generator.get(x)}
+    if type(x) in (list, tuple):
+        return {"is": type(x).__name__, "items": [_saved(y, known, f"{where}[{i}]") for i, y in enumerate(x)]}
+    if isinstance(x, dict):
+        keys = [_saved_key(key, known, f"a key of {where}") for key in x]
+        return {"is": "dict", "keys": keys, "items": [_saved(y, known, f"{where}[{key!r}]") for key, y in x.items()]}
+    if hasattr(x, "load_state_dict"):
+        tensors = [_saved(y, known, f"{where}'s tensor {i}") for i, y in enumerate(_tensors_of(x))]
+        return {"is": "state_dict", "tensors": tensors, "value": {} if isinstance(x, nn.Module) else x.state_dict()}
+    if hasattr(x, "__dict__") and not isinstance(x, enum.Enum):
+        return {"is": "object", "vars": state_of(x, known, where)}
+    raise _refusal(x, where)
 
-    def write(self, x: Any, state: Mapping[str, Any], where: str) -> Any:
-        """Fill `x` in place, if possible, and return what belongs there."""
-        kind = state["is"]
-        if kind == "value":
-            return state["value"]
-        if kind == "known":
-            return self.known[state["name"]]
-        if kind == "again":
-            return self.made[state["number"]]
-        if id(x) in self.used:
-            x = _MISSING
-        y = x if kind == "constant" else self._WRITERS[kind](self, x, state, where)
-        if y is _MISSING:
-            raise ValueError(
-                f"{where} of the saved object was made while it worked, and this new one has nothing like it: make it "
-                "at the start, in _init_node."
-            )
-        if kind != "constant":
-            self._place(state, y)
+
+def _tensors_of(x: Any) -> list[Tensor]:
+    """Return the tensors that a module or an optimizer works on, and that others may hold too."""
+    if isinstance(x, nn.Module):
+        return [*x.parameters(), *x.buffers()]
+    return [p for group in x.param_groups for p in group["params"]] if isinstance(x, torch.optim.Optimizer) else []
+
+
+def _saved_key(key: Any, known: dict[int, str], where: str) -> Any:
+    """Save a key: a plain one, a tuple, or a tensor that has been met, such as a parameter of the model."""
+    if not isinstance(key, (*_PLAIN, tuple)) and not (isinstance(key, Tensor) and id(key) in known):
+        raise _refusal(key, where)
+    return _saved(key, known, where)
+
+
+def _refusal(x: Any, where: str) -> TypeError:
+    return TypeError(
+        f"{where} is a {type(x).__name__}, which cannot be saved: allowed are tensors, numbers, strings, lists, dicts, "
+        "generators of random numbers, whatever has a state_dict, and objects of these. Or give the strategy a "
+        "state_dict() and a load_state_dict(state) of its own."
+    )
+
+
+def restore(x: Any, state: Mapping[str, Any], made: dict[Any, Any], where: str = "self") -> None:
+    """Fill an object, in place, with the `state_of` another one that the same code has made.
+
+    What two places of the other object shared they share again.
+
+    Args:
+        made: name and id -> object, of what is kept elsewhere; what is filled is added.
+
+    Raises:
+        ValueError: for an object that the saved one had and this one has nothing like.
+    """
+    made[where] = made[id(x)] = x
+    values = vars(x)
+    for name in values.keys() - state.keys():
+        del values[name]
+    for name, part in state.items():
+        values[name] = _restored(values.get(name), part, made, f"{where}.{name}")
+
+
+def _restored(x: Any, state: Any, made: dict[Any, Any], where: str) -> Any:
+    """Return what belongs in the place of `x`: itself, filled, if it is of that kind."""
+    if not isinstance(state, dict):
+        return state
+    kind = state["is"]
+    if kind == "same":
+        y = made[state["as"]]
+        if isinstance(x, Tensor) and x is not y and made.get(f"new {state['as']}") is y:
+            raise _missing(state["as"])  # something else may hold `x`
         return y
-
-    def _place(self, state: Mapping[str, Any], y: Any) -> None:
-        self.made[state["number"]] = self.used[id(y)] = y
-
-    def _tensor(self, x: Any, state: Mapping[str, Any], where: str) -> Any:
-        value = state["value"]
-        alike = isinstance(x, Tensor) and x.shape == value.shape and x.dtype == value.dtype
-        with torch.no_grad():
-            y = x.copy_(value) if alike else value.clone()
-        if y.is_leaf:
-            y.requires_grad_(state["requires_grad"])
-            y.grad = None if state["grad"] is None else state["grad"].to(y.device)
-        return y
-
-    def _array(self, x: Any, state: Mapping[str, Any], where: str) -> Any:
-        value = state["value"]
-        if isinstance(x, np.ndarray) and x.shape == value.shape and x.dtype == value.dtype:
-            x[...] = value
-            return x
-        return value.copy() if value.ndim or isinstance(x, np.ndarray) else value[()]
-
-    def _generator(self, x: Any, state: Mapping[str, Any], where: str) -> Any:
-        for generator in _GENERATORS:
-            if isinstance(x, generator.kind):
-                generator.set(x, state["value"])
+    if kind == "constant":
+        if x is None:
+            raise _missing(where)
         return x
-
-    def _sequence(self, x: Any, state: Mapping[str, Any], where: str) -> Any:
-        before = _members(x)
-        x = _SEQUENCES[state["type"]]() if before is None else x
-        is_mutable = not isinstance(x, (tuple, frozenset))
-        if is_mutable:
-            self._place(state, x)
-        olds = [*(before or []), *[_MISSING] * len(state["items"])]
-        items = [self.write(y, part, f"{where}[{i}]") for i, (y, part) in enumerate(zip(olds, state["items"]))]
-        if not is_mutable:
-            return _like(x, items)
-        x.clear()
-        (x.update if isinstance(x, set) else x.extend)(items)
-        return x
-
-    def _dict(self, x: Any, state: Mapping[str, Any], where: str) -> Any:
-        x = x if isinstance(x, dict) else {}
-        self._place(state, x)
-        before = dict(x)
-        olds = [*before, *[_MISSING] * len(state["keys"])]
-        keys = [self.write(key, part, f"a key of {where}") for key, part in zip(olds, state["keys"])]
-        items = {
-            key: self.write(before.get(key, _MISSING), part, f"{where}[{key!r}]")
-            for key, part in zip(keys, state["items"])
-        }
-        x.clear()
-        x.update(items)
-        return x
-
-    def _object(self, x: Any, state: Mapping[str, Any], where: str) -> Any:
-        if not hasattr(x, "__dict__") or x is _MISSING:
-            return _MISSING
-        self._place(state, x)
-        values = vars(x)
-        for name in values.keys() - state["vars"].keys():
-            del values[name]
-        for name, part in state["vars"].items():
-            new = self.write(values.get(name, _MISSING), part, f"{where}.{name}")
-            if name not in values or new is not values[name]:
-                values[name] = new
-        return x
-
-    _WRITERS = types.MappingProxyType({
-        "tensor": _tensor, "array": _array, "generator": _generator, "sequence": _sequence, "dict": _dict,
-        "object": _object,
-    })  # fmt: skip
+    x = None if id(x) in made else x  # what has another place already
+    if kind == "tensor":
+        y = _filled(x, state)
+        if y is not x:
+            made[f"new {where}"] = y
+    elif kind in ("list", "tuple"):
+        y = _sequence(x, state, made, where)
+    elif kind == "dict":
+        y = _dict(x if isinstance(x, dict) else {}, state, made, where)
+    else:
+        y = x
+        _fill(x, state, made, where)
+    made[where] = made[id(y)] = y
+    return y
 
 
-def _members(x: Any) -> list[Any] | None:
-    """Return what is in a list, tuple, deque or set, in a fixed order; None for anything else."""
-    if isinstance(x, (set, frozenset)):
-        return sorted(x, key=repr)
-    return list(x) if isinstance(x, (list, tuple, collections.deque)) else None
+def _sequence(x: Any, state: Mapping[str, Any], made: dict[Any, Any], where: str) -> Any:
+    olds = [*(x if isinstance(x, (list, tuple)) else ()), *[None] * len(state["items"])]
+    y = made[where] = x if type(x) is list else []  # it may hold itself
+    items = [_restored(old, part, made, f"{where}[{i}]") for i, (old, part) in enumerate(zip(olds, state["items"]))]
+    y[:] = items
+    return tuple(items) if state["is"] == "tuple" else y
+
+
+def _dict(x: dict[Any, Any], state: Mapping[str, Any], made: dict[Any, Any], where: str) -> dict[Any, Any]:
+    made[where], before = x, dict(x)
+    keys = [_restored(None, key, made, f"a key of {where}") for key in state["keys"]]
+    items = [_restored(before.get(k), part, made, f"{where}[{k!r}]") for k, part in zip(keys, state["items"])]
+    x.clear()
+    x.update(zip(keys, items))
+    return x
+
+
+def _filled(x: Any, state: Mapping[str, Any]) -> Tensor:
+    value = state["value"]
+    alike = isinstance(x, Tensor) and x.shape == value.shape and x.dtype == value.dtype
+    with torch.no_grad():
+        y: Tensor = x.copy_(value) if alike else value.clone()
+    if y.is_leaf:
+        y.requires_grad_(state["requires_grad"])
+        y.grad = None if state["grad"] is None else state["grad"].to(y.device)
+    return y
+
+
+def _fill(x: Any, state: Mapping[str, Any], made: dict[Any, Any], where: str) -> None:
+    """Fill an object of another kind, which must be there."""
+    kind = state["is"]
+    if kind == "generator" and isinstance(x, GENERATORS):
+        next(each for each in _GENERATORS if isinstance(x, each.kind)).set(x, state["value"])
+    elif kind == "state_dict" and hasattr(x, "load_state_dict"):
+        tensors = _tensors_of(x)
+        for i, (p, part) in enumerate(zip(tensors, state["tensors"])):
+            if _restored(p, part, made, f"{where}'s tensor {i}") is not p:
+                raise _missing(f"{where}'s tensor {i}")
+        if not isinstance(x, nn.Module):
+            x.load_state_dict(state["value"])
+        if isinstance(x, torch.optim.Optimizer):
+            _keep_dtypes(x, tensors, state["value"]["state"])
+    elif kind == "object" and hasattr(x, "__dict__"):
+        restore(x, state["vars"], made, where)
+    else:
+        raise _missing(where)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, params: list[Tensor], saved: Mapping[int, Any]) -> None:
+    """Put back what `load_state_dict` has cast to the dtype of its parameter."""
+    for i, own in saved.items():
+        held = optimizer.state[params[i]]
+        for name, y in own.items():
+            if isinstance(y, Tensor) and y.dtype != held[name].dtype:
+                held[name] = y.to(held[name].device)
+
+
+def _missing(where: str) -> ValueError:
+    return ValueError(
+        f"{where} of the saved object was made while it worked, and this new one has nothing like it: make it at the "
+        "start, in _init_node."
+    )

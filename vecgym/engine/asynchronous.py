@@ -37,8 +37,8 @@ class Updated(NamedTuple):
     """The measurements of a server's update.
 
     Attributes:
-        metrics: of the arrivals in it: a node's loss, `[L]`, is the mean over its round, nan for nodes that are not in
-            it. `active` are nodes, of each configuration.
+        metrics: of the arrivals in it: a node's loss, `[K]`, is the mean over its round, nan for nodes that are not in
+            it.
         arrivals: in the order of time.
         computed: how many rounds were computed in each stacked call.
     """
@@ -86,12 +86,12 @@ def inner_rates(strategy: Strategy, comm: Collectives, arrivals: Sequence[Arriva
 
 
 class AsyncSimulation(Simulation):
-    """The asynchronous training of one model, or with the same events of C configurations (`num_configs`).
+    """The asynchronous training of one model.
 
-    Its `State` is that of a `Simulation`, with the server's parameters `[C, *]` as `params`, and `step` the number of
+    Its `State` is that of a `Simulation`, with the server's parameters `[1, *]` as `params`, and `step` the number of
     its updates. Of the strategy there are: `server`, the server's state; `starts`, the parameters from which each
-    node's present round begins, `[L, *]`; `moved`, what its computed round has moved, `[L, *]`, and `losses`; `done`,
-    whether it is computed, `[L]`. Node i of configuration c is row c K + i of the L = C K.
+    node's present round begins, `[K, *]`; `moved`, what its computed round has moved, `[K, *]`, and `losses`; `done`,
+    whether it is computed, `[K]`.
 
     Args:
         model, strategy, engine, seed, minibatch_size: as for a `Simulation`.
@@ -118,7 +118,6 @@ class AsyncSimulation(Simulation):
     """
 
     asynchronous = True
-    num_configs = 1  # C
     strategy: Any
 
     def __init__(
@@ -137,7 +136,7 @@ class AsyncSimulation(Simulation):
         self.num_steps = {event.node: event.num_steps for event in events if isinstance(event, Arrival)}
         self.total_steps = total_steps(events, num_nodes)
         super().__init__(
-            model, strategy, StackedCollectives(self.num_configs * num_nodes), engine=engine,
+            model, strategy, StackedCollectives(num_nodes), engine=engine,
             max_steps=max(1, *self.total_steps), seed=seed, minibatch_size=minibatch_size, num_examples=num_examples,
             own_time=True,
         )  # fmt: skip
@@ -156,25 +155,17 @@ class AsyncSimulation(Simulation):
         """Return the state before the first event: all nodes begin from the model's own parameters."""
         state = super().init(params)
         self.comm.ledger.asynchronous = True
-        L = self.num_local
+        K = self.num_local
         like = next(iter(state.params.values()))
         strategy: dict[str, Any] = {
             "server": {} if self.server is None else self.server.init(state.params),
-            "starts": of_each(state.params, L),
-            "moved": tree.map(torch.zeros_like, nodes.expand(state.params, L)),
-            "losses": like.new_zeros(L),
-            "done": torch.zeros(L, dtype=torch.bool),
+            "starts": of_each(state.params, K),
+            "moved": tree.map(torch.zeros_like, nodes.expand(state.params, K)),
+            "losses": like.new_zeros(K),
+            "done": torch.zeros(K, dtype=torch.bool),
         }
-        optimizer, buffers = self._optimizer_of_each(state.optimizer), of_each(state.buffers, L)
+        optimizer, buffers = of_each(state.optimizer, K), of_each(state.buffers, K)
         return replace(state, optimizer=optimizer, buffers=buffers, strategy=strategy)
-
-    def _optimizer_of_each(self, optimizer: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = of_each(optimizer, self.num_local)
-        return found
-
-    def rows_of(self, node_ids: Sequence[int]) -> list[int]:
-        """Return the rows of some nodes, of each configuration."""
-        return [c * self.num_nodes + node for c in range(self.num_configs) for node in node_ids]
 
     def update(self, state: State, events: Sequence[Event], *, differentiable: bool = False) -> tuple[State, Updated]:
         """Handle the events up to the next update.
@@ -200,7 +191,7 @@ class AsyncSimulation(Simulation):
         """
         counts = state.node_steps.tolist()
         order = sorted(rows, key=lambda node: (-self.num_steps[node], counts[node], node))
-        chosen = torch.tensor(self.rows_of(order))
+        chosen = torch.tensor(order)
         start = nodes.take_rows(state.strategy["starts"], chosen, copy=True)
         local = LocalState(
             params=tree.map(torch.clone, start) if inplace else start,
@@ -209,15 +200,15 @@ class AsyncSimulation(Simulation):
             losses=state.strategy["losses"].new_zeros(len(chosen)),
         )
         ended: list[LocalState] = []
-        C, done = self.num_configs, 0
+        done = 0
         for until in sorted({self.num_steps[node] for node in order}):
             here = [node for node in order if self.num_steps[node] >= until]
-            ended.append(local.nodes(len(here), len(local.losses) // C, C))
-            local = local.nodes(0, len(here), C)
+            ended.append(local.nodes(len(here), len(local.losses)))
+            local = local.nodes(0, len(here))
             for step in range(done, until):
                 local = self.local_step(local, here, [counts[node] + step for node in here], inplace)
             done = until
-        local = LocalState.joined([local, *reversed(ended)], C)
+        local = LocalState.joined([local, *reversed(ended)])
         return self._with_rounds(state, chosen, start, local, inplace)
 
     def local_step(self, local: LocalState, here: Sequence[int], counts: Sequence[int], inplace: bool) -> LocalState:
@@ -229,10 +220,9 @@ class AsyncSimulation(Simulation):
 
     def context(self, here: Sequence[int], counts: Sequence[int], inplace: bool) -> Context:
         """Return where the nodes `here` are, which have done so many steps."""
-        rows, steps = self.rows_of(here), list(counts) * self.num_configs
         ctx = Context(
-            self.comm, node_steps=torch.tensor(steps), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
-            differentiable=not inplace, num_examples=self.num_examples, rows=torch.tensor(rows), own_time=True,
+            self.comm, node_steps=torch.tensor(counts), max_steps=self.max_steps, seed=self.seed, inplace=inplace,
+            differentiable=not inplace, num_examples=self.num_examples, rows=torch.tensor(here), own_time=True,
             exact=self.exact,
         )  # fmt: skip
         return ctx.replace(lr=self.strategy.lr(ctx))
@@ -242,36 +232,31 @@ class AsyncSimulation(Simulation):
     ) -> Local:
         """Compute the gradients of the nodes `here`, each on its next batch."""
         batch, limits = self.read(here, counts)
-        rows, steps = self.rows_of(here), list(counts) * self.num_configs
-        seeds, node_ids = ([values[row] for row in rows] for values in self._keys)
+        seeds, node_ids = ([values[node] for node in here] for values in self._keys)
         return self.engine.gradients(
-            params, buffers, batch, seed=seeds, step=steps, node_ids=node_ids,
+            params, buffers, batch, seed=seeds, step=counts, node_ids=node_ids,
             minibatch_size=self.minibatch_size, differentiable=not inplace, limits=limits,
         )  # fmt: skip
 
     def _with_rounds(self, state: State, chosen: Tensor, start: Tree, local: LocalState, inplace: bool) -> State:
         """Return the state with what rounds have come to."""
-        L, was = self.num_local, state.strategy
-        steps = torch.tensor([self.num_steps[row % self.num_nodes] for row in chosen.tolist()])
+        K, was = self.num_local, state.strategy
+        steps = torch.tensor([self.num_steps[node] for node in chosen.tolist()])
         losses = local.losses / placed(steps, local.losses.device)
         moved = tree.map(torch.sub, start, local.params)
         strategy = {
             **was,
-            "moved": nodes.put_rows(was["moved"], chosen, moved, L, inplace),
+            "moved": nodes.put_rows(was["moved"], chosen, moved, K, inplace),
             "losses": was["losses"].to(losses.dtype).index_copy(0, placed(chosen, losses.device), losses),
             "done": was["done"].index_fill(0, chosen, True),
         }
         return replace(
             state,
-            buffers=nodes.put_rows(state.buffers, chosen, local.buffers, L, inplace),
-            optimizer=self.strategy.put_rows(state.optimizer, chosen, local.optimizer, L, inplace),
+            buffers=nodes.put_rows(state.buffers, chosen, local.buffers, K, inplace),
+            optimizer=self.strategy.put_rows(state.optimizer, chosen, local.optimizer, K, inplace),
             strategy=strategy,
             node_steps=state.node_steps.index_add(0, chosen, steps),
         )
-
-    def weighted(self, movement: Tree, staleness: int) -> Tree:
-        """Return movements `[C, *]` of this staleness as they count."""
-        return weighted(movement, self.strategy.weight(staleness))
 
 
 class Handling:
@@ -294,7 +279,7 @@ class Handling:
     def arrival(self, event: Arrival) -> None:
         """Have the movement computed, and take it."""
         self.compute(event.node)
-        losses = self.state.strategy["losses"][event.node :: self.simulation.num_nodes]
+        losses = self.state.strategy["losses"][event.node : event.node + 1]
         self.losses.setdefault(event.node, []).append(losses)
         self.taken.append(self._taken(event))
         self.arrivals.append(event)
@@ -320,10 +305,10 @@ class Handling:
         self.send_to(event.nodes)
 
     def begin(self, begun: Sequence[int], params: Tree) -> None:
-        """Let n nodes begin from parameters `[1 or C or C n, *]`."""
+        """Let n nodes begin from parameters `[1 or n, *]`."""
         strategy = self.state.strategy
-        rows, L = torch.tensor(self.simulation.rows_of(begun)), self.simulation.num_local
-        starts = nodes.put_rows(strategy["starts"], rows, nodes.expand(params, len(rows)), L, self.inplace)
+        rows, K = torch.tensor(begun), self.simulation.num_local
+        starts = nodes.put_rows(strategy["starts"], rows, nodes.expand(params, len(rows)), K, self.inplace)
         done = strategy["done"].index_fill(0, rows, False)
         self.state = replace(self.state, strategy={**strategy, "starts": starts, "done": done})
 
@@ -341,12 +326,13 @@ class Handling:
         self.state = replace(self.state, step=event.version, params=params, strategy=strategy)
 
     def _taken(self, arrival: Arrival) -> Tree:
-        """Return the movement that has arrived, `[C, *]`, as the server takes it, and weighted."""
+        """Return the movement that has arrived, `[1, *]`, as the server takes it, and weighted."""
         simulation, node = self.simulation, arrival.node
-        row = {name: x[node :: simulation.num_nodes] for name, x in self.state.strategy["moved"].items()}
+        row = {name: x[node : node + 1] for name, x in self.state.strategy["moved"].items()}
         if simulation.strategy.buffer > 1 and self.inplace:  # the node's next round may be computed before the update
             row = tree.map(torch.clone, row)
-        return simulation.weighted(simulation.server.correct(row, self.state.strategy["server"]), arrival.staleness)
+        row = simulation.server.correct(row, self.state.strategy["server"])
+        return weighted(row, simulation.strategy.weight(arrival.staleness))
 
     def _movement(self) -> Tree:
         """Average the movements that were taken, in the order of nodes."""
@@ -372,8 +358,8 @@ class Handling:
         return Updated(metrics, tuple(self.arrivals), tuple(self.computed))
 
     def mean_losses(self) -> Tensor:
-        """Return each node's mean over its arrivals, `[L]`, nan for those without any."""
-        active, simulation = sorted(self.losses), self.simulation
-        means = torch.stack([torch.stack(self.losses[node]).mean(0) for node in active], 1)  # [C, n]
-        losses = means.new_full((simulation.num_configs, simulation.num_nodes), torch.nan)
-        return losses.index_copy(1, placed(torch.tensor(active), losses.device), means).flatten()
+        """Return each node's mean over its arrivals, `[K]`, nan for those without any."""
+        active = sorted(self.losses)
+        means = torch.cat([torch.stack(self.losses[node]).mean(0) for node in active])
+        losses = means.new_full((self.simulation.num_nodes,), torch.nan)
+        return losses.index_copy(0, placed(torch.tensor(active), losses.device), means)

@@ -45,10 +45,25 @@ class Keys(NamedTuple):
         """Return the step that one node takes."""
         return self.step if isinstance(self.step, int) else self.step[row]
 
+    def named(self) -> str:
+        """Name nodes and steps, for a message.
+
+        >>> Keys([0, 0, 0], 7, [2, 3, 5]).named(), Keys([0], 7, [2]).named()
+        ('one of the nodes 2 to 5 (engine="loop" says which), step 7', 'node 2, step 7')
+        """
+        steps = [self.step] if isinstance(self.step, int) else self.step
+        which = ' (engine="loop" says which)' if len(self.node_ids) > 1 else ""
+        return f"{_one_of('node', self.node_ids)}{which}, {_one_of('step', steps)}"
+
     def take(self, rows: Sequence[int]) -> Keys:
         """Take those of some nodes."""
         step = self.step if isinstance(self.step, int) else [self.step[i] for i in rows]
         return self._replace(seeds=[self.seeds[i] for i in rows], step=step, node_ids=[self.node_ids[i] for i in rows])
+
+
+def _one_of(what: str, numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{what} {low}" if low == high else f"one of the {what}s {low} to {high}"
 
 
 class Part(NamedTuple):
@@ -87,8 +102,8 @@ class Part(NamedTuple):
 class Backend(Protocol):
     """A way to compute stacked nodes. A new one is a class in a file, and its name in `vecgym.engine.plan.BACKENDS`.
 
-    It holds no state but the model and memory that it reuses. It may raise anything: the engine then repeats the work
-    with `Loop`, to find an error of the model itself.
+    It holds no state but the model and memory that it reuses. It may raise anything: the engine then says of which
+    nodes and in which step.
     """
 
     def __init__(self, model: StatelessModel) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -33,13 +34,17 @@ OF_A_NETWORK = "x, y = batch\n            return F.cross_entropy(self.net(x), y)
 OF_TRAINING_STEP = "return self.net.training_step(batch, 0)  # the loss, if it gives that alone"
 
 
-def fix(model: nn.Module) -> str:
-    """Show how a network becomes a model, as code.
+OF_KEYWORDS = "return self.net(**batch).loss  # of a transformers model with labels, say"
+
+
+def fix(model: nn.Module, batch: Any = None) -> str:
+    """Show how a network becomes a model of such batches, as code.
 
     >>> print(fix(nn.Linear(2, 1)).splitlines()[-3])
                 return F.cross_entropy(self.net(x), y)
     """
-    return WRAPPER.format(body=OF_TRAINING_STEP if hasattr(model, "training_step") else OF_A_NETWORK)
+    of_batch = OF_KEYWORDS if isinstance(batch, Mapping) else OF_A_NETWORK
+    return WRAPPER.format(body=OF_TRAINING_STEP if hasattr(model, "training_step") else of_batch)
 
 
 def check_model(model: Any) -> None:
@@ -91,13 +96,15 @@ def _check_forward(model: nn.Module) -> None:
     try:
         signature.bind(None)
     except TypeError as error:
+        named = {"labels", "input_ids"} & signature.parameters.keys()
         raise TypeError(
-            f"the model's forward{signature} cannot be called as forward(batch): {error}. {fix(model)}"
+            f"the model's forward{signature} cannot be called as forward(batch): {error}. "
+            f"{fix(model, dict.fromkeys(named) or None)}"
         ) from None
 
 
-def check_loss(loss: Any, model: nn.Module) -> None:
-    """Raise the error that tells a user what the model's forward must return.
+def check_loss(loss: Any, model: nn.Module, batch: Any = None) -> None:
+    """Raise the error that tells a user what the model's forward must return, given such a batch.
 
     >>> check_loss(torch.ones((), requires_grad=True), nn.Linear(2, 1))
     >>> try:
@@ -107,11 +114,13 @@ def check_loss(loss: Any, model: nn.Module) -> None:
     the model returned a tensor of shape [8], not a scalar
     """
     if not isinstance(loss, Tensor):
-        raise ModelError(f"the model returned {_shown(loss)}, not a scalar tensor. {fix(model)}")
+        raise ModelError(f"the model returned {_shown(loss)}, not a scalar tensor. {fix(model, batch)}")
     if loss.dim() != 0:
-        raise ModelError(f"the model returned a tensor of shape {list(loss.shape)}, not a scalar. {fix(model)}")
+        raise ModelError(f"the model returned a tensor of shape {list(loss.shape)}, not a scalar. {fix(model, batch)}")
     if not loss.is_floating_point():
-        raise ModelError(f"the model returned a {loss.dtype} tensor; a loss is a floating-point number. {fix(model)}")
+        raise ModelError(
+            f"the model returned a {loss.dtype} tensor; a loss is a floating-point number. {fix(model, batch)}"
+        )
     if not loss.requires_grad:
         raise ModelError(
             "the model's loss does not depend on any trainable parameter: check for .detach(), .item(), "
@@ -133,6 +142,24 @@ def check_written(names: Collection[str]) -> None:
         raise ModelError(
             f"the model's forward writes to {min(names)!r}, a parameter that is not trained: what is not trained is "
             f"the same on every node. Make it a buffer, of which each node has its own: register_buffer({name!r}, ...)."
+        )
+
+
+def check_steady(names: Collection[str]) -> None:
+    """Raise the error for a model whose forward writes to tensors now, and did not in its first pass.
+
+    >>> try:
+    ...     check_steady(["center"])
+    ... except ValueError as error:
+    ...     print(str(error).split(",")[0])
+    the model's forward writes to 'center'
+    """
+    if names:
+        name = min(names)
+        raise ModelError(
+            f"the model's forward writes to {name!r}, and did not in its first pass, so that the nodes hold it "
+            "together. Write to it in every pass, where nothing is due what it is: "
+            f"self.{name}.copy_(torch.where(due, new, self.{name}))."
         )
 
 
@@ -254,13 +281,38 @@ def derivative_error(cause: str) -> RuntimeError:
     )
 
 
-def check_memory(error: Exception) -> None:
-    """Raise an error that says what to do, if memory ran out."""
-    advice = "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time)."
-    if isinstance(error, torch.OutOfMemoryError):
-        raise torch.OutOfMemoryError(f"{cause(error)}.\n{advice}") from error
-    if "allocate memory" in str(error):
-        raise RuntimeError(f"{cause(error)}.\n{advice}") from error
+def check_memory(error: Exception, num_nodes: int, model: nn.Module) -> None:
+    """Raise an error that says how much is asked for, and what to do, if memory ran out."""
+    on_device, told = isinstance(error, torch.OutOfMemoryError), str(error)
+    pythons = isinstance(error, MemoryError) and (told == "" or "nable to allocate" in told)
+    if ADVICE in told or not (on_device or pythons or "allocate memory" in told):
+        return
+    asked = re.search(r"(?:ried|nable) to allocate ([\d.]+ \wi?B|\d+ bytes)", told)
+    amount = asked[1] if asked else "some memory"  # Python does not say how much
+    if amount.endswith(" bytes"):
+        amount = f"{int(amount.split()[0]) / 1e9:,.3f} GB"
+    size = sum(p.numel() * p.element_size() for p in model.parameters()) * num_nodes / 1e9
+    kind = torch.OutOfMemoryError if on_device else RuntimeError
+    raise kind(
+        f"out of memory: {amount} more, in a run of {num_nodes} nodes, whose parameters alone are {size:,.3f} GB"
+        f"{_place(error.__cause__ or error)}.\n{ADVICE}"
+    ) from error
+
+
+ADVICE = (
+    "Use a smaller chunk_size (nodes in one call) or minibatch_size (examples at a time), or fewer nodes; "
+    "vecgym.estimate_memory tells beforehand what a run takes."
+)
+
+
+@contextlib.contextmanager
+def counting_memory(num_nodes: int, model: nn.Module) -> Iterator[None]:
+    """Say so where memory runs out within a block; see `check_memory`."""
+    try:
+        yield
+    except Exception as error:
+        check_memory(error, num_nodes, model)
+        raise
 
 
 @contextlib.contextmanager
@@ -284,7 +336,7 @@ def first_call(model: nn.Module, batch: Any) -> Iterator[None]:
     except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        way_out = f" {fix(model)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
+        way_out = f" {fix(model, batch)}" if isinstance(error, (TypeError, AttributeError, NotImplementedError)) else ""
         raise RuntimeError(
             f"the model fails on its first batch, {shown_batch(batch)}: {type(error).__name__}: {error}{_place(error)}."
             + way_out
@@ -300,7 +352,7 @@ def cause(error: Exception) -> str:
     return f"{text}{_place(error)}"
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Name the line of the model's own code that raised an error."""
     package = Path(__file__).parent.parent
     not_the_models = (str(Path(torch.__file__).parent), str(package / "engine"), str(package / "core"))

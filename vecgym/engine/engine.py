@@ -69,8 +69,8 @@ class Engine:
     ...     def forward(self, x):
     ...         return (self.w - x).square().mean()
     >>> engine, batch, params = Engine(Line()), torch.tensor([[1.0], [3.0]]), {"w": torch.zeros(1)}
-    >>> engine.prepare(batch).engine, engine.device
-    ('vmap', device(type='cpu'))
+    >>> engine.prepare(batch).engine, engine.device, engine.written
+    ('vmap', device(type='cpu'), frozenset())
     >>> local = engine.gradients(params, {}, batch, seed=0, step=0)
     >>> local.losses, local.grads
     (tensor([1., 9.]), {'w': tensor([-2., -6.])})
@@ -229,7 +229,7 @@ class Engine:
         part = Part(params, self._stateless.own_buffers(buffers, num_nodes, differentiable), batch, keys)
 
         def compute(some: Part) -> Local:
-            with self._explaining(lambda: self._run_plainly(some), describe):
+            with self._explaining(num_nodes, some.keys, describe):
                 return self._pure(some) if differentiable else self._mean(some) if mean else self._each(some)
 
         by_minibatches = functools.partial(in_minibatches, size=minibatch_size, compute=compute)
@@ -302,29 +302,24 @@ class Engine:
 
     @contextlib.contextmanager
     def _explaining(
-        self, by_node: Callable[[], Any], describe: Callable[[str], Exception] | None = None
+        self, num_nodes: int, keys: Keys | None = None, describe: Callable[[str], Exception] | None = None
     ) -> Iterator[None]:
-        """Raise the model's own error if a single node raises one, and otherwise say what cannot be done.
+        """Add to an error of the model the nodes and the step, or say what torch cannot do with this model.
 
         Args:
-            describe: what cannot be done, from the cause; None: to run the model by the backend. What the loop raises
-                is then the model's own.
+            keys: whose it is, of which step; None: in validation.
+            describe: what cannot be done, from the cause; None: to run the model by `vmap`.
         """
         try:
             yield
         except Exception as error:
-            if describe is None and self.plan.engine == "loop":
+            if describe is None and self.plan.engine == "loop":  # which has named the node
                 raise
-            contract.check_memory(error)
-            in_own_thread(by_node)
-            raise (describe or contract.vmap_error)(contract.cause(error)) from error
-
-    def _run_plainly(self, part: Part) -> None:
-        """Run node after node, for the error of the first that raises one."""
-        params, batch = tree.map_leaves(plain, [part.params, part.batch])
-        part = part._replace(params=params, buffers=tree.map(lambda b: plain(b).clone(), part.buffers), batch=batch)
-        with torch.enable_grad():
-            self._backends["loop"].gradients(part, lambda: self._gradient_storage(params, part.size))
+            contract.check_memory(error, num_nodes, self.model)
+            if "vmap" in str(error) or (describe and isinstance(error, RuntimeError)):
+                raise (describe or contract.vmap_error)(contract.cause(error)) from error
+            with contract.naming("in validation" if keys is None else keys.named()):
+                raise
 
     # ------------------------------------------------------------------------------------------ evaluation
 
@@ -376,12 +371,11 @@ class Engine:
         for a, b in self.plan.chunks(num_nodes, 1):
             examples = tree.map_leaves(lambda x: x[a:b], batch) if own_batches else batch  # noqa: B023
             arguments = {**rows(params, a, b), **rows(buffers, a, b)}, examples, own_batches, b - a, several
-            loop = self._backends["loop"]
-            backend = loop if b - a == 1 and not several else self._backend
+            backend = self._backends["loop"] if b - a == 1 and not several else self._backend
             with (
                 self._stateless.seeded(rng.key(0, "evaluation", a)),
                 self.plan.layout(),
-                self._explaining(lambda: loop.measures(*arguments)),  # noqa: B023
+                self._explaining(num_nodes),
             ):
                 measured.append(backend.measures(*arguments))
         return {name: torch.cat([each[name] for each in measured]) for name in measured[0]}

@@ -360,7 +360,7 @@ class _Run:
         if self.links is None:
             return min([self.ready[0], *self.arriving[:1]])[0]
         ahead = copy.copy(self)
-        ahead.ready, ahead.arriving, ahead.links = self.ready[:], self.arriving[:], copy.deepcopy(self.links)
+        ahead.ready, ahead.arriving, ahead.links = self.ready[:], self.arriving[:], self.links.ahead()
         return ahead._next()[0]
 
     def _closed(self, time: float) -> bool:

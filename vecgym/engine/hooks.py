@@ -8,14 +8,14 @@ each node needs one of its own: that is the engine `loop`. Hooks that run once `
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
-
-from vecgym.core.objects import globals_read, reachable
 
 M = TypeVar("M", bound=nn.Module)
 OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -80,16 +80,20 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Raise a ValueError for a function in the model that holds its parameters itself, not by way of a module."""
+    """Raise a ValueError for a function in the model that holds its parameters itself, not by way of a module.
+
+    One level deep: without it, a parameter in the default of a hook's argument trains to zeros without a word.
+    """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     for where, function in _functions(model):
-        for x in (part for root in (function, *_global_modules(function)) for part in reachable(root)):
-            if id(x) in names:
-                raise ValueError(
-                    f"{where} is a function that holds the model's parameter {names[id(x)]!r}, or what it belongs to: "
-                    "it would see the value that the parameter has now, in every step of every node. Let forward do "
-                    "it; a hook of a module is given that module."
-                )
+        for held in _held(function):
+            for x in held.parameters() if isinstance(held, nn.Module) else [held]:
+                if id(x) in names:
+                    raise ValueError(
+                        f"{where} is a function that holds the model's parameter {names[id(x)]!r}, or what it belongs "
+                        "to: it would see the value that the parameter has now, in every step of every node. Let "
+                        "forward do it; a hook of a module is given that module."
+                    )
 
 
 def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -110,9 +114,20 @@ def _functions(model: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{key!r} of {of}", value
 
 
-def _global_modules(function: Any) -> list[nn.Module]:
-    values = globals_read(function).values() if isinstance(function, types.FunctionType) else ()
-    return [x for x in values if isinstance(x, nn.Module)]
+def _held(function: Callable[..., Any]) -> list[Any]:
+    """What a function refers to itself: outer variables, globals, defaults; its arguments, its object."""
+    if isinstance(function, functools.partial):
+        return [*function.args, *function.keywords.values(), *_held(function.func)]
+    owner = [function.__self__] if isinstance(function, types.MethodType) else []
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(function, types.FunctionType):
+        return [*owner, *getattr(function, "__dict__", {}).values()]
+    try:
+        outer = inspect.getclosurevars(function)
+    except ValueError:  # a variable of an outer function is not set yet
+        return owner
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*owner, *outer.nonlocals.values(), *outer.globals.values(), *defaults]
 
 
 def check_pickled(model: nn.Module, fix: str) -> None:

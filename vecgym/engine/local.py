@@ -13,33 +13,25 @@ from vecgym.core.tree import Tree
 
 
 class LocalState(NamedTuple):
-    """What evolves in the rounds of n nodes, `[C n, *]`."""
+    """What evolves in the rounds of n nodes, `[n, *]`."""
 
     params: Tree
     buffers: Tree
     optimizer: dict[str, Any]
     losses: Tensor  # summed over the steps
 
-    def nodes(self, a: int, b: int, num_configs: int) -> LocalState:
-        """View nodes a to b of each configuration."""
-        n = len(self.losses) // num_configs
-        if (a, b) == (0, n):
-            return self
-        found: LocalState = tree.map_leaves(lambda x: x.unflatten(0, (-1, n))[:, a:b].flatten(0, 1), self)
+    def nodes(self, a: int, b: int) -> LocalState:
+        """View nodes a to b."""
+        found: LocalState = tree.map_leaves(lambda x: x[a:b], self)
         return found
 
     @classmethod
-    def joined(cls, parts: Sequence[LocalState], num_configs: int) -> LocalState:
+    def joined(cls, parts: Sequence[LocalState]) -> LocalState:
         """Put the nodes of several together again."""
         parts = [part for part in parts if len(part.losses)]
         if len(parts) == 1:
             return parts[0]
-        sizes = [len(part.losses) // num_configs for part in parts]
-
-        def join(*each: Tensor) -> Tensor:
-            return torch.cat([x.unflatten(0, (-1, n)) for x, n in zip(each, sizes)], 1).flatten(0, 1)
-
-        found: LocalState = tree.map_leaves(join, *parts)
+        found: LocalState = tree.map_leaves(lambda *each: torch.cat(each), *parts)
         return found
 
 
@@ -51,9 +43,9 @@ def weighted(movement: Tree, weight: Any) -> Tree:
 
 
 def of_each(values: Any, num_nodes: int) -> Any:
-    """Copy what is the same on every node, `[1 or C, *]`, for each of them.
+    """Copy what is the same on every node, `[1, *]`, for each of them.
 
-    >>> of_each(torch.tensor([1.0, 2.0]), 4)
-    tensor([1., 1., 2., 2.])
+    >>> of_each(torch.tensor([1.0]), 2)
+    tensor([1., 1.])
     """
     return tree.map_leaves(lambda x: nodes.expanded(x, num_nodes).clone(), values)

@@ -13,7 +13,7 @@ from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.engine.backend import Local, Part, row, settle, stacked, unstacked
 from vecgym.engine.batching_rules import TwiceDifferentiable
-from vecgym.engine.contract import naming
+from vecgym.engine.contract import check_steady, naming
 from vecgym.engine.stateless import StatelessModel
 
 
@@ -47,7 +47,9 @@ class Loop:
         leaves = {name: self.model.leaf(name, p) for name, p in params.items()}
         batch = tree.map_leaves(lambda x: x[i], part.batch)
         with self.model.seeded(part.keys.of(i)), naming(f"node {part.keys.node_ids[i]}, step {part.keys.step_of(i)}"):
+            held = [(name, x, x._version) for name, x in (leaves | buffers).items() if not self.model.writes(name)]
             loss, after, grads = self.model.gradient(leaves, buffers, batch, thread)
+            check_steady([name for name, x, version in held if x._version != version])
         settle(buffers, {name: b for name, b in after.items() if self.model.changes(name)})
         settle(params, {name: leaves[name] for name in self.model.written})
         dense = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), grads)}

@@ -84,13 +84,16 @@ def examine(model: StatelessModel, batch: Any, stacked: Backend | None, required
 
 
 def _facts(model: StatelessModel, params: Tree, batch: Any) -> ModelFacts:
-    before = clones(model.buffers)
+    before, given = clones(model.buffers), clones(model.buffers)
     states = torch.get_rng_state(), _device_rng_state(model.device)
-    _, after, grads = model.gradient(params, clones(before), batch)
+    _, after, grads = model.gradient(params, given, batch)
     random = not (_same(states[0], torch.get_rng_state()) and _same(states[1], _device_rng_state(model.device)))
     return ModelFacts(
         unused=frozenset(name for name, g in zip(params, grads) if g is None),
-        mutated=frozenset(n for n, b in after.items() if n not in before or not _same(b, before[n])),
+        # Also by writing what it was: the running mean of what has not moved yet, say.
+        mutated=frozenset(
+            n for n, b in after.items() if n not in before or b is not given[n] or b._version or not _same(b, before[n])
+        ),
         random=random,
     )
 
@@ -183,7 +186,7 @@ def _contraction(out: Tensor, given: list[Tensor]) -> int:
 
 def _weighted(out: Tensor, given: list[Tensor]) -> int:
     """Count a product with one row of the weight `[out, ...]` for each output value."""
-    return 2 * out.numel() * given[1][0].numel() if len(given) > 1 and given[1].dim() > 0 else 0
+    return 2 * out.numel() * given[1][:1].numel() if len(given) > 1 and given[1].dim() > 0 else 0
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -163,6 +163,8 @@ def exchanges_gradients(strategy: Strategy) -> bool:
     >>> exchanges_gradients(AllReduceStrategy("sgd", lr=0.1)), exchanges_gradients(DiLoCoStrategy("sgd", lr=0.1))
     (True, False)
     """
+    if members := getattr(strategy, "members", None):  # those of a sweep, stacked
+        return any(exchanges_gradients(member.strategy) for member in members)
     own = type(strategy).exchange_gradients is not Strategy.exchange_gradients
     return own or any(overrides(module, "exchange_gradients") for module in strategy.communication_modules)
 

@@ -101,7 +101,7 @@ def once_among(x: Tensor, rows: Tensor) -> Tensor:
     first = int(rows[0])
     if len(x) == 1 or not on_host(x) or not torch.equal(x[first], x[int(rows[-1])]):
         return x
-    equal = (x == x[first]).view(len(x), -1).all(1)
+    equal = (x == x[first]).reshape(len(x), x[0].numel()).all(1)
     return x[first : first + 1].clone() if bool(equal[rows].all()) else x
 
 

@@ -128,6 +128,10 @@ class StatelessModel:
         """Whether a training step may change this buffer."""
         return self._mutated is None or name in self._mutated
 
+    def writes(self, name: str) -> bool:
+        """Whether a training step may write to this parameter or buffer."""
+        return name in self.written or (name in self.buffers and self.changes(name))
+
     def serve(self, num_threads: int) -> None:
         """Make a structure for each thread: a call changes it temporarily."""
         while len(self._train) < num_threads:
@@ -168,7 +172,7 @@ class StatelessModel:
         """Compute the loss in training mode, buffers after it, and the gradient of each of `leaves`; None: unused."""
 
         def backward(loss: Any) -> tuple[Tensor | None, ...]:
-            check_loss(loss, self.model)
+            check_loss(loss, self.model, batch)
             with self.not_casting():
                 grads = gradients_within_modes(loss, list(leaves.values()))
             # An embedding may give a sparse one, which has no place in stacked storage.

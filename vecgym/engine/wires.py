@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -61,13 +63,24 @@ class Links:
 
     wires: Wires
     num_nodes: int
-    node_up: list[float] = field(init=False)
-    node_down: list[float] = field(init=False)
+    node_up: MutableMapping[int, float] = field(init=False)
+    node_down: MutableMapping[int, float] = field(init=False)
     server_in: float = 0.0
     server_out: float = 0.0
 
     def __post_init__(self) -> None:
-        self.node_up, self.node_down = [0.0] * self.num_nodes, [0.0] * self.num_nodes
+        self.node_up, self.node_down = (dict.fromkeys(range(self.num_nodes), 0.0) for _ in range(2))
+
+    def ahead(self) -> Links:
+        """Return links on which messages can be tried: what these send leaves the links themselves as they are.
+
+        >>> links = Links(Wires(1.0, up=[2.0], down=[1.0], latency=[0.0]), num_nodes=1)
+        >>> links.ahead().up(0, ready=0.0), links.up(0, ready=0.0)
+        (2.0, 2.0)
+        """
+        tried = copy.copy(self)
+        tried.node_up, tried.node_down = ChainMap({}, self.node_up), ChainMap({}, self.node_down)
+        return tried
 
     def up(self, node: int, ready: float, share: float = 1.0) -> float:
         """Send a movement, or a share of it; return when it is at the server."""

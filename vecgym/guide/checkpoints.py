@@ -34,32 +34,40 @@ Files of `CSVLogger` and `TensorBoardLogger` have no row lost or doubled, and `W
 
 - **When.** Checkpoints are written at the start, every `checkpoint_interval` steps, at the end, and on Ctrl-C, but not
   when a run diverges. The last `keep_checkpoints` are kept.
-- **Safety.** A file appears completely or not at all, even if the program is killed meanwhile. A damaged, foreign or
-  handmade file is reported, and the next older one is used. A pipe or device of that name is never opened. If the
-  disk is full, the run warns and continues.
+- **Safety.** A file appears completely or not at all, even if the program is killed meanwhile. A damaged or foreign
+  file is reported, and the next older one is used; values that somebody has edited are not recognised. A pipe or
+  device of that name is never opened. If the disk is full, the run warns and continues.
 - **What must match.** Strategy, model, K, seed and batch size are checked, and a different one is refused with the
-  difference. Other data only causes a warning. More steps are refused only where the learning rates depend on their
-  number (`"cosine"`). A new run in the folder of another is refused.
+  difference. Other data of the same length only causes a warning. More steps are refused only where the learning rates
+  depend on their number (`"cosine"`). A new run in the folder of another is refused.
+- **One run at a time.** While a run goes on it holds the folder, by a lock on the file `.run.lock`. Another that is begun
+  there meanwhile is refused, and told which process holds it. The lock ends with its process, however that ends.
 - **What may change.** Engine, chunk and micro-batch size, device and number of processes may change; a warning says
   that the last bits will. Loggers, evaluation, and anything else that does not affect training may change freely.
 - **Processes.** The first process writes one file with the state of all nodes. Any number of processes, or none, can
   continue from it: to the bit with `exact=True`, else up to rounding. All processes must see the folder.
-- **Strategies for one rank** are saved with everything they hold: optimizers, tensors, generators. What cannot be
-  saved, such as an iterator, is named at the start. Counters inside a dataset object are not saved.
+- **Strategies for one rank** are saved by `state_dict()`: tensors, plain values, generators and whatever has a
+  `state_dict`, in their attributes and in the lists, dicts and objects below; of a module its parameters and buffers.
+  What cannot be saved, such as an iterator, is named at the first checkpoint: give the strategy a `state_dict()` and a
+  `load_state_dict(state)` of its own. Counters inside a dataset object are not saved.
 
 ## What must be the same in a resumed run
 
-Checkpoints and `sweep(resume=)` compare what a run holds and what it computes.
+Checkpoints and `sweep(resume=)` compare what a run is given, and a little of what it computes.
 
 | what | compared by |
 |---|---|
-| numbers, and tensors | value; tensors above 1 GiB by evenly spaced parts of 1 GiB in all |
-| functions: a model's methods, schedules, `param_groups`, topologies, `collate_fn` | their code, with the defaults, globals, functions and objects that they use |
-| packages installed by pip | name |
-| random generators | kind, since their state changes with use; torch's also by seed |
-| datasets | class, code, length, and the tensors in them; without tensors, in a sweep, also some batches |
+| numbers, texts, tensors in settings and strategies | value |
+| functions and classes: schedules, `param_groups`, topologies, `collate_fn` | qualified name; schedules also by the learning rates of some steps |
+| other objects | class, and what their attributes hold; random generators by kind, torch's also by seed |
+| the model | modules, and shapes and dtypes of parameters and buffers; and **its loss**, to 1e-3 |
+| data | number of examples, and a digest of the first batch |
 
-Comments, docstrings, line numbers and the place of a file do not matter. The code of functions is not compared between
-two versions of Python; a warning says so. Only checkpoints hold the initial weights themselves, so a model may be
-initialised differently when a run of `fit` continues.
+The loss is that of node 0's first batch, by the plain module in eval mode. Every checkpoint has it at its own
+parameters, for one forward pass, so another initialisation, engine or chunk resumes, and a changed model or loss is
+found; of another device a warning says it. A sweep has it once for each distinct model, at its initial weights. If the
+batch is another one, or the model has no loss in eval mode, it is not compared.
+
+**A changed function that leaves all of these alone is not noticed**: other `param_groups` of the same name, say, or a
+layer that only training uses.
 """

@@ -51,7 +51,10 @@ for all links; `[K]`, of each node's link (`up=` and `down=` where they differ);
 carries them: "ring", "halving_doubling", "tree" or "server"; means and sums also "gloo", the ring of
 `torch.distributed` on CPUs; all-gathers also "direct". "server" changes what a node's link carries, and the bytes of a
 run with such a network. The latency is one way, half of what a ping takes. The formulas are in `vecgym.clock.cost`.
-With a matrix the ring takes the best order that is found: exactly up to 9 nodes, by a heuristic above.
+With a matrix the ring goes from each node on to the nearest, and stretches of it are turned round where that helps
+(2-opt): one order for each group of nodes, settled for the median of the messages that it first exchanges. Its slowest
+link is not always that of the best order: for 8 places on a map it is 1 % slower, the mean of 200, and 37 % at most;
+where both directions of each link are drawn at random, tenfold apart, 23 %.
 
 >>> network = Network.regions([4, 4], inside=("400 Gbit/s", 1e-4), between=("1 Gbit/s", 0.05))
 >>> round(network.seconds("mean", 1e9, num_nodes=4), 3), round(network.seconds("mean", 1e9, num_nodes=8), 1)
@@ -62,8 +65,8 @@ With a matrix the ring takes the best order that is found: exactly up to 9 nodes
 Every message pays the latency, so it matters in how many of them an exchange goes. Its tensors are joined, from the
 last parameter on: a message is complete with the tensor that takes it to `Network(bucket_bytes=25 * 2**20)` or beyond.
 `math.inf` makes one message of an exchange, the best case; 0 one of each tensor, as EXO Gym, diloco-sim and torchft
-send by themselves. Gradients go as torch's DistributedDataParallel sends them, the first message at 1 MiB: of 75 tensors
-of 8.1 MB, 20 messages. Each fragment of Streaming DiLoCo has messages of its own.
+send by themselves. Gradients go as torch's DistributedDataParallel sends them, the first message at 1 MiB: of 75
+tensors of 8.1 MB, 20 messages. Each fragment of Streaming DiLoCo has messages of its own.
 
 Messages follow one another, as with NCCL and in synchronous calls. torch's DistributedDataParallel on gloo has two
 under way, which `all_reduce="gloo"` knows of gradients. This is 8 nodes' exchange in every step, 100 Mbit/s, 80 ms:
@@ -138,48 +141,76 @@ prices the checkpoint of a run from the command line.
 The closed forms hold to 1e-12, and a naive simulation of every message gives the same. `python benchmarks/network.py`
 compares with four gloo processes in network namespaces, whose links tbf limits. Latency is netem's, or, as here, where
 the kernel had none, that of a switch in user space. *ping* (ms) and *link* (Mbit/s) are what plain sockets found there.
-Seconds of 2 steps of AllReduce and 6 of DiLoCo with 4 matrices of 8 MiB, and of single all-reduces; *ring* and *gloo*
-are predicted with that link.
+Seconds of 2 steps of torch's own DistributedDataParallel (DDP) and 6 of DiLoCo, with 4 matrices of 8 MiB, or with 20 MB
+in 75 and in 200 tensors and messages of 1 MiB, 19 of each; and of single all-reduces. *ring* and *gloo* are predicted
+with that link.
 
 |  | Mbit/s | ms | by | ping | link | ring | gloo | measured | measured / gloo |
 |---|--:|--:|--:|--:|--:|--:|--:|--:|--:|
-| AllReduce | 50 | 0 | tbf | 0.1 | 48 | 17 | 17 | 16.9 | 1.00 |
-| DiLoCo, H=3 | 50 | 0 | tbf | 0.1 | 48 | 17.2 | 17.2 | 17.1 | 1.00 |
-| AllReduce | 200 | 0 | tbf | 0.1 | 191 | 4.32 | 4.32 | 4.32 | 1.00 |
-| DiLoCo, H=3 | 200 | 0 | tbf | 0.1 | 191 | 4.52 | 4.52 | 4.51 | 1.00 |
-| AllReduce | 1000 | 0 | tbf | 0.1 | 955 | 0.943 | 0.943 | 0.949 | 1.01 |
-| DiLoCo, H=3 | 1000 | 0 | tbf | 0.1 | 955 | 1.14 | 1.14 | 1.15 | 1.00 |
-| AllReduce | 50 | 20 | switch | 40.7 | 49 | 17.5 | 17.2 | 17.3 | 1.00 |
-| DiLoCo, H=3 | 50 | 20 | switch | 40.7 | 49 | 17.7 | 17.4 | 17.5 | 1.00 |
-| AllReduce | 200 | 20 | switch | 40.5 | 199 | 5.11 | 4.79 | 4.88 | 1.02 |
-| DiLoCo, H=3 | 200 | 20 | switch | 40.5 | 199 | 5.31 | 4.99 | 5.06 | 1.01 |
-| AllReduce | 1000 | 20 | switch | 40.5 | 1000 | 1.87 | 2.56 | 2.55 | 1.00 |
-| DiLoCo, H=3 | 1000 | 20 | switch | 40.5 | 1000 | 2.07 | 2.76 | 2.73 | 0.99 |
-| 64 KiB | 50 | 20 | switch | 40.7 | 49 | 0.136 | 0.251 | 0.255 | 1.02 |
-| 1 MiB | 50 | 20 | switch | 40.7 | 49 | 0.378 | 0.412 | 0.441 | 1.07 |
-| 4 MiB | 50 | 20 | switch | 40.7 | 49 | 1.15 | 1.11 | 1.13 | 1.01 |
-| 16 MiB | 50 | 20 | switch | 40.7 | 49 | 4.24 | 4.2 | 4.25 | 1.01 |
-| 64 KiB | 200 | 20 | switch | 40.5 | 199 | 0.124 | 0.243 | 0.246 | 1.01 |
-| 1 MiB | 200 | 20 | switch | 40.5 | 199 | 0.183 | 0.282 | 0.275 | 0.98 |
-| 4 MiB | 200 | 20 | switch | 40.5 | 199 | 0.373 | 0.409 | 0.428 | 1.05 |
-| 16 MiB | 200 | 20 | switch | 40.5 | 199 | 1.13 | 1.09 | 1.14 | 1.05 |
-| 64 KiB | 1000 | 20 | switch | 40.5 | 1000 | 0.121 | 0.241 | 0.254 | 1.06 |
-| 1 MiB | 1000 | 20 | switch | 40.5 | 1000 | 0.133 | 0.248 | 0.25 | 1.00 |
-| 4 MiB | 1000 | 20 | switch | 40.5 | 1000 | 0.17 | 0.274 | 0.279 | 1.02 |
-| 16 MiB | 1000 | 20 | switch | 40.5 | 1000 | 0.321 | 0.597 | 0.633 | 1.06 |
+| DDP | 50 | 0 | tbf | 0.0 | 48 | 17 | 17 | 17 | 1.00 |
+| DiLoCo, H=3 | 50 | 0 | tbf | 0.0 | 48 | 17.2 | 17.2 | 17.1 | 0.99 |
+| DDP, 75 tensors | 50 | 0 | tbf | 0.0 | 48 | 10.2 | 10.2 | 10.1 | 0.99 |
+| DiLoCo, H=3, 75 tensors | 50 | 0 | tbf | 0.0 | 48 | 10.4 | 10.4 | 10.3 | 0.99 |
+| DDP, 200 tensors | 50 | 0 | tbf | 0.0 | 48 | 10.2 | 10.2 | 10.1 | 1.00 |
+| DiLoCo, H=3, 200 tensors | 50 | 0 | tbf | 0.0 | 48 | 10.4 | 10.4 | 10.3 | 0.99 |
+| DDP | 200 | 0 | tbf | 0.0 | 189 | 4.36 | 4.36 | 4.35 | 1.00 |
+| DiLoCo, H=3 | 200 | 0 | tbf | 0.0 | 189 | 4.56 | 4.56 | 4.51 | 0.99 |
+| DDP, 75 tensors | 200 | 0 | tbf | 0.0 | 189 | 2.64 | 2.64 | 2.63 | 1.00 |
+| DiLoCo, H=3, 75 tensors | 200 | 0 | tbf | 0.0 | 189 | 2.84 | 2.84 | 2.81 | 0.99 |
+| DDP, 200 tensors | 200 | 0 | tbf | 0.0 | 189 | 2.64 | 2.64 | 2.64 | 1.00 |
+| DiLoCo, H=3, 200 tensors | 200 | 0 | tbf | 0.0 | 189 | 2.84 | 2.84 | 2.81 | 0.99 |
+| DDP | 1000 | 0 | tbf | 0.1 | 950 | 0.948 | 0.948 | 1.01 | 1.07 |
+| DiLoCo, H=3 | 1000 | 0 | tbf | 0.1 | 950 | 1.15 | 1.15 | 1.14 | 1.00 |
+| DDP, 75 tensors | 1000 | 0 | tbf | 0.1 | 950 | 0.605 | 0.605 | 0.625 | 1.03 |
+| DiLoCo, H=3, 75 tensors | 1000 | 0 | tbf | 0.1 | 950 | 0.805 | 0.805 | 0.807 | 1.00 |
+| DDP, 200 tensors | 1000 | 0 | tbf | 0.1 | 950 | 0.605 | 0.605 | 0.633 | 1.05 |
+| DiLoCo, H=3, 200 tensors | 1000 | 0 | tbf | 0.1 | 950 | 0.805 | 0.805 | 0.802 | 1.00 |
+| DDP | 50 | 20 | switch | 40.5 | 49 | 17.1 | 16.6 | 16.9 | 1.02 |
+| DiLoCo, H=3 | 50 | 20 | switch | 40.5 | 49 | 17 | 16.9 | 17 | 1.00 |
+| DDP, 75 tensors | 50 | 20 | switch | 40.5 | 49 | 14.5 | 9.92 | 10.5 | 1.06 |
+| DiLoCo, H=3, 75 tensors | 50 | 20 | switch | 40.5 | 49 | 14.7 | 16 | 16.8 | 1.05 |
+| DDP, 200 tensors | 50 | 20 | switch | 40.5 | 49 | 14.5 | 9.92 | 10.6 | 1.06 |
+| DiLoCo, H=3, 200 tensors | 50 | 20 | switch | 40.5 | 49 | 14.7 | 16 | 16.8 | 1.05 |
+| DDP | 200 | 20 | switch | 40.4 | 199 | 4.62 | 4.14 | 4.41 | 1.07 |
+| DiLoCo, H=3 | 200 | 20 | switch | 40.4 | 199 | 4.58 | 4.5 | 4.61 | 1.02 |
+| DDP, 75 tensors | 200 | 20 | switch | 40.4 | 199 | 7.07 | 5.74 | 5.58 | 0.97 |
+| DiLoCo, H=3, 75 tensors | 200 | 20 | switch | 40.4 | 199 | 7.27 | 11 | 10.7 | 0.97 |
+| DDP, 200 tensors | 200 | 20 | switch | 40.4 | 199 | 7.07 | 5.71 | 5.6 | 0.98 |
+| DiLoCo, H=3, 200 tensors | 200 | 20 | switch | 40.4 | 199 | 7.27 | 11 | 10.7 | 0.97 |
+| DDP | 1000 | 20 | switch | 40.5 | 1001 | 1.38 | 1.88 | 1.94 | 1.03 |
+| DiLoCo, H=3 | 1000 | 20 | switch | 40.5 | 1001 | 1.34 | 2.66 | 2.59 | 0.97 |
+| DDP, 75 tensors | 1000 | 20 | switch | 40.5 | 1001 | 5.14 | 5.07 | 5 | 0.99 |
+| DiLoCo, H=3, 75 tensors | 1000 | 20 | switch | 40.5 | 1001 | 5.34 | 9.74 | 9.58 | 0.98 |
+| DDP, 200 tensors | 1000 | 20 | switch | 40.5 | 1001 | 5.14 | 5.06 | 4.99 | 0.99 |
+| DiLoCo, H=3, 200 tensors | 1000 | 20 | switch | 40.5 | 1001 | 5.34 | 9.74 | 9.57 | 0.98 |
+| 64 KiB | 50 | 20 | switch | 40.5 | 49 | 0.136 | 0.251 | 0.246 | 0.98 |
+| 1 MiB | 50 | 20 | switch | 40.5 | 49 | 0.378 | 0.412 | 0.442 | 1.07 |
+| 4 MiB | 50 | 20 | switch | 40.5 | 49 | 1.15 | 1.11 | 1.11 | 1.00 |
+| 16 MiB | 50 | 20 | switch | 40.5 | 49 | 4.24 | 4.2 | 4.22 | 1.00 |
+| 64 KiB | 200 | 20 | switch | 40.4 | 199 | 0.124 | 0.243 | 0.244 | 1.01 |
+| 1 MiB | 200 | 20 | switch | 40.4 | 199 | 0.183 | 0.282 | 0.274 | 0.97 |
+| 4 MiB | 200 | 20 | switch | 40.4 | 199 | 0.373 | 0.408 | 0.422 | 1.03 |
+| 16 MiB | 200 | 20 | switch | 40.4 | 199 | 1.13 | 1.09 | 1.12 | 1.02 |
+| 64 KiB | 1000 | 20 | switch | 40.5 | 1001 | 0.121 | 0.241 | 0.244 | 1.02 |
+| 1 MiB | 1000 | 20 | switch | 40.5 | 1001 | 0.133 | 0.248 | 0.245 | 0.99 |
+| 4 MiB | 1000 | 20 | switch | 40.5 | 1001 | 0.17 | 0.274 | 0.268 | 0.98 |
+| 16 MiB | 1000 | 20 | switch | 40.5 | 1001 | 0.321 | 0.597 | 0.584 | 0.98 |
 
 With 20 ms the textbook's ring is not what gloo does. Gloo's chunks go in two or more segments, two under way, and the
 receiver asks for each: a latency there, one back. Large messages hide some of that beside others' segments, small ones
-take twice as long as in a ring. So price for `torch.distributed` on CPUs with `all_reduce="gloo"`; without latency the
-two are equal. (Left out: without latency, single messages of 1 MiB and more are within 14 %, those of 64 KiB, of which
-tbf lets 128 KiB pass at once and processes take milliseconds of their own, are not.)
+take twice as long as in a ring. DDP's two messages under way win that back. So price for `torch.distributed` on CPUs
+with `all_reduce="gloo"`; without latency the two are equal. (Left out: without latency, single messages of 1 MiB and
+more are within 8 %, those of 64 KiB, of which tbf lets 128 KiB pass at once and processes take milliseconds of their
+own, are not.)
 
-The figures are medians of 3, on 2 cores of an AMD EPYC that other programs kept busy (load 8 to 25), for which the
+The figures are medians of 3, on 2 cores of an AMD EPYC that other programs kept busy (load 5 to 12), for which the
 benchmark's processes ran in real time; torch 2.13.
 
 ## What it costs
 
-Pricing 10,000 steps of 64 nodes takes 0.4 s of a processor (one run of each); a dry run of 100 billion parameters on
-128 nodes for 200 steps from 0.03 s (independent nodes) over 0.4 (AllReduce) and 1.2 (DiLoCo) to 23 s (DeMo), with
-320 MB in all, of which 313 are Python's and torch's own (`python benchmarks/clock.py`).
+Steps are priced one after the other, without exchange many at once. Where a step moves all times, of nodes and links, by
+the same amount and nodes always compute for as long, the steps like it are multiplied: 10,000 steps of 64 nodes with an
+exchange in each take 0.05 s of a processor then, and 1.3 s where times are drawn anew (one run of each). A dry run of
+100 billion parameters on 128 nodes for 200 steps takes from 0.03 s (independent nodes) over 0.4 (AllReduce) and 1.2
+(DiLoCo) to 23 s (DeMo), with 320 MB in all, of which 313 are Python's and torch's own (`python benchmarks/clock.py`).
 """

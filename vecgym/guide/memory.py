@@ -14,7 +14,14 @@
 True
 
 The estimate counts parameters, gradients, optimizer, strategy state, batch and activations, per node and shared.
-`print(estimate)` shows them.
+`print(estimate)` shows them. A model that is larger than this machine, on the device "meta" say, is estimated from its
+shapes alone, without batch and activations, and the table says so:
+
+>>> with torch.device("meta"):
+...     large = torch.nn.Linear(50_000, 50_000)
+>>> estimate = vecgym.estimate_memory(large, strategy, num_nodes=8)
+>>> round(estimate.parts["parameters"].total_bytes / 1e9)  # GB
+80
 
 >>> trainer = Trainer(model, dataset)
 >>> averaged = trainer.fit(strategy, num_nodes=64, batch_size=32, max_steps=20, max_memory_usage=0.8)
@@ -54,50 +61,42 @@ long. An older torch, such as 2.6, cannot do this under vmap: such a model then 
 
 ## How good the estimate is
 
-It counts tensors: one node, or two and three, take a forward and backward pass, and a cut-down model takes the
-strategy's steps, while every tensor that is made or freed is counted. From these it extrapolates linearly.
+It counts tensors while each that is made or freed is watched. One node, or two and three, take a forward and backward
+pass, which is extrapolated linearly to the nodes computed at a time. The strategy's steps, an exchange included, are
+taken by all K nodes, with tensors that have shapes and no values: so nothing is extrapolated there.
 
 Measured is the peak of resident memory over that of a process in which two nodes had taken these steps and the data
 were there, plus the batch. *In use*: glibc gives freed memory back at once, so this is what tensors and operations
 take. *Resident*: glibc as it is, which keeps freed pieces of up to 32 MB, with gaps between them. One thread, AMD EPYC,
-2 cores, torch 2.13, a process for each figure; the last three rows are whole fits (`python benchmarks/memory.py`):
+2 cores, torch 2.13, a process for each figure; the last row is a whole fit (`python benchmarks/memory.py` has more):
 
 | run | K | chunk | estimated MB | in use | ratio | resident | ratio |
 |---|--:|--:|--:|--:|--:|--:|--:|
-| tiny, allreduce | 5000 | - | 18.3 | 19.0 | 0.96 | 25.1 | 0.73 |
-| tiny, diloco | 5000 | - | 84.4 | 85.3 | 0.99 | 104.7 | 0.81 |
-| tiny, demo | 5000 | - | 35.0 | 36.1 | 0.97 | 61.4 | 0.57 |
-| mlp, allreduce | 64 | - | 10.8 | 11.9 | 0.91 | 14.4 | 0.75 |
-| mlp, diloco | 64 | - | 190.1 | 190.0 | 1.00 | 220.4 | 0.86 |
-| mlp, demo | 64 | - | 67.7 | 67.5 | 1.00 | 99.6 | 0.68 |
-| mlp, allreduce | 64 | 8 | 8.6 | 9.3 | 0.93 | 11.0 | 0.78 |
-| mlp, diloco | 64 | 8 | 190.1 | 190.2 | 1.00 | 192.7 | 0.99 |
-| mlp, demo | 64 | 8 | 67.7 | 67.5 | 1.00 | 87.9 | 0.77 |
-| cnn, allreduce | 16 | - | 86.8 | 88.8 | 0.98 | 160.6 | 0.54 |
-| cnn, diloco | 16 | - | 50.4 | 50.5 | 1.00 | 61.6 | 0.82 |
-| cnn, demo | 16 | - | 24.0 | 24.0 | 1.00 | 36.9 | 0.65 |
-| cnn, allreduce | 64 | 2 | 19.0 | 23.0 | 0.83 | 46.6 | 0.41 |
-| cnn, diloco | 64 | 2 | 195.4 | 195.5 | 1.00 | 206.1 | 0.95 |
-| cnn, demo | 64 | 2 | 69.7 | 70.0 | 1.00 | 118.8 | 0.59 |
-| gpt, allreduce | 16 | - | 79.7 | 79.8 | 1.00 | 118.1 | 0.67 |
-| gpt, diloco | 16 | - | 110.3 | 111.1 | 0.99 | 149.3 | 0.74 |
-| gpt, demo | 16 | - | 96.2 | 96.4 | 1.00 | 144.2 | 0.67 |
-| gpt, allreduce | 64 | 4 | 21.8 | 22.9 | 0.95 | 36.1 | 0.61 |
-| gpt, diloco | 64 | 4 | 147.9 | 148.2 | 1.00 | 179.7 | 0.82 |
-| gpt, demo | 64 | 4 | 77.9 | 80.8 | 0.96 | 101.0 | 0.77 |
-| gpt256, allreduce | 4 | - | 88.6 | 109.0 | 0.81 | 125.6 | 0.71 |
-| gpt256, diloco | 4 | - | 328.2 | 328.5 | 1.00 | 377.2 | 0.87 |
-| gpt256, demo | 4 | - | 153.5 | 166.5 | 0.92 | 187.2 | 0.82 |
-| mlp, diloco, fit | 64 | - | 190.1 | 189.8 | 1.00 | 201.7 | 0.94 |
-| cnn, diloco, fit | 16 | - | 50.4 | 50.1 | 1.01 | 64.7 | 0.78 |
-| gpt, diloco, fit | 16 | - | 110.3 | 111.5 | 0.99 | 156.0 | 0.71 |
+| tiny, allreduce | 5000 | - | 18.3 | 19.3 | 0.95 | 31.2 | 0.59 |
+| tiny, diloco | 5000 | - | 72.2 | 73.4 | 0.98 | 94.9 | 0.76 |
+| tiny, demo | 5000 | - | 35.0 | 36.3 | 0.97 | 64.9 | 0.54 |
+| mlp, allreduce | 64 | 8 | 8.6 | 9.2 | 0.93 | 11.1 | 0.77 |
+| mlp, diloco | 64 | 8 | 190.1 | 190.1 | 1.00 | 218.9 | 0.87 |
+| mlp, demo | 64 | 8 | 67.6 | 67.7 | 1.00 | 89.0 | 0.76 |
+| cnn, allreduce | 16 | - | 86.8 | 88.9 | 0.98 | 181.1 | 0.48 |
+| cnn, diloco | 16 | - | 50.4 | 50.5 | 1.00 | 67.4 | 0.75 |
+| cnn, demo | 16 | - | 24.0 | 24.1 | 1.00 | 36.9 | 0.65 |
+| gpt, allreduce | 64 | 4 | 21.8 | 22.7 | 0.96 | 35.5 | 0.62 |
+| gpt, diloco | 64 | 4 | 147.9 | 148.3 | 1.00 | 175.2 | 0.84 |
+| gpt, demo | 64 | 4 | 77.9 | 80.8 | 0.96 | 100.7 | 0.77 |
+| gpt256, allreduce | 4 | - | 88.6 | 121.8 | 0.73 | 139.1 | 0.64 |
+| gpt256, diloco | 4 | - | 328.2 | 328.8 | 1.00 | 337.3 | 0.97 |
+| gpt256, demo | 4 | - | 153.5 | 166.8 | 0.92 | 187.9 | 0.82 |
+| mlp, diloco, fit | 64 | - | 164.1 | 163.9 | 1.00 | 203.4 | 0.81 |
 
-So the estimate is 0.81 to 1.01 of what is in use, and 0.41 to 0.99 of what is resident. What glibc keeps was 260 MB at
-most in all that was measured: 2000 nodes of the MLP are estimated as 5.88 GB, and 5.89 GB were resident.
+So the estimate is 0.92 to 1.00 of what is in use, but for one row, and 0.48 to 0.97 of what is resident. What glibc
+keeps was 260 MB at most in all that was measured: 2000 nodes of the MLP were estimated as 5.88 GB, and 5.89 GB were
+resident.
 
 One thing is not in the estimate: before a run, unless `engine="loop"`, two nodes are tried in one call on a whole batch.
-Where the run itself then takes node by node, that trial can be the peak: a GPT of 8 layers, width 256 and context 256,
-2 nodes, was estimated as 0.66 GB, and 1.32 GB were in use. `engine="loop"` leaves the trial out.
+Where the run itself then takes node by node, that trial can be the peak, as in the row of gpt256 with AllReduce. A GPT of
+8 layers, width 256 and context 256, 2 nodes, was estimated as 0.66 GB, and 1.32 GB were in use. `engine="loop"` leaves
+the trial out.
 
 ## How many nodes fit on how many GPUs
 

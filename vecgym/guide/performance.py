@@ -145,8 +145,8 @@ A step of the MLP on 8 nodes, in ms, medians of five blocks of 20 steps (`python
 | threads | idle machine | 4 busy processes on the 2 cores |
 |---|--:|--:|
 | one | 3.1 | 7.5 |
-| two | 2.2 | 12 to 141, from run to run |
-| two, with `OMP_WAIT_POLICY=PASSIVE` | 3.6 | 8.6 |
+| two | 3.6 | 8.6 |
+| two, spinning | 2.2 | 12 to 141, from run to run |
 | two node threads | 4.2 | 63 |
 
 `backend="processes"` starts new interpreters with that setting; forked processes have one thread.
@@ -181,37 +181,37 @@ always on the same 96 windows of the validation part, which is why they differ f
 A smaller GPT (2 layers, width 48, context 32), 4 windows a node and step, 300 steps, H = 15. Each algorithm takes the
 best of three learning rates of its inner optimizer (*rate*), by one seed, and is trained with three others: mean and
 standard deviation. Outer optimizers are those of the papers, and were not tuned. *Seconds* on a network of 1 Gbit/s and
-10 ms, with 50 ms of computing a step, for messages of a model of 100 million parameters
+10 ms, with 50 ms of computing a step, for messages of a model of 100 million parameters, 25 MiB each
 (`python benchmarks/zoo.py --text FILE`).
 
 | algorithm | K | rate | validation loss | sent per node | seconds |
 |---|--:|--:|--:|--:|--:|
-| AllReduce | 4 | 0.02 | 2.289 ± 0.007 | 108 MB | 1715 |
-| FedAvg | 4 | 0.006 | 2.426 ± 0.011 | 7.22 MB | 128 |
-| DiLoCo | 4 | 0.006 | 2.473 ± 0.019 | 7.22 MB | 128 |
-| DiLoCo, mean a round late | 4 | 0.002 | 3.750 ± 0.152 | 7.22 MB | 109 |
-| Eager DiLoCo | 4 | 0.006 | 3.057 ± 0.082 | 7.22 MB | 109 |
-| Streaming | 4 | 0.006 | 2.432 ± 0.016 | 7.22 MB | 127 |
-| Streaming, tau=1 | 4 | 0.006 | 2.424 ± 0.014 | 7.22 MB | 122 |
-| Streaming, tau=5 | 4 | 0.006 | 2.433 ± 0.015 | 7.22 MB | 112 |
-| Streaming, 4 bits | 4 | 0.006 | 2.434 ± 0.016 | 1.81 MB | 46 |
-| SparseLoCo | 4 | 0.006 | 2.477 ± 0.016 | 198 kB | 26 |
-| MuLoCo | 4 | 0.02 | 2.279 ± 0.020 | 7.22 MB | 128 |
+| AllReduce | 4 | 0.02 | 2.289 ± 0.007 | 108 MB | 1573 |
+| FedAvg | 4 | 0.006 | 2.426 ± 0.011 | 7.22 MB | 119 |
+| DiLoCo | 4 | 0.006 | 2.473 ± 0.019 | 7.22 MB | 119 |
+| DiLoCo, mean a round late | 4 | 0.002 | 3.750 ± 0.152 | 7.22 MB | 100 |
+| Eager DiLoCo | 4 | 0.006 | 3.057 ± 0.082 | 7.22 MB | 100 |
+| Streaming | 4 | 0.006 | 2.432 ± 0.016 | 7.22 MB | 121 |
+| Streaming, tau=1 | 4 | 0.006 | 2.424 ± 0.014 | 7.22 MB | 115 |
+| Streaming, tau=5 | 4 | 0.006 | 2.433 ± 0.015 | 7.22 MB | 105 |
+| Streaming, 4 bits | 4 | 0.006 | 2.434 ± 0.016 | 1.81 MB | 40 |
+| SparseLoCo | 4 | 0.006 | 2.477 ± 0.016 | 198 kB | 18 |
+| MuLoCo | 4 | 0.02 | 2.329 ± 0.028 | 7.22 MB | 119 |
 | DiLoCo, K=1 | 1 | 0.002 | 2.583 ± 0.029 | 0 B | 15 |
-| DiLoCo, K=8 | 8 | 0.006 | 2.448 ± 0.015 | 8.43 MB | 168 |
-| MuLoCo, K=1 | 1 | 0.005 | 2.520 ± 0.038 | 0 B | 15 |
-| MuLoCo, K=8 | 8 | 0.02 | 2.228 ± 0.015 | 8.43 MB | 168 |
-| GPA | 4 | 0.02 | 2.306 ± 0.006 | 108 MB | 1715 |
-| NoLoCo | 4 | 0.006 | 2.428 ± 0.011 | 9.63 MB | 154 |
-| Local Adam | 4 | 0.006 | 2.415 ± 0.009 | 21.7 MB | 356 |
-| DES-LOC | 4 | 0.006 | 2.422 ± 0.010 | 10.5 MB | 180 |
-| PALSGD | 4 | 0.006 | 2.487 ± 0.014 | 7.22 MB | 128 |
-| SPARTA | 4 | 0.006 | 2.458 ± 0.014 | 1.09 MB | 234 |
-| SPARTA + DiLoCo | 4 | 0.006 | 2.471 ± 0.018 | 8.31 MB | 348 |
-| Gossip, ring | 4 | 0.02 | 2.348 ± 0.004 | 144 MB | 1928 |
-| DeMo | 4 | 0.003 | 2.415 ± 0.005 | 10.7 MB | 417 |
+| DiLoCo, K=8 | 8 | 0.006 | 2.448 ± 0.015 | 8.43 MB | 146 |
+| MuLoCo, K=1 | 1 | 0.005 | 2.532 ± 0.037 | 0 B | 15 |
+| MuLoCo, K=8 | 8 | 0.02 | 2.244 ± 0.014 | 8.43 MB | 146 |
+| GPA | 4 | 0.02 | 2.306 ± 0.006 | 108 MB | 1573 |
+| NoLoCo | 4 | 0.006 | 2.428 ± 0.011 | 9.63 MB | 148 |
+| Local Adam | 4 | 0.006 | 2.415 ± 0.009 | 21.7 MB | 328 |
+| DES-LOC | 4 | 0.006 | 2.422 ± 0.010 | 10.5 MB | 166 |
+| PALSGD | 4 | 0.006 | 2.487 ± 0.014 | 7.22 MB | 119 |
+| SPARTA | 4 | 0.006 | 2.458 ± 0.014 | 1.09 MB | 47 |
+| SPARTA + DiLoCo | 4 | 0.006 | 2.471 ± 0.018 | 8.31 MB | 151 |
+| Gossip, ring | 4 | 0.02 | 2.348 ± 0.004 | 144 MB | 1948 |
+| DeMo | 4 | 0.003 | 2.415 ± 0.005 | 10.7 MB | 175 |
 
-MuLoCo's rows are of torch's Muon (`muon="torch"`), which was its default then.
+With torch's Muon (`muon="torch"`) MuLoCo's rows are 2.279, 2.520 and 2.228.
 
 Rows with other K read the same from each node, so 1/4 and twice the text. Findings of the papers, and whether they
 appear in so short a training of so small a model. (The mean of the round before is unstable with DiLoCo's outer
@@ -224,7 +224,7 @@ optimizer in rounds as short as these, and the eager updates are less so.)
 | overlap costs little at tau = 5 | +0.001 ± 0.013 | yes |
 | 4-bit outer gradients lose nothing | +0.002 ± 0.013 | yes |
 | eager beats naive delay | -0.693 ± 0.100 | yes |
-| MuLoCo degrades less with K (8 against 1) than DiLoCo | -0.157 ± 0.030 | yes |
+| MuLoCo degrades less with K (8 against 1) than DiLoCo | -0.152 ± 0.030 | yes |
 
 More comparisons: `benchmarks/mnist.py` and `benchmarks/cifar10.py` on images (MNIST where torchvision has it on disk,
 else scikit-learn's digits); `benchmarks/federated.py --num-clients 100 --island-size 10` on islands, partial

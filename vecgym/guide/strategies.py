@@ -106,7 +106,7 @@ source was compared by eye. Defaults named *ours* were compared with nobody's: c
 
 | algorithm | rule from | code compared | defaults from |
 |---|---|---|---|
-| `AllReduceStrategy` | arXiv 2006.15704 | torch's DDP: numbers (`verify`) | torch |
+| `AllReduceStrategy` | arXiv 2006.15704 | torch's DDP: numbers (`tests/test_ddp.py`) | torch |
 | `GPAStrategy` | 2512.17131; with `decay="code"` the code | facebookresearch/optimizers: numbers | the code; `decay` the paper |
 | `FedAvgStrategy` | 1602.05629 | EXO Gym: read | ours: H = 1 |
 | ... with `server_optim` | 2003.00295; "avgm" 1909.06335 | none | tau the paper; rates and betas ours |

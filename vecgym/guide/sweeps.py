@@ -86,18 +86,16 @@ Who is absent may depend on `compute` as well (a `Deadline`): with `availability
 ... )
 >>> [(row["H"], row["compute"], row["sim_seconds"], row["staleness"]) for row in result.rows[:2]]
 [(2, 'equal', 8.0, 2.0), (2, 'one slow', 12.0, 0.0)]
->>> result.explain().splitlines()[0]
-'8 configurations in 4 programs:'
 
-Configurations with the same events are stacked: the same compute, network, length of the run, and rounds (`H`,
-`local_steps`, `dylu`, `buffer`, `max_wait`, `grace`). Learning rates, servers, staleness functions, seeds and initial
-parameters may differ. All others are trained one after the other, and `explain()` says so.
+Asynchronous configurations are trained one after the other, each in the order of its own events. That costs time where
+the events agree: 32 configurations of 16 nodes take 3.9 s, where one stack of them would take 0.94 s. `executor=`
+spreads them over processes.
 
 ## Several processes, several machines
 
 The stacks of a sweep are independent jobs. `executor=` takes any `concurrent.futures.Executor` and has its workers train
-them, one stack at a time each. Rows, order, bits, errors, Ctrl-C and `resume` are those of the sweep in one process;
-the progress bar advances by whole stacks. vecgym starts no cluster, and does not shut the executor down.
+them, one stack at a time each. Rows, order, bits and `resume` are those of the sweep in one process; the progress bar
+advances by whole stacks. vecgym starts no cluster, and does not shut the executor down.
 
 >>> from concurrent.futures import ProcessPoolExecutor
 >>> torch.set_num_threads(1)
@@ -123,11 +121,15 @@ strategies must be found where the worker looks: for pickle, at the top of an in
 ones too. A large data set is best one that opens its files when it is first read, so that only the path is sent.
 `device=None` is the best one where `sweep` is called; each worker should see one GPU (`CUDA_VISIBLE_DEVICES`).
 
-**When workers die.** A stack whose worker was lost is sent again, once; then an error names its configurations. A
-`ProcessPoolExecutor` that has lost a worker takes no more jobs: start another one, and `resume=` continues. The file of
-`resume=` is written by the process that calls `sweep`, whenever a stack ends. When a job raises, or on Ctrl-C, nothing
-else begins, and stacks under way stop after their step, if they see this machine's folder for temporary files (`TMPDIR`
-may be one that all machines share); others are waited for for 10 seconds, and then left to themselves.
+**When something fails.** The first error, of a job or of the executor, is raised, and its cause names the
+configurations. Nothing else begins then, and what is under way has 10 seconds to come back. A stack whose worker died is
+an error too: vecgym sends nothing again. Dask does so by itself; elsewhere, the file of `resume=`, written by the process
+that calls `sweep` whenever a stack ends, has the other stacks, and the same call continues from it (a
+`ProcessPoolExecutor` that has lost a worker takes no more jobs: start another one). A worker that dies may have run out
+of memory: `max_memory_bytes=` makes stacks smaller.
+
+**Ctrl-C** ends the sweep in the same way. In a terminal the workers of this machine get it too: their stacks end after
+the present step, and come back as far as they are. Workers elsewhere train their stack to its end, for nobody.
 
 ### concurrent.futures
 
@@ -193,12 +195,12 @@ One run that is too slow for one process is another matter: its nodes are spread
 
 ## When something goes wrong
 
-- A configuration whose loss becomes NaN is marked `diverged` and leaves the stack. The others continue.
+- A configuration whose loss becomes NaN or infinite is marked `diverged`, and its curve ends there. Its rows stay in the
+  stack, as NaN, and the others continue; a stack in which all have diverged ends.
 - Ctrl-C returns the results so far.
-- `resume="sweep.pt"` keeps results in a file and continues from it. Grid, strategies, settings, initial weights, data,
-  and everything that functions and models compute must be the same; otherwise the sweep is refused, and the error says
-  what differs. Seed whatever is random, for instance with `torch.manual_seed(0)`. `vecgym.guide.checkpoints` says
-  what is compared.
+- `resume="sweep.pt"` keeps results in a file and continues from it. Grid, strategies, settings, models, initial weights
+  and data must be the same; otherwise the sweep is refused, and the error says what differs. Seed whatever is random,
+  for instance with `torch.manual_seed(0)`. `vecgym.guide.checkpoints` says what is compared, and what is not noticed.
 - A strategy written for one rank is not saved in the middle of a program: `resume` starts that program again.
 - Dropout masks differ from those of the single run, except with `engine="loop"`.
 

@@ -15,9 +15,9 @@ everywhere that the built-in ones do: on processes, in sweeps, in rollouts and f
 4. **Write a naive twin**, `tests/reference/NAME.py`: a loop over K plain modules that follows the paper's pseudo-code and
    imports nothing from vecgym. 50 steps of both must agree to 1e-10 in float64. The comparison is a case in
    `tests/test_twins.py`, or a file of its own such as `tests/test_demo.py`.
-5. **Add a row to the catalogue**, `CATALOGUE` in `vecgym/strategy/catalogue.py`: how to make the strategy, its twin, its
-   bytes in closed form, its properties. `vecgym verify`, `vecgym compare`, the benchmarks, `tests/test_properties.py` and
-   `tests/test_distributed.py` take theirs from it. In `tests/test_properties.py`, add to `ARGUMENTS` a value for each constructor
+5. **Add a row to the catalogue**, `CATALOGUE` in `vecgym/strategy/catalogue.py`: how to make the strategy; and a card to
+   `CARDS` in `tests/cards.py`: its twin, its bytes in closed form, its properties. `vecgym verify`, `vecgym compare`, the
+   benchmarks, `tests/test_properties.py` and `tests/test_distributed.py` take theirs from there. In `tests/test_properties.py`, add to `ARGUMENTS` a value for each constructor
    argument that changes a run, and to `REFUSED` what cannot work.
 6. **Add a case** to `CASES` of `tests/test_sweep.py` (the curve in a stack equals the one alone), and to
    `tests/test_rollout.py` for each number that it takes (the gradient equals finite differences).

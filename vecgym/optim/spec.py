@@ -246,11 +246,14 @@ def rule_of(spec: OptimSpec) -> Rule:
 def ensure_optim_spec(
     optim: str | OptimSpec | type[Optimizer] | None,
     default: str | OptimSpec | type[Optimizer] | None = None,
+    *,
+    argument: str = "optimizer",
     **kwargs: Any,
 ) -> OptimSpec:
     """Make an `OptimSpec` of a name, a spec, a class or None (`default`), with `kwargs` (those not None) on top.
 
-    Errors: TypeError for anything else; ValueError when a spec and `kwargs` give two values of one setting.
+    Errors, which name the `argument`: TypeError for anything else; ValueError when a spec and `kwargs` give two values
+    of one setting.
 
     >>> ensure_optim_spec("sgd", lr=0.1), ensure_optim_spec(None, default="adamw", lr=None)
     (OptimSpec(SGD, lr=0.1), OptimSpec(AdamW))
@@ -258,7 +261,7 @@ def ensure_optim_spec(
     chosen = default if optim is None else optim
     given = {key: value for key, value in kwargs.items() if value is not None}
     if not isinstance(chosen, OptimSpec):
-        return OptimSpec(chosen, **given)  # type: ignore[arg-type]
+        return OptimSpec(_class(chosen, argument), **given)
     for key in given.keys() & chosen.kwargs.keys() if optim is not None else ():
         if not same_values(chosen.kwargs[key], given[key]):
             raise ValueError(
@@ -268,19 +271,19 @@ def ensure_optim_spec(
     return chosen.replace(**given)
 
 
-def _class(optim: object) -> type[Optimizer]:
+def _class(optim: object, argument: str = "optimizer") -> type[Optimizer]:
     if isinstance(optim, str):
         if optim.lower() in OPTIMIZERS:
             return OPTIMIZERS[optim.lower()]
-        check.choice("optimizer", optim, sorted(OPTIMIZERS))
+        check.choice(argument, optim, sorted(OPTIMIZERS))
     if isinstance(optim, type) and issubclass(optim, Optimizer):
         return optim
     hint = ""
     if isinstance(optim, Optimizer):
         hint = f"; an optimizer object belongs to one model: give its class, {type(optim).__name__}"
     raise TypeError(
-        f"optimizer {type(optim).__name__} is not one of the three forms: a name 'adamw', a class"
-        f" torch.optim.AdamW, or OptimSpec(torch.optim.AdamW, lr=3e-4){hint}"
+        f"{argument} is {check.kind_of(optim)}, none of the three forms: a name 'adamw', a class torch.optim.AdamW, "
+        f"or OptimSpec(torch.optim.AdamW, lr=3e-4){hint}"
     )
 
 

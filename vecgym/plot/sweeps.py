@@ -15,7 +15,7 @@ from matplotlib.ticker import NullLocator
 from vecgym.core import check
 from vecgym.plot import style
 from vecgym.records.columns import column_label
-from vecgym.records.rows import Rows, averaged, check_over, groups, present_name, renewed
+from vecgym.records.rows import Rows, averaged, check_over, checked, groups
 
 
 class Drawn(NamedTuple):
@@ -245,7 +245,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def _drawn(rows: Rows, value: str, over: str | None, name: str, **axes: str | None) -> Drawn:
     """Check what is drawn. `name`: of the argument `value`; `axes`: argument -> column, of which `hue` may be None."""
-    rows, value = renewed(rows), present_name(value)
+    rows = checked(rows)
     if not rows:
         raise ValueError("there is no row to plot.")
     for argument, column in {name: value, **axes}.items():

@@ -18,7 +18,6 @@ class Column(NamedTuple):
         per_node: one number for each node, `[K]`, instead of a single one.
         measured: depends on the machine and the moment: two otherwise equal runs differ in it.
         swept: a measure of the runs of a sweep, in their rows.
-        old_name: its name in earlier versions.
 
     >>> COLUMNS["bytes_total"].label, COLUMNS["bytes_total"].start
     ('bytes sent per node', 0.0)
@@ -30,7 +29,6 @@ class Column(NamedTuple):
     per_node: bool = False
     measured: bool = False
     swept: bool = False
-    old_name: str = ""
 
 
 # In the order in which they are written. In addition there are, for each metric that a model offers (see
@@ -47,11 +45,11 @@ COLUMNS = {
     "bytes_step": Column(
         "bytes that a node's link has sent in this step alone, whatever the interval of a logger; see "
         "`vecgym.collectives.ledger`",
-        start=0.0, old_name="bytes",
+        start=0.0,
     ),
     "bytes_total": Column(
         "bytes that a node's link has sent since the start, with what it forwards",
-        label="bytes sent per node", start=0.0, swept=True, old_name="total_bytes",
+        label="bytes sent per node", start=0.0, swept=True,
     ),
     "bytes_received_total": Column("bytes that a node's link has received since the start", start=0.0),
     "bytes_payload_total": Column(
@@ -112,8 +110,6 @@ PER_NODE = {name: column.meaning for name, column in COLUMNS.items() if column.p
 MEASURED = tuple(name for name, column in COLUMNS.items() if column.measured)
 START = {name: column.start for name, column in COLUMNS.items() if column.start is not None}
 INTEGERS = tuple(name for name, start in START.items() if isinstance(start, int))
-RENAMED = {column.old_name: name for name, column in COLUMNS.items() if column.old_name}
-RENAMED_IN_SWEEPS = {"bytes": "bytes_total"}
 # The x axes of figures, and their columns.
 X_AXES = {
     "step": "step", "examples": "examples", "bytes": "bytes_total", "payload": "bytes_payload_total",

@@ -11,21 +11,8 @@ import numpy as np
 
 from vecgym.core import check
 from vecgym.core.files import write_atomically
-from vecgym.records import rows
-from vecgym.records.columns import COLUMNS, PER_NODE, RENAMED
-from vecgym.records.columns import SCALARS as SCALARS  # where it was before
-from vecgym.records.rows import counted, data_frame, present_name
-
-
-class Row(rows.Row):
-    """One row of a history: column -> value. Old names of columns still work, with a warning.
-
-    >>> row = Row(step=1, bytes_total=400.0)
-    >>> row["bytes_total"], row.get("val_loss")
-    (400.0, None)
-    """
-
-    renamed = RENAMED
+from vecgym.records.columns import COLUMNS, PER_NODE
+from vecgym.records.rows import Row, counted, data_frame
 
 
 class History:
@@ -42,13 +29,13 @@ class History:
 
     def __init__(self, settings: Mapping[str, Any] | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.settings = dict(settings or {})
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
         for row in rows:
             self.append(row)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row. Old names of columns, in a file of an earlier version say, become the present ones."""
-        self.rows.append(Row({RENAMED.get(name, name): value for name, value in row.items()}))
+        """Add one row."""
+        self.rows.append(dict(row))
 
     @property
     def columns(self) -> list[str]:
@@ -126,10 +113,11 @@ class History:
         return np.stack(rows)
 
     def _known(self, column: str, name: str = "column") -> str:
-        """Return the present name of a known column."""
-        column = present_name(check.instance(name, column, str, "the name of a column"), RENAMED)
+        """Return the name of a column, if it is one."""
+        check.instance(name, column, str, "the name of a column")
         if column not in COLUMNS and column not in self.columns:
-            raise KeyError(f"{name}={column!r} is not a column; there are {', '.join(self.columns)}.")
+            close = check.did_you_mean(column, self.columns)
+            raise KeyError(f"{name}={column!r} is not a column{close} There are {', '.join(self.columns)}.")
         return column
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import inspect
 import io
 import json
 import netrc
@@ -237,7 +238,10 @@ class WandbLogger(Logger):
         mode: WandbMode | None = None,
         directory: str | os.PathLike[str] | None = None,
         per_node: bool = False,
+        **unknown: Any,
     ) -> None:
+        known = inspect.signature(type(self)).parameters
+        check.keywords("WandbLogger", unknown, [key for key in known if key != "unknown"])
         if name is not None and experiment_name is not None:
             raise ValueError(
                 f"experiment_name={experiment_name!r} and name={name!r} are two names for the run's name: give one."

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from vecgym.core import check
-from vecgym.core.errors import warn
-from vecgym.records.columns import COLUMNS, OF_UPDATES, RENAMED_IN_SWEEPS
+from vecgym.records.columns import COLUMNS, OF_UPDATES
 
+Row = dict[str, Any]  # column -> value
 Rows = Sequence[Mapping[str, Any]]
 
 # The measures of a run of a sweep; all other names in a row are axes, but for these states.
@@ -21,49 +21,16 @@ STATES = ("status", "steps", "runs")
 MAX_LABEL = 40  # characters
 
 
-def present_name(column: str, renamed: Mapping[str, str] = RENAMED_IN_SWEEPS) -> str:
-    """Return the present name of a column; warn if an old one was given.
+def checked(rows: Rows) -> list[Row]:
+    """Return rows that somebody gives, if they can be that.
 
-    >>> present_name("bytes_total")
-    'bytes_total'
-    """
-    if not isinstance(column, str) or column not in renamed:
-        return column
-    warn(f"the column {column!r} is now called {renamed[column]!r}", DeprecationWarning)
-    return renamed[column]
-
-
-class Row(dict[str, Any]):
-    """One row: column -> value. Old names of columns still work, with a warning.
-
-    >>> row = Row(lr=0.1, bytes_total=400.0)
-    >>> row["bytes_total"], row.get("val_loss")
-    (400.0, None)
-    """
-
-    renamed: ClassVar[Mapping[str, str]] = RENAMED_IN_SWEEPS
-
-    def __missing__(self, column: str) -> Any:
-        if column not in self.renamed:
-            raise KeyError(column)
-        return self[present_name(column, self.renamed)]
-
-    def get(self, column: str, default: Any = None) -> Any:
-        """Return the value of `column`, or else `default`."""
-        return super().get(present_name(column, self.renamed), default)
-
-
-def renewed(rows: Rows) -> list[Row]:
-    """Return the rows with the present names of columns in place of old ones.
-
-    >>> renewed([{"H": 1, "bytes_total": 3.0}])
+    >>> checked([{"H": 1, "bytes_total": 3.0}])
     [{'H': 1, 'bytes_total': 3.0}]
     """
     give = "a list of dicts, such as the rows of a SweepResult"
     if isinstance(rows, (Tensor, np.ndarray)) or not isinstance(rows, Iterable):
         raise TypeError(f"rows is {check.kind_of(rows)}; give {give}.")
-    each = [check.instance("one of rows", row, Mapping, give) for row in rows]
-    return [Row({present_name(name): value for name, value in row.items()}) for row in each]
+    return [dict(check.instance("one of rows", row, Mapping, give)) for row in rows]
 
 
 def axes_of(rows: Rows) -> list[str]:
@@ -141,11 +108,10 @@ def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
     >>> chosen(rows, {"H": 5, "lr": lambda lr: lr < 0.15})
     [{'H': 5, 'lr': 0.1}]
     """
-    left = [Row(row) for row in rows]
+    left = [dict(row) for row in rows]
     if where is not None and not isinstance(where, Mapping):
         raise TypeError(f'where is {check.kind_of(where)}; give a dict of columns, such as {{"H": 5}}.')
     for name, wanted in (where or {}).items():
-        name = present_name(name)
         if rows and name not in rows[0]:
             raise ValueError(
                 f"where[{name!r}] is not a column{check.did_you_mean(name, rows[0])} There are {', '.join(rows[0])}."

@@ -1,8 +1,8 @@
 """Files of runs: write them, read them, and load the models of a finished run: `vecgym.load`.
 
 A file is what `torch.save` writes: nested dicts of tensors and plain values, so that `torch.load(weights_only=True)`
-reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not, and that
-names, dtypes, shapes and plain values are those that were written: a file also holds the `form` of its contents.
+reads it and nothing in it is executed. Reading checks the CRC of every part, which torch itself does not; who reads
+says which names and types there must be, and a run that resumes checks dtypes and shapes against its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vecgym.core.errors import Damaged
 from vecgym.core.files import is_regular, write_atomically
 from vecgym.core.nodes import Nodes
 from vecgym.core.tree import Tree
-from vecgym.records.history import History, Row
+from vecgym.records.history import History
 from vecgym.records.rows import counted
 
 FORMAT = "vecgym"
-VERSION = 2  # of the contents; a reader refuses later ones. Files of version 1 have no form
+VERSION = 3  # of the contents; a reader refuses later ones
 FORM: dict[str, Any] = {  # what `load` reads
     "step": int,
     "num_nodes": int,
@@ -101,6 +101,8 @@ class Saved:
 def load(path: str | os.PathLike[str]) -> Saved:
     """Read a file of `trainer.save`, or a checkpoint: the average of the nodes, each node's model, the history.
 
+    Of a folder of checkpoints, a run's `save_dir`: the newest.
+
     No class of the script that saved it is needed, and nothing is executed. Tensors are on the CPU.
 
     Raises:
@@ -126,6 +128,9 @@ def load(path: str | os.PathLike[str]) -> Saved:
     >>> saved.step, saved.num_nodes, saved.history["step"]
     (2, 2, [1, 2])
     """
+    path = checks.path("path", path)
+    inside = [x for x in path.glob("step-*.pt") if x.stem[5:].isdecimal() and is_regular(x)]
+    path = max(inside, key=lambda x: int(x.stem[5:]), default=path)
     contents = read(path, FORM)
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))
@@ -166,7 +171,6 @@ def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
         OSError: where it cannot be written; what was at `path` stays.
     """
     marked = plain({**contents, "format": FORMAT, "version": VERSION}, "file")
-    marked["form"] = form(marked)
     with write_atomically(path) as file:
         try:
             torch.save(marked, file)
@@ -195,7 +199,7 @@ def read(
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}.")
     if not is_regular(path):
-        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device.")
+        raise Damaged(f"{path} is no file, but a folder, a pipe, a socket or a device, with no checkpoint in it.")
     try:
         with zipfile.ZipFile(path) as parts:
             damaged = parts.testzip() if check else None
@@ -213,8 +217,7 @@ def read(
     if version > VERSION:
         raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
     with naming(path):
-        recorded = form(contents) if version == 1 else contents.pop("form")
-        wrong = difference(contents, needed or {}, more=True) or difference(form(contents), recorded)
+        wrong = difference(contents, needed or {}, more=True)
     if wrong:
         raise Damaged(f"{path} is not what vecgym has written: {wrong}.")
     return contents
@@ -236,16 +239,16 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise Damaged(f"{path} is not what vecgym has written: {error!r}") from error
 
 
-def form(value: Any, num_nodes: int | None = None) -> Any:
-    """Replace each tensor of nested values by its dtype and shape; given `num_nodes`, 1 row and K rows look the same.
+def form(value: Any, num_nodes: int) -> Any:
+    """Replace each tensor of nested values by its dtype and shape; 1 row and K rows look the same.
 
-    >>> form({"step": 3, "w": torch.ones(2, 5)}), form([torch.ones(1, 5), torch.ones(2, 5)], num_nodes=2)
-    ({'step': 3, 'w': 'float32 [2, 5]'}, ['float32 [1 or 2, 5]', 'float32 [1 or 2, 5]'])
+    >>> form({"step": 3, "w": torch.ones(1, 5), "v": torch.ones(2, 5)}, num_nodes=2)
+    {'step': 3, 'w': 'float32 [1 or 2, 5]', 'v': 'float32 [1 or 2, 5]'}
     """
 
     def described(x: Tensor) -> str:
         shape: list[Any] = list(x.shape)
-        if num_nodes is not None and shape and shape[0] in (1, num_nodes):
+        if shape and shape[0] in (1, num_nodes):
             shape[0] = f"1 or {num_nodes}"
         dense = "" if x.layout is torch.strided and not x.is_meta else f"{x.layout} {x.device} "
         return f"{dense}{x.dtype} [{', '.join(map(str, shape))}]".replace("torch.", "")
@@ -344,7 +347,7 @@ def packed_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def unpacked_rows(contents: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [Row() for _ in range(contents["length"])]
+    rows: list[dict[str, Any]] = [{} for _ in range(contents["length"])]
     for name, column in contents["columns"].items():
         values = column["values"]
         if column["kind"] == "arrays":

@@ -12,7 +12,8 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
-from vecgym.core.files import is_regular, remove_partial, write_atomically
+from vecgym.core.files import Lock, is_regular, remove_partial, write_atomically
 from vecgym.core.nodes import Nodes
 from vecgym.core.rng import GlobalStates
 from vecgym.engine.simulation import Simulation, State
@@ -33,11 +34,13 @@ from vecgym.runs.recorder import Recorder
 from vecgym.runs.session import Session
 
 NAME = "step-{:09d}.pt"
+LOCK = ".run.lock"  # there while a run goes on
 FORM: dict[str, Any] = {
     **runfile.FORM,
     "identity": dict,
     "arithmetic": dict,
     "learning_rates": dict,
+    "loss": float,
     "state": {"optimizer": object, "strategy": object},
     "ranks": object,
     "ledger": {"kinds": list, "kind_of_entry": Tensor, "step_of_entry": Tensor, "total_bytes": int | float},
@@ -146,14 +149,34 @@ class Checkpointer:
         self.run_id: str | None = None
         self.resumed: State | None = None
         self._contents: dict[str, Any] | None = None  # of the checkpoint that the run resumes from
+        self._lock = None if self.folder is None else Lock(self.folder / LOCK)
         if self.folder is None and options.resume is False:
             return
+        session.first(self._take_folder)
+        with self.kept():
+            self._prepare(options, simulation, recorder, session)
+
+    def _prepare(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
         self._snapshots = Snapshots(simulation, recorder, session)
         self._identity = Identity(options, simulation, recorder.data, session)
         if options.resume is not False:
             self.resumed = self._load()
         session.first(self._make_folder)
         self.run_id = session.first(self._make_run_id)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the folder, unless the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other runs have the folder."""
+        if self._lock is not None:
+            self._lock.release()
 
     def begin(self) -> None:
         """Set the global random generators, just before the first step."""
@@ -173,7 +196,7 @@ class Checkpointer:
             return
         path = self.folder / NAME.format(state.step)
         try:
-            runfile.write(path, {**contents, **self._identity.record()})
+            runfile.write(path, {**contents, **self._identity.record(state)})
         except OSError as error:
             kept = f"the newest checkpoint is {self.last}" if self.last else "this run has no checkpoint"
             warn(f"{path} could not be written: {error}. The run continues; {kept}.")
@@ -200,6 +223,8 @@ class Checkpointer:
             except Damaged as error:
                 wrong = str(error)
             if not (wrongs := [*filter(None, self.session.each(wrong))]):
+                assert state is not None
+                self._identity.check_loss(contents, state, path)
                 self._contents, self.last = contents, path
                 return state
             if self._searched is None:
@@ -236,6 +261,21 @@ class Checkpointer:
             return runfile.read(path, FORM)
         self.session.first(partial(_check_readable, path))
         return runfile.read(path, mmap=True, check=False)
+
+    def _take_folder(self) -> None:
+        """Lock the folder, until the run ends: two that were begun together would mix their checkpoints."""
+        if self.folder is None or self._lock is None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            holder = self._lock.take()
+        except OSError as error:
+            raise ValueError(f"save_dir={str(self.folder)!r} cannot be written to: {error}") from None
+        if holder is not None:
+            raise ValueError(
+                f"save_dir={str(self.folder)!r} is in use by another run: {holder} writes its checkpoints there. Give "
+                "another save_dir, or wait until it has ended."
+            )
 
     def _make_folder(self) -> None:
         """Check, before the first step, that the folder can be written to and holds no other run's checkpoints."""

@@ -1,21 +1,20 @@
-"""Count the bytes of tensors that a step holds at its peak, while few nodes take it.
+"""Count the bytes of tensors that a step holds at its peak.
 
-Two parts of a step are taken for real and watched by `Live`, which sees every tensor that an operation gives and notes
-when its storage is freed: the forward and backward pass of one, two and three nodes (`passing`), and the strategy's
-steps on all nodes of a model cut down to a few million values in all (`exchanging`). What an operation allocates and
-frees within itself is not seen.
+`Live` sees every tensor that an operation gives, and notes when its storage is freed. It watches the forward and
+backward pass of one, two or three nodes, which is taken for real (`passing`), and the strategy's steps on all nodes, of
+tensors without values (`stepping`). What an operation allocates and frees within itself is not seen.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vecgym.collectives import StackedCollectives
@@ -25,11 +24,9 @@ from vecgym.core.tree import Tree
 from vecgym.engine import Engine, Local, Plan
 from vecgym.engine.plan import MAX_FLOP_IN_STACK
 from vecgym.engine.simulation import Simulation, State
-from vecgym.strategy import Strategy
+from vecgym.strategy import Context, Strategy
 from vecgym.strategy.communication import innermost
-
-FIRST_STEPS = 3  # of a strategy, to see what it stores once for all nodes
-MAX_PROBE_ELEMENTS = 2**22  # of all nodes' parameters in these steps: 16 MB, more than the blocks that DeMo works in
+from vecgym.strategy.when import When
 
 
 class Live(TorchDispatchMode):
@@ -126,106 +123,114 @@ def passing(engine: Engine, batch: Any, most: int, mean: bool) -> Passing:
     traces: dict[int, tuple[int, ...]] = {}
     strided: set[str] = set()
     for n in dict.fromkeys(few):
-        with _watched(engine, batch, n, mean) as (live, local):
-            traces[n] = tuple(live.trace)
+        rows = 1 if mean else n
+        params = {name: p.detach()[None].repeat(rows, *[1] * p.dim()) for name, p in engine.params.items()}
+        buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
+        batches = tree.map_leaves(lambda x, n=n: x[None].repeat(n, *[1] * x.dim()), batch)
+        with torch.enable_grad(), Live([params, buffers, batches, engine.frozen]) as live:
+            local = engine.gradients(params, buffers, batches, seed=0, step=0, mean=mean)
+        traces[n] = tuple(live.trace)
         strided = {name for name, g in local.grads.items() if not g.is_contiguous()}
         engine.release()
         del local
     return Passing(traces, frozenset(strided))
 
 
-@contextmanager
-def _watched(engine: Engine, batch: Any, num_nodes: int, mean: bool) -> Iterator[tuple[Live, Local]]:
-    rows = 1 if mean else num_nodes
-    params = {name: p.detach()[None].repeat(rows, *[1] * p.dim()) for name, p in engine.params.items()}
-    buffers = {name: b[None].clone() for name, b in engine.buffers.items()}
-    batch = tree.map_leaves(lambda x: x[None].repeat(num_nodes, *[1] * x.dim()), batch)
-    with torch.enable_grad(), Live([params, buffers, batch, engine.frozen]) as live:
-        local = engine.gradients(params, buffers, batch, seed=0, step=0, mean=mean)
-    yield live, local
-
-
 # ----------------------------------------------------------------------------------------- the strategy's steps
 
 
 @dataclass(frozen=True)
-class Exchanging:
-    """What a strategy keeps and what it needs on the way, seen in its own steps.
+class Stepping:
+    """What a strategy keeps, and what it needs on the way.
 
     Attributes:
-        state: of the cut-down model, after these steps.
-        params: the cut-down parameters of one node, `[1, *]`.
+        state: after the steps, of tensors without values.
         rows: gradients: those of all nodes, or that of their mean loss.
-        temporary_bytes: the most that a step of the whole model makes on the way, besides gradients and state.
+        temporary_bytes: the most that a step makes on the way, besides gradients and state.
+        complete: whether the steps were taken; else `temporary_bytes` is 0.
     """
 
     state: State
-    params: Tree
     rows: int
     temporary_bytes: int
+    complete: bool = True
 
 
-def exchanging(
-    strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, max_steps: int, strided: frozenset[str]
-) -> Exchanging:
-    """Watch a strategy take steps on all nodes, of a model cut down to `MAX_PROBE_ELEMENTS` for all of them.
+def stepping(
+    strategy: Strategy, shapes: Mapping[str, Tensor], num_nodes: int, max_steps: int,
+    strided: frozenset[str] = frozenset(), lasting: bool = False,
+) -> Stepping:  # fmt: skip
+    """Watch a strategy take steps on all nodes, with tensors that have shapes and no values.
 
-    If anything is cut, it is cut to two sizes, and bytes are extrapolated linearly from them. The gradients are noise:
-    nothing is trained. The steps are the first ones, and those in which a module exchanges for the first time; in each
-    the nodes' distance is taken before their exchange, as in a run that evaluates.
+    The steps are the first two, and the first in which each module exchanges, or what was late arrives. In each the
+    nodes' distance is taken before their exchange, as in a run that evaluates.
+
+    Args:
+        shapes: the parameters of one node, `[*]`, with values or without.
+        strided: the parameters whose gradients are not contiguous, which the optimizer copies.
+        lasting: whether the engine keeps the storage of the gradients from step to step, as it does where it takes the
+            nodes in parts.
+
+    >>> from vecgym.strategy import DiLoCoStrategy
+    >>> seen = stepping(DiLoCoStrategy("sgd", H=500), {"w": torch.empty(10**9, device="meta")}, 8, max_steps=1000)
+    >>> seen.state.params["w"].shape, seen.state.strategy["0"]["params"]["w"].nbytes, seen.temporary_bytes > 0
+    (torch.Size([8, 1000000000]), 4000000000, True)
     """
-    size = sum(p.numel() for p in params.values())
-    share = min(1.0, MAX_PROBE_ELEMENTS / max(1, size * num_nodes))
-    large = _probed(strategy, _cut(params, share), num_nodes, max_steps, strided)
-    if share == 1.0:
-        return large
-    small = _probed(strategy, _cut(params, share / 2), num_nodes, max_steps, strided)
-    sizes = [sum(p.numel() for p in found.params.values()) for found in (small, large)]
-    slope = (large.temporary_bytes - small.temporary_bytes) / max(1, sizes[1] - sizes[0])
-    return replace(large, temporary_bytes=round(large.temporary_bytes + max(0.0, slope) * (size - sizes[1])))
-
-
-class _Noise:
-    """Stands in for an engine: its gradients are noise, the same on every node, laid out as the model's are.
-
-    Zeros would not do: codes that look for the largest values take other ways where many are equal.
-    """
-
-    def __init__(self, params: Mapping[str, Tensor], strided: frozenset[str]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.params, self.buffers, self._strided = params, dict[str, Tensor](), strided
-        self._noise = {name: torch.randn(p.shape, generator=generator).to(p) for name, p in params.items()}
-        self.rows = 1
-
-    def gradients(self, params: Tree, buffers: Tree, batch: Any, *, mean: bool, **settings: Any) -> Local:
-        num_nodes = len(batch)
-        self.rows = 1 if mean else num_nodes
-        grads = {name: self._gradient(name, self.rows) for name in params}
-        return Local(grads, batch.new_zeros(num_nodes), buffers)
-
-    def _gradient(self, name: str, rows: int) -> Tensor:
-        noise, shape = self._noise[name], (rows, *self._noise[name].shape)
-        if name in self._strided:  # the other way round in memory
-            return noise.new_empty(shape[::-1]).permute(*reversed(range(len(shape)))).copy_(noise)
-        return noise.new_empty(shape).copy_(noise)
-
-
-def _probed(
-    strategy: Strategy, params: Tree, num_nodes: int, max_steps: int, strided: frozenset[str]
-) -> Exchanging:  # fmt: skip
-    engine, batch = _Noise(params, strided), torch.zeros(num_nodes, 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # on the CPU, so that its ways are taken
+        params = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in shapes.items()}
+        batch = torch.empty(num_nodes, 1)
+    engine = _Shapes(params, strided, lasting)
     # Weights by examples, if the strategy asks for them, change no size.
     simulation = Simulation(
         nn.Module(), strategy, StackedCollectives(num_nodes), engine=cast(Engine, engine), max_steps=max_steps,
         num_examples=(1,) * num_nodes,
     )  # fmt: skip
-    with torch.no_grad(), Live([params, batch]) as live:
+    with torch.no_grad(), _WithoutValues([params, batch]) as live:
         state = simulation.init()
-        for step in _telling_steps(strategy, max_steps):
-            state, _ = simulation.step(replace(state, step=step), batch, observe=_distance)
-    gradients = engine.rows * tree.num_bytes(params)
-    params = {name: p[None] for name, p in params.items()}
-    return Exchanging(state, params, engine.rows, max(0, live.peak - live.now - gradients))
+        try:
+            for step in _telling_steps(strategy, num_nodes, max_steps):
+                state, _ = simulation.step(replace(state, step=step), batch, observe=_distance)
+        except Exception:  # whatever a strategy does with tensors that have no values
+            wide = {name: p[None].repeat(num_nodes, *[1] * p.dim()) for name, p in params.items()}
+            kept = replace(simulation.init(), params=wide, optimizer=strategy.inner_optim.rule().init(wide))
+            return Stepping(kept, num_nodes, 0, complete=False)
+    gradients = 0 if lasting else engine.rows * tree.num_bytes(params)  # those that last are still there
+    return Stepping(state, engine.rows, max(0, live.peak - live.now - gradients))
+
+
+class _WithoutValues(Live):
+    """Watches tensors without values: numbers asked for are 0; fused kernels, which make nothing, are left out."""
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.startswith("_fused_"):
+            return None
+        if name.startswith("_local_scalar_dense") and args[0].untyped_storage().device.type == "meta":
+            return args[0].dtype.is_floating_point and 0.0
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Shapes:
+    """Stands in for an engine: its gradients have no values, and are laid out as the model's are."""
+
+    written: frozenset[str] = frozenset()
+
+    def __init__(self, params: Tree, strided: frozenset[str], lasting: bool) -> None:
+        self.params, self.buffers, self.rows = params, Tree(), 1
+        self._strided, self._lasting = strided, lasting
+        self._grads = Tree()
+
+    def gradients(self, params: Tree, buffers: Tree, batch: Any, *, mean: bool, **settings: Any) -> Local:
+        self.rows = 1 if mean else len(batch)
+        grads = self._grads or {name: self._gradient(name) for name in params}
+        self._grads = grads if self._lasting else self._grads
+        return Local(dict(grads), batch.new_zeros(len(batch)), buffers)
+
+    def _gradient(self, name: str) -> Tensor:
+        shape = (self.rows, *self.params[name].shape)
+        if name in self._strided:  # the other way round in memory
+            return self.params[name].new_empty(shape[::-1]).permute(*reversed(range(len(shape))))
+        return self.params[name].new_empty(shape)
 
 
 def _distance(params: Tree) -> None:
@@ -233,51 +238,15 @@ def _distance(params: Tree) -> None:
     squared_consensus_distance(params)
 
 
-def _telling_steps(strategy: Strategy, max_steps: int) -> list[int]:
-    """Return the first steps of a run, and the first in which each module exchanges, as far as it says when."""
-    steps = set(range(FIRST_STEPS))
+def _telling_steps(strategy: Strategy, num_nodes: int, max_steps: int) -> list[int]:
+    """Return the steps to watch; see `stepping`."""
+
+    def first(due: Callable[[int], bool]) -> int:
+        return next((step for step in range(max_steps) if due(step)), 0)
+
+    ctx = Context(StackedCollectives(num_nodes), max_steps=max_steps)
+    steps = {0, 1, first(lambda step: not strategy.idle(ctx.replace(step=step)))}
     for module in map(innermost, strategy.communication_modules):
-        when = getattr(module, "when", module)
-        H = getattr(when, "H", getattr(module, "every", 1))
-        if isinstance(H, int):
-            steps |= {H - 1, H - 1 + int(getattr(module, "delay", 0) or 0)}
-    return sorted(step for step in steps if 0 <= step < max_steps)
-
-
-def state_bytes(state: Any, num_nodes: int, ratios: Mapping[str, float]) -> tuple[float, float]:
-    """Return (shared, per node) bytes of modules' states on tiny parameters, scaled to the real ones."""
-    shared = each = 0.0
-    for path, x in tree.flatten(state):
-        if isinstance(x, Tensor):
-            name = next((key for kind, key in reversed(path) if kind is dict), "")
-            size = x.numel() * x.element_size() * ratios.get(name, 1.0)
-            if x.dim() > 0 and x.shape[0] == num_nodes > 1:
-                each += size / num_nodes
-            else:
-                shared += size
-    return shared, each
-
-
-def widest(values: Any) -> int:
-    """Return the largest number of rows."""
-    return max((x.shape[0] for x in tree.leaves(values) if x.dim()), default=1)
-
-
-def _cut(params: Mapping[str, Tensor], share: float) -> Tree:
-    """Return ones in place of the parameters, of the same shapes or with their longest sides halved until they fit."""
-    return {
-        name: torch.ones(_halved(tuple(p.shape), share), dtype=p.dtype, device=p.device) for name, p in params.items()
-    }
-
-
-def _halved(shape: tuple[int, ...], share: float) -> tuple[int, ...]:
-    """Halve the longest sides.
-
-    >>> _halved((64, 3, 100), 0.2)
-    (32, 3, 50)
-    """
-    sides, size = list(shape), share * torch.Size(shape).numel()
-    while torch.Size(sides).numel() > max(1.0, 1.5 * size):
-        longest = max(range(len(sides)), key=sides.__getitem__)
-        sides[longest] = -(-sides[longest] // 2)
-    return tuple(sides)
+        if isinstance(when := getattr(module, "when", None), When):
+            steps |= {at := first(when.due), at + int(getattr(module, "delay", 0) or 0)}
+    return sorted(step for step in steps if step < max_steps)

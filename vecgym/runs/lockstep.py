@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vecgym.collectives import Collectives, StackedCollectives
 from vecgym.collectives.distributed import DistributedCollectives
 from vecgym.collectives.ledger import Entry
 from vecgym.collectives.wire import Disagreement, Wire
 from vecgym.core import tree
-from vecgym.core.rng import GlobalStates
 from vecgym.data import Batches
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
-from vecgym.runs.accounting import AccountedCollectives
-from vecgym.runs.diagnosis import KINDS, RULES, Evidence, Finding, Gap, attributes, diagnose, evidence, gaps
 from vecgym.runs.present import own_batch, presence_of, simulation_of
-from vecgym.strategy import Context, Strategy
+from vecgym.strategy import Strategy
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # relative, if torch.distributed adds up
+
+# In the order in which a step computes them: the first that differs is closest to the cause.
+KINDS = ("losses", "buffers", "optimizer", "params", "strategy")
+
+# Rules of the contract, in the words of `vecgym.guide.writing_a_strategy`.
+RULES = {
+    "comm": "Other nodes only through `ctx.comm`",
+    "self": "what evolves in the state; nothing is assigned after `__init__`",
+    "own": "A hyperparameter of each node, `[K]`, through `ctx.own(value)`",
+    "random": "Random numbers from `ctx.generator(purpose, *ids)`, with the step among the ids",
+    "exact": "With `ctx.exact`, work node by node where that changes bits",
+}
 
 
 class Difference(NamedTuple):
     """The largest differences between the two forms after one step; inf where their shapes or names differ.
 
     Each is relative to the largest value of its tensor; the state of a strategy, to that of the parameter it belongs
-    to, where this is larger (`vecgym.runs.diagnosis.gaps`).
+    to, where this is larger (`gaps`).
 
-    >>> difference = Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0, handed_bytes=0)
+    >>> difference = Difference(3, 1e-16, 0, losses=2e-16, optimizer=0, strategy=0, ledger_bytes=0)
     >>> difference.largest, difference.within(1e-12)
     (2e-16, True)
     """
@@ -46,7 +54,6 @@ class Difference(NamedTuple):
     optimizer: float
     strategy: float
     ledger_bytes: float  # between the two ledgers
-    handed_bytes: int  # between what the ledger implies and what torch.distributed was handed
 
     @property
     def largest(self) -> float:
@@ -54,15 +61,42 @@ class Difference(NamedTuple):
         return max(self.params, self.buffers, self.losses, self.optimizer, self.strategy)
 
     def within(self, bound: float) -> bool:
-        """Whether all numbers are within the bound, and both counts of bytes agree: nan never is."""
-        return self.largest <= bound and self.ledger_bytes == self.handed_bytes == 0
+        """Whether all numbers are within the bound, and the ledgers agree: nan never is."""
+        return self.largest <= bound and self.ledger_bytes == 0
+
+
+class Finding(NamedTuple):
+    """The first thing that differs, and which rule to read.
+
+    Attributes:
+        kind: "losses", "buffers", "optimizer", "params", "strategy" or "ledger".
+        tensor: the first that differs; of a ledger, what either form called.
+        node: the first whose value differs.
+        gap: the relative difference; inf: in name or shape.
+        rule: of the contract in `vecgym.guide.writing_a_strategy`, one or several.
+
+    >>> print(Finding(3, "params", "net.0.weight", node=2, gap=0.25, rule=RULES["comm"]))
+    step 3, params net.0.weight of node 2: differs by 0.25. Read: Other nodes only through `ctx.comm`.
+    """
+
+    step: int
+    kind: str
+    tensor: str
+    node: int
+    gap: float
+    rule: str
+
+    def __str__(self) -> str:
+        how = {math.inf: "has another name, shape or count"}.get(self.gap, f"differs by {self.gap:.2g}")
+        what = " ".join(filter(None, (self.kind, self.tensor)))
+        return f"step {self.step}, {what} of node {self.node}: {how}. Read: {self.rule}."
 
 
 @dataclass(frozen=True)
 class Check:
     """One comparison: its name and bound, a `Difference` for each step, and a `finding` if it fails.
 
-    >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0, handed_bytes=0)
+    >>> equal = Difference(0, 0, 0, 0, 0, 0, ledger_bytes=0)
     >>> check = Check("native", bound=1e-12, rows=(equal, equal._replace(step=1, params=1e-3)))
     >>> check.passed, check.first_failure.step, check.worst("params"), check.worst("losses")
     (False, 1, 0.001, 0)
@@ -75,7 +109,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether every step is within the bound, and all bytes agree."""
+        """Whether every step is within the bound, and the ledgers agree."""
         return self.first_failure is None
 
     @property
@@ -100,17 +134,13 @@ class Case(NamedTuple):
     seed: int = 42
     engine: str = "loop"
     num_examples: tuple[int, ...] | None = None
-    compile: bool = False
     availability: Any = None
     compute: Any = None
 
     def simulation(self, comm: Collectives, exact: bool) -> Simulation:
         """Return the training of the nodes of `comm`."""
         chunk_size = 1 if exact and self.engine == "vmap" else None
-        threads = None if self.compile else 1
-        engine = Engine(
-            self.model, engine=self.engine, chunk_size=chunk_size, node_threads=threads, compile=self.compile
-        )
+        engine = Engine(self.model, engine=self.engine, chunk_size=chunk_size, node_threads=1)
         # Every process inspects the model on the same batch of node 0, with the same result.
         with torch.enable_grad():
             engine.prepare(self.converted(self.batches([0]).batch(0)))
@@ -131,16 +161,18 @@ class Case(NamedTuple):
         return tree.map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 
-def compare(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+def compare(
+    case: Case, wires: Sequence[Wire], *, exact: bool,
+    collectives: Callable[..., DistributedCollectives] = DistributedCollectives,
+) -> list[Check]:  # fmt: skip
     """Step the stacked form and, in the processes of each wire, the distributed form; return a `Check` for each wire.
 
     Every process of every wire calls this, and must belong to all the wires that it gives.
     """
-    before = attributes(case.strategy)
     stacked = Form(case, StackedCollectives(case.num_nodes), exact)
-    forms = [Form(case, AccountedCollectives(case.num_nodes, wire, exact=exact), exact) for wire in wires]
+    forms = [Form(case, collectives(case.num_nodes, wire, exact=exact), exact) for wire in wires]
     rounding = BOUNDS[next(iter(case.model.parameters())).dtype]
-    comparisons = [_Comparison(form, 0.0 if exact else rounding) for form in forms]
+    comparisons = [_Comparison(form, 0.0 if exact else rounding, rounding) for form in forms]
     with torch.enable_grad():
         for step in range(case.steps):
             stacked.step(step)
@@ -149,38 +181,14 @@ def compare(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
                 comparison.add(step, stacked)
     checks = []
     for comparison, wire in zip(comparisons, wires):
-        seen = comparison.evidence
-        if seen is not None:
-            after = attributes(case.strategy)
-            changed = tuple(name for name in after if before.get(name) != after[name])
-            seen = seen._replace(changed=changed, random=_draws(case, exact, seen.step))
         wire.agree(f"nothing more, after {case.steps} steps")
-        everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], seen))
-        finding = diagnose([seen for _, seen in everyone], exact, rounding)
-        name, rows = "exact" if exact else "native", _over_processes([rows for rows, _ in everyone])
+        everyone = wire.all_gather_object(([tuple(row) for row in comparison.rows], comparison.finding))
+        rows = over_processes([rows for rows, _ in everyone])
+        name, finding = "exact" if exact else "native", first_of([finding for _, finding in everyone])
         checks.append(Check(name, comparison.bound, rows, finding))
     for form in (stacked, *forms):
         form.simulation.close()
     return checks
-
-
-def compare_compiled(case: Case) -> Check:
-    """Step the stacked form by `vmap`, and compiled, in this process; raise a ValueError for what is not compiled."""
-    compiled = Form(case._replace(engine="auto", compile=True), StackedCollectives(case.num_nodes), exact=False)
-    if (plan := compiled.simulation.engine.plan).engine != "compiled":
-        raise ValueError(f"compile=True: the model cannot be compiled, as the warning says; it runs as {plan}.")
-    plain = Form(case._replace(engine="vmap"), StackedCollectives(case.num_nodes), exact=False)
-    rows = []
-    with torch.enable_grad():
-        for step in range(case.steps):
-            plain.step(step)
-            compiled.step(step)
-            largest = _largest(list(_all_gaps(plain, compiled)))
-            bytes_apart = abs(plain.comm.ledger.total_bytes - compiled.comm.ledger.total_bytes)
-            rows.append(Difference(step, **largest, ledger_bytes=bytes_apart, handed_bytes=0))
-    for form in (plain, compiled):
-        form.simulation.close()
-    return Check("compiled", BOUNDS[next(iter(case.model.parameters())).dtype], tuple(rows))
 
 
 class Form:
@@ -219,27 +227,45 @@ class Form:
 class _Comparison:
     """Compare a distributed form with the stacked one: a row for each step, and the first difference."""
 
-    def __init__(self, form: Form, bound: float) -> None:
-        self.form = form
-        self.bound = bound
+    def __init__(self, form: Form, bound: float, rounding: float) -> None:
+        self.form, self.bound, self.rounding = form, bound, rounding
         self.rows: list[Difference] = []
-        self.evidence: Evidence | None = None
+        self.finding: Finding | None = None
 
     def add(self, step: int, stacked: Form) -> None:
-        form, comm = self.form, self.form.comm
-        all_gaps = list(_all_gaps(stacked, form))
-        largest = _largest(all_gaps)
-        entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, form))
-        ledger = 0.0 if entries == entries_here else math.inf
-        ledger += abs(stacked.comm.ledger.total_bytes - comm.ledger.total_bytes)
-        handed = comm.wire.handed_bytes - comm.handed_before - comm.expected_bytes
-        row = Difference(step, **largest, ledger_bytes=ledger, handed_bytes=handed)
+        found = list(_all_gaps(stacked, self.form))
+        largest = {kind: max((gap.largest for gap in found if gap.kind == kind), default=0.0) for kind in KINDS}
+        entries, entries_here = ([e for e in f.comm.ledger if e.step == step] for f in (stacked, self.form))
+        bytes_apart = abs(stacked.comm.ledger.total_bytes - self.form.comm.ledger.total_bytes)
+        row = Difference(step, **largest, ledger_bytes=bytes_apart if entries == entries_here else math.inf)
         self.rows.append(row)
-        if self.evidence is None and not row.within(self.bound):
-            calls = ""
-            if entries != entries_here:
-                calls = f"{_calls(entries)} with all in one, {_calls(entries_here)} with a part of them"
-            self.evidence = evidence(step, all_gaps, self.bound, calls, comm)
+        if self.finding is None and not row.within(self.bound):
+            gap = next((gap for gap in found if not gap.largest <= self.bound), None)
+            if gap is None:
+                calls = f"{_calls(entries)} with all in one process, {_calls(entries_here)} with a part of them,"
+                gap = Gap("ledger", calls, None)
+            self.finding = self._finding(step, gap)
+
+    def _finding(self, step: int, gap: Gap) -> Finding:
+        nodes = self.form.comm.node_ids.tolist()
+        each = [] if gap.rows is None or len(gap.rows) < len(nodes) else gap.rows.tolist()
+        node = next((node for node, x in zip(nodes, each) if not x <= self.bound), nodes[0])
+        if gap.kind == "ledger":
+            rules = [RULES["comm"]]
+        elif gap.largest == math.inf:
+            rules = [RULES["own"], RULES["comm"]]
+        elif gap.largest <= self.rounding:  # in exact mode
+            rules = [RULES["exact"]]
+        else:
+            rules = [RULES["comm"], RULES["random"], RULES["self"]]
+        return Finding(step, gap.kind, gap.tensor, node, gap.largest, "; ".join(rules))
+
+
+def first_of(findings: Sequence[Finding | None]) -> Finding | None:
+    """Return that of the first step, then of what a step computes first, then of the first node."""
+    order = (*KINDS, "ledger")
+    found = [finding for finding in findings if finding is not None]
+    return min(found, key=lambda f: (f.step, order.index(f.kind), f.node), default=None)
 
 
 def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
@@ -250,71 +276,63 @@ def _all_gaps(stacked: Form, form: Form) -> Iterator[Gap]:
         yield from gaps(kind, a[kind], b[kind], form.comm, sizes)
 
 
-def _largest(all_gaps: Sequence[Gap]) -> dict[str, float]:
-    """Return the largest gap of each kind."""
-    return {kind: max((gap.largest for gap in all_gaps if gap.kind == kind), default=0.0) for kind in KINDS}
+class Gap(NamedTuple):
+    """The distance of one tensor in a process from that of the stacked form.
+
+    >>> Gap("params", "weight", torch.tensor([0.0, 0.3])).largest
+    0.30000001192092896
+    """
+
+    kind: str
+    tensor: str
+    rows: Tensor | None  # of each node here, relative; None: names or shapes differ
+
+    @property
+    def largest(self) -> float:
+        """inf where names or shapes differ."""
+        return math.inf if self.rows is None else float(self.rows.max()) if len(self.rows) else 0.0
+
+
+def gaps(
+    kind: str, a: Any, b: Any, comm: Collectives, sizes: Mapping[str, float], path: tuple[str, ...] = ()
+) -> Iterator[Gap]:
+    """Yield the gaps between nested values of all nodes and those of the nodes here, relative to their largest values.
+
+    The state of a strategy is made of parameters, often as a difference of two that are nearly equal (a residual, a
+    movement). However small it is, it has their rounding errors. So its gap is relative to the largest value of the
+    parameter of the same name, or else of all parameters, where that is larger.
+
+    Args:
+        sizes: the largest value of each parameter.
+    """
+    if isinstance(a, dict):
+        if not isinstance(b, dict) or a.keys() != b.keys():
+            yield Gap(kind, ".".join(path), None)
+            return
+        for key in a:
+            yield from gaps(kind, a[key], b[key], comm, sizes, (*path, str(key)))
+        return
+    a, b = torch.atleast_1d(a, b)
+    if len(a) == comm.num_nodes:
+        a = a[comm.node_ids]
+    if a.shape[1:] != b.shape[1:] or not {len(a), len(b)} <= {1, len(comm.node_ids)}:
+        yield Gap(kind, ".".join(path), None)
+        return
+    x, y = torch.broadcast_tensors(a.detach().double(), b.detach().double())
+    if x.numel() == 0:
+        return
+    distance = torch.where(x.isnan() & y.isnan(), 0.0, (x - y).abs()).nan_to_num(nan=math.inf)
+    distance = distance.reshape(len(x), -1).amax(1)
+    scale = float(x.nan_to_num().abs().max())
+    if kind == "strategy":
+        scale = max(scale, sizes.get(path[-1], max(sizes.values(), default=0.0)))
+    yield Gap(kind, ".".join(path), distance / scale if scale > 0 else distance)
 
 
 def _calls(entries: Sequence[Entry]) -> str:
-    return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "none"
+    return ", ".join(f"{e.operation} of {e.payload_bytes} bytes" for e in entries) or "nothing"
 
 
-def _draws(case: Case, exact: bool, last_step: int) -> bool:
-    """Whether stacked runs depend on the states of the global generators."""
-    before = GlobalStates.now()
-    forms = []
-    for seed in (1, 2):
-        GlobalStates.seeded(seed).restore()
-        forms.append(Form(case, StackedCollectives(case.num_nodes), exact))
-        with torch.enable_grad():
-            for step in range(last_step + 1):
-                forms[-1].step(step)
-        forms[-1].simulation.close()
-    before.restore()
-    return any(gap.largest > 0 for gap in _all_gaps(*forms))
-
-
-def _over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Difference, ...]:
-    """Return the largest differences of all processes; excess bytes of one do not offset missing ones of another."""
-    return tuple(
-        Difference(int(values[0][0]), *[max(column, key=abs) for column in list(zip(*values))[1:]])
-        for values in zip(*everyone)
-    )
-
-
-# ----------------------------------------------------------------------------- against DistributedDataParallel
-
-
-def compare_with_ddp(case: Case, wire: Wire) -> tuple[Difference, ...]:
-    """Compare AllReduce's parameters with those of torch's DistributedDataParallel: same model, data and optimizer.
-
-    A process of DDP trains on the batches of its L nodes, joined. Without dropout and batch norm that is equivalent.
-    """
-    form = Form(case, DistributedCollectives(case.num_nodes, wire), exact=False)
-    strategy = case.strategy
-    facts = form.simulation.engine.facts
-    unused = facts is not None and bool(facts.unused)
-    ddp = nn.parallel.DistributedDataParallel(
-        copy.deepcopy(case.model), process_group=wire.group, broadcast_buffers=False, find_unused_parameters=unused
-    )
-    optimizer = strategy.inner_optim.build(ddp.module)
-    base_lr = optimizer.defaults["lr"]
-    rows = []
-    with torch.enable_grad():
-        for step in range(case.steps):
-            form.step(step)
-            lr = float(strategy.lr(Context(form.comm, step=step, max_steps=case.steps, seed=case.seed)))
-            for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("given_lr", group["lr"]) * (lr / base_lr)
-            optimizer.zero_grad()
-            batch = case.converted(form.batches.batch(step))
-            ddp(tree.map_leaves(lambda x: x.flatten(0, 1), batch)).backward()
-            if strategy.max_norm is not None:
-                nn.utils.clip_grad_norm_(ddp.module.parameters(), float(strategy.max_norm))
-            optimizer.step()
-            trained = {name: p.detach()[None] for name, p in ddp.module.named_parameters() if p.requires_grad}
-            trained = {name: trained[name] for name in form.state.params}
-            gap = max(gap.largest for gap in gaps("params", trained, form.state.params, form.comm, {}))
-            rows.append(Difference(step, gap, 0.0, 0.0, 0.0, 0.0, 0.0, 0))
-    form.simulation.close()
-    return _over_processes(wire.all_gather_object([tuple(row) for row in rows]))
+def over_processes(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[Difference, ...]:
+    """Return the largest differences of all processes."""
+    return tuple(Difference(*map(max, zip(*values))) for values in zip(*everyone))

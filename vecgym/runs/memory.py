@@ -1,6 +1,6 @@
 """Estimate the memory of a run before it begins, and look up that of a device.
 
-The estimate counts tensors, by watching few nodes (`vecgym.runs.footprint`). It ignores Python, torch's own code
+The estimate counts tensors (`vecgym.runs.footprint`). It ignores Python, torch's own code
 (300 MB and more on a CPU), and the reserves of an allocator; `benchmarks/memory.py` measures how far off it is.
 """
 
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vecgym.collectives.ledger import readable_bytes
 from vecgym.core import tree
@@ -25,7 +25,7 @@ from vecgym.engine import Engine, EngineName, Plan, choose_plan
 from vecgym.engine.contract import check_model
 from vecgym.engine.plan import check_engine
 from vecgym.records.rows import aligned
-from vecgym.runs.footprint import Passing, exchanging, passing, state_bytes, widest
+from vecgym.runs.footprint import Passing, passing, stepping
 from vecgym.runs.options import Chosen, Count, Flag, OptionalCount, check_parts, check_strategy
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import check_synchronous
@@ -63,6 +63,7 @@ class MemoryEstimate:
             `estimate_memory`.
         num_nodes: K.
         device: where the run would be.
+        notes: what could not be counted.
 
     >>> estimate = MemoryEstimate({"parameters": Part(40, nodes=2), "exchange": Part(40, 40, 2)}, num_nodes=2)
     >>> estimate.total_bytes, str(estimate).splitlines()[1].split()
@@ -72,6 +73,7 @@ class MemoryEstimate:
     parts: dict[str, Part]
     num_nodes: int
     device: str = "cpu"
+    notes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -87,8 +89,7 @@ class MemoryEstimate:
             shared = readable_bytes(part.shared_bytes) if part.shared_bytes else "-"
             rows.append([name, *per_node, shared, readable_bytes(part.total_bytes)])
         rows.append(["total (estimate)", "", "", "", readable_bytes(self.total_bytes)])
-        missing = [] if "activations" in self.parts else ["(without data: no batch and no activations)"]
-        return "\n".join([*aligned(rows), *missing])
+        return "\n".join([*aligned(rows), *(f"({note})" for note in self.notes)])
 
 
 def _device(name: str, device: torch.device | str) -> torch.device:
@@ -144,9 +145,12 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
 
     Activations are those of one node, or of two and of three, which take that pass while every tensor that is made or
     freed is counted; what they take is extrapolated linearly to the nodes computed at a time. The rest is what the
-    strategy's own steps on K nodes hold, of a model cut down to four million parameters in all, in its first steps and
-    in those in which it first exchanges; bytes are extrapolated linearly to the whole model. What an operation
-    allocates and frees within itself is not seen.
+    strategy's own steps on all K nodes hold, of tensors that have shapes and no values: the first steps, and those in
+    which it first exchanges. What an operation allocates and frees within itself is not seen, nor what depends on
+    values.
+
+    Of a model of which a few nodes do not fit into this machine's memory, or that is on the device "meta", there is no
+    pass: batch and activations are missing, and the table says so.
 
     Args:
         {arguments}
@@ -166,10 +170,11 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     >>> estimate_memory(model, AllReduceStrategy("adamw"), 8).parts["optimizer"].total_bytes // P
     2
     """
-    num_nodes, device = options.num_nodes, torch.device(options.device)
-    one = Engine(copy.deepcopy(options.model).cpu(), engine=options.engine, autocast=options.autocast)
+    num_nodes, device, fits = options.num_nodes, torch.device(options.device), _fits(options.model)
+    model = copy.deepcopy(options.model).cpu() if fits else options.model
+    one = Engine(model, engine=options.engine, autocast=options.autocast)
     batch, plan = None, Plan("vmap")
-    if options.data is not None:
+    if options.data is not None and fits:
         batch = _batch_of_one(options)
         with torch.enable_grad():
             one.prepare(tree.map_leaves(lambda x: x[None], _examples(batch, options.minibatch_size)))
@@ -179,7 +184,18 @@ def estimate_memory(options: MemoryOptions) -> MemoryEstimate:
     if options.chunk_size is not None:
         plan = replace(plan, chunk_size=options.chunk_size)
     estimator = Estimator(one, options.strategy, num_nodes, options.max_steps, batch)
-    return MemoryEstimate(estimator.parts(plan, options.minibatch_size), num_nodes, str(device))
+    parts = estimator.parts(plan, options.minibatch_size)
+    notes = ["a node does not fit here: no batch and no activations"] if not fits else []
+    notes += ["without data: no batch and no activations"] if fits and batch is None else []
+    notes += [] if estimator.complete else ["the strategy looks at values: without its steps, an exchange included"]
+    return MemoryEstimate(parts, num_nodes, str(device), tuple(notes))
+
+
+def _fits(model: nn.Module) -> bool:
+    """Whether a few nodes, their gradients and a copy of the model fit into this machine's free memory."""
+    params = list(model.parameters())
+    needed = 8 * sum(p.nbytes for p in params)
+    return not any(p.is_meta for p in params) and needed <= 2 * available_bytes(torch.device("cpu"))
 
 
 def _examples(batch: Any, minibatch_size: int | None) -> Any:
@@ -205,35 +221,70 @@ class Estimator:
         self.strategy = as_strategy(strategy, engine.model)
         self.num_nodes, self.max_steps = num_nodes, max_steps
         self.num_local = num_nodes if num_local is None else num_local
+        self.P = tree.num_bytes(engine.params)
+        self.complete = True  # whether the strategy's steps could be taken
         self._passing: dict[tuple[Any, ...], Passing] = {}
-        self._kept: dict[frozenset[str], Kept] = {}
+        self._kept: dict[tuple[frozenset[str], bool], tuple[dict[str, Part], bool]] = {}
 
     def parts(self, plan: Plan, minibatch_size: int | None) -> dict[str, Part]:
         """Return the rows of the table."""
-        at_a_time = nodes_at_a_time(plan, self.num_local)
-        seen = None if self.batch is None else self._pass(plan, at_a_time, minibatch_size)
-        in_parts = plan.engine == "loop" or at_a_time < self.num_local
-        strided = frozenset[str]() if seen is None or in_parts else seen.strided
-        if strided not in self._kept:
-            kept = kept_by(self.strategy, self.engine.params, self.num_nodes, self.max_steps, strided)
-            self._kept[strided] = kept.on(self.num_local)
-        batch_bytes = tree.num_bytes(self.batch)
-        cut = minibatch_size is not None
-        parts = parts_of(self._kept[strided], tree.num_bytes(self.engine.buffers), batch_bytes, seen, plan,
-                         self.num_local, cut)  # fmt: skip
-        if seen is None:
-            del parts["batch"], parts["activations"]
-        return parts
+        nodes, cut = self.num_local, minibatch_size is not None
+        at_a_time = nodes_at_a_time(plan, nodes)
+        in_parts = plan.engine == "loop" or at_a_time < nodes
+        seen = None if self.batch is None else self._pass(plan, at_a_time // plan.node_threads, minibatch_size)
+        kept, mean = self._keeping(frozenset() if seen is None or in_parts else seen.strided, in_parts)
+        # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
+        whole = self.P if mean else self.P * nodes
+        gradients = Part(0, whole) if mean else Part((2 if cut and in_parts else 1) * self.P, 0, nodes)
+        adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
+        exchange = max(kept.pop("exchange"), Part(0, adding), key=lambda part: part.total_bytes)
+        buffers = Part(tree.num_bytes(self.engine.buffers), nodes=nodes)
+        found = {"parameters": kept.pop("parameters"), "gradients": gradients, **kept, "buffers": buffers}
+        if seen is not None:
+            most = plan.node_threads * seen.peak(at_a_time // plan.node_threads) + whole * (in_parts + cut)
+            most -= plan.node_threads * self.P if plan.engine == "loop" and not mean else 0
+            found["batch"] = Part(tree.num_bytes(self.batch), nodes=nodes)
+            found["activations"] = Part(*divmod(max(0, most - gradients.total_bytes), at_a_time), at_a_time)
+        return {**found, "exchange": exchange}
 
-    def _pass(self, plan: Plan, at_a_time: int, minibatch_size: int | None) -> Passing:
-        most = at_a_time // plan.node_threads
+    def _pass(self, plan: Plan, most: int, minibatch_size: int | None) -> Passing:
         key = (plan.engine, min(most, 3), minibatch_size)
         if key not in self._passing:
             self.engine.use(plan)
-            examples = _examples(self.batch, minibatch_size)
             mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
-            self._passing[key] = passing(self.engine, examples, most, mean)
+            self._passing[key] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
         return self._passing[key]
+
+    def _keeping(self, strided: frozenset[str], in_parts: bool) -> tuple[dict[str, Part], bool]:
+        """Return what is kept from step to step and what an exchange takes; and whether gradients are of the mean."""
+        K, P, rule = self.num_nodes, self.P, self.strategy.inner_optim.rule()
+        key = strided, in_parts
+        if key not in self._kept and not self.strategy.pure:  # a copy of everything for each node
+            optimizer = Part(tree.num_bytes(rule.init({n: p.detach()[None] for n, p in self.engine.params.items()})))
+            parts = {"parameters": Part(P), "optimizer": optimizer, "strategy": Part(), "exchange": Part(P, P)}
+            self._kept[key] = {name: replace(part, nodes=self.num_local) for name, part in parts.items()}, False
+        if key not in self._kept:
+            seen = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
+            values = {"parameters": seen.state.params, "optimizer": seen.state.optimizer}
+            parts = {name: part_of(x, K) for name, x in {**values, "strategy": seen.state.strategy}.items()}
+            # Whole copies of all nodes' parameters are each node's; the rest is taken once.
+            copies = seen.temporary_bytes // max(1, K * P)
+            parts["exchange"] = Part(copies * P, seen.temporary_bytes - copies * K * P)
+            local = {name: replace(part, nodes=self.num_local) for name, part in parts.items()}
+            self._kept[key], self.complete = (local, seen.rows == 1 < K), seen.complete
+        kept, mean = self._kept[key]
+        return dict(kept), mean
+
+
+def part_of(values: Any, num_nodes: int) -> Part:
+    """Tell what each node has, `[K, *]`, from what is stored once.
+
+    >>> part_of({"own": torch.ones(4, 2), "shared": torch.ones(1, 2)}, num_nodes=4)
+    Part(per_node_bytes=8, shared_bytes=8, nodes=4)
+    """
+    own = [x for x in tree.leaves(values) if x.dim() and len(x) == num_nodes > 1]
+    each = tree.num_bytes(own) // num_nodes
+    return Part(each, tree.num_bytes(values) - each * num_nodes, num_nodes)
 
 
 def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
@@ -244,85 +295,6 @@ def nodes_at_a_time(plan: Plan, num_nodes: int) -> int:
     """
     each = 1 if plan.engine == "loop" else max(b - a for a, b in plan.chunks(num_nodes, plan.node_threads))
     return min(num_nodes, each * plan.node_threads)
-
-
-class Kept(NamedTuple):
-    """What is kept from step to step, and what exchanges take on the way, in bytes, and for how many nodes."""
-
-    params: Part
-    optimizer: Part
-    strategy: Part
-    exchange: Part
-    mean: bool  # one gradient, that of the mean loss
-
-    def on(self, num_local: int) -> Kept:
-        """Return that of a process with these nodes; the others are in other processes."""
-        params, optimizer, strategy, exchange = (replace(part, nodes=min(part.nodes, num_local)) for part in self[:4])
-        return Kept(params, optimizer, strategy, exchange, self.mean)
-
-
-def kept_by(
-    strategy: Strategy, params: Mapping[str, Tensor], num_nodes: int, max_steps: int = 1000,
-    strided: frozenset[str] = frozenset(),
-) -> Kept:  # fmt: skip
-    """Return what a run keeps of parameters, optimizer and strategy, given the parameters of one node, `[*]`.
-
-    Args:
-        strided: the parameters whose gradients are not contiguous, which the optimizer copies.
-    """
-    P = tree.num_bytes(params)
-    params = {name: p.detach() for name, p in params.items()}
-    one = {name: p[None] for name, p in params.items()}
-    if not strategy.pure:  # a copy of everything for each node
-        state = strategy.inner_optim.rule().init(one)
-        each = Part(tree.num_bytes(state), nodes=num_nodes)
-        return Kept(Part(P, nodes=num_nodes), each, Part(), Part(P, P, num_nodes), False)
-    seen = exchanging(strategy, params, num_nodes, max_steps, strided)
-    wide = widest(seen.state.params) > 1
-    bytes_of = tree.num_bytes(strategy.inner_optim.rule().init(one))
-    of_optimizer = Part(bytes_of, nodes=num_nodes) if widest(seen.state.optimizer) > 1 else Part(0, bytes_of)
-    ratios = {name: p.numel() / max(1, seen.params[name].numel()) for name, p in params.items()}
-    shared, each_node = state_bytes(seen.state.strategy, num_nodes, ratios)
-    # Whole copies of all nodes' parameters are each node's; the rest is taken once.
-    copies = seen.temporary_bytes // max(1, num_nodes * P)
-    exchange = Part(copies * P, seen.temporary_bytes - copies * num_nodes * P, num_nodes)
-    return Kept(
-        Part(P, nodes=num_nodes) if wide else Part(0, P), of_optimizer,
-        Part(round(each_node), round(shared), num_nodes), exchange, seen.rows == 1 < num_nodes,
-    )  # fmt: skip
-
-
-def parts_of(
-    kept: Kept, buffer_bytes: int, batch_bytes: int, seen: Passing | None, plan: Plan, num_nodes: int, cut: bool
-) -> dict[str, Part]:  # fmt: skip
-    """Return the rows of the table: `batch_bytes` are those of one node; `cut`: its batch is computed in parts."""
-    P = kept.params.per_node_bytes + kept.params.shared_bytes
-    at_a_time = nodes_at_a_time(plan, num_nodes)
-    in_parts = plan.engine == "loop" or at_a_time < num_nodes
-    # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
-    copies = 2 if cut and in_parts and not kept.mean else 1
-    gradients = Part(0, P) if kept.mean else Part(copies * P, 0, num_nodes)
-    whole = P if kept.mean else P * num_nodes  # the gradients
-    most = 0
-    if seen is not None:
-        most = plan.node_threads * seen.peak(at_a_time // plan.node_threads)
-        if in_parts:
-            most += whole - (plan.node_threads * P if plan.engine == "loop" and not kept.mean else 0)
-        most += whole if cut else 0
-    above = max(0, most - gradients.total_bytes)
-    adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
-    each, rest = divmod(above, at_a_time)
-    exchange = kept.exchange if kept.exchange.total_bytes >= adding else Part(0, adding)
-    return {
-        "parameters": kept.params,
-        "gradients": gradients,
-        "optimizer": kept.optimizer,
-        "strategy": kept.strategy,
-        "buffers": Part(buffer_bytes, nodes=num_nodes),
-        "batch": Part(batch_bytes, nodes=num_nodes),
-        "activations": Part(each, rest, at_a_time),
-        "exchange": exchange,
-    }
 
 
 def _batch_of_one(options: MemoryOptions) -> Any:

@@ -93,13 +93,13 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Hand tensors on the CPU, arrays, plain values, and whatever else can be pickled to `on_message`."""
-        self.put("message", message)
+        self._put("message", message)
 
     def beat(self) -> None:
         """Report progress: before this process waits for others, and after it."""
         self._beats[self.rank] += 1
 
-    def put(self, kind: str, value: Any) -> None:
+    def _put(self, kind: str, value: Any) -> None:
         """Send a "message", a "warning", what the function has to "return", or its "error"."""
         data = pickle.dumps((kind, value))  # tensors by value: torch's shared memory is small in containers
         with self._lock:  # warnings may come from other threads
@@ -339,10 +339,10 @@ def _main(rank: int, shared: _Shared) -> None:
         _join_group(link, shared)
         result = function(link, *args)
         sys.stdout.flush()
-        link.put("return", result)
+        link._put("return", result)
         threading.Event().wait()  # until all are ended: another process may still be connecting to this one
     except BaseException as error:
-        link.put("error", (time.monotonic(), type(error).__name__, str(error), traceback.format_exc()))
+        link._put("error", (time.monotonic(), type(error).__name__, str(error), traceback.format_exc()))
         sys.stdout.flush()
     finally:
         os._exit(1)  # at once: a normal exit would wait for threads, and for connections to processes that may be gone
@@ -360,7 +360,7 @@ def _settle(link: Link, shared: _Shared) -> None:
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, UserWarning):
-            link.put("warning", (str(message), issubclass(category, VecgymWarning)))
+            link._put("warning", (str(message), issubclass(category, VecgymWarning)))
 
     warnings.showwarning = show
 

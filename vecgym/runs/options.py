@@ -322,7 +322,7 @@ class Checkpoints(Options):
     Args:
         save_dir: a folder for checkpoints, files `step-000000100.pt` from which the run can be resumed as if it had
             never stopped; see `vecgym.runs.checkpoint`. One is written at the start, one at the end, and one on
-            Ctrl-C.
+            Ctrl-C. One run at a time has the folder.
         checkpoint_interval: steps between further checkpoints; None: only those.
         resume: True: resume from the newest intact checkpoint in `save_dir`, or start anew if there is none. Or
             the path of a checkpoint, or of another folder of them.

@@ -96,7 +96,8 @@ def _run_part(link: Link, task: Task, options: FitOptions) -> dict[str, Any]:
     ended: tuple[type[BaseException], tuple[Any, ...]] | None = None
     options = replace(options, logger=_Relay(link))
     with joined_nodes(options, link.beat) as (comm, device):
-        run: Run[nn.Module] = Run(task, options, comm, device, interrupts=lambda: nullcontext(link.interrupted))
+        run: Run[nn.Module] = Run(task, options, comm, device)
+        run.interrupts = lambda: nullcontext(link.interrupted)
         try:
             run.loop()
         except DivergenceError as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vecgym.clock import Compute
-from vecgym.clock.running import RunningClock
+from vecgym.clock.clock import RunningClock
 from vecgym.clock.units import readable_time
 from vecgym.collectives.ledger import Ledger, readable_bytes
 from vecgym.core.devices import fetched, on_host
@@ -22,8 +22,9 @@ from vecgym.core.errors import DivergenceError, warn
 from vecgym.data import Batches
 from vecgym.engine.simulation import Metrics, State
 from vecgym.records.columns import START
-from vecgym.records.history import History, Row
+from vecgym.records.history import History
 from vecgym.records.loggers import Logger, as_loggers
+from vecgym.records.rows import Row
 from vecgym.runs.options import FitOptions, asynchronous
 
 
@@ -70,24 +71,22 @@ class StepRows:
         self.examples += seen
         elapsed = max(seconds - self.seconds, 1e-9)
         self.seconds = seconds
-        row = Row(
-            {
-                "step": step,
-                "epoch": step / self.data.steps_per_epoch if epoch is None else epoch,
-                "examples": self.examples,
-                "train_loss": None,
-                "train_losses": None,
-                "lr": mean_rate(metrics.lr),
-                "bytes_step": num_bytes[0],
-                "bytes_total": num_bytes[1],
-                "bytes_received_total": num_bytes[2],
-                "bytes_payload_total": num_bytes[3],
-                "seconds": seconds,
-                "steps_per_s": 1 / elapsed,
-                "examples_per_s": seen / elapsed,
-                "bytes_per_s": num_bytes[0] / elapsed,
-            }
-        )
+        row: Row = {
+            "step": step,
+            "epoch": step / self.data.steps_per_epoch if epoch is None else epoch,
+            "examples": self.examples,
+            "train_loss": None,
+            "train_losses": None,
+            "lr": mean_rate(metrics.lr),
+            "bytes_step": num_bytes[0],
+            "bytes_total": num_bytes[1],
+            "bytes_received_total": num_bytes[2],
+            "bytes_payload_total": num_bytes[3],
+            "seconds": seconds,
+            "steps_per_s": 1 / elapsed,
+            "examples_per_s": seen / elapsed,
+            "bytes_per_s": num_bytes[0] / elapsed,
+        }
         if metrics.num_present is not None:
             row |= {"num_present": metrics.num_present, "num_never_present": metrics.num_never_present}
         if metrics.outer_lr is not None:
@@ -207,7 +206,7 @@ class Recorder:
     def add(self, **values: Any) -> None:
         """Add columns to the current row; before the first step, to one of its own."""
         if not self._open:
-            self._open = [Row(START) if self.clock is None else Row({**START, "sim_seconds": 0.0})]
+            self._open = [dict(START) if self.clock is None else {**START, "sim_seconds": 0.0}]
         self._open[-1].update(values)
 
     @property

@@ -112,12 +112,12 @@ def rollout(options: RolloutOptions) -> Outcome:
     given = {"batches": steps, "eval_batch": options.eval_batch, "params": params, "strategy": strategy}
     _check_devices(engine.device, given)
     initial = None if params is None else _initial(params, engine, num_nodes)
-    inputs = differentiable_tensors(tuple(given.values()))
+    inputs = _differentiable_tensors(tuple(given.values()))
     _check_differentiable(strategy, inputs, segments)
     check_rollout(options.availability, strategy)
     presence = presence_of(options, len(steps), options.num_examples)
     if strategy.asynchronous:
-        state, record, result = run_async(options, engine, initial, steps)
+        state, record, result = _run_async(options, engine, initial, steps)
         return _evaluated(state, record, result, engine, options, inputs)
     with readable():
         simulation = Simulation(
@@ -127,9 +127,9 @@ def rollout(options: RolloutOptions) -> Outcome:
         state = simulation.init(initial)
     steps = steps if presence is None else at_own_counts(steps, presence)
     if segments is None:
-        state, record = run(simulation, state, steps)
+        state, record = _run(simulation, state, steps)
     else:
-        state, record = run_in_segments(simulation, state, steps, segments)
+        state, record = _run_in_segments(simulation, state, steps, segments)
     return _evaluated(state, record, simulation.result(state), engine, options, inputs)
 
 
@@ -278,7 +278,7 @@ def _check_differentiable(strategy: Strategy, inputs: list[Tensor], segments: in
         )
 
 
-def run_async(
+def _run_async(
     options: RolloutOptions, engine: Engine, initial: Tree | None, steps: Sequence[Any]
 ) -> tuple[State, Record, Result]:
     """Make the updates for which there are batches; node i takes row i of batch t as its own step t."""
@@ -332,7 +332,7 @@ def _with_batches(updates: list[list[Event]], num_batches: int) -> list[list[Eve
 # ------------------------------------------------------------------------- the steps, stored or computed again
 
 
-def run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[State, Record]:
+def _run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[State, Record]:
     """Take the steps one after the other, storing everything for the backward pass."""
     losses, distances, sent = [], [], []
     for batch in batches:
@@ -347,7 +347,7 @@ def run(simulation: Simulation, state: State, batches: Sequence[Any]) -> tuple[S
     return state, (torch.stack(losses), torch.stack(distances), torch.stack(sent))
 
 
-def run_in_segments(
+def _run_in_segments(
     simulation: Simulation, state: State, batches: Sequence[Any], segments: int
 ) -> tuple[State, Record]:
     """Take the steps in `segments` parts, storing only the states between them."""
@@ -372,7 +372,7 @@ class _Part:
         self.simulation = simulation
         self.step = state.step
         self.reads = simulation.strategy, list(batches)
-        self.outside = differentiable_tensors(self.reads)
+        self.outside = _differentiable_tensors(self.reads)
         held, self._before = _flatten(_trees(state))
         self.tensors = [*held, *self.outside]
         self._after: Any = None
@@ -381,7 +381,7 @@ class _Part:
         new = {id(x): value for x, value in zip(self.outside, tensors[len(tensors) - len(self.outside) :])}
         simulation = copy.copy(self.simulation)
         simulation.strategy, batches = replaced(self.reads, new)
-        state, record = run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
+        state, record = _run(simulation, State(self.step, **_filled(self._before, tensors)), batches)
         outputs, self._after = _flatten({"state": _trees(state), "record": dict(enumerate(record))})
         return outputs
 
@@ -488,6 +488,6 @@ def _filled(outline: Any, tensors: Sequence[Tensor]) -> Any:
     return tree.map_leaves(tensors.__getitem__, outline, kind=_Slot)
 
 
-def differentiable_tensors(root: Any) -> list[Tensor]:
+def _differentiable_tensors(root: Any) -> list[Tensor]:
     """Return the tensors in an object with respect to which derivatives may be taken."""
     return [x for x in reachable(root) if differentiated(x)]

@@ -55,23 +55,22 @@ class Run(Generic[M]):
         device: of these nodes.
         after_step: called with the row of each step once it is complete, and before the first with that of 0. It needs
             the losses of every step on the host; with None they can stay on a device.
-        interrupts: gives the list that is no longer empty once the run has to end after the step in progress.
 
     Attributes:
         history, ledger: of the run.
         state: of the simulation, after the last step taken.
         nodes: the stacked final state; None until the loop has ended.
+        interrupts: gives, during the loop, a list that is no longer empty once the run has to end after this step.
     """
 
     unit = "step"  # in which the run advances
+    interrupts: Callable[[], AbstractContextManager[list[int]]] = staticmethod(interrupts)
 
     def __init__(
         self, task: Task, options: FitOptions, comm: Collectives, device: torch.device,
         after_step: Callable[[dict[str, Any]], None] | None = None,
-        interrupts: Callable[[], AbstractContextManager[list[int]]] = interrupts,
     ) -> None:  # fmt: skip
         self.comm = comm
-        self.interrupts = interrupts
         self.session = session = Session(comm)
         self.after_step = after_step
         self.train = _training_batches(task.train_dataset, options, session, device)
@@ -102,7 +101,8 @@ class Run(Generic[M]):
         self.checkpoints = Checkpointer(self.options, self.simulation, self.recorder, session)
         if self.checkpoints.run_id is not None:
             self.history.settings["run_id"] = self.checkpoints.run_id
-        self.state = self.checkpoints.resumed or self.simulation.init()
+        with self.checkpoints.kept():
+            self.state = self.checkpoints.resumed or self.simulation.init()
         self.nodes: Nodes[M] | None = None
         self._distance_before = torch.zeros(())  # of the nodes, before the exchange of an evaluated step
 
@@ -137,6 +137,7 @@ class Run(Generic[M]):
                     how = checkpoints.how_to_resume()
                     raise KeyboardInterrupt(f"interrupted after {self.unit} {self.state.step} of {self.num_steps}{how}")
         finally:
+            checkpoints.close()
             self.nodes = self._final_nodes()
             self.simulation.close()
             recorder.finish()

@@ -16,7 +16,7 @@ from vecgym.core import check
 from vecgym.core.nodes import Nodes
 from vecgym.core.options import takes
 from vecgym.data.checks import check_dataset
-from vecgym.engine.contract import check_model
+from vecgym.engine.contract import check_model, counting_memory
 from vecgym.engine.simulation import State
 from vecgym.records import runfile
 from vecgym.records.history import History
@@ -205,7 +205,7 @@ class Trainer(Generic[M]):
         if options.backend != "distributed":
             check_alone(f'a run with backend="{options.backend}"', 'give backend="distributed", or ')
         task = Task(self.model, self.train_dataset, self.val_dataset)
-        with self._alone():
+        with self._alone(), counting_memory(options.num_nodes, self.model):
             if options.backend == "processes":
                 self.run = ProcessesRun(task, options)
                 self.run.loop()

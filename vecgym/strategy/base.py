@@ -89,7 +89,7 @@ class Strategy:
         warmup_steps: int = 0,
         cosine_anneal: bool = False,
     ) -> None:
-        self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), lr=lr)
+        self.inner_optim = ensure_optim_spec(inner_optim, OptimSpec(torch.optim.AdamW), argument="inner_optim", lr=lr)
         self.communication_modules = _checked_modules(communication_modules)
         self._check_resting()
         if max_norm is not None:
@@ -337,8 +337,8 @@ def check_interval(name: str, value: Any) -> int:
 
 def _apart(params: Tree, state: State) -> Tree:
     """Clone the parameters that a module keeps in its state: the next module may write into them."""
-    kept = {x.data_ptr() for x in leaves(state)}
-    return {name: p.clone() if p.data_ptr() in kept else p for name, p in params.items()}
+    kept = {(nodes.place(x), x.storage_offset()) for x in leaves(state)}
+    return {name: p.clone() if (nodes.place(p), p.storage_offset()) in kept else p for name, p in params.items()}
 
 
 def _checked_modules(modules: Sequence[CommunicationModule]) -> tuple[CommunicationModule, ...]:

@@ -58,6 +58,12 @@ class ServerOptimizer:
     tau: float | Tensor = 1e-3
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(
+                f"server_optim is {check.kind_of(self.name)}; give one of {', '.join(map(repr, SPECS))}, with "
+                "server_lr=, server_betas=, server_tau=. A server with any optimizer is that of "
+                "DiLoCoStrategy(outer_optim=OptimSpec(...))."
+            )
         check.choice("server_optim", self.name, SPECS)
         check.per_node("server_lr", self.lr, "[0, inf)")
         check.per_node("server_tau", self.tau, "(0, inf)")

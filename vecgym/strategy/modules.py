@@ -412,4 +412,4 @@ def outer_spec(
     if by_name:
         lr = usual if outer_lr is None else outer_lr
         return OptimSpec(torch.optim.SGD, **{**OUTER_DEFAULTS, "lr": lr})
-    return ensure_optim_spec(optim, lr=outer_lr)
+    return ensure_optim_spec(optim, argument="outer_optim", lr=outer_lr)

@@ -13,7 +13,7 @@ processes that are seeded alike do, and no node's draws depend on another's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -139,6 +139,13 @@ class RankStrategy(Strategy):
     ...         super().step()
     >>> DDP("sgd", lr=0.1)
     DDP(OptimSpec(SGD, lr=0.1))
+    >>> one = DDP("sgd", lr=0.1)
+    >>> one.max_steps = 10
+    >>> one._init_node(nn.Linear(1, 1), rank=0, num_nodes=2)
+    >>> state = {**one.state_dict(), "local_step": 3}  # what a checkpoint has of a node
+    >>> one.load_state_dict(state)
+    >>> one.local_step
+    3
     """
 
     model: nn.Module
@@ -158,6 +165,27 @@ class RankStrategy(Strategy):
         """Train the node with its gradients, `p.grad`. Call this one last: it advances the schedule."""
         self.local_step += 1
         self._set_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what evolves besides the model's parameters, for a checkpoint: plain values and tensors.
+
+        That is everything in `vars(self)` that `vecgym.core.objects.state_of` knows: tensors, plain values, generators,
+        and whatever has a `state_dict`, in lists, dicts, modules and objects. Override it, and `load_state_dict`, to
+        save something else.
+
+        Raises:
+            TypeError: for something that cannot be saved, naming it.
+        """
+        return state_of(self, {id(p): name for name, p in self.model.named_parameters()}, self._where)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` has returned, after `_init_node`."""
+        params = dict(self.model.named_parameters())
+        restore(self, state, {**params, **{id(p): p for p in params.values()}}, self._where)
+
+    @property
+    def _where(self) -> str:
+        return f"{type(self).__name__} of node {self.rank}: self"
 
     def _set_lr(self) -> None:
         schedule = make_schedule(self.lr_scheduler, self.max_steps, self.warmup_steps, self.cosine_anneal)
@@ -225,7 +253,7 @@ class _Ranks(Strategy):
 
         def start(node: int) -> None:
             rank = self._ranks[node]
-            rank.max_steps = ctx.max_steps
+            rank.rank, rank.max_steps = node, ctx.max_steps
             rank._init_node(copy.deepcopy(self._model), node, num_nodes)
 
         try:
@@ -281,20 +309,13 @@ class _Ranks(Strategy):
             TypeError: for something in them that cannot be saved, naming it.
         """
         return [
-            {"held": state_of(rank, self._kept_elsewhere(rank), self._name(node)), "random": states.packed()}
-            for node, (rank, states) in enumerate(zip(self._ranks, self._states))
+            {"held": rank.state_dict(), "random": states.packed()} for rank, states in zip(self._ranks, self._states)
         ]
 
     def load_hidden_state(self, state: list[dict[str, Any]]) -> None:
         for node, (rank, saved) in enumerate(zip(self._ranks, state)):
-            restore(rank, saved["held"], self._kept_elsewhere(rank), self._name(node))
+            rank.load_state_dict(saved["held"])
             self._states[node] = GlobalStates.unpacked(saved["random"])
-
-    def _kept_elsewhere(self, rank: Any) -> dict[str, Tensor]:
-        return dict(rank.model.named_parameters())
-
-    def _name(self, node: int) -> str:
-        return f"{type(self.strategy).__name__} of node {node}: self"
 
     def lr(self, ctx: Context) -> float | Tensor:
         return self._lr  # of the step just made: its end has already set the next one

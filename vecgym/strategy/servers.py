@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,6 @@ from vecgym.core import check, tree
 from vecgym.core.transforms import readable
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.merge import merge_key, merged_spec, per_row
 from vecgym.strategy.average import flat, shown
 from vecgym.strategy.communication import State
 from vecgym.strategy.modules import OUTER_DEFAULTS, outer_spec
@@ -99,26 +98,6 @@ class Server(ABC):
         """Return the learning rate of an update, if the server has one."""
         return None
 
-    # As of a `CommunicationModule`: many small servers of a sweep are slow for what Python does for each.
-
-    def stack_key(self) -> Hashable:
-        """Return a key: servers of equal key, of configurations of one stack, can be one. None: this one cannot.
-
-        >>> OuterOptimizer(lr=0.1).stack_key() == OuterOptimizer(lr=0.5).stack_key(), HeLoCo().stack_key()
-        (True, None)
-        """
-        return None
-
-    def stacked(self, servers: Sequence[Any]) -> Server:
-        """Return one server for the parameters of all of them, `[C, *]`: it treats each row as its own would.
-
-        >>> server = OuterOptimizer().stacked([FedBuff(lr=0.5), FedBuff(lr=1.0)])
-        >>> params = {"w": torch.zeros(2)}
-        >>> server.update(params, {"w": torch.ones(2)}, server.init(params), update=0)[0]
-        {'w': tensor([-0.5000, -1.0000])}
-        """
-        raise NotImplementedError(f"{type(self).__name__} has a stack_key and no stacked()")
-
     def __repr__(self) -> str:
         return shown(self)
 
@@ -158,13 +137,6 @@ class OuterOptimizer(Server):
 
     def lr(self, update: int) -> float | Tensor | None:
         return self.outer_optim.at(update).hyper.get("lr")
-
-    def stack_key(self) -> Hashable:
-        own = any(getattr(type(self), name) is not getattr(OuterOptimizer, name) for name in ("init", "update"))
-        return None if own or type(self).correct is not Server.correct else merge_key(self.outer_optim)
-
-    def stacked(self, servers: Sequence[OuterOptimizer]) -> Server:
-        return OuterOptimizer(merged_spec([server.outer_optim for server in servers], [1] * len(servers)))
 
 
 class FedBuff(OuterOptimizer):
@@ -270,17 +242,6 @@ class DelayedNesterov(Server):
 
     def lr(self, update: int) -> float | Tensor | None:
         return self._lr
-
-    def stack_key(self) -> Hashable:
-        numbers = [x for x in (self._lr, self.momentum, self.c) if isinstance(x, Tensor)]
-        return None if type(self) is not DelayedNesterov or numbers else ("DelayedNesterov", self.num_arrivals)
-
-    def stacked(self, servers: Sequence[DelayedNesterov]) -> Server:
-        merged, ones = copy.copy(servers[0]), [1] * len(servers)
-        merged._lr = per_row([server._lr for server in servers], ones)
-        merged.momentum = per_row([server.momentum for server in servers], ones)
-        merged.c = per_row([server.c for server in servers], ones)
-        return merged
 
     def __repr__(self) -> str:
         return f"DelayedNesterov(lr={self._lr}, momentum={self.momentum}, buffer={self.num_arrivals}, c={self.c})"

@@ -1,4 +1,4 @@
-"""Asynchronous configurations of a sweep: from update to update of their servers."""
+"""Asynchronous configurations of a sweep, each by itself: from update to update of its server."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any
 import numpy as np
 
 from vecgym.collectives.ledger import bytes_of
-from vecgym.data.batches import chosen_batches
 from vecgym.engine.asynchronous import AsyncSimulation, Updated
 from vecgym.engine.events import Event
 from vecgym.engine.kinds import simulation_of
-from vecgym.engine.simulation import Metrics, State
+from vecgym.engine.simulation import State
 from vecgym.runs.asynchronous import of_server
 from vecgym.runs.recorder import mean_rate
 from vecgym.strategy.asynchronous import EventDriven
 from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.curves import Curve, Observed
-from vecgym.sweeps.servers import AsyncMerged, AsyncStack
 
 
 class AsyncChunk(Chunk):
-    """C asynchronous configurations with the same events; see `Chunk`. Its steps are updates of their servers."""
+    """One asynchronous configuration; see `Chunk`. Its steps are updates of the server."""
 
     simulation: AsyncSimulation
     presence = None
@@ -32,8 +30,6 @@ class AsyncChunk(Chunk):
         return Observed(self.num_steps, len(self.configs), num_nodes, updates=True)
 
     def _begin(self, num_elements: int) -> AsyncSimulation:
-        if len(self.configs) > 1:
-            return self._stack(AsyncMerged([self._member(config) for config in self.configs], num_elements))
         (config,) = self.configs
         assert isinstance(config.strategy, EventDriven)
         assert config.plan is not None
@@ -43,13 +39,8 @@ class AsyncChunk(Chunk):
             num_examples=tuple(config.train.shard_sizes),
         )  # fmt: skip
 
-    def _stack(self, merged: AsyncMerged) -> AsyncStack:
-        return AsyncStack(self.configs, merged, self._read, self.engine)
-
     def _read(self, here: Sequence[int], steps: Sequence[int]) -> tuple[Any, list[int]]:
-        read = [source.at(steps, here) for source in self._sources]
-        batch = chosen_batches([batch for batch, _ in read], self._which)
-        return batch, [limit for which in self._which for limit in read[which][1]]
+        return self.configs[0].train.at(steps, here)
 
     def batches(self) -> Iterator[Sequence[Event]]:
         """Start the clock, and return the events of each remaining update; see `step`."""
@@ -58,7 +49,7 @@ class AsyncChunk(Chunk):
         return iter(self.configs[0].plan.updates[self.state.step :])
 
     def step(self, batches: Sequence[Event], measured: bool) -> list[int]:
-        """Let the servers make an update, and return which configurations have diverged in it.
+        """Let the server make an update, and return which configurations have diverged in it.
 
         Args:
             batches: the events up to it.
@@ -70,22 +61,16 @@ class AsyncChunk(Chunk):
 
     def _record(self, updated: Updated) -> list[int]:
         ledger, metrics, computed = self.simulation.comm.ledger, updated.metrics, updated.computed
-        losses = metrics.losses.cpu().double().view(len(self.configs), -1).numpy()  # [C, K]
+        losses = metrics.losses.cpu().double()[None].numpy()
         active: np.ndarray = np.zeros(losses.shape, dtype=bool)
         active[:, metrics.active] = True
         self.observed.put(
             self.state.step - 1, train_losses=losses, active=active, bytes=bytes_of(metrics.transfers),
             totals=ledger.totals, seconds=time.perf_counter() - self._start,
-            nodes_per_call=sum(computed) / len(computed) if computed else np.nan, **self._rates_of(metrics),
+            nodes_per_call=sum(computed) / len(computed) if computed else np.nan, lr=mean_rate(metrics.lr),
+            outer_lr=np.nan if metrics.outer_lr is None else mean_rate(metrics.outer_lr),
         )  # fmt: skip
-        return np.flatnonzero(~np.isfinite(np.where(active, losses, 0.0).sum(1))).tolist()
-
-    def _rates_of(self, metrics: Metrics) -> dict[str, float]:
-        """Return the rates of the only configuration; those of several are known from their events."""
-        if len(self.configs) > 1:
-            return {}
-        outer = np.nan if metrics.outer_lr is None else mean_rate(metrics.outer_lr)
-        return {"lr": mean_rate(metrics.lr), "outer_lr": outer}
+        return self._diverged(losses, active)
 
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
         if self.simulation.server is not None:
@@ -93,23 +78,11 @@ class AsyncChunk(Chunk):
         columns.pop("consensus_distance_before", None)
         return columns
 
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Continue with some of the configurations only."""
-        self.configs = [self.configs[c] for c in chosen]
-        self._which = [self._which[c] for c in chosen]
-        self.observed.keep(chosen)
-        if chosen and isinstance(self.simulation, AsyncStack):
-            ledger = self.simulation.comm.ledger
-            merged, self.state = self.simulation.merged.select(self.state, chosen)
-            assert isinstance(merged, AsyncMerged)
-            self.simulation = self._stack(merged)
-            self.simulation.comm.ledger = ledger
-
     @property
     def can_be_saved(self) -> bool:
         return True
 
-    def load(self, state: dict[str, Any], curves: Sequence[Curve]) -> None:
+    def load(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
         """Continue from a saved state, and from what was recorded up to it."""
         super().load(state, curves)
         asked = {name: x for name, x in state["strategy"].items() if name == "done"}  # at every event: on the host

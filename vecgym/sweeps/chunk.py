@@ -34,11 +34,14 @@ class Chunk:
     Args:
         configs: those next to one another that can do something in one call; see `vecgym.sweeps.merged`.
         engine: prepared, of a model that is built like theirs.
+
+    Attributes:
+        left: the places of those that have not diverged. The rows of the others stay, as nan, and are not recorded.
     """
 
     def __init__(self, configs: Sequence[Configuration], engine: Engine) -> None:
         self.configs, self.engine = list(configs), engine
-        self.begun = [config.index for config in configs]
+        self.left = list(range(len(configs)))
         self.num_steps = configs[0].num_steps
         self.observed = self._observed(configs[0].num_nodes)
         self._sources, self._which = places([config.train for config in configs])
@@ -53,16 +56,7 @@ class Chunk:
 
     def _begin(self, num_elements: int) -> Simulation:
         """Return the simulation of all configurations, whose nodes have so many parameters together."""
-        return self._simulation(Merged([self._member(config) for config in self.configs], num_elements))
-
-    def _member(self, config: Configuration) -> Member:
-        strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
-        comm = StackedCollectives(config.num_nodes)
-        return Member(strategy, config.settings["seed"], comm, tuple(config.train.shard_sizes))
-
-    def _simulation(self, merged: Merged) -> Simulation:
-        """Build the simulation of the present configurations."""
-        self.merged = merged
+        self.merged = merged = Merged([self._member(config) for config in self.configs], num_elements)
         self.presence = self.configs[0].presence()
         if self.presence is not None:
             self.presence.tell()
@@ -74,6 +68,11 @@ class Chunk:
             limits=tuple(limit for each in limits for limit in each),
             keys=[(config.settings["seed"], node) for config in self.configs for node in range(config.num_nodes)],
         )  # fmt: skip
+
+    def _member(self, config: Configuration) -> Member:
+        strategy = as_strategy(config.strategy, copy.deepcopy(config.model).to(self.engine.device))
+        comm = StackedCollectives(config.num_nodes)
+        return Member(strategy, config.settings["seed"], comm, tuple(config.train.shard_sizes))
 
     def _alone(self, config: Configuration, member: Member, presence: Presence) -> Simulation:
         """Build the simulation of one configuration in which nodes may be absent."""
@@ -120,11 +119,17 @@ class Chunk:
             self.state.step - 1, train_losses=losses, active=active, lr=self._rates(metrics),
             bytes=self._num_bytes(transfers, metrics), seconds=time.perf_counter() - self._start,
         )  # fmt: skip
+        diverged = self._diverged(losses, active)
+        for c in self.left if distances else []:
+            self.observed.evaluated(c, self.state.step, consensus_distance_before=distances[c])
+        return diverged
+
+    def _diverged(self, losses: np.ndarray, active: np.ndarray) -> list[int]:
+        """Take those that diverge in this step from those that are left."""
         finite = np.isfinite(np.where(active, losses, 0.0).sum(1))  # where no node trains, nothing diverges
-        for c, distance in enumerate(distances):
-            if finite[c]:
-                self.observed.evaluated(c, self.state.step, consensus_distance_before=distance)
-        return np.flatnonzero(~finite).tolist()
+        diverged = [c for c in self.left if not finite[c]]
+        self.left = [c for c in self.left if finite[c]]
+        return diverged
 
     def _rates(self, metrics: Metrics) -> list[float]:
         if self.presence is None:
@@ -138,21 +143,12 @@ class Chunk:
         """Add columns to the rows of the present step."""
         validation, result = [config.val for config in self.configs], self.simulation.result(self.state)
         found = evaluated_columns(self.engine, self.state, validation, self.simulation.comm, result)
-        for c, columns in enumerate(found):
-            if shown := self._shown(columns):
+        for c in self.left:
+            if shown := self._shown(found[c]):
                 self.observed.evaluated(c, self.state.step, **shown)
 
     def _shown(self, columns: dict[str, Any]) -> dict[str, Any]:
         return columns
-
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Continue with some of the configurations only."""
-        self.configs = [self.configs[c] for c in chosen]
-        self._which = [self._which[c] for c in chosen]
-        self.observed.keep(chosen)
-        if chosen and self.presence is None:  # else it is alone
-            merged, self.state = self.merged.select(self.state, chosen)
-            self.simulation = self._simulation(merged)
 
     def curve(self, c: int, status: str, keep_model: bool = False) -> Curve:
         """Return what a configuration has recorded so far."""
@@ -171,13 +167,15 @@ class Chunk:
         """Whether `state` is all that evolves: strategies written for one rank keep theirs to themselves."""
         return all(member.strategy.pure for member in self.merged.members)
 
-    def load(self, state: dict[str, Any], curves: Sequence[Curve]) -> None:
-        """Continue from a saved state, and from what was recorded up to it."""
+    def load(self, state: dict[str, Any], curves: dict[int, Curve]) -> None:
+        """Continue from a saved state, and from what those that are left had recorded up to it, by their places."""
+        self.left = list(curves)
         placed = placed_as(state, vars(self.state), self.engine.device)
         self.state = State(**{**placed, "node_steps": state["node_steps"]})
-        for c, curve in enumerate(curves):
+        for c, curve in curves.items():
             self.observed.load(c, curve)
-        if self.presence is not None and curves[0].ledger is not None:
-            self.simulation.comm.ledger.load(curves[0].ledger)
+        first = curves[self.left[0]]
+        if self.presence is not None and first.ledger is not None:
+            self.simulation.comm.ledger.load(first.ledger)
         if self.state.step > 0:
-            self._before = float(curves[0].columns["seconds"][-1])
+            self._before = float(first.columns["seconds"][-1])

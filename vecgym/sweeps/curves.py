@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core.tree import Tree
-from vecgym.engine.asynchronous import inner_rates
 from vecgym.engine.simulation import Metrics
 from vecgym.records import runfile
 from vecgym.records.columns import START
-from vecgym.records.history import History, Row
+from vecgym.records.history import History
+from vecgym.records.rows import Row
 from vecgym.runs.recorder import StepRows, add_losses
 from vecgym.strategy import Context
-from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.sweeps.configurations import Configuration
 
 PENDING, PARTIAL, FINISHED, DIVERGED = "pending", "interrupted", "finished", "diverged"
@@ -37,8 +36,8 @@ class Curve:
     Attributes:
         status: how it ended.
         columns: `train_losses` and `active` `[T, K]`, `lr` and `seconds` `[T]`, `bytes` `[T, 3]`, sent, received and
-            handed over. Of asynchronous runs also `totals` `[T, 3]`, all bytes up to there, and `nodes_per_call`; `lr`
-            and `outer_lr` are nan where several are trained together, since their events say them.
+            handed over. Of asynchronous runs also `outer_lr`, nan where there is none, `nodes_per_call`, and `totals`
+            `[T, 3]`, all bytes up to there.
         evaluations: the columns of evaluations, with the step of each, packed as the rows of a file.
         average: the parameters and buffers of the averaged model, where they are kept.
         ledger: what was sent, as `Ledger.state`, where nodes may be absent: it is not known without training.
@@ -94,19 +93,16 @@ class Curve:
 
     def _updates(self, config: Configuration, rows: StepRows) -> Iterator[Row]:
         """Yield the rows of updates of a server."""
-        plan, strategy, train = config.plan, config.strategy, config.train
+        plan, train = config.plan, config.train
         assert plan is not None
-        comm = StackedCollectives(config.num_nodes)
-        server = strategy.server.of(config.num_nodes) if isinstance(strategy, AsyncStrategy) else None
         sent, total, seconds = self.columns["bytes"].tolist(), self.totals.tolist(), self.columns["seconds"].tolist()
-        per_call = [None if np.isnan(x) else x for x in self.columns["nodes_per_call"].tolist()]
+        lr = self.columns["lr"].tolist()
+        outer_lr, per_call = (
+            [None if np.isnan(x) else x for x in self.columns[name].tolist()] for name in ("outer_lr", "nodes_per_call")
+        )
         for t, (losses, active) in enumerate(zip(self.columns["train_losses"], self.columns["active"])):
             trained = active.nonzero().flatten()
-            if server is not None:
-                lr, outer_lr = inner_rates(strategy, comm, plan.arrivals(t + 1), plan.max_steps), server.lr(t)
-            else:
-                lr, outer_lr = (float(self.columns[name][t]) for name in ("lr", "outer_lr"))
-            metrics = Metrics(losses, lr, trained.tolist(), None if outer_lr != outer_lr else outer_lr)
+            metrics = Metrics(losses, lr[t], trained.tolist(), outer_lr[t])
             epoch, seen = plan.epoch(t + 1, train), plan.seen(t + 1, train)
             row = rows.begun(t + 1, metrics, (sent[t][0], *total[t]), seconds[t], epoch, seen)
             row.update(plan.columns(t + 1), nodes_per_call=per_call[t])
@@ -153,11 +149,6 @@ class Observed:
     def evaluated(self, c: int, step: int, **columns: Any) -> None:
         """Record what was measured of a configuration after `step` steps."""
         self.evaluations[c].setdefault(step, {"step": step}).update(columns)
-
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Continue with some of the configurations only."""
-        self.arrays = {name: x[:, list(chosen)] for name, x in self.arrays.items()}
-        self.evaluations = [self.evaluations[c] for c in chosen]
 
     def curve(self, c: int, num_steps: int, status: str, average: Tree | None) -> Curve:
         """Return what a configuration has recorded in its first steps."""

@@ -1,37 +1,40 @@
-"""A sweep on an executor: its stacks as jobs, which are sent, awaited, and sent again if their worker dies."""
+"""A sweep on an executor: a job for each stack.
+
+A job carries its configurations as they are (models, strategies, settings), the data sets and the options, and the
+settings of torch on which bits depend; no function of axes, and no value of an axis that is not a part of these.
+
+Executors with pickle's own rules (`ProcessPoolExecutor`, mpi4py's) get it as bytes: a `multiprocessing` queue would
+send tensors as file descriptors. Others, such as Dask's, get the object, and pickle it by their own rules. What comes
+back are bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
 
 import torch
+from torch import nn
 
-from vecgym.core.errors import warn
+from vecgym.core.errors import VecgymWarning, warn
 from vecgym.engine import hooks
 from vecgym.records.rows import counted, label
-from vecgym.runs.multiprocess import check_importable
+from vecgym.runs.interrupts import interrupts
 from vecgym.runs.options import resolve_device
-from vecgym.sweeps.configurations import Configuration
-from vecgym.sweeps.curves import PARTIAL
-from vecgym.sweeps.jobs import Job, Lease, outcome, packed, sent, shared_parts
+from vecgym.sweeps.configurations import Configuration, Data
+from vecgym.sweeps.curves import PARTIAL, Curve
 from vecgym.sweeps.options import SweepOptions
-from vecgym.sweeps.stack import Work
+from vecgym.sweeps.stack import Stack, Work, prepared_engine
 
 ASK_EVERY_S = 0.2  # whether Ctrl-C was pressed
 GRACE_S = 10.0  # that jobs under way have to come back, once the sweep is stopped
-TRIES = 2
-
-
-@dataclass
-class Sent:
-    """A job that was sent."""
-
-    work: Work
-    job: Job
-    lost: BaseException | None = None  # what the executor says of it: no worker has done it
 
 
 class Dispatch:
@@ -43,7 +46,7 @@ class Dispatch:
         record: called with what each job returns, as it ends.
 
     Raises:
-        ValueError: for what cannot be sent to workers.
+        ValueError: for what workers would compute otherwise, or hang with.
     """
 
     def __init__(
@@ -51,144 +54,84 @@ class Dispatch:
     ) -> None:
         assert options.executor is not None
         self.executor: Executor = options.executor
-        self.record = record
-        self.waiting: dict[Future[bytes], Sent] = {}
-        self.failed: list[tuple[int, Exception, str]] = []  # (which stack, its error, where)
-        self.lost: list[Sent] = []
-        self.stopped = False
+        self.works, self.record = works, record
+        self.waiting: dict[Future[bytes], Work] = {}
+        self.complete = True
         self._told: set[str] = set()
         _check(options, [config for work in works for config in work.configs])
-        self.lease = Lease()
-        try:
-            shared = self._as_sent(shared_parts(options), "the data or the options")
-            jobs = [Job(shared, self._as_sent(sent(work), "a model or a strategy"), self.lease) for work in works]
-        except BaseException:
-            self.lease.end()
-            raise
-        self.sent = [Sent(work, job) for work, job in zip(works, jobs)]
+        self.sweep, self.shared = uuid.uuid4().hex, self._sent(_shared(options))
 
-    def _as_sent(self, value: Any, what: str) -> Any:
-        if not _pickles_plainly(self.executor):
-            return value
-        try:
-            return packed(value)
-        except Exception as error:  # pickle's own, and whatever the user's objects raise
-            raise ValueError(
-                f"{what} cannot be sent to the workers of a {type(self.executor).__name__}: {error}. Fix: define "
-                "classes and functions at the top of a module, not in a function and not as a lambda; or give an "
-                "executor that sends those too (Dask's, loky's); or sweep without executor."
-            ) from error
+    def _sent(self, value: Any) -> Any:
+        plain = isinstance(self.executor, ProcessPoolExecutor) or type(self.executor).__module__.startswith("mpi4py")
+        return _packed(value) if plain else value
 
     def run(self, interrupted: Sequence[Any]) -> bool:
-        """Send all jobs and await them; return whether all came to their ends.
+        """Submit all jobs and await them; return whether all came to their ends.
 
         Raises:
-            Exception: the error of the first stack that raised one, as in one process; the others are recorded.
-            RuntimeError: when the executor has lost a job twice.
+            Exception: the first error, of a job or of the executor; its cause names the configurations.
         """
         try:
-            for one in self.sent:
-                self._send(one)
-            while self.waiting and not self._must_stop(interrupted):
-                self._await(ASK_EVERY_S)
+            for work in self.works:
+                self._submit(work)
+            while self.waiting and self.complete and not interrupted:
+                self._receive(ASK_EVERY_S)
         finally:
-            self._stop()
-        if self.failed:
-            _, error, where = min(self.failed, key=lambda each: each[0])
-            raise error from RuntimeError(f"in a worker:\n{where}")
-        if self.lost and not interrupted:
-            raise RuntimeError(_lost(self.executor, self.lost)) from self.lost[0].lost
-        return not self.stopped
+            _ended.add(self.sweep)
+            if self.waiting:
+                self._stop()
+        return self.complete
 
-    def _must_stop(self, interrupted: Sequence[Any]) -> bool:
-        self.stopped = self.stopped or bool(interrupted or self.failed or self.lost)
-        return self.stopped
+    def _submit(self, work: Work) -> None:
+        try:
+            self.waiting[self.executor.submit(train, self.sweep, self.shared, self._sent(_bare(work)))] = work
+        except Exception as error:  # it cannot be pickled; a broken or closed executor
+            _raise(error, work)
+
+    def _receive(self, seconds: float) -> None:
+        """Wait for the next jobs, and record them; raise the error of the first that has one."""
+        wait(self.waiting, seconds, FIRST_COMPLETED)
+        for work, error in self._returned():
+            _raise(error, work)
 
     def _stop(self) -> None:
-        """Cancel what has not begun, and have what is under way end after its present step; record what comes."""
-        self.lease.end()
-        if not self.waiting:
-            return
-        self.stopped = True
-        if not any(future.running() for future in self.waiting):  # Dask does not say what has begun
-            self._await(GRACE_S, all_of_them=True)
+        """Cancel what has not begun, and record what else comes in a while."""
+        self.complete = False
         for future in list(self.waiting):
             if future.cancel():
                 del self.waiting[future]
-        self._await(GRACE_S, all_of_them=True)
-        self.waiting.clear()
+        wait(self.waiting, GRACE_S)
+        list(self._returned())
 
-    def _send(self, one: Sent) -> None:
-        try:
-            future = self.executor.submit(one.job)
-        except Exception as error:  # a broken or closed executor
-            one.lost = one.lost or error
-            self.lost.append(one)
-            return
-        if not isinstance(future, Future):
-            raise TypeError(
-                f"{type(self.executor).__name__}.submit returned {future!r}; an executor returns a "
-                "concurrent.futures.Future."
-            )
-        self.waiting[future] = one
-
-    def _await(self, seconds: float, all_of_them: bool = False) -> None:
-        """Wait for some jobs, or for all, and record what they return."""
-        if all_of_them:
-            done, _ = wait(self.waiting, seconds)
-        else:
-            done, _ = wait(self.waiting, seconds, FIRST_COMPLETED)
-        for future in done:
-            one = self.waiting.pop(future)
+    def _returned(self) -> Iterator[tuple[Work, BaseException]]:
+        """Record what has come back, in the order of the stacks, and yield the errors."""
+        for future in [future for future in self.waiting if future.done()]:
+            work = self.waiting.pop(future)
             error = CancelledError() if future.cancelled() else future.exception()
             if error is None:
-                self._received(one, outcome(future.result()))
+                self._record(work, _read(future.result()))
             else:
-                one.lost = error
-                self._again(one)
+                yield work, error
 
-    def _again(self, one: Sent) -> None:
-        """Send a job again that the executor has lost: its worker died, perhaps; but only once."""
-        if self.stopped or one.job.tries == TRIES:
-            self.lost.append(one)
-        else:
-            one.job.tries += 1
-            self._send(one)
-
-    def _received(self, one: Sent, found: dict[str, Any]) -> None:
-        if found["error"] is not None:
-            self.failed.append((self.sent.index(one), *found["error"]))
-        else:
-            self.record(one.work, found)
-            ended = [found["curves"][i].status for i in one.work.indices if i in found["curves"]]
-            if len(ended) < len(one.work.indices) or PARTIAL in ended:
-                self.stopped = True  # after the sweep, or by a Ctrl-C that came to the worker
+    def _record(self, work: Work, found: dict[str, Any]) -> None:
+        found["curves"] = {index: Curve.of(state) for index, state in found["curves"].items()}
+        self.record(work, found)
+        ended = [found["curves"][i].status for i in work.indices if i in found["curves"]]
+        if len(ended) < len(work.indices) or PARTIAL in ended:  # Ctrl-C came to the worker
+            self.complete = False
         for message in found["messages"]:
             if message not in self._told:
                 self._told.add(message)
                 warn(message)
 
 
-# ------------------------------------------------------------------------------------------------- kinds of executors
-
-
-def _pickles_plainly(executor: Executor) -> bool:
-    """Whether an executor sends by the rules of pickle, or of mpi4py, which are the same."""
-    return isinstance(executor, ProcessPoolExecutor) or type(executor).__module__.startswith("mpi4py")
-
-
 def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
-    """Raise a ValueError where workers would hang, or would lack something."""
-    models = list({id(config.model): config.model for config in configs}.values())
-    for model in models:
+    """Raise a ValueError where workers would hang, or would compute something else."""
+    for model in {id(config.model): config.model for config in configs}.values():
         hooks.check_pickled(model, "sweep without executor, where nothing is sent")
-    if not isinstance(options.executor, ProcessPoolExecutor):
-        return
     context = getattr(options.executor, "_mp_context", None)
-    if context is None or context.get_start_method() != "fork":
-        strategies = [config.strategy for config in configs]
-        check_importable(*models, *strategies, options.train_dataset, options.val_dataset)
-    elif torch.get_num_threads() > 1 or resolve_device(options.device).type != "cpu":
+    forked = context is not None and context.get_start_method() == "fork"
+    if forked and (torch.get_num_threads() > 1 or resolve_device(options.device).type != "cpu"):
         raise ValueError(
             "the workers of this ProcessPoolExecutor are forked, which neither OpenMP's threads nor a GPU's driver "
             f"survive; here torch has {counted(torch.get_num_threads(), 'thread')}, on {options.device}. Fix: "
@@ -197,18 +140,125 @@ def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
         )
 
 
-def _lost(executor: Executor, lost: Sequence[Sent]) -> str:
-    """Say which configurations have no result."""
-    configs = [config for one in lost for config in one.work.configs if config.index in one.work.indices]
+def _raise(error: BaseException, work: Work) -> None:
+    """Raise an error of a job, or of the executor, with the configurations of the stack."""
     points = [
         f"{config.index} ({', '.join(f'{name}={label(value)}' for name, value in config.point.items())})"
-        for config in sorted(configs, key=lambda config: config.index)
+        for config in work.configs
+        if config.index in work.indices
     ]
-    shown = ", ".join(points[:8]) + (f" and {len(points) - 8} more" if len(points) > 8 else "")
-    error = lost[0].lost
-    return (
-        f"{type(executor).__name__} has lost {counted(len(lost), 'stack')}, also when sent again, with configurations "
-        f"{shown}: {type(error).__name__}: {error} A worker may have run out of memory (max_memory_bytes makes stacks "
-        "smaller), or could not start or import what it was sent (a script keeps what it does under "
-        'if __name__ == "__main__":). With resume=path, a new sweep continues from the stacks that ended.'
-    )
+    more = f" and {len(points) - 8} more" if len(points) > 8 else ""
+    where = RuntimeError(f"in the stack of configurations {', '.join(points[:8])}{more}")
+    where.__cause__ = error.__cause__  # with some executors, where it was in the worker
+    raise error from where
+
+
+# ----------------------------------------------------------------------------------------------------- in the worker
+
+_alone = threading.Lock()  # what jobs set of torch is set for the whole process: its threads take turns
+_ended: set[str] = set()  # sweeps that have ended, in this process: jobs of theirs may still begin
+
+
+def train(sweep: str, shared: Any, work: Any) -> bytes:
+    """Train a stack; return its curves, where it was left, and vecgym's warnings, which are shown by `sweep`.
+
+    Args:
+        sweep: its own name.
+        shared: see `_shared`.
+        work: what this job has to do.
+    """
+    with _alone, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", VecgymWarning)
+        curves: dict[int, Curve] = {}
+        try:
+            partial = None if sweep in _ended else _train(sweep, _read(shared), _read(work), curves)
+        except Exception as error:
+            if not _can_be_sent(error):
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            raise
+    for other in caught:
+        if not issubclass(other.category, VecgymWarning):
+            warnings.showwarning(other.message, other.category, other.filename, other.lineno)
+    messages = [str(each.message) for each in caught if issubclass(each.category, VecgymWarning)]
+    found = {index: curve.state() for index, curve in curves.items()}
+    return _packed({"curves": found, "partial": partial, "messages": messages})
+
+
+def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, curves: dict[int, Curve]) -> Any:
+    options, settings = shared
+    data = Data(options)  # made here: a `Data` holds batches
+    configs = [replace(config, data=data) for config in work.configs]
+    with (
+        _as_in(settings), torch.enable_grad(), interrupts() as interrupted,
+        contextlib.closing(prepared_engine(configs, options)) as engine,
+    ):  # fmt: skip
+        stack = Stack(replace(work, configs=configs), options, engine, curves)
+        with contextlib.closing(stack):
+            for _ in stack.steps():
+                if interrupted:
+                    _ended.add(sweep)
+                if sweep in _ended:
+                    break
+        stack.end()
+    return stack.partial
+
+
+def _shared(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:
+    """Return what all jobs of a sweep carry: options, and settings of torch."""
+    bare = replace(options, model=nn.Module(), strategy=None, grid={}, resume=None, executor=None, network=None,
+                   compute=None)  # fmt: skip
+    return bare, {name: get() for name, (get, _) in SETTINGS.items()}
+
+
+def _bare(work: Work) -> Work:
+    """Return what a job carries of its configurations: not their points, nor the batches that they share here."""
+    return replace(work, configs=[replace(config, point={}, data=cast(Any, None)) for config in work.configs])
+
+
+class _ByValue(ForkingPickler):
+    """What a `multiprocessing` queue would send, but tensors by their values, not as shared memory."""
+
+    _extra_reducers: dict[Any, Any] = {}  # noqa: RUF012 - as in the base
+
+
+def _packed(value: Any) -> bytes:
+    return bytes(_ByValue.dumps(value))
+
+
+def _read(value: Any) -> Any:
+    return ForkingPickler.loads(value) if isinstance(value, bytes) else value
+
+
+def _can_be_sent(error: Exception) -> bool:
+    """Whether the error survives the way back: one that cannot be unpickled would break a pool."""
+    try:
+        again = _read(_packed(error))
+    except Exception:  # whatever the user's class does
+        return False
+    return type(again) is type(error) and str(again) == str(error)
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # on which bits depend
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+    ),
+}
+
+
+@contextlib.contextmanager
+def _as_in(settings: dict[str, Any]) -> Iterator[None]:
+    """Compute with the settings of the process that calls `sweep`."""
+    before = {name: get() for name, (get, _) in SETTINGS.items()}
+    try:
+        for name, value in settings.items():
+            if value != before[name]:
+                SETTINGS[name][1](value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value != settings[name]:
+                SETTINGS[name][1](value)

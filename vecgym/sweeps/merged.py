@@ -7,7 +7,6 @@
 - Each configuration exchanges by itself: its strategy is given its rows, and collectives of its own. Neighbours whose
   exchanges are alike (`exchange_key`) make them in one call.
 - While the nodes of no configuration differ, as in AllReduce, parameters and optimizer have a row for each, `[C, *]`.
-- Configurations that end take their rows with them: `select` returns the strategy and the state of the others.
 
 Nothing here keeps state: it is all in the simulation's `State`, and so it can be saved.
 """
@@ -27,12 +26,11 @@ from torch import Tensor
 from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
-from vecgym.engine.simulation import State as SimulationState
 from vecgym.engine.simulation import exchange_moments
-from vecgym.optim.merge import per_row
+from vecgym.optim.merge import Key, per_row
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import State
-from vecgym.sweeps.parts import Exchange, Member, Optimizer, Part, exchange_key, neighbours, optimizer_key, rows_of
+from vecgym.sweeps.parts import Exchange, Member, Optimizer, exchange_key, neighbours, optimizer_key
 
 
 class Merged(Strategy):
@@ -41,8 +39,6 @@ class Merged(Strategy):
     Args:
         members: of the same number of nodes; those with equal keys next to one another.
         num_elements: of all parameters of a configuration's nodes; small exchanges are made together.
-        sizes: of the parts of the members that share an optimizer, and of those that share an exchange; made by
-            `optimizer_key` and `exchange_key` where not given.
 
     Two configurations with different learning rates:
 
@@ -63,25 +59,22 @@ class Merged(Strategy):
     (tensor([0.2000, 0.2000, 0.2000, 1.0000, 1.0000, 1.0000]), torch.Size([6]))
     """
 
-    def __init__(
-        self, members: Sequence[Member], num_elements: int = 0, sizes: tuple[list[int], list[int]] | None = None
-    ) -> None:
+    def __init__(self, members: Sequence[Member], num_elements: int = 0) -> None:
         super().__init__()
         self.members = list(members)
         self.num_nodes = members[0].comm.num_nodes  # K
         self.num_rows = len(members) * self.num_nodes
-        if sizes is None:
-            optimizers = [optimizer_key(member.strategy) for member in members]
-            exchanges = [exchange_key(member.strategy, num_elements) for member in members]
-            sizes = (neighbours(optimizers), neighbours(exchanges))
-        self.optimizers = [Optimizer(f"optimizer {i}", *part) for i, part in enumerate(self._parts(sizes[0]))]
-        self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(self._parts(sizes[1]))]
+        optimizers = self._parts([optimizer_key(member.strategy) for member in members])
+        exchanges = self._parts([exchange_key(member.strategy, num_elements) for member in members])
+        self.optimizers = [Optimizer(f"optimizer {i}", *part) for i, part in enumerate(optimizers)]
+        self.exchanges = [Exchange(f"exchange {i}", *part) for i, part in enumerate(exchanges)]
         self._adds = any(exchange.adds for exchange in self.exchanges)
         self.exchanges_where_some_rest = any(exchange.exchanges_gradients for exchange in self.exchanges)
         self._last_contexts: tuple[Context | None, Any] = (None, None)
         self._has_numbers: bool | None = None  # whether nodes of a configuration differ in a number; None: not known
 
-    def _parts(self, sizes: list[int]) -> Iterator[tuple[int, list[Member]]]:
+    def _parts(self, keys: Sequence[Key | None]) -> Iterator[tuple[int, list[Member]]]:
+        sizes = neighbours(keys)
         for start, size in zip(accumulate(sizes, initial=0), sizes):
             yield start, self.members[start : start + size]
 
@@ -239,31 +232,6 @@ class Merged(Strategy):
     def rates(self) -> list[float]:
         """Return the inner learning rate of each configuration in the last step; where nodes differ, their mean."""
         return [self._rate(c) if member.rate is None else member.rate for c, member in enumerate(self.members)]
-
-    def select(self, state: SimulationState, chosen: Sequence[int]) -> tuple[Merged, SimulationState]:
-        """Return the strategy and the state of some of the configurations, in their order."""
-        inside = {part.name: part.inside(chosen) for part in (*self.optimizers, *self.exchanges)}
-
-        def sizes(parts: Sequence[Part]) -> list[int]:
-            return [len(inside[part.name]) for part in parts if inside[part.name]]
-
-        def kept(state: State, before: Sequence[Part], now: Sequence[Part]) -> State:
-            staying = [part for part in before if inside[part.name]]
-            return {new.name: old.state_of(inside[old.name], state[old.name]) for old, new in zip(staying, now)}
-
-        left = type(self)([self.members[c] for c in chosen], sizes=(sizes(self.optimizers), sizes(self.exchanges)))
-        optimizer = kept(state.optimizer, self.optimizers, left.optimizers)
-        modules = self._selected(state.strategy, lambda state: kept(state, self.exchanges, left.exchanges), chosen)
-        C, index = len(self.members), list(chosen)
-        params = {n: rows_of(p, C, index) for n, p in state.params.items()}
-        buffers = {n: b if len(b) == 1 else rows_of(b, C, index) for n, b in state.buffers.items()}
-        return left, SimulationState(
-            state.step, params, buffers, optimizer, modules, rows_of(state.node_steps, C, index)
-        )
-
-    def _selected(self, state: State, kept: Callable[[State], State], chosen: Sequence[int]) -> State:
-        """Return the states of some configurations' modules; `kept` gives it."""
-        return kept(state)
 
     # ------------------------------------------------------------------------------------------- helpers
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
-from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.optim import clip_grad_norm
 from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
@@ -91,14 +90,6 @@ class Part:
         if self.size == 1 or self.num_nodes == 1 or not any(len(x) == self.size for x in tree.leaves(state)):
             return state
         return tree.map_leaves(lambda x: x.repeat_interleave(self.num_nodes, 0) if len(x) == self.size else x, state)
-
-    def inside(self, chosen: Sequence[int]) -> list[int]:
-        """Return which of them are chosen, counting from their first."""
-        return [c - self.start for c in chosen if self.start <= c < self.stop]
-
-    def state_of(self, inside: list[int], state: State) -> State:
-        """Return the state of some of them."""
-        return tree.map_leaves(lambda x: x if len(x) == 1 else rows_of(x, self.size, inside), state)
 
 
 class Exchange(Part):
@@ -237,8 +228,3 @@ def neighbours(keys: Sequence[Key | None]) -> list[int]:
         else:
             sizes.append(1)
     return sizes
-
-
-def rows_of(x: Tensor, number: int, chosen: Sequence[int]) -> Tensor:
-    """Take the rows of some of `number` configurations, which have equally many."""
-    return x.unflatten(0, (number, -1))[placed(torch.tensor(chosen), x.device)].flatten(0, 1)

@@ -14,7 +14,7 @@ from vecgym.runs.footprint import passing
 from vecgym.runs.memory import available_bytes
 from vecgym.runs.options import resolve_device
 from vecgym.strategy import Context, Strategy
-from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven
+from vecgym.strategy.asynchronous import AsyncStrategy
 from vecgym.sweeps.configurations import Configuration, alike, examined
 from vecgym.sweeps.options import SweepOptions
 from vecgym.sweeps.parts import exchange_key, optimizer_key
@@ -82,19 +82,14 @@ def explain(programs: Sequence[Program]) -> str:
             config = program.configs[0]
             differences = [name for name, value in _key(first).items() if value != _key(config)[name]]
             differences += [] if alike(first.model, config.model) else ["model"]
-            events = config.plan is not None and first.plan is not None and config.plan is not first.plan
-            how = ": trained after it" if events else ""
-            lines.append(f"  not with program 0: another {' and another '.join(differences)}{how}")
+            lines.append(f"  not with program 0: another {' and another '.join(differences)}")
     return "\n".join(lines)
 
 
 def _key(config: Configuration) -> dict[str, Any]:
     """Return what configurations of one program have in common, besides their model's structure."""
     return {
-        "kind of strategy (asynchronous, or with steps of all nodes)": config.strategy.asynchronous,
-        "order of events (which node meets its server when)": config.plan,
-        "choice of together": getattr(config.strategy, "together", True),
-        "kind of server": type(config.strategy) if _alone(config.strategy) else None,
+        "kind of strategy (stacked, or each by itself)": type(config.strategy) if _alone(config.strategy) else None,
         **{name: config.settings[name] for name in ("num_nodes", "batch_size", "minibatch_size")},
         "number of steps": config.num_steps,
         "availability": config.settings["availability"] is not None,
@@ -108,10 +103,7 @@ def _place(config: Configuration) -> tuple[str, str, str, int]:
     Each run of equal rows is one call of torch's kernel.
     """
     optimizer, hyperparameters = optimizer_key(config.strategy), sorted(config.strategy.inner_optim.kwargs.items())
-    exchange: Any = exchange_key(config.strategy)
-    if isinstance(config.strategy, AsyncStrategy):
-        exchange = config.strategy.server.of(config.num_nodes).stack_key()
-    return repr(optimizer), repr(hyperparameters), repr(exchange), config.index
+    return repr(optimizer), repr(hyperparameters), repr(exchange_key(config.strategy)), config.index
 
 
 def _program(configs: list[Configuration], options: SweepOptions) -> Program:
@@ -145,7 +137,7 @@ def _program(configs: list[Configuration], options: SweepOptions) -> Program:
 def _alone(strategy: Strategy) -> bool:
     """Whether configurations of this strategy are trained one after the other."""
     other_model = type(strategy).result is not Strategy.result  # than the mean of the nodes' parameters
-    return other_model or (isinstance(strategy, EventDriven) and not isinstance(strategy, AsyncStrategy))
+    return strategy.asynchronous or other_model
 
 
 def max_memory_bytes(options: SweepOptions) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from vecgym.core import check, nodes
 from vecgym.core.files import write_atomically
 from vecgym.records.history import History
-from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, label, labelled, present_name
+from vecgym.records.rows import Row, averaged, chosen, counted, data_frame, label, labelled
 from vecgym.sweeps.axes import Point
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import FINISHED, NOTHING, PARTIAL, PENDING
@@ -86,7 +86,7 @@ class SweepResult:
         """One dict per configuration, in the order of the grid; see the class for what is in it."""
         rows = [self._row(config, place) for config, place in self._places]
         names = dict.fromkeys([*self.axes, *(name for row in rows for name in row)])  # all rows have all columns
-        return [Row({name: row.get(name) for name in names}) for row in rows]
+        return [{name: row.get(name) for name in names} for row in rows]
 
     def price(self, network: Any, compute: Any) -> SweepResult:
         """The same on a network: with the columns `sim_seconds` and `sim_utilization`, and nothing trained again.
@@ -129,9 +129,9 @@ class SweepResult:
         if config.plan is not None and measured["steps"] > 0:
             measured |= config.plan.columns(measured["steps"])
         if self._prices is None or place is None:
-            return Row({**config.point, **measured})
+            return {**config.point, **measured}
         priced = self._prices.row(config, place, curve)
-        return Row({**config.point, **self._prices.points[place], **measured, **priced})
+        return {**config.point, **self._prices.points[place], **measured, **priced}
 
     @property
     def num_pending(self) -> int:
@@ -169,7 +169,7 @@ class SweepResult:
         Raises:
             ValueError: for a column that is not there or has no number.
         """
-        rows, column = chosen(self.rows, where), present_name(column)
+        rows = chosen(self.rows, where)
         check.column("column", column, rows[0])
         finished = [row for row in averaged(rows, over) if row["status"] == FINISHED]
         finite = [row for row in finished if check.is_finite(row.get(column))]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-from vecgym.collectives.ledger import readable_bytes
 from vecgym.core.errors import warn
 from vecgym.core.options import function_of
 from vecgym.runs import multiprocess
@@ -24,7 +21,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     Each configuration's curve is that of `Trainer.fit` for it alone, up to rounding (and dropout masks). All those
     with equal `num_nodes`, batch sizes, number of steps and model structure are stacked, whatever their strategies;
     those whose parameters are one copy for all nodes, as in AllReduce, are stacked apart from the others. Asynchronous
-    configurations are stacked where their events are the same, and are else trained one after the other.
+    configurations are trained one after the other.
 
     Args:
         {arguments}
@@ -51,17 +48,13 @@ def sweep(options: SweepOptions) -> SweepResult:
     check_axes(axes, options.strategy, options.model)
     if ("num_nodes" in axes) == (options.num_nodes is not None):
         raise ValueError('give the number of nodes once: num_nodes=8, or an axis grid["num_nodes"]=[4, 8].')
-    chosen = points(axes, options.samples, options.sample_seed)
     count = count_points(axes, options.samples)
     if count > options.max_configs:
-        first = make_configurations(itertools.islice(chosen, 8), options)
-        seconds, needed = Runner(options, axes, first).estimate(count)
         raise ValueError(
-            f"the grid has {count:,} configurations, more than max_configs={options.max_configs:,}: about "
-            f"{duration(seconds)} and {readable_bytes(needed)} here, going by a few steps of the first ones. Give "
-            f"samples=100 for a random choice, shorter axes, or max_configs={count}."
+            f"the grid has {count:,} configurations, more than max_configs={options.max_configs:,}: give samples=100 "
+            f"for a random choice, shorter axes, or max_configs={count}."
         )
-    runner = Runner(options, axes, make_configurations(chosen, options))
+    runner = Runner(options, axes, make_configurations(points(axes, options.samples, options.sample_seed), options))
     priced = any(not config.strategy.asynchronous for config in runner.configs)
     both = options.network is not None and options.compute is not None
     prices = Prices(options.network, options.compute) if priced and both else None
@@ -79,15 +72,3 @@ def sweep(options: SweepOptions) -> SweepResult:
         hint = " With resume=path, it could continue from here." if file is None else ""
         warn(f"interrupted: {result!r}.{hint}")
     return result
-
-
-def duration(seconds: float) -> str:
-    """Show a time to a person.
-
-    >>> duration(5400.0)
-    '1.5 hours'
-    """
-    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} seconds"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +12,12 @@ from tqdm.auto import tqdm
 
 from vecgym.engine import Engine
 from vecgym.runs.interrupts import interrupts
-from vecgym.sweeps.chunk import Chunk
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import PARTIAL, PENDING, Curve
 from vecgym.sweeps.dispatch import Dispatch
 from vecgym.sweeps.options import SweepOptions
-from vecgym.sweeps.programs import make_programs, max_memory_bytes
-from vecgym.sweeps.stack import Stack, Work, chunk_of, prepared_engine
+from vecgym.sweeps.programs import make_programs
+from vecgym.sweeps.stack import Stack, Work, prepared_engine
 
 SAVE_INTERVAL_S = 60.0
 
@@ -43,21 +41,6 @@ class Runner:
         self.curves: dict[int, Curve] = {}
         self._engines: dict[tuple[int, int], Engine] = {}
         self._partials: list[dict[str, Any]] = []  # the chunks that were left unfinished
-
-    def estimate(self, num_configs: int) -> tuple[float, float]:
-        """Return seconds and bytes for so many configurations like the first ones, from a few timed steps."""
-        program = self.programs[0]
-        chunk = self._chunk(program.chunks[0])
-        seconds = []
-        try:
-            for batches in itertools.islice(chunk.batches(), 3):  # the first warms up
-                start = time.perf_counter()
-                chunk.step(batches, False)
-                seconds.append(time.perf_counter() - start)
-        finally:
-            self._close()
-        each = min(seconds[1:] or seconds) / len(chunk.configs) * chunk.num_steps
-        return each * num_configs, min(num_configs * program.bytes_per_config, max_memory_bytes(self.options))
 
     def run(self, save: Callable[[], None]) -> bool:
         """Train all that is not finished; return whether it came to the end, or was interrupted."""
@@ -119,10 +102,6 @@ class Runner:
         """Note where a stack was left; None: it has come to its end, or cannot be continued."""
         others = [each for each in self._partials if not set(each["left"]) & set(work.indices)]
         self._partials = others if partial is None else [*others, partial]
-
-    def _chunk(self, indices: list[int]) -> Chunk:
-        configs = [self.configs[i] for i in indices]
-        return chunk_of(configs, self._engine(configs))
 
     def _engine(self, chunk: list[Configuration]) -> Engine:
         """Return the engine of a chunk; chunks of equal size of a program share one."""

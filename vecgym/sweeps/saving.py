@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vecgym.core import tree
 from vecgym.core.errors import warn
 from vecgym.core.files import write_atomically
+from vecgym.engine import Engine, hooks
 from vecgym.records import runfile
-from vecgym.runs.fingerprint import digest, fingerprint_of, fingerprint_of_data, is_in_memory
-from vecgym.runs.identity import check_noted, differences, noted
+from vecgym.runs.identity import (
+    FIRST_BATCH,
+    VERSION,
+    check_noted,
+    differences,
+    digest,
+    eval_loss,
+    learning_rates,
+    of_model,
+    same_loss,
+    sampled,
+    settings_of,
+)
 from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.runner import Runner
 
 MISSING = "nothing"
+RANDOM = "random"
+SAMPLES = 8  # steps at which learning rates are compared
 Columns = dict[str, list[Any]]  # of all configurations: name -> [one value], if all have it, or a value each
 
 
@@ -33,10 +46,14 @@ class ResultsFile:
         self.runner = runner
         self.sweep = _shared(runner)
         self.rows = _of_rows(runner.configs)
+        self.computed = _computed(runner)
 
     def save(self) -> None:
         """Write what there is; a full disk warns, and what was written before stays."""
-        noted_of_it = {"identity": self.sweep, "rows": self.rows, "keep_models": self.runner.options.keep_models}
+        noted_of_it = {
+            "identity": self.sweep, "rows": self.rows, "computed": self.computed,
+            "keep_models": self.runner.options.keep_models,
+        }  # fmt: skip
         try:
             runfile.write(self.path, {**noted_of_it, "sweep": self.runner.state()})
         except OSError as error:
@@ -49,18 +66,12 @@ class ResultsFile:
         saved = runfile.read(self.path)
         if "sweep" not in saved:
             raise ValueError(f"{self.path} holds no sweep, but another run of vecgym's: give resume another path.")
-        identity, python = saved.get("identity", {}), {"python": self.sweep["python"]}
-        check_noted(identity, self.path)
-        before = {"python": identity["python"]}
-        if before != python:
-            warn(
-                f"{self.path} was written with Python {before['python']}; this is {python['python']}: whether "
-                "the code of functions is the same has not been checked."
-            )
-        differing = differences(identity, self.sweep)
+        check_noted(saved.get("identity", {}), self.path)
+        differing = differences(saved["identity"], self.sweep)
         if not differing:
-            rows_before, rows = _first_differences(saved["rows"], self.rows)
-            differing = differences({**before, **rows_before}, {**python, **rows})
+            differing = differences(*_first_differences(saved["rows"], self.rows))
+        if not differing:
+            differing = differences(saved["computed"], self.computed, _same)
         if self.runner.options.keep_models and not saved["keep_models"]:
             differing.append("keep_models: saved False, given True")
         if differing:
@@ -96,21 +107,27 @@ def _shared(runner: Runner) -> dict[str, Any]:
     """Return what is the same for all configurations: name -> plain value."""
     options = runner.options
     models: dict[str, Any] = {}
-    first = {id(config.model): config for config in reversed(runner.configs)}
-    for config in sorted(first.values(), key=lambda config: config.index):
-        models |= fingerprint_of(config.model, "model" if len(first) == 1 else f"model of row {config.index}")
+    for name, config in _models(runner):
+        trained = [n for n, p in config.model.named_parameters() if p.requires_grad]
+        models |= of_model(config.model, trained, name)
     return {
-        **noted(),
+        "description": VERSION,
         "axes": ", ".join(runner.axes),
         "number of configurations": len(runner.configs),
         "val_size": options.val_size,
         "val_interval": options.val_interval,
         **models,
-        **fingerprint_of_data(options.train_dataset, "training data"),
-        **fingerprint_of_data(options.val_dataset, "validation data"),
-        **dict(_examples(runner)),
-        **fingerprint_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+        **_data(options.train_dataset, "training data"),
+        **_data(options.val_dataset, "validation data"),
+        **settings_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
     }
+
+
+def _models(runner: Runner) -> list[tuple[str, Configuration]]:
+    """Return the name of each distinct model, and the first configuration that has it."""
+    first = {id(config.model): config for config in reversed(runner.configs)}
+    configs = sorted(first.values(), key=lambda config: config.index)
+    return [("model" if len(configs) == 1 else f"model of row {config.index}", config) for config in configs]
 
 
 def _of_rows(configs: list[Configuration]) -> Columns:
@@ -127,35 +144,54 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for axis, value in config.point.items():
         if not isinstance(value, Strategy):
-            values |= fingerprint_of(value, f"grid[{axis!r}]")
+            values |= settings_of(value, f"grid[{axis!r}]")
     settings = {name: value for name, value in config.shown.items() if name not in config.point}
     values |= {**settings, "number of steps": config.num_steps, "the row with the same model": model}
     for name in ("network", "compute"):
         if config.strategy.asynchronous or getattr(config, name) is not None:
-            values |= fingerprint_of(getattr(config, name), name)
+            values |= settings_of(getattr(config, name), name)
     if (availability := config.settings["availability"]) is not None:
-        values |= fingerprint_of(availability, "availability")
-    return {**values, **fingerprint_of(config.strategy, "strategy")}
+        values |= settings_of(availability, "availability")
+    rates = learning_rates(config.strategy, config.num_nodes, config.num_steps, sampled(config.num_steps, SAMPLES))
+    values |= {f"learning rate of step {step}": ", ".join(f"{lr:.9g}" for lr in each) for step, each in rates.items()}
+    return {**values, **settings_of(config.strategy, "strategy")}
 
 
-def _examples(runner: Runner) -> Iterator[tuple[str, str]]:
-    """Yield checksums of some batches, where the data are not tensors, which are read whole."""
+def _data(data: Any, name: str) -> dict[str, Any]:
+    """Describe a dataset by its class and length, or what makes it."""
+    return {name: f"{type(data).__name__} of {len(data)}"} if hasattr(data, "__len__") else settings_of(data, name)
+
+
+def _computed(runner: Runner) -> dict[str, Any]:
+    """Return checksums of the first batches, and each distinct model's loss of node 0's, at its initial weights."""
+    found: dict[str, Any] = {}
     first = {config.num_nodes: config for config in reversed(runner.configs)}
     for num_nodes, config in sorted(first.items()):
-        if not is_in_memory(runner.options.train_dataset):
-            train, steps = config.train, (0, config.train.steps_per_epoch // 2)
-            once, again = ([train.batch(step) for step in steps] for _ in range(2))
-            yield f"examples of the training data of {num_nodes} nodes", _checksum(once, again)
-        if config.val is not None and not is_in_memory(runner.options.val_dataset):
-            once, again = ([next(iter(config.val))[0]] for _ in range(2))
-            yield f"examples of the validation data of {num_nodes} nodes", _checksum(once, again)
+        found[f"{FIRST_BATCH} of {num_nodes} nodes"] = _checksum(*(config.train.batch(0) for _ in range(2)))
+        if config.val is not None:
+            read = (next(iter(config.val))[0] for _ in range(2))
+            found[f"first batch of the validation data of {num_nodes} nodes"] = _checksum(*read)
+    for name, config in _models(runner):
+        if not found[f"{FIRST_BATCH} of {config.num_nodes} nodes"].startswith(RANDOM):
+            found[f"loss of the initial {name}"] = _initial_loss(config, runner.options.device)
+    return found
 
 
-def _checksum(once: list[Any], again: list[Any]) -> str:
+def _initial_loss(config: Configuration, device: Any) -> float:
+    engine = Engine(hooks.copied(config.model).to(device))
+    params, buffers = ({name: x[None] for name, x in each.items()} for each in (engine.params, engine.buffers))
+    return eval_loss(engine, params, buffers, tree.map_leaves(lambda x: x[:1], config.train.batch(0)))
+
+
+def _same(saved: Any, given: Any) -> bool:
+    return same_loss(saved, given) if isinstance(saved, float) and isinstance(given, float) else saved == given
+
+
+def _checksum(once: Any, again: Any) -> str:
     """Return a checksum of what was read twice; if it is random, its form."""
     if digest(once) == digest(again):
         return f"checksum {digest(once)}"
-    return f"random, {[list(x.shape) for x in tree.leaves(once)]}"
+    return f"{RANDOM}, {[list(x.shape) for x in tree.leaves(once)]}"
 
 
 def _first_differences(saved: Columns, given: Columns) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -57,8 +57,8 @@ class Stack:
         self.chunk = chunk = chunk_of(work.configs, engine)
         self.partial = work.partial
         if work.partial is not None:
-            chunk.keep([chunk.begun.index(i) for i in work.partial["left"]])
-            chunk.load(work.partial["state"], [work.curves[i] for i in work.partial["left"]])
+            left = [c for c, config in enumerate(work.configs) if config.index in work.partial["left"]]
+            chunk.load(work.partial["state"], {c: work.curves[work.configs[c].index] for c in left})
 
     def steps(self) -> Iterator[int]:
         """Train, and yield after each step how many steps of all configurations are done, or need not be done.
@@ -70,45 +70,39 @@ class Stack:
         if chunk.state.step == 0:
             chunk.evaluate()
         for batches in all_batches:
-            step, count = chunk.state.step + 1, len(chunk.configs)
+            step, count = chunk.state.step + 1, len(chunk.left)
             evaluated = step == chunk.num_steps or (interval is not None and step % interval == 0)
             diverged = chunk.step(batches, evaluated)
-            self._end_diverged(diverged)
-            if chunk.configs and evaluated:
+            for c in diverged:
+                self.curves[chunk.configs[c].index] = chunk.curve(c, DIVERGED)
+            if chunk.left and evaluated:
                 chunk.evaluate()
             yield count + len(diverged) * (chunk.num_steps - step)
-            if not chunk.configs:
+            if not chunk.left:
                 return
 
     def end(self) -> None:
         """Record the configurations that are left: finished, or interrupted."""
         chunk = self.chunk
-        if chunk.configs and chunk.state.step < chunk.num_steps:
+        if chunk.left and chunk.state.step < chunk.num_steps:
             self.keep()
             return
-        for c, config in enumerate(chunk.configs):
-            self.curves[config.index] = chunk.curve(c, FINISHED, self.options.keep_models)
+        for c in chunk.left:
+            self.curves[chunk.configs[c].index] = chunk.curve(c, FINISHED, self.options.keep_models)
         self.partial = None
 
     def close(self) -> None:
         """End the threads of engine and strategies."""
         self.chunk.simulation.close()
 
-    def _end_diverged(self, diverged: list[int]) -> None:
-        """End the configurations that have diverged, and continue with the others."""
-        chunk = self.chunk
-        for c in diverged:
-            self.curves[chunk.configs[c].index] = chunk.curve(c, DIVERGED)
-        if diverged:
-            chunk.keep([c for c in range(len(chunk.configs)) if c not in diverged])
-
     def keep(self) -> None:
         """Keep what has been done so far."""
         chunk = self.chunk
-        for c, config in enumerate(chunk.configs):
-            self.curves[config.index] = chunk.curve(c, PARTIAL)
-        left = [config.index for config in chunk.configs]
-        partial = {"begun": chunk.begun, "left": left, "state": vars(chunk.state)}
+        begun = [config.index for config in chunk.configs]
+        left = [begun[c] for c in chunk.left]
+        for c, index in zip(chunk.left, left):
+            self.curves[index] = chunk.curve(c, PARTIAL)
+        partial = {"begun": begun, "left": left, "state": vars(chunk.state)}
         self.partial = partial if chunk.can_be_saved else None
 
 

@@ -68,10 +68,13 @@ ABSENT = {
 }
 
 
-def install() -> None:
-    """Make `import exogym...` find vecgym's classes in this process.
+def install(device: str | None = None) -> None:
+    """Make `import exogym...` find vecgym's classes in this process. Calling it again only changes the device.
 
     Warns if a real exogym is installed, which stays hidden until `uninstall()`.
+
+    Args:
+        device: that trainers use in place of the one that they are given; None: that.
 
     Raises:
         ImportError: if the real one has been imported already, as its classes may be in use.
@@ -87,25 +90,28 @@ def install() -> None:
         if real is not None:
             warn(f"the exogym that is installed in {real.origin} is hidden: `import exogym` finds vecgym's classes.")
         imports.install(CONTENTS, ABSENT)
+    trainer.use_device(device)
 
 
 def uninstall() -> None:
     """Undo `install`: `import exogym` finds the real one again, if it is installed."""
     imports.uninstall("exogym")
+    trainer.use_device(None)
 
 
-def run_script(path: str | os.PathLike[str], args: Sequence[str] = ()) -> None:
+def run_script(path: str | os.PathLike[str], args: Sequence[str] = (), device: str | None = None) -> None:
     """Run a script as `python path args` would, with vecgym's `exogym`. Its exceptions are passed on.
 
     Args:
         path: the script; it imports from its own directory first.
         args: its command line.
+        device: see `install`.
     """
     before = sys.argv, list(sys.path)
     check.path("path", path)
     sys.argv = [str(path), *check.instance("args", args, (list, tuple), "the command line as a list of str")]
     sys.path[0:1] = [os.path.dirname(os.path.abspath(path))]
-    install()
+    install(device)
     try:
         runpy.run_path(os.fspath(path), run_name="__main__")
     finally:

@@ -123,6 +123,15 @@ class TrainNode:
         )
 
 
+_device: str | None = None  # that trainers use in place of their own
+
+
+def use_device(device: str | None) -> None:
+    """Set the device that trainers use in place of their own; see `install`."""
+    global _device
+    _device = check.instance("device", device, (str, type(None)), 'a device such as "cpu", or None')
+
+
 class Trainer:
     """Train one model on K simulated nodes, with the arguments of EXO Gym's trainer.
 
@@ -174,8 +183,12 @@ class Trainer:
             ValueError: for what cannot work.
         """
         warn_without_effect("fit()", vars(options), WITHOUT_EFFECT)
-        devices = [device for device in (options.device, self.device) if device is not None and str(device)]
-        device = vecgym_options.resolve_device(devices[0] if devices else None)
+        asked = (_device, options.device, self.device)
+        devices = [device for device in asked if device is not None and str(device)]
+        try:
+            device = vecgym_options.resolve_device(devices[0] if devices else None)
+        except ValueError as error:
+            raise ValueError(f"{error} A script as it stands: vecgym exogym --device cpu SCRIPT.") from None
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
         trainer = vecgym_trainer.Trainer(self.model_orig, self.train_dataset, self.val_dataset)
         known = {field.name for field in fields(vecgym_options.FitOptions)}

@@ -1,4 +1,8 @@
-"""The bytes that a process must hand to torch.distributed, derived from payloads and participants alone."""
+"""The bytes that a process must hand to torch.distributed, derived from payloads and participants alone.
+
+`accounted` is `vecgym.runs.lockstep.compare` that fails at the first collective before which these are other bytes than
+those that the wire has counted.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,19 @@ from vecgym.collectives.base import T, payload_bytes
 from vecgym.collectives.distributed import DistributedCollectives, Members
 from vecgym.collectives.topology import Links
 from vecgym.collectives.wire import Wire
+from vecgym.runs.lockstep import Case, Check, compare
+
+
+def accounted(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
+    made: list[AccountedCollectives] = []
+
+    def collectives(num_nodes: int, wire: Wire, *, exact: bool) -> AccountedCollectives:
+        made.append(AccountedCollectives(num_nodes, wire, exact=exact))
+        return made[-1]
+
+    checks = compare(case, wires, exact=exact, collectives=collectives)
+    assert [comm.bytes_apart for comm in made] == [0] * len(wires), "after the last collective"
+    return checks
 
 
 class Accounted(DistributedCollectives):
@@ -25,6 +42,7 @@ class Accounted(DistributedCollectives):
 
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:
         super()._announce(operation, x, who)
+        assert self._whole.bytes_apart == 0, f"before {operation} at step {self.step}: {self._whole.bytes_apart} bytes"
         self._crossings = self._rows_gathered() if self.exact else self._crossings_of(operation, who)
 
     def _say(self, text: str) -> None:
@@ -73,6 +91,11 @@ class AccountedCollectives(Accounted):
     @property
     def _whole(self) -> AccountedCollectives:
         return self
+
+    @property
+    def bytes_apart(self) -> int:
+        """What this process has handed over beyond what it must."""
+        return self.wire.handed_bytes - self.handed_before - self.expected_bytes
 
     def among(self, members: Sequence[int]) -> AccountedMembers:
         return AccountedMembers(self, members)

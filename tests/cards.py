@@ -1,0 +1,170 @@
+"""What is known about each strategy of the catalogue: a card each, beside its naive twin.
+
+Bytes are closed forms: a mean goes through a ring, codes through an all-gather, which takes them once to each of the
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vecgym.collectives import StackedCollectives
+from vecgym.compress.dct import grid
+from vecgym.compress.packing import bits_for
+from vecgym.strategy.base import Context
+from vecgym.strategy.catalogue import Knobs
+from vecgym.strategy.fragments import cut
+from vecgym.strategy.selectors import RandomSelector
+from vecgym.strategy.streaming import first_offsets
+
+
+class Sent(NamedTuple):
+    """What the bytes of a run depend on: `params` are a node's trainable parameters, `[*]`."""
+
+    params: Mapping[str, Tensor]
+    num_nodes: int
+    steps: int
+    knobs: Knobs = Knobs()
+    seed: int = 42
+
+    @property
+    def model_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.params.values())
+
+    @property
+    def rounds(self) -> int:
+        return self.steps // self.knobs.H
+
+    @property
+    def others(self) -> int:
+        return self.num_nodes - 1
+
+    def ring(self, *sizes: int) -> float:
+        """Return the payloads that a node sends, on average, when rings of these sizes, or one of all, reduce one."""
+        return sum(2 * (n - 1) for n in sizes or (self.num_nodes,)) / self.num_nodes
+
+
+def islands_of_two(sent: Sent) -> float:
+    whole, rest = divmod(sent.num_nodes, 2)
+    return sent.rounds * sent.ring(*[2] * whole, *[1] * rest) * sent.model_bytes
+
+
+def participants(sent: Sent) -> float:
+    return sent.rounds * round(0.6 * sent.num_nodes) / sent.num_nodes * sent.model_bytes
+
+
+def strongest(sent: Sent) -> float:
+    """Return the bytes of the largest part of every tensor: values and indices."""
+    sizes = [(max(1, round(sent.knobs.p * x.numel())), x.element_size()) for x in sent.params.values()]
+    return sent.others * sent.rounds * sum(count * (size + 4) for count, size in sizes)
+
+
+def drawn(sent: Sent) -> float:
+    """Return the bytes of SPARTA's random coordinates, which the seed draws anew in every exchange."""
+    shapes = {name: x.shape for name, x in sent.params.items()}
+    selector, comm, total = RandomSelector(sent.knobs.p), StackedCollectives(sent.num_nodes), 0
+    for step in range(sent.steps):
+        indices, _ = selector.select(shapes, {}, step, Context(comm, step=step, seed=sent.seed))
+        total += sum(len(index) * sent.params[name].element_size() for name, index in indices.items())
+    return sent.ring() * total
+
+
+def rounds(sent: Sent) -> float:
+    return sent.rounds * sent.ring() * sent.model_bytes
+
+
+def desynced(sent: Sent) -> float:
+    exchanges = sent.rounds + sum(sent.steps // period for period in (sent.knobs.H + 1, sent.knobs.H + 2))  # Hu, Hv
+    return exchanges * sent.ring() * sent.model_bytes
+
+
+def fragments(sent: Sent, payload: Callable[[Tensor], float]) -> float:
+    """Return the bytes of two fragments in turn; `payload` are those of one tensor."""
+    H, total = sent.knobs.H, 0.0
+    parts = cut(list(sent.params), 2)
+    for names, first in zip(parts, first_offsets(H, len(parts))):
+        times = max(0, (sent.steps - first) // H + 1)
+        total += times * sum(payload(sent.params[name]) for name in names)
+    return total
+
+
+def pairs(sent: Sent) -> float:
+    """Return the bytes of 32 values and 8-byte indices of each chunk of 64 x 64, or of all where it is smaller."""
+    cuts = [(grid(tuple(x.shape), 64), x.element_size()) for x in sent.params.values()]
+    return sent.others * sent.steps * sum(cut.chunks * min(32, cut.area) * (8 + size) for cut, size in cuts)
+
+
+def packed(sent: Sent) -> float:
+    """Return the bytes of values of two bits, of their places, in as few bits as a chunk needs, and of four bins."""
+    total = 0
+    for x in sent.params.values():
+        cut = grid(tuple(x.shape), 8 if x.dim() > 1 else 64)
+        count = cut.chunks * min(max(1, round(64 * sent.knobs.p)), cut.area)
+        total += -(-count * 2 // 8) + 16 + -(-count * bits_for(cut.area) // 8)
+    return float(sent.others * sent.rounds * total)
+
+
+class Card(NamedTuple):
+    """What is known about a strategy.
+
+    Attributes:
+        twin: the file in `tests/reference` that does the same in plain loops.
+        sends: the bytes that a node's link sends in a run, on average, by a closed form.
+        alone: what happens to a single node after every H steps: "nothing" (plain training), "nesterov" (an outer step
+            of SGD with Nesterov momentum), "heavy ball", "server adam"; None where what it exchanges with itself is
+            late or lossy.
+        averages: nodes with identical shards stay identical, and do what one node alone does.
+        server: each participant sends to a server, even if there is only one.
+        replicated: the parameters stay the same on every node.
+        per_node: parts of the strategy's state that each node has its own of.
+        needs_moments: the inner optimizer must keep some, as AdamW does.
+        even: the number of nodes must be.
+    """
+
+    twin: str
+    sends: Callable[[Sent], float]
+    alone: str | None = "nothing"
+    averages: bool = True
+    server: bool = False
+    replicated: bool = False
+    per_node: tuple[str, ...] = ()
+    needs_moments: bool = False
+    even: bool = False
+
+
+CARDS: dict[str, Card] = {
+    "independent": Card("fedavg", lambda sent: 0.0),
+    "allreduce": Card("allreduce", lambda sent: sent.steps * sent.ring() * sent.model_bytes, replicated=True),
+    "gpa": Card("gpa", lambda sent: sent.steps * sent.ring() * sent.model_bytes, alone=None, replicated=True),
+    "fedavg": Card("fedavg", rounds),
+    "fedavg-islands": Card("fedavg", islands_of_two),
+    "fedavg-participation": Card("fedavg", participants, averages=False, server=True),
+    "fedavg-server": Card("fedavg", lambda sent: sent.rounds * sent.model_bytes, alone="server adam", server=True),
+    "local-adam": Card("local_adam", lambda sent: 3 * rounds(sent), needs_moments=True),
+    "des-loc": Card("local_adam", desynced, needs_moments=True),
+    "diloco": Card("diloco", rounds, alone="nesterov"),
+    "streaming": Card(
+        "streaming", lambda sent: sent.ring() * fragments(sent, lambda x: x.numel() * x.element_size()), alone=None
+    ),
+    "streaming-4-bits": Card(
+        "streaming", lambda sent: sent.others * fragments(sent, lambda x: -(-x.numel() // 2) + 4), alone=None
+    ),
+    # Of several nodes, what one does is used in part a round later.
+    "eager": Card("eager", rounds, alone="nesterov", averages=False, per_node=("params", "momentum", "others")),
+    "diloco-topk": Card("compression", strongest, alone=None, per_node=("residual",)),
+    "sparseloco": Card("sparseloco", packed, alone=None, per_node=("residual",)),
+    "muloco": Card("muloco", rounds, alone=None),
+    "palsgd": Card("palsgd", rounds, alone=None, averages=False),
+    "noloco": Card(
+        "noloco", lambda sent: 2 * islands_of_two(sent), alone="heavy ball", per_node=("params", "momentum")
+    ),
+    "sparta": Card("sparta", drawn),
+    "loscar": Card("sparta", drawn, per_node=("mean",)),
+    "sparta-diloco": Card("sparta_diloco", lambda sent: drawn(sent) + rounds(sent), alone="nesterov"),
+    "gossip": Card("gossip", lambda sent: sent.steps * 2.0 * sent.model_bytes),
+    "gossip-matching": Card("gossip", lambda sent: sent.steps * sent.model_bytes, even=True),
+    "demo": Card("demo", pairs, alone=None, replicated=True, per_node=("residual",)),
+}
