@@ -180,6 +180,7 @@ class RankStrategy(Strategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` has returned, after `_init_node`."""
+        check.instance("state", state, Mapping, "what state_dict() has returned")
         params = dict(self.model.named_parameters())
         restore(self, state, {**params, **{id(p): p for p in params.values()}}, self._where)
 
