@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives import Collectives
-from vecgym.core import rng
+from vecgym.core import check, rng
 from vecgym.core.objects import restore, state_of
 from vecgym.core.rng import GlobalStates
 from vecgym.core.tree import Tree
