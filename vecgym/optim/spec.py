@@ -258,6 +258,7 @@ def ensure_optim_spec(
     >>> ensure_optim_spec("sgd", lr=0.1), ensure_optim_spec(None, default="adamw", lr=None)
     (OptimSpec(SGD, lr=0.1), OptimSpec(AdamW))
     """
+    check.instance("argument", argument, str, "the name of what was given")
     chosen = default if optim is None else optim
     given = {key: value for key, value in kwargs.items() if value is not None}
     if not isinstance(chosen, OptimSpec):

@@ -132,6 +132,7 @@ class DecoupledDiLoCoStrategy(EventDriven):
         >>> DecoupledDiLoCoStrategy(tokens=4096.0).tokens_of(2)
         [4096.0, 4096.0]
         """
+        num_nodes = check.integer("num_nodes", num_nodes)
         return self._tokens if len(self._tokens) == num_nodes else self._tokens * num_nodes
 
     def fragments_of(self, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
