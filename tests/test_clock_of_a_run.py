@@ -16,7 +16,7 @@ from vecgym.collectives.ledger import Ledger
 from vecgym.engine.availability import Availability, Deadline, Dropout, Facts, LocalSteps, Sampled, Trace
 from vecgym.engine.presence import Presence
 from vecgym.records.loggers import read_csv
-from vecgym.strategy import DiLoCoStrategy, SPARTAStrategy, Strategy
+from vecgym.strategy import AllReduceStrategy, DiLoCoStrategy, SPARTAStrategy, Strategy
 
 NETWORK, COMPUTE = Network("1 kbit/s", "10 ms"), Compute.lognormal(0.4, 0.3)
 
@@ -86,6 +86,16 @@ def test_the_slowest_node_is_never_there() -> None:
     compute = Compute([1.0, 1.0, 1.0, 10.0])
     trainer = trained(steps=10, network=Network(math.inf), compute=compute, availability=there)
     assert trainer.history.last("sim_seconds") == trainer.timeline(Network(math.inf), compute).seconds == 10.0
+
+
+@pytest.mark.filterwarnings("ignore:.*never there")
+def test_a_node_that_is_never_there_does_not_move_with_the_others() -> None:
+    clock: dict[str, Any] = {"network": Network("1 kbit/s"), "compute": Compute(1.0)}
+    there = Trace([[True, True, True, False]] * 10)
+    trainer = trained(AllReduceStrategy("sgd", lr=0.1), steps=10, availability=there, **clock)
+    timeline = trainer.timeline(**clock)
+    assert trainer.history.last("sim_utilization") == pytest.approx(timeline.utilization, rel=1e-12)
+    assert timeline.per_node.waited[3] == 0
 
 
 def test_the_bits_do_not_depend_on_the_clock() -> None:

@@ -159,6 +159,7 @@ class Clock:
         step = float(after[0] - before[0])
         moved = (after - before - step).abs() <= ROUNDING * after[0]
         unused = (after == before) & (before <= before[: self.num_nodes].min())
+        unused[: self.num_nodes] = False  # a node that is never there stays where it is
         return step if bool((moved | unused).all()) else None
 
     def _multiply(self, count: int, step: float, seconds: Tensor, plans: tuple[Plan, ...]) -> Tensor:
