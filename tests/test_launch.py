@@ -127,6 +127,36 @@ def test_a_users_mistake_keeps_its_kind() -> None:
         multiprocess.run(refuse, 2)
 
 
+def refuse_later(link: multiprocess.Link) -> None:
+    if link.rank == 0:
+        link.send("began")
+    dist.barrier()
+    if link.rank == 1:
+        raise ValueError("example 7 is damaged")
+    dist.barrier()
+
+
+def test_the_same_error_later_says_where() -> None:
+    """In whichever process: the first has begun for all."""
+    with pytest.raises(ProcessError, match=r"process 1 \(node 1\): ValueError: example 7 is damaged") as caught:
+        multiprocess.run(refuse_later, 2, num_nodes=2)
+    assert "in refuse_later" in caught.value.traceback
+
+
+def die_slowly(link: multiprocess.Link) -> None:
+    """Its connections are gone before it is."""
+    if link.rank == 1:
+        dist.destroy_process_group()
+        time.sleep(0.7)
+        os._exit(3)
+    dist.barrier()
+
+
+def test_who_dies_is_to_blame_and_not_who_notices_it_first() -> None:
+    with pytest.raises(ProcessError, match="process 1 ended with exit code 3"):
+        multiprocess.run(die_slowly, 2)
+
+
 def without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
