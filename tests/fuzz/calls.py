@@ -68,6 +68,7 @@ UNCALLED = {
     **{f"vecgym.runs.multiprocess.Link{name}": "made by multiprocess.run for each process" for name in
        ("", ".send", ".beat")},
     "vecgym.runs.multiprocess.joined": "within the processes of a group",
+    "vecgym.strategy.Strategy.result": "of the state of a run, which is given by the simulation alone",
     "vecgym.strategy.all_gather": "within the step of a strategy written for one rank",
     "vecgym.strategy.all_reduce": "within the step of a strategy written for one rank",
     "vecgym.strategy.broadcast": "within the step of a strategy written for one rank",
@@ -463,6 +464,7 @@ VALUES_OF: dict[str, Mapping[str, Callable[[], Any]]] = {
     "vecgym.models.GPT": {**_TOKENS, **_PAIR, "context": lambda: 4},
     "vecgym.models.Classifier": {"batch": lambda: (torch.zeros(2, DIM), torch.zeros(2, dtype=torch.long))},
     "vecgym.models.Line.forward": {"x": examples},
+    "vecgym.core.nodes.place": {"x": lambda: torch.ones(DIM)},
     "vecgym.core.nodes.expanded": {"x": lambda: torch.ones(1, DIM)},
     "vecgym.core.nodes.means": {"x": lambda: torch.ones(K, DIM), "number": lambda: 1},
     "vecgym.core.nodes.take_rows": {"rows": lambda: torch.tensor([0])},
