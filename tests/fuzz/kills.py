@@ -392,6 +392,7 @@ def _may_refuse(what: str, how: str, error: str) -> bool:
         return True
     failing = how in ERRORS or how == "limit"
     before = "cannot be written to" in error and "ValueError" in _last_line(error)
+    before |= "pytorch-errorfile" in _last_line(error)  # torch makes and removes one for each process that it starts
     return failing and (before or (what == "save" and "OSError" in _last_line(error)))
 
 
