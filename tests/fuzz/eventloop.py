@@ -201,7 +201,8 @@ class Optimized(Center):
 
     def start(self, theta: Values, num_nodes: int) -> None:
         super().start(theta, num_nodes)
-        self.optimizer = self.make(list(self.theta.values()))
+        # torch has no optimizer of nothing, which a fragment may be: there may be more of them than tensors.
+        self.optimizer = self.make(list(self.theta.values()) or [torch.zeros(0, requires_grad=True)])
 
     def update(self, mean: Values) -> None:
         for name, theta in self.theta.items():
