@@ -73,11 +73,11 @@ class Lines:
 
     def to_server(self, node: int, ready: float, share: float = 1.0, messages: int | None = None) -> float:
         ends = [(("up", node), self.up[node]), (("in", 0), self.server)]
-        return self.carry(ready, ends, (messages or self.messages) * self.latency[node], share)
+        return self.carry(ready, ends, (self.messages if messages is None else messages) * self.latency[node], share)
 
     def to_node(self, node: int, ready: float, share: float = 1.0, messages: int | None = None) -> float:
         ends = [(("down", node), self.down[node]), (("out", 0), self.server)]
-        return self.carry(ready, ends, (messages or self.messages) * self.latency[node], share)
+        return self.carry(ready, ends, (self.messages if messages is None else messages) * self.latency[node], share)
 
     def swap(self, i: int, j: int, ready: float) -> float:
         """Two nodes send each other a message, both at once: from when all four ends are free, as fast as all can."""

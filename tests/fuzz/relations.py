@@ -120,7 +120,8 @@ def draw_case(draw: Random, relation: str, name: str) -> Settings:
             s.pop("rejoin", None)
     if relation == "absent":
         s["never"] = draw.choice([1, 1, 2])
-        if strategies.KINDS[name].server and s.get("clock") == "pairs":  # a server is as far as from the farthest node
+        by_server = strategies.KINDS[name].server or "server" in s.get("routes", {}).values()
+        if by_server and s.get("clock") == "pairs":  # a server is as far as from the farthest node
             s["clock"] = "each"
     if strategies.needs_even(name):
         s["num_nodes"], s["never"] = 4 + s.get("never", 0), s.get("never", 0)
@@ -384,7 +385,7 @@ def priced(world: World, folder: Path) -> dict[str, float]:
         dry = dry_run(world.model(), world.strategy(), len(world.order), world.num_steps, seed=world.seed)
         if not problems.unused(world.settings["model"]):  # which a dry run does not know
             gaps["dry run"] = difference(float(price(dry, world.network, world.compute).seconds), seconds[-1])
-            gaps["dry bytes"] = difference(dry.total_bytes, trainer.ledger.total_bytes)
+            gaps["dry bytes"] = difference(dry.routed(world.network.routes).total_bytes, trainer.ledger.total_bytes)
     return gaps
 
 

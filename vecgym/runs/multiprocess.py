@@ -386,7 +386,9 @@ def _join_group(link: Link, shared: _Shared) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     dist.init_process_group(
         "nccl" if num_gpus >= link.num_processes else "gloo",  # NCCL needs a GPU for each process
-        store=dist.TCPStore("127.0.0.1", port, is_master=first, wait_for_workers=False, master_listen_fd=fd),
+        store=dist.TCPStore(  # without libuv, which in torch 2.6 cannot take over a socket
+            "127.0.0.1", port, is_master=first, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
+        ),
         rank=link.rank,
         world_size=link.num_processes,
         # Later than the parent's, which knows who is to blame; it must be finite.
