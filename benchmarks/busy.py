@@ -1,9 +1,10 @@
 """A training step on a machine that has other things to do: how torch's threads wait, and how many there are.
 
-Threads of OpenMP wait for one another at the end of every operation, by default in a loop that keeps the core busy.
-Where other programs want the cores too, a thread that all others wait for may not run meanwhile.
-`OMP_WAIT_POLICY=PASSIVE` makes them sleep instead, which `import vecgym` says for you; torch reads it when it is
-imported. Where that was before, as here, vecgym starts idle threads, with the same effect; "spinning" is without them.
+Threads of OpenMP wait for one another at the end of every operation, by default in a loop of 3 ms that keeps the core
+busy ("spinning"). Where other programs want the cores too, a thread that all others wait for may not run meanwhile.
+`import vecgym` makes the loop shorter, or lets the threads sleep ("passive") where the machine is busy already; torch
+reads that when it is imported. Where that was before, as here ("2 threads"), vecgym starts idle threads on a busy
+machine, with the effect of sleeping.
 Node threads compute whole nodes, and wait once in a step.
 
 Each setting is a process of its own: the small GPT on 8 nodes with DiLoCo. They take turns, alone and then beside
@@ -31,6 +32,7 @@ SETTINGS = {  # name: (environment, torch's threads, node threads)
     "1 thread": ({}, 1, 1),
     "2 threads": ({}, 2, 1),
     "2 threads, spinning": ({"GOMP_SPINCOUNT": "300000"}, 2, 1),  # GNU's default
+    "2 threads, short": ({"GOMP_SPINCOUNT": "10000"}, 2, 1),  # vecgym's
     "2 threads, passive": ({"OMP_WAIT_POLICY": "PASSIVE"}, 2, 1),
     "2 node threads": ({}, 2, 2),
 }
@@ -92,7 +94,7 @@ def main() -> None:
         return serve_steps(sys.argv[2], *map(int, sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="gpt", choices=list(WORKLOADS), help="default: gpt")
-    parser.add_argument("--load", type=int, default=4, help="busy processes (default 4)")
+    parser.add_argument("--load", type=int, default=2, help="busy processes (default 2)")
     parser.add_argument("--threads", type=int, default=1, help="of this process, which only waits (default 1)")
     parser.add_argument("--repeats", type=int, default=5, help="blocks of 20 steps (default 5)")
     parser.add_argument("--quick", action="store_true", help="the tiny MLP, one block of two steps: does it work?")

@@ -357,28 +357,33 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    ("environment", "seen"),
+    ("load", "environment", "seen"),
     [
-        ({}, "PASSIVE\nNone\n"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE\nNone\n"),
-        ({"GOMP_SPINCOUNT": "9"}, "None\nNone\n"),
+        (0.0, {}, "{'GOMP_SPINCOUNT': '10000'}\n{}\n"),
+        (1e6, {}, "{'OMP_WAIT_POLICY': 'PASSIVE'}\n{}\n"),
+        (1e6, {"OMP_WAIT_POLICY": "ACTIVE"}, "{'OMP_WAIT_POLICY': 'ACTIVE'}\n{}\n"),
+        (1e6, {"GOMP_SPINCOUNT": "9"}, "{'GOMP_SPINCOUNT': '9'}\n{}\n"),
     ],
 )
-def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(environment, seen):
+def test_threads_wait_for_a_short_time_or_sleep_unless_the_user_says_otherwise(load, environment, seen):
     """vecgym says so before torch, which reads it once, is loaded; and not any more afterwards."""
-    code = """if True:
-        import importlib, os, vecgym
-        print(os.environ.get("OMP_WAIT_POLICY"))
+    code = f"""if True:
+        import importlib, os
+        os.getloadavg = lambda: ({load}, 0.0, 0.0)
+        import vecgym
+        said = lambda: {{name: x for name, x in os.environ.items() if name in {WAITING}}}
+        print(said())
         import torch
-        os.environ.pop("OMP_WAIT_POLICY", None)
+        for name in said():
+            del os.environ[name]
         importlib.reload(vecgym)
-        print(os.environ.get("OMP_WAIT_POLICY"))
+        print(said())
     """
     assert in_a_process(code, **environment) == seen
 
 
 def test_threads_sleep_where_torch_was_loaded_first():
-    """Then a process that has more threads than the machine has cores has the same effect; once, and no bit differs."""
+    """On a busy machine, more threads than it has cores have the same effect; they are started once."""
     code = """if True:
         import threading, torch, warnings
         from pathlib import Path
@@ -386,11 +391,13 @@ def test_threads_sleep_where_torch_was_loaded_first():
         from vecgym.engine import Engine, plan
         from vecgym.models import Line
         count = lambda: sum("vecgym-idle" == thread.name for thread in threading.enumerate())
-        plan.programs_running = lambda: 1 + 10**6
+        plan.programs_running = lambda: 1
         threads = lambda: len(list(Path("/proc/self/task").iterdir())) if Path("/proc").exists() else 10**6
-        before = count()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            Engine(Line())
+            before = count()
+            plan.programs_running = lambda: 1 + 10**6
             for _ in range(2):
                 Engine(Line())
         print(before, count(), torch.get_num_threads(), threads() > torch.multiprocessing.cpu_count())

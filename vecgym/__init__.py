@@ -160,8 +160,11 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_PACKAGES})
 
 
-# torch's threads sleep while they wait for one another, unless the user has said how they wait. By default they spin,
-# which slows everything down many times over when other programs want the same cores. It is read when torch is loaded;
-# `vecgym.engine.plan.settle_threads` is for where that was before.
+# By default, torch's threads spin for 3 ms while they wait for one another, which slows everything down many times over
+# when other programs want the same cores. Spinning for a thirtieth of that is as fast on an idle machine; on a busy one
+# they sleep. torch reads this when it is loaded; `vecgym.engine.plan.settle_threads` is for where that was before.
 if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1) / 2:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    else:
+        os.environ["GOMP_SPINCOUNT"] = "10000"

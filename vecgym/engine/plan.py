@@ -189,24 +189,26 @@ def one_thread(facts: ModelFacts, device: torch.device) -> str:
     return "draws random numbers" if facts.random else ""
 
 
+_settled = False
+
+
 def settle_threads() -> None:
-    """Let the threads of torch's operations sleep while they wait for one another; warn, once, of a busy machine.
+    """On a busy machine, let the threads of torch's operations sleep while they wait for one another; warn, once.
 
     `vecgym` says so in the environment, which torch reads when it is loaded. Where torch was there before, another way
     has the same effect: GNU's OpenMP stops spinning in a process that has more threads than the machine has cores.
     So many are started here, which have nothing to do. No bit depends on how threads wait.
     """
-    if torch.get_num_threads() > 1:  # else there is nothing to wait for
-        _settle_threads()
-
-
-@functools.cache
-def _settle_threads() -> None:
-    if (others := programs_running() - 1) >= (cores := os.cpu_count() or 1):
+    global _settled
+    others, cores = programs_running() - 1, os.cpu_count() or 1
+    if _settled or torch.get_num_threads() == 1 or 2 * others < cores:  # one thread waits for none
+        return
+    _settled = True
+    if others >= cores:
         warn(
-            f"the machine is busy: {others} other threads want its {cores} cores, and in every operation "
-            f"torch's {torch.get_num_threads()} threads wait for the last of them. torch.set_num_threads(1) may be "
-            "faster here; sums are then rounded in another order."
+            f"the machine is busy: {others} other threads want its {cores} cores, and in every operation torch's "
+            f"{torch.get_num_threads()} threads wait for the last of them. torch.set_num_threads(1) may be faster "
+            "here; sums are then rounded in another order."
         )
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():  # see `vecgym/__init__.py`
         return

@@ -48,9 +48,9 @@ processes. Earlier results are replaced only with `--overwrite`.
 
 ## Threads
 
-vecgym sets `OMP_WAIT_POLICY=PASSIVE`, so that torch's threads sleep while they wait for work instead of keeping
-cores from other programs. If your environment has `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`, it stays as
-it is. `vecgym.guide.performance` has measurements.
+vecgym says how torch's threads wait for work, so that they do not keep the cores from other programs. If your
+environment has `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`, it stays as it is. `vecgym.guide.performance`
+has measurements.
 
 ## Exit codes
 

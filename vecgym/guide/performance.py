@@ -132,22 +132,27 @@ Under torchrun, 64 nodes of the MLP on W processes that share the two cores, in 
 
 ## On a busy machine
 
-By default, OpenMP's threads wait for one another in a busy loop. When other programs want the same cores, that keeps
-the cores from the very threads that they wait for. `import vecgym` therefore sets `OMP_WAIT_POLICY=PASSIVE`, unless your
-environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`). torch reads it when it is
-imported. Where you import torch first, the first run on a CPU starts a few idle threads instead: GNU's OpenMP, which
-torch has on Linux, does not spin in a process that has more threads than there are cores. How threads wait changes no
-bit. How many there are does, so vecgym never changes their number by itself: on a busy machine it warns, once, that
-`torch.set_num_threads(1)` may be faster.
+By default, OpenMP's threads wait for one another in a busy loop of 3 ms. When other programs want the same cores, that
+keeps the cores from the very threads that they wait for. `import vecgym` therefore shortens the loop to 0.1 ms
+(`GOMP_SPINCOUNT=10000`), and where the machine is busy already, the threads sleep at once (`OMP_WAIT_POLICY=PASSIVE`).
+If your environment says how threads wait (`OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` or `KMP_BLOCKTIME`), it stays so. torch
+reads it when it is imported. Where you import torch first, a run on a busy machine starts a few idle threads instead:
+GNU's OpenMP, which torch has on Linux, hardly spins in a process that has more threads than there are cores. How
+threads wait changes no bit. How many there are does, so vecgym never changes their number by itself: on a busy machine
+it warns, once, that `torch.set_num_threads(1)` may be faster.
 
-A step of the MLP on 8 nodes, in ms, medians of five blocks of 20 steps (`python benchmarks/busy.py --workload mlp`):
+A step with two threads, in ms, alone and next to two programs that keep both cores busy. Half of the cores is then a
+fair share, and twice the time a fair price:
 
-| threads | idle machine | 4 busy processes on the 2 cores |
+| threads | 512 nodes of the tiny model, AllReduce | 64 nodes of the MLP, DiLoCo |
 |---|--:|--:|
-| one | 3.1 | 7.5 |
-| two | 3.6 | 8.6 |
-| two, spinning | 2.2 | 12 to 141, from run to run |
-| two node threads | 4.2 | 63 |
+| spin for 3 ms, OpenMP's default | 1.2 and 5.7 | 13.2 and 49.0 |
+| spin for 0.1 ms, vecgym's default | 1.1 and 4.9 | 13.1 and 30.2 |
+| sleep | 2.1 and 3.7 | 14.3 and 31.1 |
+| idle threads beside them | 1.8 and 3.3 | 14.6 and 34.1 |
+
+`python benchmarks/busy.py` has more settings. With 8 nodes of the MLP, spinning for 3 ms took up to 45 times as long
+next to two busy programs, from run to run, and sleeping at most 2.1 times.
 
 `backend="processes"` starts new interpreters with that setting; forked processes have one thread.
 
