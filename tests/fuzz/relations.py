@@ -120,6 +120,8 @@ def draw_case(draw: Random, relation: str, name: str) -> Settings:
             s.pop("rejoin", None)
     if relation == "absent":
         s["never"] = draw.choice([1, 1, 2])
+        if name == "noloco" and s["num_nodes"] == 2:  # one group of all, which have what they remember together
+            s["num_nodes"] = 3
         by_server = strategies.KINDS[name].server or "server" in s.get("routes", {}).values()
         if by_server and s.get("clock") == "pairs":  # a server is as far as from the farthest node
             s["clock"] = "each"
