@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from vecgym.compress import E3M0
-from vecgym.compress.codecs import Codec
-from vecgym.compress.floats import WideQuantise
+from vecgym.compress.codecs import Codec, WideQuantise
 from vecgym.core import check, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
