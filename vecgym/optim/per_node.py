@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from vecgym.core.tree import Tree, leaves, map_leaves
-from vecgym.optim.elementwise import check_names, count_nodes
+from vecgym.optim.elementwise import OptState, Spec, check_names, count_nodes
 from vecgym.optim.formulas import stacked_names
-from vecgym.optim.interface import OptState, Spec
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from vecgym.core import check, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.optim.spec import merge_key, merged_spec
 from vecgym.strategy.average import Average, Mean, kept, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.codes import Compressed
