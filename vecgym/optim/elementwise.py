@@ -21,7 +21,7 @@ from vecgym.core.devices import placed
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated, per_node
 from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, stacked_names
-from vecgym.optim.optimizers import Lists
+from vecgym.optim.optimizers import FIRST, Lists, in_parts
 
 OptState = dict[str, Any]  # {"step": int64 [1 or L], slot: Tree, ...}: nested dicts of tensors
 ParamGroups = Callable[[str, Tensor], dict[str, Any]]
@@ -146,9 +146,7 @@ class _Group:
             )
         self.formula = FORMULAS[spec.cls]
         self.kernel = self.formula.kernel or _functional(spec.cls)
-        hyper = dict(spec.hyper)
-        for pair, halves in self.formula.pairs.items():
-            hyper.update(zip(halves, hyper.pop(pair)))
+        hyper = in_parts(spec.hyper)
         # torch 2.6 tells Adam from AdamW by the class alone
         hyper["decoupled_weight_decay"] = hyper.get("decoupled_weight_decay", self.formula.decoupled)
         hyper.setdefault("maximize", False)
@@ -177,8 +175,7 @@ class _Group:
         if slot == NUMBER:
             return torch.ones(1, dtype=torch.float64)
         zeros = torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
-        first = self.formula.first.get(slot)
-        return zeros if first is None else zeros + _shaped(_scalar(first(self.spec.hyper)), like=p)
+        return zeros + _shaped(_scalar(FIRST[slot](self.spec.hyper)), like=p) if slot in FIRST else zeros
 
     def _lr(self, lr: float | Tensor | None) -> Any:
         if lr is None:

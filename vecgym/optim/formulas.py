@@ -17,8 +17,8 @@ is the limit and not only a convention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vecgym.optim import by_hand, optimizers
 from vecgym.optim.by_hand import root
-from vecgym.optim.optimizers import BETAS, DionMuon, FullPrecisionMuon, Lion, Lists, Moment, Muon, muon_lr_ratio
+from vecgym.optim.optimizers import DionMuon, FullPrecisionMuon, Lion, Lists, Moment, Muon, muon_lr_ratio
 
 Scalar = Any  # a number, or a tensor [] or [L]
 Slots = dict[str, Tensor]
@@ -36,20 +36,17 @@ Slots = dict[str, Tensor]
 class Formula:
     """One rule: its state, in the order in which torch's functional API takes it, and its pure body.
 
-    `pairs` names the parts of a hyperparameter that is a tuple; `prepare(slots, numbers, t)` adjusts the
-    numbers or the state lists before the kernel makes step `t`. `kernel(params, grads, slots, h)`: a step in place;
-    None: torch's functional one. `fused`: what that does where torch has a fused kernel. `first`: slot -> its first
-    value, from the hyperparameters; 0 where there is none.
+    `prepare(slots, numbers, t)` adjusts the numbers or the state lists before the kernel makes step `t`.
+    `kernel(params, grads, slots, h)`: a step in place; None: torch's functional one. `fused`: what that does where
+    torch has a fused kernel.
     """
 
     slots: tuple[str, ...]
     body: Callable[..., tuple[Tensor, Slots]]
-    pairs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     prepare: Callable[[Lists, dict[str, Any], int], None] = lambda slots, numbers, t: None
     kernel: Callable[..., None] | None = None
     fused: Callable[..., None] | None = None
     decoupled: bool = False  # weight decay shrinks the parameter, unless the hyperparameters say otherwise
-    first: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
     of_matrices: bool = False  # not elementwise: every parameter of a node must be a matrix
 
 
@@ -310,40 +307,35 @@ def _fused_sgd(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict[
 
 
 def _adaptive(moment: Moment) -> Formula:
-    slots, kernel = ("momentum", "second_moment"), optimizers.adaptive(moment)
-    return Formula(slots, adaptive(moment), BETAS, kernel=kernel, first=optimizers.TAU_SQUARED)
+    return Formula(("momentum", "second_moment"), adaptive(moment), kernel=optimizers.adaptive(moment))
 
-
-_RPROP = {"etas": ("etaminus", "etaplus"), "step_sizes": ("step_size_min", "step_size_max")}
 
 # The classes whose rule treats every element by itself, so that it is exact on stacked tensors. A subclass is
 # not its parent: it may have changed the rule.
 _ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
     torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first, fused=_fused_sgd),
-    torch.optim.Adam: Formula(_ADAM, adam, BETAS, fused=_fused_adam),
-    torch.optim.AdamW: Formula(_ADAM, adam, BETAS, fused=_fused_adam, decoupled=True),
+    torch.optim.Adam: Formula(_ADAM, adam, fused=_fused_adam),
+    torch.optim.AdamW: Formula(_ADAM, adam, fused=_fused_adam, decoupled=True),
     torch.optim.RMSprop: Formula(("square_avg", "grad_avg", "momentum_buffer"), rmsprop),
-    torch.optim.Adagrad: Formula(("sum",), adagrad, first={"sum": lambda h: h["initial_accumulator_value"]}),
-    torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam, BETAS),
-    torch.optim.RAdam: Formula(("exp_avg", "exp_avg_sq"), radam, BETAS),
-    torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax, BETAS),
+    torch.optim.Adagrad: Formula(("sum",), adagrad),
+    torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam),
+    torch.optim.RAdam: Formula(("exp_avg", "exp_avg_sq"), radam),
+    torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax),
     torch.optim.Adadelta: Formula(("square_avg", "acc_delta"), adadelta),
-    torch.optim.Rprop: Formula(("prev", "step_size"), rprop, _RPROP, _first_step_size),
-    Lion: Formula(("exp_avg",), lion, BETAS, kernel=optimizers.lion, decoupled=True),
+    torch.optim.Rprop: Formula(("prev", "step_size"), rprop, prepare=_first_step_size),
+    Lion: Formula(("exp_avg",), lion, kernel=optimizers.lion, decoupled=True),
     optimizers.FedAdam: _adaptive(optimizers.adam_moment),
     optimizers.FedYogi: _adaptive(optimizers.yogi_moment),
     optimizers.FedAdagrad: _adaptive(optimizers.adagrad_moment),
 }
-_MUON = Formula(
-    ("momentum_buffer",), muon, optimizers.COEFFICIENTS, kernel=optimizers.muon, decoupled=True, of_matrices=True
-)  # fmt: skip
+_MUON = Formula(("momentum_buffer",), muon, kernel=optimizers.muon, decoupled=True, of_matrices=True)
 _OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
     Muon: _MUON,
     FullPrecisionMuon: replace(
         _MUON, body=functools.partial(muon, full_precision=True), kernel=optimizers.full_precision_muon
     ),
-    DionMuon: replace(_MUON, body=dion_muon, pairs={}, kernel=optimizers.dion_muon),
+    DionMuon: replace(_MUON, body=dion_muon, kernel=optimizers.dion_muon),
 }
 # All that run stacked.
 FORMULAS = {**ELEMENTWISE, **_OF_MATRICES}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +26,14 @@ Moment = Callable[[Any, Any, Any, Any], Any]
 Triple = tuple[Any, Any, Any]
 
 # The parts of hyperparameters that are tuples.
-BETAS = {"betas": ("beta1", "beta2")}
-COEFFICIENTS = {"ns_coefficients": ("a", "b", "c")}
-# The second moment of FedAdam and the like begins with tau^2.
-TAU_SQUARED = {"second_moment": lambda h: h["tau"] ** 2}
+PARTS = {
+    "betas": ("beta1", "beta2"),
+    "etas": ("etaminus", "etaplus"),
+    "step_sizes": ("step_size_min", "step_size_max"),
+    "ns_coefficients": ("a", "b", "c"),
+}
+# Slots that are not 0 before the first step: their value then, from the hyperparameters.
+FIRST = {"sum": lambda h: h["initial_accumulator_value"], "second_moment": lambda h: h["tau"] ** 2}
 _ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 # The Newton-Schulz steps of github.com/microsoft/dion, each with coefficients of its own.
@@ -44,6 +48,18 @@ DION_TRIPLES: tuple[Triple, ...] = (
 # Up to this many multiplications torch computes a product of two bfloat16 matrices by another kernel on the CPU, which
 # rounds differently from that of many products at once.
 _SMALL_PRODUCT = 16**3
+
+
+def in_parts(hyper: dict[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with the parts of those that are tuples in their place.
+
+    >>> in_parts({"lr": 0.1, "betas": (0.9, 0.99)})
+    {'lr': 0.1, 'beta1': 0.9, 'beta2': 0.99}
+    """
+    found = dict(hyper)
+    for name in PARTS.keys() & hyper.keys():
+        found.update(zip(PARTS[name], found.pop(name)))
+    return found
 
 
 def lion(params: list[Tensor], grads: list[Tensor], slots: Lists, h: Any) -> None:
@@ -249,14 +265,10 @@ class KernelOptimizer(Optimizer):
     Attributes:
         _kernel: the step in place.
         _slots: what is kept of each parameter.
-        _first: slot -> its first value, from the hyperparameters; 0 where there is none.
-        _pairs: the names of the parts of hyperparameters that are tuples.
     """
 
     _kernel: Callable[..., None]
     _slots: tuple[str, ...] = ("momentum_buffer",)
-    _first: Mapping[str, Callable[[dict[str, Any]], Any]] = {}
-    _pairs: Mapping[str, tuple[str, ...]] = {}
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         try:
@@ -273,11 +285,10 @@ class KernelOptimizer(Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for p, slot in itertools.product(params, self._slots):
                 if slot not in self.state[p]:
-                    self.state[p][slot] = torch.full_like(p, self._first[slot](group) if slot in self._first else 0.0)
+                    self.state[p][slot] = torch.full_like(p, FIRST[slot](group) if slot in FIRST else 0.0)
             if params:
-                parts = {part: x for name, names in self._pairs.items() for part, x in zip(names, group[name])}
                 slots = {slot: [self.state[p][slot] for p in params] for slot in self._slots}
-                type(self)._kernel(params, [p.grad for p in params], slots, SimpleNamespace(**group, **parts))
+                type(self)._kernel(params, [p.grad for p in params], slots, SimpleNamespace(**in_parts(group)))
         return loss
 
 
@@ -295,7 +306,7 @@ class Lion(KernelOptimizer):
     tensor([ 0.7500, -0.7500])
     """
 
-    _kernel, _slots, _pairs = lion, ("exp_avg",), BETAS
+    _kernel, _slots = lion, ("exp_avg",)
 
     def __init__(
         self,
@@ -316,7 +327,7 @@ class Lion(KernelOptimizer):
 class AdaptiveOptimizer(KernelOptimizer):
     """The optimizers of arXiv 2003.00295, which differ in their second moment."""
 
-    _slots, _first, _pairs = ("momentum", "second_moment"), TAU_SQUARED, BETAS
+    _slots = ("momentum", "second_moment")
 
     def __init__(
         self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99), tau: float = 1e-3
@@ -387,7 +398,7 @@ class FullPrecisionMuon(KernelOptimizer):
             [ 0., -1.]])
     """
 
-    _kernel, _pairs = full_precision_muon, COEFFICIENTS
+    _kernel = full_precision_muon
 
     def __init__(
         self,
