@@ -1279,6 +1279,19 @@ def test_a_step_taken_twice_from_one_state_gives_the_same(cls):
     assert state["attributes"]["optimizer"]["count"].tolist() == [3.0] * K
 
 
+def test_a_rule_serves_other_parameters_in_turn():
+    """The optimizers that are kept are those of the parameters before, and of no others."""
+    rule = OptimSpec(Stateful, lr=0.1).rule()
+    for name, dtype in [("w", torch.float64), ("v", torch.float64), ("v", torch.float32), ("w", torch.float64)]:
+        params, grads = {name: torch.ones(K, 2, dtype=dtype)}, {name: torch.full((K, 2), 0.5, dtype=dtype)}
+        found, _ = rule.update(params, grads, rule.init(params), inplace=False)
+        fresh = OptimSpec(Stateful, lr=0.1).rule()
+        wanted, _ = fresh.update(params, grads, fresh.init(params), inplace=False)
+        assert found.keys() == wanted.keys()
+        assert torch.equal(found[name], wanted[name])
+        assert found[name].dtype == dtype
+
+
 # ------------------------------------------------------------------------------------------------ Adam by hand
 
 
