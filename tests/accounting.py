@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vecgym.collectives import Collectives
 from vecgym.collectives.base import T, payload_bytes
-from vecgym.collectives.distributed import DistributedCollectives, Members
+from vecgym.collectives.distributed import DistributedCollectives, tensors_text
 from vecgym.collectives.topology import Links
 from vecgym.collectives.wire import Wire
 from vecgym.runs.lockstep import Case, Check, compare
@@ -31,38 +31,38 @@ def accounted(case: Case, wires: Sequence[Wire], *, exact: bool) -> list[Check]:
     return checks
 
 
-class Accounted(DistributedCollectives):
+class AccountedCollectives(DistributedCollectives):
     """Count the bytes that this process must hand to torch.distributed: the payload, for each time that it crosses."""
 
-    _crossings = 0  # of the operation that was announced last
+    def __init__(self, num_nodes: int, wire: Wire, *, exact: bool) -> None:
+        super().__init__(num_nodes, wire, exact=exact)
+        self.expected_bytes = 0
+        self.handed_before = wire.handed_bytes
+        self._crossings = 0  # of the operation that was announced last
+        self._whole = self  # which counts for those of some of its nodes too, copies of it
 
     @property
-    def _whole(self) -> AccountedCollectives:
-        raise NotImplementedError
+    def bytes_apart(self) -> int:
+        """What this process has handed over beyond what it must."""
+        return self.wire.handed_bytes - self.handed_before - self.expected_bytes
 
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:
         super()._announce(operation, x, who)
-        assert self._whole.bytes_apart == 0, f"before {operation} at step {self.step}: {self._whole.bytes_apart} bytes"
+        # Every process is about to do the same: torch.distributed would wait, or mix it up.
+        self.wire.agree(f"{operation} at step {self.step} of {tensors_text(x)}")
+        apart = self._whole.bytes_apart
+        assert apart == 0, f"before {operation} at step {self.step}: {apart} bytes"
         self._crossings = self._rows_gathered() if self.exact else self._crossings_of(operation, who)
-
-    def _say(self, text: str) -> None:
-        """Make sure that every process is about to do the same: torch.distributed would wait, or mix it up."""
-        super()._say(text)
-        self.wire.agree(text)
 
     def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
         if not isinstance(x, Tensor) and self.wire.num_processes > 1:  # a tensor comes back as a tree of one
-            per_node = {name: y for name, y in x.items() if not self._same_on_all(y)}
+            _, per_node = self._split(x)
             self._whole.expected_bytes += self._crossings * payload_bytes(per_node)
         return super()._apply(x, operation)
 
     def _rows_gathered(self) -> int:
         """Return how many rows this process hands over to be gathered."""
-        return self.num_local
-
-    def _alone(self) -> bool:
-        """Whether this process hands over nothing when all nodes meet."""
-        return False
+        return 0 if self._alone else max(map(len, self.parts))
 
     def _crossings_of(self, operation: str, who: Any) -> int:
         """Return how often a node's payload leaves this process when torch.distributed reduces."""
@@ -77,43 +77,4 @@ class Accounted(DistributedCollectives):
         if isinstance(who, tuple) and operation in ("mean", "sum"):  # once for each island with members elsewhere
             here = [[self._is_here(node) for node in island] for island in who]
             return sum(any(members) and not all(members) for members in here)
-        return 0 if self._alone() else 1
-
-
-class AccountedCollectives(Accounted):
-    """`DistributedCollectives` that count."""
-
-    def __init__(self, num_nodes: int, wire: Wire, *, exact: bool) -> None:
-        super().__init__(num_nodes, wire, exact=exact)
-        self.expected_bytes = 0
-        self.handed_before = wire.handed_bytes
-
-    @property
-    def _whole(self) -> AccountedCollectives:
-        return self
-
-    @property
-    def bytes_apart(self) -> int:
-        """What this process has handed over beyond what it must."""
-        return self.wire.handed_bytes - self.handed_before - self.expected_bytes
-
-    def among(self, members: Sequence[int]) -> AccountedMembers:
-        return AccountedMembers(self, members)
-
-
-class AccountedMembers(Accounted, Members):
-    """Some of their nodes."""
-
-    def __init__(self, whole: AccountedCollectives, members: Sequence[int]) -> None:
-        Members.__init__(self, whole, members)
-        self._counting = whole
-
-    @property
-    def _whole(self) -> AccountedCollectives:
-        return self._counting
-
-    def _rows_gathered(self) -> int:
-        return 0 if self._alone() else self.most_in_a_process
-
-    def _alone(self) -> bool:
-        return self.looks_on or len(self.ranks) == 1
+        return 0 if self._alone else 1

@@ -425,4 +425,4 @@ def test_an_error_leaves_no_entry() -> None:
 
 
 def test_group_sizes() -> None:
-    assert check_groups([[3, 0], [1]], 4) == [2, 1]
+    assert check_groups([[3, 0], [1]], 4) == ((3, 0), (1,))

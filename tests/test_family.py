@@ -29,7 +29,7 @@ from vecgym.compress import Codec, TopK
 from vecgym.core import nodes
 from vecgym.core.tree import Tree
 from vecgym.guide import strategies
-from vecgym.optim import kernels
+from vecgym.optim import optimizers as steps
 from vecgym.strategy import (
     AllReduceStrategy,
     CommunicateOptimizeStrategy,
@@ -261,7 +261,7 @@ def test_muloco_keeps_one_moment_of_a_matrix_and_two_of_all_else() -> None:
 
 def test_derivatives_of_muloco_are_those_of_its_polynomial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the rounding to bfloat16, which has none."""
-    monkeypatch.setattr(kernels, "_newton_schulz", kernels._smooth)
+    monkeypatch.setattr(steps, "_newton_schulz", steps._smooth)
     batches = stacked(data(num_nodes=3, steps=6))
 
     def loss(numbers: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.fitting import fit, same_run
 from vecgym import OptimSpec, Trainer, rollout, sweep
-from vecgym.optim import kernels
+from vecgym.optim import optimizers
 from vecgym.strategy import DiLoCoStrategy, FedAvgStrategy, Strategy
 
 SPECS: dict[str, Callable[..., OptimSpec]] = {
@@ -53,7 +53,7 @@ def trained(strategy: Strategy, num_nodes: int = 4, **settings: Any) -> Trainer:
 @pytest.fixture
 def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Muon's polynomial without its bfloat16, which makes much of a difference in the last digit."""
-    monkeypatch.setattr(kernels, "_newton_schulz", kernels._smooth)
+    monkeypatch.setattr(optimizers, "_newton_schulz", optimizers._smooth)
 
 
 @pytest.mark.usefixtures("unrounded")
@@ -124,7 +124,7 @@ def test_a_rollouts_derivative_by_the_rate_of_muon_is_that_of_its_polynomial(mon
     """To bfloat16's digits; and exactly, against finite differences, where the polynomial is not rounded."""
     lr = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
     (rounded,) = torch.autograd.grad(unrolled(SPECS["muon"](lr=lr)), lr)
-    monkeypatch.setattr(kernels, "_newton_schulz", kernels._smooth)
+    monkeypatch.setattr(optimizers, "_newton_schulz", optimizers._smooth)
     (slope,) = torch.autograd.grad(unrolled(SPECS["muon"](lr=lr)), lr)
     h = 1e-6
     above, below = (unrolled(SPECS["muon"](lr=0.05 + d)).item() for d in (h, -h))

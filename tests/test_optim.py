@@ -25,9 +25,9 @@ from vecgym.optim import (
     check_max_norm,
     clip_grad_norm,
     ensure_optim_spec,
-    kernels,
+    optimizers,
 )
-from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.optim.spec import merge_key, merged_spec
 
 K, STEPS = 3, 12
 SHAPES = {"w": (4, 3), "conv": (2, 3, 2, 2), "b": (5,), "scale": ()}
@@ -919,13 +919,13 @@ def test_muon_in_full_precision_is_muon_but_for_its_rounding(options):
 
 def test_muon_takes_nodes_and_equal_layers_together(monkeypatch):
     shapes = []
-    newton_schulz = kernels._newton_schulz
+    newton_schulz = optimizers._newton_schulz
 
     def counted(u, *rest):
         shapes.append(u.shape)
         return newton_schulz(u, *rest)
 
-    monkeypatch.setattr(kernels, "_newton_schulz", counted)
+    monkeypatch.setattr(optimizers, "_newton_schulz", counted)
     stacked(OptimSpec("muon"), draw(0, shapes=LAYERS), steps=1, grad=on_layers)
     assert [tuple(shape) for shape in shapes] == [(K, 4, 3), (K, 3, 5), (2 * K, 20, 24), (K, 24, 20)]
 
@@ -964,7 +964,7 @@ def test_derivatives_of_muon_are_those_of_its_polynomial(monkeypatch):
     torch.manual_seed(0)
     arguments = muon_arguments()
     (rounded,) = torch.autograd.grad(smooth_muon(*arguments).sin().sum(), arguments[:1], retain_graph=True)
-    monkeypatch.setattr(kernels, "_newton_schulz", kernels._smooth)
+    monkeypatch.setattr(optimizers, "_newton_schulz", optimizers._smooth)
     assert torch.autograd.gradcheck(smooth_muon, arguments, check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda *a: smooth_muon(*a).sin().sum(), arguments, fast_mode=True)
     (exact,) = torch.autograd.grad(smooth_muon(*arguments).sin().sum(), arguments[:1])
@@ -1277,6 +1277,19 @@ def test_a_step_taken_twice_from_one_state_gives_the_same(cls):
             assert_close(other[0], params, rtol=0)
             assert map_leaves(torch.Tensor.tolist, other[1]) == map_leaves(torch.Tensor.tolist, state)
     assert state["attributes"]["optimizer"]["count"].tolist() == [3.0] * K
+
+
+def test_a_rule_serves_other_parameters_in_turn():
+    """The optimizers that are kept are those of the parameters before, and of no others."""
+    rule = OptimSpec(Stateful, lr=0.1).rule()
+    for name, dtype in [("w", torch.float64), ("v", torch.float64), ("v", torch.float32), ("w", torch.float64)]:
+        params, grads = {name: torch.ones(K, 2, dtype=dtype)}, {name: torch.full((K, 2), 0.5, dtype=dtype)}
+        found, _ = rule.update(params, grads, rule.init(params), inplace=False)
+        fresh = OptimSpec(Stateful, lr=0.1).rule()
+        wanted, _ = fresh.update(params, grads, fresh.init(params), inplace=False)
+        assert found.keys() == wanted.keys()
+        assert torch.equal(found[name], wanted[name])
+        assert found[name].dtype == dtype
 
 
 # ------------------------------------------------------------------------------------------------ Adam by hand

@@ -24,7 +24,7 @@ from vecgym.clock import Compute, Network, price
 from vecgym.collectives import StackedCollectives
 from vecgym.collectives.ledger import Ledger
 from vecgym.compress import E3M0
-from vecgym.compress.floats import WideQuantise
+from vecgym.compress.codecs import WideQuantise
 from vecgym.optim import OptimSpec
 from vecgym.strategy import (
     CommunicateOptimizeStrategy,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.collectives.ledger import Ledger
-from vecgym.collectives.shapes import Announced
+from vecgym.collectives.stacked import Announced
 from vecgym.core import check
 from vecgym.engine.exchanges import exchanges
 from vecgym.strategy import Strategy

@@ -62,6 +62,7 @@ class Collectives(ABC):
     shapes_only: bool = False
     step = 0  # of the run, for errors
     members: tuple[int, ...] | None = None
+    _run_nodes: int | None = None  # of the run, where these are some of them
 
     @property
     def ids(self) -> Tensor:
@@ -71,7 +72,7 @@ class Collectives(ABC):
     @property
     def run_nodes(self) -> int:
         """The number of nodes of the run, of which `num_nodes` take part."""
-        return self.num_nodes
+        return self._run_nodes or self.num_nodes
 
     def among(self, members: Sequence[int]) -> Collectives:
         """Return the collectives of some of the nodes, which are numbered from 0 in them.
@@ -91,6 +92,11 @@ class Collectives(ABC):
             f"{type(self).__name__} has no collectives of some of its nodes: where nodes may be absent, or messages "
             "lost, all nodes must be in one process."
         )
+
+    def _count_among(self, whole: Collectives, members: Sequence[int]) -> None:
+        """Say that these are the nodes `members` of `whole`."""
+        within = range(whole.num_nodes) if whole.members is None else whole.members
+        self.members, self._run_nodes = tuple(within[i] for i in members), whole.run_nodes
 
     def everyone(self, x: Tree) -> Tree:
         """Return the values of all nodes, `[L, *] -> [K, *]`: to look at a run from outside. It leaves no entry."""
@@ -132,14 +138,14 @@ class Collectives(ABC):
         >= 0 for each of the K nodes: sum_i w_i x_i / sum_i w_i, over all nodes or over each group. With `inplace`, `x`
         may be overwritten or come back as the result.
         """
-        self._announce("mean", x, self._checked_groups(groups))
+        self._announce("mean", x, check_groups(groups, self.num_nodes))
         if weights is not None:
             x = self._scaled(x, _shares(weights, groups, self.num_nodes))
         return self._reduced(x, groups, average=True, inplace=inplace)
 
     def sum(self, x: T, groups: Groups | None = None) -> T:
         """Sum over all nodes, `[L, *] -> [1, *]`, or over each group; see `mean`."""
-        self._announce("sum", x, self._checked_groups(groups))
+        self._announce("sum", x, check_groups(groups, self.num_nodes))
         return self._reduced(x, groups, average=False)
 
     def server_mean(self, x: T, participants: Sequence[int], weights: Sequence[float] | None = None) -> T:
@@ -183,7 +189,8 @@ class Collectives(ABC):
         Where a node then reads those of its group only, or of those that `readers` links to it, give that: only these
         are counted as sent.
         """
-        self._announce("all_gather", x, readers if isinstance(readers, Links) else self._checked_groups(readers))
+        who = readers if isinstance(readers, Links) else check_groups(readers, self.num_nodes)
+        self._announce("all_gather", x, who)
         return self._own_storage(self._apply(x, lambda comm, y: comm._all_gather(y)), x, inplace)
 
     def broadcast(self, x: T, src: int) -> T:
@@ -237,12 +244,6 @@ class Collectives(ABC):
 
     def _nodes(self, given: Sequence[int] | None) -> list[int]:
         return [int(node) for node in (range(self.num_nodes) if given is None else given)]
-
-    def _checked_groups(self, groups: Groups | None) -> Islands | None:
-        if groups is None:
-            return None
-        check_groups(groups, self.num_nodes)
-        return tuple(tuple(map(int, group)) for group in groups)
 
     def _server(self, up: Sequence[int], down: Sequence[int]) -> Server:
         for members in (up, down):
@@ -318,14 +319,17 @@ def bucketed(sizes: Sequence[float], bucket_bytes: float, gradients: bool = Fals
     return found
 
 
-def check_groups(groups: Groups, num_nodes: int) -> list[int]:
-    """Return the sizes of disjoint groups of node ids; a ValueError for anything else."""
-    members = [int(node) for group in groups for node in group]
+def check_groups(groups: Groups | None, num_nodes: int) -> Islands | None:
+    """Return disjoint groups of node ids as tuples; a ValueError for anything else. None: all nodes."""
+    if groups is None:
+        return None
+    islands = tuple(tuple(map(int, group)) for group in groups)
+    members = [node for group in islands for node in group]
     if len(set(members)) != len(members) or any(not 0 <= node < num_nodes for node in members):
         raise ValueError(
             f"groups={[list(group) for group in groups]} must be disjoint lists of node ids, 0 to {num_nodes - 1}."
         )
-    return [len(group) for group in groups]
+    return islands
 
 
 def _shares(weights: Sequence[float], groups: Groups | None, num_nodes: int) -> Tensor:

@@ -1,18 +1,19 @@
 """The nodes of W processes: each holds L = K / W of them, and `torch.distributed` carries what crosses.
 
-`DistributedCollectives` says which tensors cross, for each collective, `Members` does so where only some nodes take
-part; `Wire` hands them to torch.distributed and counts them. `in_buckets` joins small tensors, so that a tree is one
-message.
+`DistributedCollectives` says which tensors cross, for each collective; `Wire` hands them to torch.distributed and
+counts them. `in_buckets` joins small tensors, so that a tree is one message.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vecgym.collectives.base import BUCKET_BYTES, Collectives, T, bucketed, payload_bytes
@@ -37,6 +38,11 @@ class DistributedCollectives(Collectives):
     What is the same on every node, `[1, *]`, crosses nothing if L > 1. With L = 1 it cannot be told from a node's own
     value and is treated like one.
 
+    Where some of the nodes meet (`among`), processes hold different numbers L of them: an `all_gather` pads to the
+    largest. A process that holds none hands over nothing. It makes the same calls, with one row that nobody reads, and
+    is told what all members get alike: so what the nodes store once stays the same in all processes. What it is told is
+    not counted.
+
     Args:
         num_nodes: K, a multiple of W.
         wire: how to reach the other processes; None: the default process group.
@@ -60,20 +66,31 @@ class DistributedCollectives(Collectives):
     ) -> None:
         self.wire = wire or Wire()
         check_divides(self.wire.num_processes, num_nodes)
-        self.num_nodes = num_nodes
         self.exact = exact
         self.native = not exact and self.wire.num_processes > 1
         self.bucket_bytes = bucket_bytes
         self.ledger = Ledger() if ledger is None else ledger
-        self.num_local = num_nodes // self.wire.num_processes  # L
-        self.parts = [range(r * self.num_local, (r + 1) * self.num_local) for r in range(self.wire.num_processes)]
-        self.first = self.parts[self.wire.rank].start
-        self.node_ids = torch.tensor(self.parts[self.wire.rank])
-        self._several = self.num_local > 1  # in every process
-        self._stacked = StackedCollectives(num_nodes)
+        self._place([num_nodes // self.wire.num_processes] * self.wire.num_processes)
 
-    def among(self, members: Sequence[int]) -> Members:
-        return Members(self, members)
+    def among(self, members: Sequence[int]) -> DistributedCollectives:
+        some = copy.copy(self)
+        some._count_among(self, members)
+        some._place([sum(node in part for node in members) for part in self.parts])
+        return some
+
+    def _place(self, counts: Sequence[int]) -> None:
+        """Say how many of the nodes each process holds."""
+        ends = list(accumulate(counts))
+        self.num_nodes = ends[-1]
+        self.parts = [range(end - count, end) for end, count in zip(ends, counts)]
+        self.ranks = [rank for rank, count in enumerate(counts) if count]  # of the processes that hold nodes
+        self.onlookers = [rank for rank, count in enumerate(counts) if not count]
+        part = self.parts[self.wire.rank]
+        self.looks_on = not part
+        self.num_local, self.first = max(1, len(part)), part.start
+        self.node_ids = torch.tensor(part or [0])
+        self._several = min(counts) > 1
+        self._stacked = StackedCollectives(self.num_nodes)
 
     def _apply(self, x: T, operation: Callable[[Collectives, Tensor], Tensor]) -> T:
         if isinstance(x, Tensor):
@@ -93,11 +110,8 @@ class DistributedCollectives(Collectives):
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:
         super()._announce(operation, x, who)
         if self.wire.num_processes > 1:
-            self._say(f"{operation} at step {self.step} of {tensors_text(x)}")
-
-    def _say(self, text: str) -> None:
-        """Announce what is exchanged next, so that one can tell where a process keeps others waiting."""
-        self.wire.announce(text)
+            # So that one can tell where a process keeps others waiting.
+            self.wire.announce(f"{operation} at step {self.step} of {tensors_text(x)}")
 
     def everyone(self, x: Tree) -> Tree:
         """Give every process the values of all nodes, `[L, *] -> [K, *]`; what is the same on every node stays so."""
@@ -110,25 +124,27 @@ class DistributedCollectives(Collectives):
 
     def _split(self, x: Tree) -> tuple[Tree, Tree]:
         """Split a tree into what is the same on every node, and the nodes' own values, `[L, *]`."""
-        same = {name: y for name, y in x.items() if self._same_on_all(y)}
-        return same, {name: y for name, y in x.items() if name not in same}
-
-    def _same_on_all(self, x: Tensor) -> bool:
-        return len(x) == 1 and self._several
+        rows = self.num_local
+        same = {name: y for name, y in x.items() if len(y) == 1 and self._several}
+        own = {name: y for name, y in x.items() if name not in same}
+        return same, {name: y if len(y) == rows else y.expand(rows, *y.shape[1:]) for name, y in own.items()}
 
     def _rows_here(self, result: Tensor) -> Tensor:
         """Return this process's rows of a result of all nodes, `[K, *]`; `[1, *]` is everyone's."""
+        if self.looks_on:
+            return result[:1]
         return result if len(result) == 1 else result[self.first : self.first + self.num_local]
 
     # One bucket `[L, n]` at a time, when torch.distributed reduces.
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
         if groups is None:
-            return self.wire.all_reduce(_partial(x, self.num_nodes if average else 1))
+            part, members = _partial(x, self.num_nodes if average else 1), self.wire.subgroup(self.ranks)
+            return self._told(part if self._alone else self.wire.all_reduce(part, members))
         result = x.clone()
         for group in groups:
             ranks = sorted({self.process_of(int(node)) for node in group})
-            processes = self.wire.group if len(ranks) == self.wire.num_processes else self.wire.subgroup(ranks)
+            processes = self.wire.subgroup(ranks)
             if len(group) > 1 and self.wire.rank in ranks:
                 rows = torch.tensor([node - self.first for node in group if self._is_here(node)], device=x.device)
                 part = _partial(x.index_select(0, rows), len(group) if average else 1)
@@ -140,17 +156,28 @@ class DistributedCollectives(Collectives):
         return self._gathered(x)[None]
 
     def _gathered(self, x: Tensor) -> Tensor:
-        return self.wire.all_gather(x)
+        members, counts = self.wire.subgroup(self.ranks), [len(self.parts[rank]) for rank in self.ranks]
+        if self._alone:
+            return self._told(x.new_empty(self.num_nodes, *x.shape[1:]) if self.looks_on else x)
+        most = max(counts)
+        rows = self.wire.all_gather(x if len(x) == most else F.pad(x, (0, 0, 0, most - len(x))), members)
+        if min(counts) < most:
+            rows = torch.cat([block[:count] for block, count in zip(rows.split(most), counts)])
+        return self._told(rows)
 
     def _broadcast(self, x: Tensor, src: int) -> Tensor:
         row = src - self.first if self._is_here(src) else 0
         return self.wire.broadcast(x[row : row + 1], self.process_of(src))
 
     def _permute(self, x: Tensor, source: Tensor) -> Tensor:
+        if self.looks_on:
+            return x
         rows = self._fetch(x, [[int(node)] for node in source])
         return torch.cat([rows[int(source[node])] for node in self.node_ids.tolist()])
 
     def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        if self.looks_on:
+            return x
         rows = self._fetch(x, [row.nonzero()[:, 0].tolist() for row in weights.detach()])
         nodes = sorted(rows)
         own_weights = weights[self.first : self.first + self.num_local, nodes]
@@ -178,89 +205,17 @@ class DistributedCollectives(Collectives):
         """Return the rank of the process that holds a node."""
         return next(rank for rank, part in enumerate(self.parts) if node in part)
 
-    def _is_here(self, node: int) -> bool:
-        return node in self.parts[self.wire.rank]
-
-
-class Members(DistributedCollectives):
-    """Some of the nodes of `whole`; see `Collectives.among`.
-
-    A process that holds none of them hands over nothing. It makes the same calls, with one row that nobody reads, and
-    is told what all members get alike: so what the nodes store once stays the same in all processes.
-
-    Bytes handed to torch.distributed are those of `DistributedCollectives`, with L the members in this process; where
-    processes hold different numbers of them, an `all_gather` pads to the largest. What onlookers are told is not
-    counted.
-    """
-
-    def __init__(self, whole: DistributedCollectives, members: Sequence[int]) -> None:
-        self.wire, self.ledger, self.bucket_bytes = whole.wire, whole.ledger, whole.bucket_bytes
-        self.exact, self.native = whole.exact, whole.native
-        self.num_nodes, self._run_nodes = len(members), whole.run_nodes
-        within = range(whole.num_nodes) if whole.members is None else whole.members
-        self.members = tuple(within[i] for i in members)
-        counts = [sum(node in part for node in members) for part in whole.parts]
-        ends = list(accumulate(counts))
-        self.parts = [range(end - count, end) for end, count in zip(ends, counts)]
-        self.ranks = [rank for rank, count in enumerate(counts) if count]  # of the processes that hold members
-        self.onlookers = [rank for rank, count in enumerate(counts) if not count]
-        part = self.parts[self.wire.rank]
-        self.looks_on = not part
-        self.num_local, self.first = max(1, len(part)), part.start
-        self.node_ids = torch.tensor(part or [0])
-        self._several = min(counts) > 1
-        self._stacked = StackedCollectives(self.num_nodes)
-
     @property
-    def run_nodes(self) -> int:
-        return self._run_nodes
-
-    @property
-    def most_in_a_process(self) -> int:
-        return max(map(len, self.parts))
-
-    def _split(self, x: Tree) -> tuple[Tree, Tree]:
-        same, own = super()._split(x)
-        return same, {name: y.expand(self.num_local, *y.shape[1:]) for name, y in own.items()}
-
-    def _rows_here(self, result: Tensor) -> Tensor:
-        return result[:1] if self.looks_on else super()._rows_here(result)
-
-    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
-        if groups is not None:
-            return super()._sum(x, groups, average)
-        part, group = _partial(x, self.num_nodes if average else 1), self._group()
-        total = part if self.looks_on or len(self.ranks) == 1 else self.wire.all_reduce(part, group)
-        return self._told(total)
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        most, group = self.most_in_a_process, self._group()
-        if self.looks_on:
-            rows = x.new_empty(self.num_nodes, *x.shape[1:])
-        elif len(self.ranks) == 1:
-            rows = x
-        else:
-            padded = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])]) if len(x) < most else x
-            blocks = self.wire.all_gather(padded, group).split(most)
-            rows = torch.cat([block[: len(self.parts[rank])] for rank, block in zip(self.ranks, blocks)])
-        return self._told(rows)
-
-    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
-        if self.looks_on:
-            return x
-        return super()._permute(x, source)
-
-    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        if self.looks_on:
-            return x
-        return super()._mix(x, weights)
-
-    def _group(self) -> Any:
-        """Return the process group of the members; all processes call it."""
-        return None if not self.onlookers else self.wire.subgroup(self.ranks)
+    def _alone(self) -> bool:
+        """Whether this process hands over nothing when all nodes meet."""
+        return self.looks_on or len(self.ranks) == 1
 
     def _told(self, x: Tensor) -> Tensor:
-        return self.wire.tell(x.contiguous(), self.ranks[0], self.onlookers)
+        """Tell those who hold none of the nodes what all of them get."""
+        return self.wire.tell(x, self.ranks[0], self.onlookers) if self.onlookers else x
+
+    def _is_here(self, node: int) -> bool:
+        return node in self.parts[self.wire.rank]
 
 
 def tensors_text(x: Tensor | Tree) -> str:

@@ -304,11 +304,9 @@ class Ledger:
         >>> len(transfers), len(ledger)
         (1, 0)
         """
-        before, self._recording = self._recording, []
-        try:
-            yield self._recording
-        finally:
-            self._recording = before
+        transfers: list[Transfer] = []
+        with self._marking(_recording=transfers):
+            yield transfers
 
     def weighted(self, weight: float | Tensor) -> AbstractContextManager[None]:
         """Count what is sent in a block `weight` times.

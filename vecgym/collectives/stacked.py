@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ class StackedCollectives(Collectives):
     tensor([[2.]])
     >>> StackedCollectives(2, num_configs=2).mean(torch.tensor([1.0, 3.0, 10.0, 20.0]))
     tensor([ 2.,  2., 15., 15.])
+    >>> pair = StackedCollectives(4).among([1, 3])
+    >>> pair.broadcast(torch.tensor([5.0, 7.0]), src=1), pair.among([1]).members
+    (tensor([7.]), (3,))
     """
 
     def __init__(self, num_nodes: int, num_configs: int = 1, ledger: Ledger | None = None) -> None:
@@ -41,7 +45,9 @@ class StackedCollectives(Collectives):
     def among(self, members: Sequence[int]) -> StackedCollectives:
         if self.num_configs > 1:
             raise ValueError("some of the nodes of several configurations: take them of each configuration by itself.")
-        return Members(self, members)
+        some = StackedCollectives(len(members), ledger=self.ledger)
+        some._count_among(self, members)
+        return some
 
     def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
         if x.shape[0] == 1:  # the same on every node: K equal terms, or those of one group
@@ -125,20 +131,30 @@ class StackedCollectives(Collectives):
         return x.unflatten(0, (self.num_configs, self.num_nodes))
 
 
-class Members(StackedCollectives):
-    """Some of the nodes of `comm`; see `Collectives.among`.
+class Announced(StackedCollectives):
+    """Collectives that say what they send, and give back tensors of the right shape: no values are needed for that.
 
-    >>> pair = Members(StackedCollectives(4), [1, 3])
-    >>> pair.broadcast(torch.tensor([5.0, 7.0]), src=1), pair.among([1]).members
-    (tensor([7.]), (3,))
+    >>> comm = Announced(4)
+    >>> comm.mean(torch.empty(4, 3, device="meta")).shape, comm.ledger
+    (torch.Size([1, 3]), Ledger(1 collectives, 18 bytes sent per node))
     """
 
-    def __init__(self, comm: StackedCollectives, members: Sequence[int]) -> None:
-        super().__init__(len(members), ledger=comm.ledger)
-        within = range(comm.num_nodes) if comm.members is None else comm.members
-        self.members = tuple(within[i] for i in members)
-        self._run_nodes = comm.run_nodes
+    shapes_only = True
 
-    @property
-    def run_nodes(self) -> int:
-        return self._run_nodes
+    def _sum(self, x: Tensor, groups: Groups | None, average: bool) -> Tensor:
+        return x[:1] if groups is None else x
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        return self._expanded(x)[None]
+
+    def _broadcast(self, x: Tensor, src: int) -> Tensor:
+        return x[:1]
+
+    def _permute(self, x: Tensor, source: Tensor) -> Tensor:
+        return x
+
+    def _mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self._expanded(x)
+
+    def _own_storage(self, result: Any, x: Any, inplace: bool = False) -> Any:
+        return result  # nothing is ever written into it

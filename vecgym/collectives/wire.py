@@ -61,6 +61,8 @@ class Wire:
     def subgroup(self, ranks: Sequence[int]) -> Any:
         """Return the process group of these ranks. All processes call it, in the same order; the last ones are kept."""
         key = tuple(ranks)
+        if len(key) == self.num_processes:
+            return self.group
         if len(key) == 1:
             return None
         if key in self._subgroups:
@@ -120,16 +122,11 @@ class Wire:
 
     def tell(self, x: Tensor, source: int, to: Sequence[int]) -> Tensor:
         """Give the processes `to` the tensor of the process `source`; theirs only has its shape. Not counted."""
-        if x.numel() == 0 or not to or (self.rank != source and self.rank not in to):
-            return x
-        carried = self._staged(_as_bytes(x).clone())
-        talks = (
-            [dist.P2POp(dist.isend, carried, self.ranks[rank], group=self.group) for rank in to]
-            if self.rank == source
-            else [dist.P2POp(dist.irecv, carried, self.ranks[source], group=self.group)]
-        )
-        self._call(lambda: [work.wait() for work in dist.batch_isend_irecv(talks)])
-        return _from_bytes(carried, x)
+        before = self.handed_bytes
+        sent = dict.fromkeys(to, x) if self.rank == source else {}
+        received = self.exchange(sent, {source: x} if self.rank in to else {})
+        self.handed_bytes = before
+        return received.get(source, x)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Give every process the tensor of the process `src`; those of the others only have its shape."""

@@ -24,21 +24,21 @@ residuals grow without end. Codes with an argument `unbiased` are by default tha
 nearest to x in the mean square, and so *contractive*: always less than 1.
 """
 
-from vecgym.compress.chain import Chain
-from vecgym.compress.chunked import ChunkedTopK
 from vecgym.compress.codecs import (
+    E3M0,
+    Chain,
+    ChunkedTopK,
     Codec,
     Quantise,
     RandomK,
     Sign,
+    StatQuantise,
     TopK,
     check_bits,
     check_fraction,
 )
-from vecgym.compress.floats import E3M0
 from vecgym.compress.methods import Compressor, make_codec
 from vecgym.compress.powersgd import PowerSGD
-from vecgym.compress.statistics import StatQuantise
 from vecgym.compress.stochastic import QSGD, Natural, Ternary
 
 __all__ = [

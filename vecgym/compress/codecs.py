@@ -20,9 +20,9 @@ Bytes of the code of a tensor of n values of b bytes, a node's payload, which it
 | `chunktopk` | k values of each chunk, their places in it | k (b + bits / 8) per chunk, bits = 12 for 4096 |
 | `powersgd`| two matrices of r columns                   | r (rows + columns) b     |
 
-The first seven are here, the others in `stochastic`, `statistics`, `chunked` and `powersgd`. Indices of `topk` take 8
-bytes in tensors of more than 2^31 values. The payload of `powersgd` goes through averages (ring all-reduces), that of
-the others through an all-gather.
+Those that round at random are in `stochastic`, and `powersgd` in a module of that name; the others are here. Indices of
+`topk` take 8 bytes in tensors of more than 2^31 values. The payload of `powersgd` goes through averages (ring
+all-reduces), that of the others through an all-gather.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from vecgym.compress.dct import strongest
-from vecgym.compress.packing import pack, unpack
+from vecgym.compress.dct import Grid, from_chunks, grid, strongest, to_chunks
+from vecgym.compress.packing import bits_for, pack, unpack
 from vecgym.core import check
 from vecgym.core.devices import placed
+from vecgym.core.tree import per_node
 
 Code = dict[str, Tensor]  # the parts of the code of one tensor, `[L, ...]` each
+Averaged = Literal["all", "senders"]
 
 DEFAULT_FRACTION = 0.01
+E3M0_LARGEST = 64  # 2^6: of the eight exponents one stands for zero
+E3M0_SIGN = 8  # the fourth bit
 
 
 class Draw(NamedTuple):
@@ -138,12 +142,12 @@ class Codec(ABC):
         total = torch.zeros((), dtype=like.dtype, device=like.device)
         for k in range(num_senders):
             decoded = self.decode({part: y[:, min(k, y.shape[1] - 1)] for part, y in codes.items()}, like)
-            share = 1 / num_senders if weights is None else _column(weights[:, k].to(decoded), like)
+            share = 1 / num_senders if weights is None else per_node(weights[:, k].to(decoded), decoded)
             total = total + share * decoded
         return total
 
     def __repr__(self) -> str:
-        return shown(self)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class TopK(Codec):
@@ -243,6 +247,154 @@ class RandomK(Codec):
         return self.decode({"values": mean, "indices": codes["indices"][0]}, like)
 
 
+class ChunkedTopK(Codec):
+    """The k values of largest magnitude of each chunk, with their places in it; the others count as 0.
+
+    A matrix is cut into chunks of `chunk` x `chunk`, a vector into chunks of chunk^2 values, and a side that is no
+    multiple into parts of its largest divisor below. A tensor of more dimensions is folded into a matrix,
+    `[shape[0], rest]`. Of equal magnitudes the first are sent.
+
+    Bytes: k b per chunk, and k ceil(log2(values of a chunk)) / 8 for the places: 12 bits each in a chunk of 64 x 64.
+
+    Args:
+        k: values per chunk, at most all.
+        chunk: the longest side of a chunk.
+        over: whom a mean of nodes counts at a coordinate: "all" of them, with a 0 from those that did not send it, or
+            only its "senders".
+
+    >>> x = torch.tensor([[[1.0, 5.0, 0.0, 2.0], [0.0, 3.0, 0.0, -4.0]]])  # two chunks of 2 x 2
+    >>> codec = ChunkedTopK(k=1, chunk=2)
+    >>> code = codec.encode(x)
+    >>> code  # places 1 and 3, two bits each
+    {'values': tensor([[ 5., -4.]]), 'places': tensor([[13]], dtype=torch.uint8)}
+    >>> codec.decode(code, like=x)
+    tensor([[[ 0.,  5.,  0.,  0.],
+             [ 0.,  0.,  0., -4.]]])
+
+    Reference: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706. Deviation:
+    the places in a small chunk take fewer than 12 bits.
+    """
+
+    def __init__(self, k: int = 64, chunk: int = 64, over: Averaged = "all") -> None:
+        self.k = check.integer("k", k, what="the number of values sent of each chunk")
+        self.chunk = check.integer("chunk", chunk, what="the longest side of a chunk, such as 64")
+        self.over = check.choice("over", over, get_args(Averaged))
+
+    def cut(self, like: Tensor) -> Grid:
+        """Return how a tensor `[L, *]` is cut.
+
+        >>> ChunkedTopK().cut(torch.zeros(1, 128, 784)), ChunkedTopK().cut(torch.zeros(1, 8192))
+        (Grid(rows=2, columns=14, height=64, width=56), Grid(rows=1, columns=2, height=1, width=4096))
+        """
+        shape = tuple(like.shape[1:])
+        return grid(shape, self.chunk if len(shape) > 1 else self.chunk**2)
+
+    def num_values(self, n: int) -> int:
+        return self.num_values_of(torch.empty(1, n, device="meta"))
+
+    def num_values_of(self, like: Tensor) -> int:
+        cut = self.cut(like)
+        return cut.chunks * min(self.k, cut.area)
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
+        cut = self.cut(x)
+        chunks = to_chunks(x, cut).flatten(2)  # [L, chunks, area]
+        places = strongest(chunks, self.k)
+        values = chunks.gather(-1, places).flatten(1)
+        return {"values": values, "places": pack(places.flatten(1), bits_for(cut.area))}
+
+    def decode(self, code: Code, like: Tensor) -> Tensor:
+        cut, values = self.cut(like), code["values"]
+        total = values.new_zeros(len(values), cut.chunks * cut.area)
+        return self._joined(total.scatter(1, self._where(code["places"], cut), values), like)
+
+    def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Add up the few values that were sent, and divide by the weight of all, or of those who sent."""
+        values, cut = codes["values"], self.cut(like)  # [R, K, m]
+        rows, num_senders = values.shape[:2]
+        at = self._where(codes["places"].flatten(0, 1), cut).view(rows, values[0].numel())
+        shares = values.new_full((1, num_senders), 1 / num_senders) if weights is None else weights.to(values)
+        weighted = values * shares[..., None]
+        zeros = values.new_zeros(len(weighted), cut.chunks * cut.area)
+        at = at.expand(len(weighted), -1)
+        total = zeros.scatter_add(1, at, weighted.flatten(1))
+        if self.over == "senders":
+            sent = zeros.scatter_add(1, at, shares[..., None].expand_as(weighted).flatten(1))
+            total = torch.where(sent > 0, total / sent, 0.0)
+        return self._joined(total, like)
+
+    def _where(self, packed: Tensor, cut: Grid) -> Tensor:
+        """Return the places in all chunks together, `[R, bytes]` -> `[R, chunks k]`."""
+        k = min(self.k, cut.area)
+        places = unpack(packed, bits_for(cut.area), cut.chunks * k).long().view(len(packed), cut.chunks, k)
+        return (places + torch.arange(cut.chunks, device=packed.device)[:, None] * cut.area).flatten(1)
+
+    def _joined(self, flat: Tensor, like: Tensor) -> Tensor:
+        cut = self.cut(like)
+        return from_chunks(flat.view(len(flat), cut.chunks, cut.height, cut.width), cut, like.shape[1:])
+
+
+class Chain(Codec):
+    """Two codecs, one after the other: the values that the first sends of a tensor are coded once more by the second.
+
+    Bytes: those of the first without its values, and those of the second for its values.
+
+    Args:
+        first: TopK or RandomK.
+        second: any other codec.
+
+    Raises:
+        TypeError: for a first codec that sends no values of its own, and what is no codec.
+
+    >>> import torch
+    >>> from vecgym.compress import Quantise, TopK
+    >>> codec, x = Chain(TopK(k=2), Quantise(2)), torch.tensor([[1.0, -3.0, 2.0, 3.0]])
+    >>> code = codec.encode(x)
+    >>> sum(part.nbytes for part in code.values())  # two indices, two values in one byte, a scale
+    13
+    >>> codec.decode(code, like=x)
+    tensor([[ 0., -3.,  0.,  3.]])
+
+    Reference: top-k, then 2 bits: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv
+    2508.15706. Deviation: the k largest are those of a tensor, not of each of its chunks.
+    """
+
+    def __init__(self, first: Codec, second: Codec) -> None:
+        for name, codec in {"first": first, "second": second}.items():
+            check.instance(name, codec, Codec, "a codec such as TopK(0.01), Quantise(2)")
+        first.num_values(1)  # a TypeError where there are none
+        self.first, self.second = first, second
+
+    @property
+    def shared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.first.shared, *(f"values {part}" for part in self.second.shared))
+
+    @property
+    def contractive(self) -> bool:  # type: ignore[override]
+        return self.first.contractive and self.second.contractive
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
+        code = self.first.encode(x, draw)
+        values = self.second.encode(code.pop("values"), draw)
+        return {**code, **{f"values {part}": y for part, y in values.items()}}
+
+    def decode(self, code: Code, like: Tensor) -> Tensor:
+        return self.first.decode(self._read(code, like), like)
+
+    def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
+        senders = next(y.shape[:2] for part, y in codes.items() if part not in self.shared)
+        rows = {part: y.expand(*senders, *y.shape[2:]).flatten(0, 1) for part, y in codes.items()}
+        values = self._read(rows, like)["values"].unflatten(0, senders)
+        kept = {part: y for part, y in codes.items() if not part.startswith("values ")}
+        return self.first.average({**kept, "values": values}, like, weights)
+
+    def _read(self, code: Code, like: Tensor) -> Code:
+        """Return the code of the first codec, parts `[R, ...]`."""
+        parts = {name.removeprefix("values "): y for name, y in code.items() if name.startswith("values ")}
+        rest = {name: y for name, y in code.items() if not name.startswith("values ")}
+        return {**rest, "values": self.second.decode(parts, like.new_empty(1, self.first.num_values_of(like)))}
+
+
 class Quantise(Codec):
     """Integers of a few bits, and one scale for each tensor and node: x ~ scale q, scale = max |x| / (2^(bits-1) - 1).
 
@@ -276,9 +428,7 @@ class Quantise(Codec):
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))
-        largest = torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
-        # Never 0, so that a tensor of zeros has a code; nan stays nan, and what is decoded is nan.
-        scale = (largest / self.limit).float().clamp(min=torch.finfo(torch.float32).tiny)
+        scale = _unit(flat, self.limit)
         level = flat / scale[:, None].to(flat.dtype)
         if self.stochastic:
             drawn = _needed(draw, self).uniform(flat.shape[1], flat.dtype)
@@ -286,7 +436,7 @@ class Quantise(Codec):
         else:
             level.round_()
         whole = level.clamp_(-self.limit, self.limit).to(torch.int8)  # the scale was rounded: 127.00001 is 127
-        values = whole if self.bits == 8 else pack((whole + (self.limit + 1)).to(torch.uint8), self.bits)
+        values = whole if self.bits == 8 else pack(whole + (self.limit + 1), self.bits)
         return {"values": values, "scale": scale}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
@@ -295,6 +445,100 @@ class Quantise(Codec):
             values = unpack(values, self.bits, size_of(like)).to(torch.int8) - (self.limit + 1)
         flat = values.to(like.dtype) * code["scale"][:, None].to(like.dtype)
         return _shaped(flat, like)
+
+
+class InFloat32(Codec):
+    def average(self, codes: Code, like: Tensor, weights: Tensor | None = None) -> Tensor:
+        return super().average(codes, like.to(wider(like.dtype)), weights).to(like.dtype)
+
+
+class WideQuantise(InFloat32, Quantise):
+    """`Quantise`, with averages that are summed in float32, or in the type of the values where that is wider.
+
+    >>> WideQuantise(8).encode(torch.tensor([[127.0, -20.4]]))["values"]
+    tensor([[127, -20]], dtype=torch.int8)
+    """
+
+
+class E3M0(InFloat32):
+    """Four-bit floats with a sign, 3 bits of exponent and no mantissa: x ~ scale s, s in {0, +-1, +-2, +-4, ... +-64}.
+
+    scale = max |x| / 64, for each tensor and node, sent in float32. Values go to the nearest level, half-way ones to
+    the smaller. Averages are summed in float32, or in the type of the values where that is wider.
+
+    Error: |x - C(x)| <= max(|x| / 3, max |x| / 128), and at most |x|. Bytes: ceil(n / 2) + 4, two values to a byte.
+
+    >>> code = E3M0().encode(torch.tensor([[64.0, -20.0, 5.0, 0.4]]))
+    >>> code
+    {'values': tensor([[215,   3]], dtype=torch.uint8), 'scale': tensor([1.])}
+    >>> E3M0().decode(code, like=torch.zeros(1, 4))
+    tensor([[ 64., -16.,   4.,   0.]])
+
+    Reference: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512. The paper names
+    the format; a scale per tensor, and one of the eight exponents for zero, are our choice.
+    """
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
+        flat = x.reshape(len(x), size_of(x)).to(wider(x.dtype))
+        scale = _unit(flat, E3M0_LARGEST)
+        level = (flat / scale[:, None].to(flat.dtype)).abs_()
+        mantissa, exponent = torch.frexp(level)  # mantissa in [0.5, 1): the next power of two is nearer above 0.75
+        exponent = (exponent + (mantissa > 0.75)).clamp_(1, 7) * (level > 0.5)
+        return {"values": pack(exponent + (flat < 0) * E3M0_SIGN, 4), "scale": scale}
+
+    def decode(self, code: Code, like: Tensor) -> Tensor:
+        bits = unpack(code["values"], 4, size_of(like))
+        exponent, negative = bits & (E3M0_SIGN - 1), bits >= E3M0_SIGN
+        level = (torch.ones_like(bits) << exponent) >> 1  # 0, 1, 2, 4, ... 64
+        scale = code["scale"].to(wider(like.dtype))
+        decoded = torch.where(negative, -scale[:, None], scale[:, None]) * level
+        return _shaped(decoded.to(like.dtype), like)
+
+
+class StatQuantise(Codec):
+    """The number of a bin for each value, and the mean of the values in each bin.
+
+    B = 2^bits bins of equal width w = sigmas std / B lie around the mean m of the tensor: x is in bin
+    round((x - m) / w) + B / 2, the first and the last being open to the outside. It is read as the mean of its bin, so
+    the mean of a tensor is kept, and a bin has no error but the spread in it: |x - C(x)|^2 <= |x|^2.
+
+    The means of the bins are sent in float32 whatever the tensor's type. Bytes: ceil(n bits / 8) + 4 * 2^bits.
+
+    Args:
+        bits: 8, 4 or 2.
+        sigmas: the width of all bins together, in standard deviations: 6 reaches 3 to either side.
+
+    >>> x = torch.tensor([[-2.0, -2.2, 2.0, 2.4]])
+    >>> code = StatQuantise(2).encode(x)
+    >>> code
+    {'values': tensor([[245]], dtype=torch.uint8), 'means': tensor([[ 0.0000, -2.1000,  0.0000,  2.2000]])}
+    >>> StatQuantise(2).decode(code, like=x)
+    tensor([[-2.1000, -2.1000,  2.2000,  2.2000]])
+
+    Reference: hivemind's uniform quantisation (github.com/learning-at-home/hivemind), in 8 bits as in OpenDiLoCo (arXiv
+    2407.07852), in 2 as in SparseLoCo (arXiv 2508.15706; github.com/tplr-ai/templar). No deviation from the latter's
+    code, which has 6 standard deviations in all. 6 to either side, sigmas=12, would put all but the largest values into
+    one bin of the four.
+    """
+
+    def __init__(self, bits: int = 8, sigmas: float = 6.0) -> None:
+        self.bits = check_bits("bits", bits)
+        self.sigmas = check.number("sigmas", sigmas, "(0, inf)", "the width of all bins in standard deviations")
+
+    def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
+        n, count = size_of(x), 2**self.bits
+        flat = x.reshape(len(x), n).to(wider(x.dtype))
+        centred = flat - flat.sum(1, keepdim=True) / max(1, n)
+        std = (centred.square().sum(1, keepdim=True) / max(1, n - 1)).sqrt()
+        width = (self.sigmas * std / count).clamp(min=torch.finfo(flat.dtype).tiny)
+        bins = (centred / width + count // 2).round_().nan_to_num_(0.0).clamp_(0, count - 1).long()
+        total = flat.new_zeros(len(x), count).scatter_add_(1, bins, flat)
+        number = flat.new_zeros(len(x), count).scatter_add_(1, bins, torch.ones_like(flat))
+        return {"values": pack(bins, self.bits), "means": (total / number.clamp_(min=1)).float()}
+
+    def decode(self, code: Code, like: Tensor) -> Tensor:
+        bins = unpack(code["values"], self.bits, size_of(like)).long()
+        return _shaped(code["means"].to(like.dtype).gather(1, bins), like)
 
 
 class Sign(Codec):
@@ -312,7 +556,7 @@ class Sign(Codec):
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         flat = x.reshape(len(x), size_of(x))
         scale = flat.abs().mean(1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
-        return {"values": pack((flat >= 0).to(torch.uint8), 1), "scale": scale.float()}
+        return {"values": pack(flat >= 0, 1), "scale": scale.float()}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         sign = unpack(code["values"], 1, size_of(like)).to(like.dtype).mul_(2).sub_(1)
@@ -370,15 +614,23 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     return flat.view(len(flat), *like.shape[1:])
 
 
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for narrower types, and others as they are."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def never_zero(scale: Tensor) -> Tensor:
+    """Return a scale in float32 by which even a tensor of zeros can be divided; nan stays nan, and so does a code."""
+    return scale.float().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _unit(flat: Tensor, levels: int) -> Tensor:
+    """Return the scale at which the largest magnitude of each row is so many units: `[L, n]` -> `[L]`."""
+    largest = torch.linalg.vector_norm(flat, math.inf, dim=1) if flat.shape[1] else flat.sum(1)  # of nothing: 0
+    return never_zero(largest / levels)
 
 
 def _needed(draw: Draw | None, codec: Codec) -> Draw:
     if draw is None:
         raise ValueError(f"{codec!r} draws random numbers: encode(x, draw).")
     return draw
-
-
-def shown(codec: object) -> str:
-    return f"{type(codec).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(codec).items())})"

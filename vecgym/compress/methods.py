@@ -7,10 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from vecgym.compress.chunked import ChunkedTopK
-from vecgym.compress.codecs import Codec, Quantise, RandomK, Sign, TopK
+from vecgym.compress.codecs import ChunkedTopK, Codec, Quantise, RandomK, Sign, StatQuantise, TopK
 from vecgym.compress.powersgd import PowerSGD
-from vecgym.compress.statistics import StatQuantise
 from vecgym.compress.stochastic import QSGD, Natural, Ternary
 from vecgym.core import check
 
@@ -47,6 +45,5 @@ def make_codec(method: str | Compressor, **options: Any) -> Compressor:
     if not isinstance(method, str):
         raise TypeError(f"method={method!r} must be one of {', '.join(METHODS)}, or a codec such as TopK(0.01).")
     check.choice("method", method, METHODS)
-    allowed = list(inspect.signature(METHODS[method]).parameters) if METHODS[method] not in (Sign, Natural) else []
-    check.keywords(repr(method), options, allowed)
+    check.keywords(repr(method), options, inspect.signature(METHODS[method]).parameters)
     return METHODS[method](**options)

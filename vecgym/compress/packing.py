@@ -18,9 +18,10 @@ def pack(values: Tensor, bits: int) -> Tensor:
     >>> pack(torch.tensor([[4095, 1]]), 12)  # 255, 15 + 1 * 16, 0
     tensor([[255,  31,   0]], dtype=torch.uint8)
     """
+    values = values.to(torch.uint8 if bits <= 8 else torch.int32)
     if 8 % bits:  # values that lie across bytes: bit by bit
         shifts = torch.arange(bits, dtype=values.dtype, device=values.device)
-        return pack(((values[..., None] >> shifts) & 1).flatten(1).to(torch.uint8), 1)
+        return pack(((values[..., None] >> shifts) & 1).flatten(1), 1)
     to_byte = 8 // bits
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % to_byte))
     shifted = padded.view(len(values), padded.shape[1] // to_byte, to_byte) << _shifts(bits, values.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vecgym.compress.codecs import Draw
+from vecgym.compress.codecs import Draw, wider
 from vecgym.core import check
 from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree
@@ -114,4 +114,4 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 def _orthonormalise(P: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns, `[..., rows, r]`; half precision goes through float32."""
-    return torch.linalg.qr(P.to(torch.promote_types(P.dtype, torch.float32))).Q.to(P.dtype)
+    return torch.linalg.qr(P.to(wider(P.dtype))).Q.to(P.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vecgym.compress.codecs import Code, Codec, Draw, _needed, _shaped, size_of
+from vecgym.compress.codecs import Code, Codec, Draw, _needed, _shaped, never_zero, size_of, wider
 from vecgym.compress.packing import bits_for, pack, pack_trits, unpack, unpack_trits
 from vecgym.core import check
 from vecgym.core.devices import placed
@@ -35,8 +35,7 @@ class Levels(Codec):
 
     def _pack(self, q: Tensor) -> Tensor:
         """Pack integers from 0 to 2 s: `[L, n]` -> `[L, bytes]`."""
-        bits = bits_for(2 * self.levels + 1)
-        return pack(_small(q, bits), bits)
+        return pack(q, bits_for(2 * self.levels + 1))
 
     def _unpack(self, packed: Tensor, n: int) -> Tensor:
         return unpack(packed, bits_for(2 * self.levels + 1), n)
@@ -50,12 +49,11 @@ class Levels(Codec):
 
     def encode(self, x: Tensor, draw: Draw | None = None) -> Code:
         n = size_of(x)
-        flat = x.reshape(len(x), n).to(torch.promote_types(x.dtype, torch.float32))
+        flat = x.reshape(len(x), n).to(wider(x.dtype))
         drawn = placed(_needed(draw, self).uniform(n, flat.dtype), x.device)
         flat = flat.expand(len(drawn), n)
         cut = self._buckets(flat)
-        # Never 0, so that a tensor of zeros has a code; nan stays nan, and what is decoded is nan.
-        scale = self._scale(cut).float().clamp(min=torch.finfo(torch.float32).tiny)
+        scale = never_zero(self._scale(cut))
         exact = cut / scale[..., None].to(cut.dtype)
         q = (exact.flatten(1)[:, :n] + drawn).floor_().clamp_(-self.levels, self.levels)  # the scale was rounded
         if not self.unbiased:
@@ -188,8 +186,8 @@ class Natural(Codec):
         bits = flat.abs().view(_integers(flat.dtype)).expand(len(drawn), -1)
         above = (bits & (2**mantissa - 1)).to(flat.dtype) / 2**mantissa  # |x| / 2^e - 1, from 0 to 1
         power = ((bits >> mantissa).to(torch.int32) + (drawn < above)).clamp_(max=2**exponent - 1)
-        negative = (flat < 0).to(torch.uint8).expand(len(drawn), -1)
-        return {"exponents": pack(_small(power, exponent), exponent), "negative": pack(negative, 1)}
+        negative = (flat < 0).expand(len(drawn), -1)
+        return {"exponents": pack(power, exponent), "negative": pack(negative, 1)}
 
     def decode(self, code: Code, like: Tensor) -> Tensor:
         mantissa, exponent = _fields(like.dtype)
@@ -197,11 +195,6 @@ class Natural(Codec):
         size = (power.to(_integers(like.dtype)) << mantissa).view(like.dtype)
         size = torch.where(power == 2**exponent - 1, math.nan, size)
         return _shaped(torch.where(unpack(code["negative"], 1, size_of(like)) > 0, -size, size), like)
-
-
-def _small(x: Tensor, bits: int) -> Tensor:
-    """Return integers of so many bits in bytes, if they fit."""
-    return x.to(torch.uint8) if bits <= 8 else x
 
 
 def _fields(dtype: torch.dtype) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vecgym.collectives.shapes import Announced
+from vecgym.collectives.stacked import Announced
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine.presence import exchanges_gradients

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vecgym.collectives.shapes import Announced
+from vecgym.collectives.stacked import Announced
 from vecgym.core import tree
 from vecgym.core.objects import reachable
 from vecgym.core.tree import Path, Tree

@@ -9,9 +9,8 @@ Clipping:  clip_grad_norm, check_max_norm
 """
 
 from vecgym.optim.clip import check_max_norm, clip_grad_norm
-from vecgym.optim.elementwise import ElementwiseRule
+from vecgym.optim.elementwise import ElementwiseRule, OptState
 from vecgym.optim.formulas import ELEMENTWISE, FORMULAS
-from vecgym.optim.interface import OptState
 from vecgym.optim.optimizers import DionMuon, FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
 from vecgym.optim.per_node import PerNodeRule
 from vecgym.optim.spec import OPTIMIZERS, OptimSpec, Rule, ensure_optim_spec, rule_of

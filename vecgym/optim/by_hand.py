@@ -61,7 +61,7 @@ class _AdamStep(torch.autograd.Function):
         w1, b2, w2, c2, a, eps = scalars
         new_m = (g - m).mul_(w1).add_(m)
         new_v = (b2 * v).add_((w2 * g).mul_(g))
-        new_p = p - (a * new_m).div_(_denominator(new_v, c2, eps))
+        new_p = p - (a * new_m).div_(new_v.sqrt().div_(c2).add_(eps))
         tensors = [x for x in scalars if isinstance(x, Tensor)]
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in scalars]
         ctx.save_for_backward(p, g, m, v, new_m, new_v, *tensors)
@@ -82,10 +82,6 @@ def applies(tensors: list[Tensor]) -> bool:
     """Whether the step of these can be taken by hand: of one shape, and outside of forward mode and of `torch.func`."""
     plain = _functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
     return plain and torch.is_grad_enabled() and len({x.shape for x in tensors}) == 1
-
-
-def _denominator(v: Tensor, c2: Scalar, eps: Scalar) -> Tensor:
-    return v.sqrt().div_(c2).add_(eps)
 
 
 def _slopes(kept: tuple[Tensor, ...], scalars: list[Scalar], needed: Any, by: Any) -> tuple[Tensor | None, ...]:

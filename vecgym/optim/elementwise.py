@@ -11,20 +11,42 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from vecgym.core.devices import placed
 from vecgym.core.errors import warn
 from vecgym.core.tree import Tree, differentiated, per_node
 from vecgym.optim.formulas import FORMULAS, NUMBER, OPTIONAL, stacked_names
-from vecgym.optim.interface import OptState, Spec
+from vecgym.optim.optimizers import FIRST, Lists, in_parts
+
+OptState = dict[str, Any]  # {"step": int64 [1 or L], slot: Tree, ...}: nested dicts of tensors
+ParamGroups = Callable[[str, Tensor], dict[str, Any]]
 
 # Below this many values per run of equal nodes, one broadcast pure step is faster than a kernel call per run.
 # Measured on 2 cores with 4 to 64 runs: they meet at 12,000 values (AdamW) to 60,000 (SGD).
 _SMALL_RUN = 16384
+
+
+class Spec(Protocol):
+    """An optimizer class with its hyperparameters; `OptimSpec` is one."""
+
+    cls: type[Optimizer]
+    kwargs: dict[str, Any]
+    param_groups: ParamGroups | None
+
+    @property
+    def hyper(self) -> dict[str, Any]: ...
+
+    @property
+    def lr(self) -> Any: ...
+
+    def groups(self, params: Tree) -> Iterator[tuple[Spec, list[str], Any]]: ...
+
+    def build(self, model_or_params: Iterable[Any], node: int | None = None) -> Optimizer: ...
 
 
 class ElementwiseRule:
@@ -96,10 +118,8 @@ class ElementwiseRule:
         new_state["step"] = state["step"] + 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inplace):
             for group in self._groups(params):
-                if inplace:
-                    tensors, slots = group.step_in_place(params, grads, state, lr)
-                else:
-                    tensors, slots = group.step_pure(params, grads, state, lr)
+                step = group.step_in_place if inplace else group.step_pure
+                tensors, slots = step(params, grads, state, lr)
                 new_params |= tensors
                 for slot, tree in slots.items():
                     new_state[slot] |= tree
@@ -125,10 +145,8 @@ class _Group:
                 f"{stacked_names()}"
             )
         self.formula = FORMULAS[spec.cls]
-        self.kernel = None if self.formula.kernel else _functional(spec.cls)
-        hyper = dict(spec.hyper)
-        for pair, halves in self.formula.pairs.items():
-            hyper.update(zip(halves, hyper.pop(pair)))
+        self.kernel = self.formula.kernel or _functional(spec.cls)
+        hyper = in_parts(spec.hyper)
         # torch 2.6 tells Adam from AdamW by the class alone
         hyper["decoupled_weight_decay"] = hyper.get("decoupled_weight_decay", self.formula.decoupled)
         hyper.setdefault("maximize", False)
@@ -137,7 +155,7 @@ class _Group:
         # Read anew at every step: their values may be changed, and every step needs a graph of its own.
         self.tensors = {key: value for key, value in hyper.items() if isinstance(value, Tensor)}
         self.slots = [slot for slot in self.formula.slots if _used(hyper.get(OPTIONAL.get(slot, ""), True))]
-        taken = inspect.signature(self.kernel).parameters if self.kernel else {}
+        taken = inspect.signature(self.kernel).parameters
         self.keywords = [key for key in hyper if key in taken and key not in ("differentiable", "capturable")]
         self.takes_fused, self.takes_steps = "fused" in taken, "state_steps" in taken
 
@@ -157,13 +175,7 @@ class _Group:
         if slot == NUMBER:
             return torch.ones(1, dtype=torch.float64)
         zeros = torch.zeros_like(p, memory_format=torch.contiguous_format, requires_grad=False)
-        first = self.formula.first.get(slot)
-        return zeros if first is None else zeros + _shaped(_scalar(first(self.spec.hyper)), like=p)
-
-    def _calls_fused(self, params: list[Tensor]) -> bool:
-        """Whether torch's fused kernel is called directly."""
-        fused, _ = self.implementation(params[0])
-        return fused and self.formula.fused is not None and len({p.dtype for p in params}) == 1
+        return zeros + _shaped(_scalar(FIRST[slot](self.spec.hyper)), like=p) if slot in FIRST else zeros
 
     def _lr(self, lr: float | Tensor | None) -> Any:
         if lr is None:
@@ -244,29 +256,22 @@ class _Group:
     def call(self, lists: list[list[Tensor]], numbers: dict[str, Any]) -> None:
         """Call the kernel on contiguous tensors, in place; `numbers["step"]` steps were made before."""
         params, grads, *held = lists
-        slots: dict[str, list[Tensor]] = dict(zip(self.slots, held))
-        if self.kernel is not None:
-            self._call_torch(self.kernel, params, grads, slots, numbers)
-        elif self.formula.kernel is not None:
+        slots = dict(zip(self.slots, held))
+        if self.formula.kernel is None:
+            self._call_torch(params, grads, slots, numbers)
+        else:
             self.formula.kernel(params, grads, slots, SimpleNamespace(**numbers))
 
-    def _call_torch(
-        self,
-        kernel: Callable[..., None],
-        params: list[Tensor],
-        grads: list[Tensor],
-        slots: dict[str, list[Tensor]],
-        numbers: dict[str, Any],
-    ) -> None:
+    def _call_torch(self, params: list[Tensor], grads: list[Tensor], slots: Lists, numbers: dict[str, Any]) -> None:
         t = int(numbers["step"]) + 1
         self.formula.prepare(slots, numbers, t)
         products = slots.get(NUMBER, [])  # [run] each: torch wants one number
         if products:
             slots[NUMBER] = [product[:1] for product in products]
-        if self.formula.fused is not None and self._calls_fused(params):
+        fused, foreach = self.implementation(params[0])
+        if fused and self.formula.fused is not None and len({p.dtype for p in params}) == 1:
             self.formula.fused(params, grads, slots, numbers)
             return
-        fused, foreach = self.implementation(params[0])
         keywords: dict[str, Any] = {key: numbers[key] for key in self.keywords}
         if self.takes_fused:
             keywords["fused"] = fused
@@ -276,7 +281,7 @@ class _Group:
             device = params[0].device if fused else torch.device("cpu")
             counts = torch.full((len(params),), t - 1.0, dtype=torch.float32, device=device)
             arguments.append(list(counts.unbind()))
-        kernel(params, grads, *arguments, foreach=foreach, **keywords)
+        self.kernel(params, grads, *arguments, foreach=foreach, **keywords)
         for product in products:
             product[1:] = product[0].item()
 
@@ -284,9 +289,8 @@ class _Group:
         """Return (fused, foreach): as the spec says, else fused where torch has that kernel, else foreach."""
         fused, foreach = self.choice
         if fused is None:
-            fused = (
-                not foreach and self.takes_fused and _has_fused(self.spec.cls.__name__.lower(), p.device.type, p.dtype)
-            )
+            name = self.spec.cls.__name__.lower()
+            fused = not foreach and self.takes_fused and _has_fused(name, p.device.type, p.dtype)
         if foreach is None:
             foreach = not fused  # on the CPU as fast as torch's plain loop or faster
         return fused, foreach

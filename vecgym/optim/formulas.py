@@ -17,17 +17,16 @@ is the limit and not only a convention.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vecgym.optim import by_hand, kernels
+from vecgym.optim import by_hand, optimizers
 from vecgym.optim.by_hand import root
-from vecgym.optim.kernels import BETAS, COEFFICIENTS, Moment, dion_orthogonalised, muon_lr_ratio, orthogonalised
-from vecgym.optim.optimizers import DionMuon, FedAdagrad, FedAdam, FedYogi, FullPrecisionMuon, Lion, Muon
+from vecgym.optim.optimizers import DionMuon, FullPrecisionMuon, Lion, Lists, Moment, Muon, muon_lr_ratio
 
 Scalar = Any  # a number, or a tensor [] or [L]
 Slots = dict[str, Tensor]
@@ -37,20 +36,17 @@ Slots = dict[str, Tensor]
 class Formula:
     """One rule: its state, in the order in which torch's functional API takes it, and its pure body.
 
-    `pairs` names the parts of a hyperparameter that is a tuple; `prepare(slots, numbers, t)` adjusts the
-    numbers or the state lists before the kernel makes step `t`. `kernel(params, grads, slots, h)`: a step in place;
-    None: torch's functional one. `fused`: what that does where torch has a fused kernel. `first`: slot -> its first
-    value, from the hyperparameters; 0 where there is none.
+    `prepare(slots, numbers, t)` adjusts the numbers or the state lists before the kernel makes step `t`.
+    `kernel(params, grads, slots, h)`: a step in place; None: torch's functional one. `fused`: what that does where
+    torch has a fused kernel.
     """
 
     slots: tuple[str, ...]
     body: Callable[..., tuple[Tensor, Slots]]
-    pairs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    prepare: Callable[[dict[str, list[Tensor]], dict[str, Any], int], None] = lambda slots, numbers, t: None
+    prepare: Callable[[Lists, dict[str, Any], int], None] = lambda slots, numbers, t: None
     kernel: Callable[..., None] | None = None
     fused: Callable[..., None] | None = None
     decoupled: bool = False  # weight decay shrinks the parameter, unless the hyperparameters say otherwise
-    first: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
     of_matrices: bool = False  # not elementwise: every parameter of a node must be a matrix
 
 
@@ -154,8 +150,7 @@ def nadam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tup
     mu = h.beta1 * (1.0 - 0.5 * 0.96 ** (t * h.momentum_decay))
     mu_next = h.beta1 * (1.0 - 0.5 * 0.96 ** ((t + 1) * h.momentum_decay))
     product = s["mu_product"] * mu  # [1 or L]
-    m = _lerp(s["exp_avg"], g, x(1 - h.beta1))
-    v = x(h.beta2) * s["exp_avg_sq"] + x(1 - h.beta2) * g * g
+    m, v = by_hand.adam_moments(g, s["exp_avg"], s["exp_avg_sq"], x(1 - h.beta1), x(h.beta2), x(1 - h.beta2))
     denominator = root(v / x(1 - h.beta2**t)) + x(h.eps)
     p = p - x(h.lr * (1.0 - mu) / (1.0 - product)) * g / denominator
     p = p - x(h.lr * mu_next / (1.0 - product * mu_next)) * m / denominator
@@ -169,8 +164,7 @@ def radam(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tup
     r_t = sqrt((rho_t - 4)(rho_t - 2) rho / ((rho - 4)(rho - 2) rho_t)). arXiv 1908.03265.
     """
     p, g = _decay(p, g, h, x)
-    m = _lerp(s["exp_avg"], g, x(1 - h.beta1))
-    v = x(h.beta2) * s["exp_avg_sq"] + x(1 - h.beta2) * g * g
+    m, v = by_hand.adam_moments(g, s["exp_avg"], s["exp_avg_sq"], x(1 - h.beta1), x(h.beta2), x(1 - h.beta2))
     correction = 1 - h.beta2**t
     rho = 2 / (1 - h.beta2) - 1
     rho_t = rho - 2 * t * h.beta2**t / correction
@@ -252,8 +246,8 @@ def muon(
 ) -> tuple[Tensor, Slots]:
     """m <- mu m + (1 - mu) g;  u = mu m + (1 - mu) g (Nesterov), or m;  p <- (1 - lr wd) p - lr r NS(u).
 
-    NS: Newton-Schulz iteration, roughly the orthogonal factor of u, see `kernels.orthogonalised`; r: sqrt(max(1, rows /
-    columns)), or what `adjust_lr_fn` says. As `torch.optim.Muon`.
+    NS: Newton-Schulz iteration, roughly the orthogonal factor of u, see `optimizers.orthogonalised`; r: sqrt(max(1,
+    rows / columns)), or what `adjust_lr_fn` says. As `torch.optim.Muon`.
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """
     p, u = _decay(p, g, h, x)
@@ -261,12 +255,12 @@ def muon(
         m = _lerp(s["momentum_buffer"], u, x(1 - h.momentum))
         s = {"momentum_buffer": m}
         u = _lerp(u, m, x(h.momentum)) if h.nesterov else m
-    update = orthogonalised(u, (h.a, h.b, h.c), h.eps, h.ns_steps, full_precision)
+    update = optimizers.orthogonalised(u, (h.a, h.b, h.c), h.eps, h.ns_steps, full_precision)
     return p - x(h.lr * muon_lr_ratio(h.adjust_lr_fn, *p.shape[-2:])) * update, s
 
 
 def dion_muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) -> tuple[Tensor, Slots]:
-    """m <- mu m + g;  p <- (1 - lr wd) p - lr sqrt(rows / columns) NS(m), with NS as `kernels.dion_orthogonalised`.
+    """m <- mu m + g;  p <- (1 - lr wd) p - lr sqrt(rows / columns) NS(m), with NS as `optimizers.dion_orthogonalised`.
 
     github.com/microsoft/dion, dion/muon.py; MuLoCo, arXiv 2505.23725.
     """
@@ -274,56 +268,74 @@ def dion_muon(p: Tensor, g: Tensor, s: Slots, t: Scalar, h: Any, x: Callable) ->
     if "momentum_buffer" in s:
         u = x(h.momentum) * s["momentum_buffer"] + u
         s = {"momentum_buffer": u}
-    update = dion_orthogonalised(u, h.eps, h.full_precision)
+    update = optimizers.dion_orthogonalised(u, h.eps, h.full_precision)
     return p - x(h.lr * muon_lr_ratio("spectral_unclamped", *p.shape[-2:])) * update, s
 
 
-def _undamped_first(slots: dict[str, list[Tensor]], numbers: dict[str, Any], t: int) -> None:
+def _undamped_first(slots: Lists, numbers: dict[str, Any], t: int) -> None:
     if t == 1:
         numbers["dampening"] = 0.0  # then mu * 0 + g = g, torch's first buffer
 
 
-def _first_step_size(slots: dict[str, list[Tensor]], numbers: dict[str, Any], t: int) -> None:
+def _first_step_size(slots: Lists, numbers: dict[str, Any], t: int) -> None:
     if t == 1:
         for eta in slots["step_size"]:
             eta.fill_(numbers["lr"])
 
 
+def _fused_adam(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict[str, Any]) -> None:
+    """Take one step of Adam or AdamW by torch's fused kernel.
+
+    `torch.optim`'s functional form calls it too, after it has sorted the tensors, which takes longer than a small step.
+    """
+    kernel = torch._fused_adamw_ if h["decoupled_weight_decay"] else torch._fused_adam_
+    count = torch.full((), h["step"] + 1.0, dtype=torch.float32, device=params[0].device)
+    kernel(
+        params, grads, slots["exp_avg"], slots["exp_avg_sq"], slots.get("max_exp_avg_sq", []), [count] * len(params),
+        lr=h["lr"], beta1=h["beta1"], beta2=h["beta2"], weight_decay=h["weight_decay"], eps=h["eps"],
+        amsgrad=bool(h["amsgrad"]), maximize=bool(h["maximize"]),
+    )  # fmt: skip
+
+
+def _fused_sgd(params: list[Tensor], grads: list[Tensor], slots: Lists, h: dict[str, Any]) -> None:
+    """Take one step of SGD by torch's fused kernel; see `_fused_adam`."""
+    torch._fused_sgd_(
+        params, grads, [] if h["momentum"] == 0 else slots["momentum_buffer"], lr=h["lr"], momentum=h["momentum"],
+        weight_decay=h["weight_decay"], dampening=h["dampening"], nesterov=bool(h["nesterov"]),
+        maximize=bool(h["maximize"]), is_first_step=False,
+    )  # fmt: skip
+
+
 def _adaptive(moment: Moment) -> Formula:
-    slots, kernel = ("momentum", "second_moment"), kernels.adaptive(moment)
-    return Formula(slots, adaptive(moment), BETAS, kernel=kernel, first={"second_moment": kernels.tau_squared})
+    return Formula(("momentum", "second_moment"), adaptive(moment), kernel=optimizers.adaptive(moment))
 
-
-_RPROP = {"etas": ("etaminus", "etaplus"), "step_sizes": ("step_size_min", "step_size_max")}
 
 # The classes whose rule treats every element by itself, so that it is exact on stacked tensors. A subclass is
 # not its parent: it may have changed the rule.
 _ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Formula] = {
-    torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first, fused=kernels.fused_sgd),
-    torch.optim.Adam: Formula(_ADAM, adam, BETAS, fused=kernels.fused_adam),
-    torch.optim.AdamW: Formula(_ADAM, adam, BETAS, fused=kernels.fused_adam, decoupled=True),
+    torch.optim.SGD: Formula(("momentum_buffer",), sgd, prepare=_undamped_first, fused=_fused_sgd),
+    torch.optim.Adam: Formula(_ADAM, adam, fused=_fused_adam),
+    torch.optim.AdamW: Formula(_ADAM, adam, fused=_fused_adam, decoupled=True),
     torch.optim.RMSprop: Formula(("square_avg", "grad_avg", "momentum_buffer"), rmsprop),
-    torch.optim.Adagrad: Formula(("sum",), adagrad, first={"sum": lambda h: h["initial_accumulator_value"]}),
-    torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam, BETAS),
-    torch.optim.RAdam: Formula(("exp_avg", "exp_avg_sq"), radam, BETAS),
-    torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax, BETAS),
+    torch.optim.Adagrad: Formula(("sum",), adagrad),
+    torch.optim.NAdam: Formula(("exp_avg", "exp_avg_sq", "mu_product"), nadam),
+    torch.optim.RAdam: Formula(("exp_avg", "exp_avg_sq"), radam),
+    torch.optim.Adamax: Formula(("exp_avg", "exp_inf"), adamax),
     torch.optim.Adadelta: Formula(("square_avg", "acc_delta"), adadelta),
-    torch.optim.Rprop: Formula(("prev", "step_size"), rprop, _RPROP, _first_step_size),
-    Lion: Formula(("exp_avg",), lion, BETAS, kernel=kernels.lion, decoupled=True),
-    FedAdam: _adaptive(kernels.adam_moment),
-    FedYogi: _adaptive(kernels.yogi_moment),
-    FedAdagrad: _adaptive(kernels.adagrad_moment),
+    torch.optim.Rprop: Formula(("prev", "step_size"), rprop, prepare=_first_step_size),
+    Lion: Formula(("exp_avg",), lion, kernel=optimizers.lion, decoupled=True),
+    optimizers.FedAdam: _adaptive(optimizers.adam_moment),
+    optimizers.FedYogi: _adaptive(optimizers.yogi_moment),
+    optimizers.FedAdagrad: _adaptive(optimizers.adagrad_moment),
 }
-_MUON = Formula(
-    ("momentum_buffer",), muon, COEFFICIENTS, kernel=kernels.muon, decoupled=True, of_matrices=True
-)  # fmt: skip
+_MUON = Formula(("momentum_buffer",), muon, kernel=optimizers.muon, decoupled=True, of_matrices=True)
 _OF_MATRICES: dict[type[torch.optim.Optimizer], Formula] = {
     Muon: _MUON,
     FullPrecisionMuon: replace(
-        _MUON, body=functools.partial(muon, full_precision=True), kernel=kernels.full_precision_muon
+        _MUON, body=functools.partial(muon, full_precision=True), kernel=optimizers.full_precision_muon
     ),
-    DionMuon: replace(_MUON, body=dion_muon, pairs={}, kernel=kernels.dion_muon),
+    DionMuon: replace(_MUON, body=dion_muon, kernel=optimizers.dion_muon),
 }
 # All that run stacked.
 FORMULAS = {**ELEMENTWISE, **_OF_MATRICES}

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from vecgym.core.tree import Tree, leaves, map_leaves
-from vecgym.optim.elementwise import check_names, count_nodes
+from vecgym.core.tree import Tree, differentiated, leaves, map_leaves
+from vecgym.optim.elementwise import OptState, Spec, check_names, count_nodes
 from vecgym.optim.formulas import stacked_names
-from vecgym.optim.interface import OptState, Spec
 
 
 @functools.cache
@@ -59,7 +57,8 @@ class PerNodeRule:
                 f" come before the optimizer: use one of {stacked_names()}, or a class whose step() needs no closure"
             )
         self.spec = spec
-        self._kept: list[_Node] = []  # what is expensive: to build an optimizer takes longer than its step
+        # {the parameters' form: their optimizers}, one at most: to build an optimizer takes longer than its step
+        self._kept: dict[tuple[Any, ...], list[_Node]] = {}
 
     def __reduce__(self) -> Any:
         return PerNodeRule, (self.spec,)
@@ -79,7 +78,6 @@ class PerNodeRule:
         state: OptState,
         lr: float | Tensor | None = None,
         inplace: bool = True,
-        count: Tensor | None = None,
     ) -> tuple[Tree, OptState]:
         """Take one step, with the arguments of `ElementwiseRule.update`; `inplace=False` works on copies.
 
@@ -87,7 +85,8 @@ class PerNodeRule:
         """
         check_names(params, grads)
         settings = [lr, list(self.spec.kwargs.values())]
-        if any(_differentiated(x) for x in leaves(settings if inplace else [settings, params, grads, state])):
+        tensors = leaves(settings if inplace else [settings, params, grads, state])
+        if any(differentiated(x if torch.is_grad_enabled() else x.detach()) for x in tensors):
             raise ValueError(
                 f"{self.spec.cls.__name__} has no pure body and cannot be differentiated: use one of"
                 f" {stacked_names()}, or detach what requires grad"
@@ -111,15 +110,15 @@ class PerNodeRule:
     @contextmanager
     def _nodes(self, params: Tree, num_nodes: int) -> Iterator[list[_Node]]:
         """Provide an optimizer for each node, as new, on views of the stacked parameters."""
-        alike = len(self._kept) == num_nodes and self._kept[0].takes(params)
-        nodes = self._kept if alike else [_Node(self.spec, params, i) for i in range(num_nodes)]
-        self._kept = []
+        form = (num_nodes, *((name, p.shape[1:], p.dtype, p.device) for name, p in params.items()))
+        nodes = self._kept.get(form) or [_Node(self.spec, params, i) for i in range(num_nodes)]
+        self._kept = {}
         for node in nodes:
             node.begin(params)
         yield nodes
         for node in nodes:
             node.end()
-        self._kept = nodes if nodes[0].renewable else []
+        self._kept = {form: nodes} if nodes[0].renewable else {}
 
     def _num_nodes(self, trees: Any, lr: float | Tensor | None) -> int:
         settings = leaves([lr, list(self.spec.kwargs.values())])
@@ -136,17 +135,12 @@ class _Node:
         self.fresh = {place: _numbers(there) for place, there in self.places().items()}
         self.views: Tree = {}
         self.loaded: dict[tuple[str, str], Tensor] = {}  # (slot, name) -> view of the stacked state
-        self._shapes = _shapes(params)
         self._changing = [*self.places().values(), self.optimizer.defaults]
         self._new = [dict(there) for there in self._changing]
         own, groups = {key: x for key, x in vars(self.optimizer).items() if key not in _of_torch()}, self._new[1:]
         held = [*own.values(), *(x for group in groups for key, x in group.items() if key != "params")]
         # Whether a step can change nothing that `begin` could not set back.
         self.renewable = all(isinstance(x, (bool, int, float, str, tuple, NoneType)) for x in held)
-
-    def takes(self, params: Tree) -> bool:
-        """Whether these could be the parameters."""
-        return self._shapes == _shapes(params)
 
     def begin(self, params: Tree) -> None:
         """Set everything back as it was when new, with these parameters."""
@@ -224,10 +218,6 @@ def _collect(nodes: list[_Node], held: OptState) -> OptState:
     return new
 
 
-def _shapes(params: Tree) -> list[Any]:
-    return [(name, p.shape[1:], p.dtype, p.device) for name, p in params.items()]
-
-
 def _numbers(there: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in there.items() if key != "lr" and isinstance(value, (bool, int, float))}
 
@@ -240,9 +230,3 @@ def _stack_numbers(values: list[Any]) -> Tensor:
 def _spread(tree: Any, num_nodes: int) -> Any:
     """Give every tensor `num_nodes` nodes, in contiguous storage of its own."""
     return map_leaves(lambda x: x.expand(num_nodes, *x.shape[1:]).contiguous(), tree)
-
-
-def _differentiated(x: Tensor) -> bool:
-    if x.requires_grad and torch.is_grad_enabled():
-        return True
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,15 +14,15 @@ from torch.optim import Optimizer
 
 from vecgym.core import check
 from vecgym.core.tree import Tree, leaves, map_leaves
-from vecgym.optim.elementwise import ElementwiseRule
+from vecgym.optim.elementwise import ElementwiseRule, ParamGroups
 from vecgym.optim.formulas import FORMULAS
-from vecgym.optim.interface import ParamGroups, same_values
 from vecgym.optim.optimizers import Joined
 from vecgym.optim.per_node import PerNodeRule
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     cls.__name__.lower(): cls for cls in [*FORMULAS, getattr(torch.optim, "Adafactor", None)] if cls is not None
 }
+Key = tuple[Any, ...]  # of what can be merged
 
 
 class OptimSpec:
@@ -111,8 +112,7 @@ class OptimSpec:
         tensor(0.0100)
         """
         check.integer("step", step, 0, "counted from 0")
-        lr = self.lr
-        return _at(lr, step) if isinstance(lr, Tensor) else lr
+        return _at(self.lr, step)
 
     def replace(self, **kwargs: Any) -> OptimSpec:
         """Return the same optimizer with other hyperparameters (or `param_groups`)."""
@@ -127,7 +127,7 @@ class OptimSpec:
         `param_groups` is set and the parameters have no names.
         """
         pairs = list(model_or_params.named_parameters() if isinstance(model_or_params, nn.Module) else model_or_params)
-        kwargs = {key: _number(key, value, node) for key, value in self.kwargs.items()}
+        kwargs = _numbers(self.kwargs, node)
         if self.param_groups is None:
             return self.cls([p[1] if isinstance(p, tuple) else p for p in pairs], **kwargs)
         if not all(isinstance(p, tuple) for p in pairs):
@@ -138,8 +138,7 @@ class OptimSpec:
             if "optim" in options:
                 others.append(self._of_group(options).build(members, node))
             else:
-                numbers = {key: _number(key, v, node) for key, v in options.items()}
-                own.append({"params": [p for _, p in members], **numbers})
+                own.append({"params": [p for _, p in members], **_numbers(options, node)})
         optimizers = [*([self.cls(own, **kwargs)] if own else []), *others]
         return optimizers[0] if own and not others else Joined(optimizers, {**self._defaults, **kwargs})
 
@@ -272,6 +271,65 @@ def ensure_optim_spec(
     return chosen.replace(**given)
 
 
+def merge_key(spec: OptimSpec) -> Key | None:
+    """Return a key: specs of equal key can be merged. None: this one cannot.
+
+    >>> merge_key(OptimSpec("adam", lr=0.1)) == merge_key(OptimSpec("adam", lr=0.2, betas=(0.8, 0.9)))
+    True
+    >>> merge_key(OptimSpec("sgd", lr=0.1)) == merge_key(OptimSpec("sgd", lr=0.1, nesterov=True, momentum=0.9))
+    False
+    """
+    if spec.cls not in FORMULAS or any(x.dim() > 0 or x.requires_grad for x in leaves(spec.kwargs)):
+        return None
+    fixed = tuple(sorted((key, repr(value)) for key, value in spec.hyper.items() if not _is_number(value)))
+    groups = None if spec.param_groups is None else id(spec.param_groups)
+    return spec.cls.__name__, groups, fixed
+
+
+def merged_spec(specs: Sequence[OptimSpec], counts: Sequence[int]) -> OptimSpec:
+    """Merge specs into one whose hyperparameters have a value for each row where the given ones differ.
+
+    >>> merged_spec([OptimSpec("sgd", lr=0.5, momentum=0.9), OptimSpec("sgd", lr=0.25, momentum=0.9)], [1, 2])
+    OptimSpec(SGD, lr=tensor([0.5000, 0.2500, 0.2500], dtype=torch.float64), momentum=0.9)
+    """
+    keys = list(dict.fromkeys(key for spec in specs for key in spec.kwargs))
+    values = {key: per_row([spec.hyper[key] for spec in specs], counts) for key in keys}
+    return OptimSpec(specs[0].cls, param_groups=specs[0].param_groups, **values)
+
+
+def per_row(values: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Repeat a value for each configuration to one for each row, `[sum of counts]`; equal ones stay as they are.
+
+    >>> per_row([(0.9, 0.5), (0.9, 0.25)], [1, 1])
+    (0.9, tensor([0.5000, 0.2500], dtype=torch.float64))
+    """
+    if isinstance(values[0], tuple):
+        return tuple(per_row(part, counts) for part in zip(*values))
+    plain = [x.item() if isinstance(x, Tensor) else x for x in values]
+    if all(x == plain[0] for x in plain):
+        return plain[0]
+    return torch.tensor(plain, dtype=torch.float64).repeat_interleave(torch.tensor(list(counts)))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return check.is_number(value)
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two settings are equal, tensors by value."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(same_values(x, y) for x, y in zip(a, b))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))
+    return bool(a == b)
+
+
 def _class(optim: object, argument: str = "optimizer") -> type[Optimizer]:
     if isinstance(optim, str):
         if optim.lower() in OPTIMIZERS:
@@ -300,7 +358,7 @@ def _validated(cls: type[Optimizer], kwargs: dict[str, Any]) -> dict[str, Any]:
         if switch and p.name in kwargs:
             check.flag(p.name, kwargs[p.name])
     for pick in (torch.min, torch.max):
-        values = {key: _extreme(key, value, pick) for key, value in kwargs.items()}
+        values = {key: map_leaves(partial(_extreme, key, pick=pick), value) for key, value in kwargs.items()}
         for key, value in values.items():
             _check_finite(key, value)
         try:
@@ -347,11 +405,7 @@ def _dummy(cls: type[Optimizer]) -> type[Optimizer]:
     return type(cls.__name__, (cls,), {"add_param_group": add_param_group})
 
 
-def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_extreme(key, v, pick) for v in value)
-    if not isinstance(value, Tensor):
-        return value
+def _extreme(key: str, value: Tensor, pick: Callable[[Tensor], Tensor]) -> Any:
     if value.dim() > 2 or value.numel() == 0:
         raise ValueError(
             f"{key} has shape {list(value.shape)}; a number, [], [N] (one per node), [T, 1] (one per step) or [T, N] is"
@@ -364,17 +418,18 @@ def _extreme(key: str, value: Any, pick: Callable[[Tensor], Tensor]) -> Any:
     return pick(value.detach()).item()
 
 
-def _at(value: Tensor, step: int) -> Tensor:
-    if value.dim() < 2:
+def _at(value: Any, step: int) -> Any:
+    if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     return value[step].reshape(()) if value.shape[1] == 1 else value[step]
 
 
-def _number(key: str, value: Any, node: int | None) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_number(key, v, node) for v in value)
-    if not isinstance(value, Tensor):
-        return value
+def _numbers(settings: dict[str, Any], node: int | None) -> dict[str, Any]:
+    """Return what a torch optimizer takes: numbers, those of one node."""
+    return {key: map_leaves(partial(_number, key, node=node), value) for key, value in settings.items()}
+
+
+def _number(key: str, value: Tensor, node: int | None) -> Any:
     if value.numel() == 1:
         return value.item()
     if value.dim() == 2:

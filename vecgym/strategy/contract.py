@@ -110,10 +110,6 @@ class Refusing(Collectives):
         self.members, self._run_nodes = comm.members, comm.run_nodes
         self._refusal = refusal
 
-    @property
-    def run_nodes(self) -> int:
-        return self._run_nodes
-
     def _announce(self, operation: str, x: Any, who: Any = None) -> None:
         raise ValueError(self._refusal(operation))
 

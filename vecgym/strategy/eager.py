@@ -11,7 +11,7 @@ from torch import Tensor
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.optim.spec import merge_key, merged_spec
 from vecgym.strategy.average import Mean
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval, optimizer_step
 from vecgym.strategy.communication import counted

@@ -21,7 +21,7 @@ from torch import Tensor
 from vecgym.core import check, tree
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec, Rule, ensure_optim_spec
-from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.optim.spec import merge_key, merged_spec
 from vecgym.strategy.average import Average, check_average, kept, per_row, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, optimizer_step
 from vecgym.strategy.communication import counted

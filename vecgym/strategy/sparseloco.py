@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vecgym.compress import Chain, ChunkedTopK, StatQuantise
-from vecgym.compress.chunked import Averaged
+from vecgym.compress.codecs import Averaged
 from vecgym.optim import OptimSpec
 from vecgym.strategy.average import Mean
 from vecgym.strategy.base import Strategy

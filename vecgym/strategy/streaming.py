@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from vecgym.compress import E3M0
-from vecgym.compress.codecs import Codec
-from vecgym.compress.floats import WideQuantise
+from vecgym.compress.codecs import Codec, WideQuantise
 from vecgym.core import check, tree
 from vecgym.core.devices import placed
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.optim.merge import merge_key, merged_spec
+from vecgym.optim.spec import merge_key, merged_spec
 from vecgym.strategy.average import Average, Mean, kept, shown
 from vecgym.strategy.base import CommunicationModule, Context, State, Strategy, check_interval
 from vecgym.strategy.codes import Compressed

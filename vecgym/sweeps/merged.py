@@ -27,7 +27,7 @@ from vecgym.collectives.ledger import Transfer, bytes_of
 from vecgym.core import nodes, tree
 from vecgym.core.tree import Tree
 from vecgym.engine.simulation import exchange_moments
-from vecgym.optim.merge import Key, per_row
+from vecgym.optim.spec import Key, per_row
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import State
 from vecgym.sweeps.parts import Exchange, Member, Optimizer, exchange_key, neighbours, optimizer_key

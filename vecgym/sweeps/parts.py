@@ -14,7 +14,7 @@ from vecgym.collectives import StackedCollectives
 from vecgym.core import tree
 from vecgym.core.tree import Tree
 from vecgym.optim import clip_grad_norm
-from vecgym.optim.merge import Key, merge_key, merged_spec, per_row
+from vecgym.optim.spec import Key, merge_key, merged_spec, per_row
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import State, lets_rest
 from vecgym.strategy.communication import overrides
