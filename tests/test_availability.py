@@ -141,6 +141,16 @@ def test_a_trace_of_ones_is_no_trace(name: str, model: nn.Module) -> None:
     assert list(a.simulation.comm.ledger) == list(b.simulation.comm.ledger)
 
 
+def test_the_rate_is_that_of_the_step_whoever_is_there(model: nn.Module) -> None:
+    """Each node's own count before the step, where most are there and all train at once, and where few are."""
+    few = Trace(torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]]).bool())
+    strategy = Strategy("sgd", lr=1.0, lr_scheduler=lambda step: 0.5**step)
+    run = Taken(strategy, batches_of(4, steps=5), few, model=model).run(5)
+    rates = [torch.as_tensor(metrics.lr).tolist() for metrics in run.metrics]
+    assert [metrics.num_present for metrics in run.metrics] == [4, 3, 2, 3, 4]
+    assert rates == [1.0, 0.5, [0.5, 0.25], 0.25, 0.125]
+
+
 @pytest.mark.parametrize("way", ["taken out", "all at once"])
 @pytest.mark.parametrize("rejoin", ["own", "shared"])
 @pytest.mark.parametrize("name", MADE)

@@ -265,9 +265,9 @@ class Simulation:
         )
         optimizer = strategy.put_rows(optimizer, absent, before.optimizer, K, inplace=True)
         observe(params)
+        ctx = part._context(state.step, state.node_steps[rows], True)
         node_steps = state.node_steps.index_add(0, rows, torch.ones_like(rows))
         state = State(state.step, params, buffers, optimizer, state.strategy, node_steps)
-        ctx = part._context(state.step, state.node_steps[rows], True)
         if strategy.idle(ctx):
             state = replace(state, step=state.step + 1)
         else:
