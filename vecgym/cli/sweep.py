@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import vecgym
 from vecgym.cli.configuration import add_options, add_run_options, output_of, read_configuration
-
-if TYPE_CHECKING:
-    from vecgym.sweeps import SweepResult
 
 NEEDED = ("model", "train_dataset", "grid")
 
@@ -25,14 +22,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.sweeps import sweep
-
-    found = read_configuration(args, NEEDED, tuple(inspect.signature(sweep).parameters))
+    found = read_configuration(args, NEEDED, tuple(inspect.signature(vecgym.sweep).parameters))
     output = output_of(args, "rows.csv", goes_on=args.resume or bool(found.get("dry_run")))
     output.mkdir(parents=True, exist_ok=True)
     if args.resume:
         found["resume"] = output / "sweep.pt"
-    result = sweep(**found)
+    result = vecgym.sweep(**found)
     (output / "explain.txt").write_text(result.explain() + "\n")
     print(result.explain())
     if found.get("dry_run"):
@@ -45,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(result: SweepResult, output: Path) -> list[Path]:
+def draw(result: vecgym.SweepResult, output: Path) -> list[Path]:
     """Draw each axis with several values, a map of the first two of them, and the loss against the bytes."""
     rows = result.rows
     y = next((name for name in ("val_loss", "train_loss") if any(row.get(name) is not None for row in rows)), None)
