@@ -41,8 +41,8 @@ from vecgym.compat.exogym import (
     all_reduce,
     modules,
 )
+from vecgym.compat.exogym.base import PerRank, vectorised
 from vecgym.compat.exogym.strategies import PartitionedIndexSelector, ShuffledSequentialIndexSelector
-from vecgym.compat.exogym.vectorised import PerRank, vectorised
 
 ADAMW = OptimSpec(torch.optim.AdamW, lr=1e-2)
 SGD = OptimSpec(torch.optim.SGD, lr=0.1)

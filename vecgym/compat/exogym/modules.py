@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from vecgym.compat import imports
-from vecgym.compat.exogym import communicate, logger, strategies, trainer, utils
+from vecgym.compat.exogym import base, communicate, logger, strategies, trainer, utils
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.records import loggers
@@ -52,9 +52,8 @@ NAMES = {
     "exogym.strategy.sparta_diloco": "SPARTADiLoCoStrategy",
     "exogym.strategy.demo": "DeMoStrategy",
 }
-_MEMBERS = {
-    name: value for module in (communicate, utils, strategies, trainer, logger) for name, value in vars(module).items()
-}
+_HOMES = (communicate, utils, base, strategies, trainer, logger)
+_MEMBERS = {name: value for home in _HOMES for name, value in vars(home).items()}
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
 # A path of the documents, which show vecgym's own loggers there.
 CONTENTS["exogym.logger"] = {name: getattr(loggers, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}

@@ -17,11 +17,8 @@ from vecgym.compat.exogym.base import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
     OptimizingStrategy,
-    OptimSpec,
     Spec,
-    Strategy,
     as_written,
-    ensure_optim_spec,
     taken,
 )
 from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
@@ -29,13 +26,6 @@ from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_sen
 from vecgym.core import check
 from vecgym.strategy import per_rank
 from vecgym.strategy.modules import outer_spec
-
-__all__ = [
-    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DeMoStrategy", "DiLoCoCommunicator",
-    "DiLoCoStrategy", "FedAvgStrategy", "IndexSelector", "OptimSpec", "OptimizingStrategy", "PartitionedIndexSelector",
-    "RandomIndexSelector", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ShuffledSequentialIndexSelector",
-    "SimpleReduceStrategy", "SparseCommunicator", "Strategy", "ensure_optim_spec",
-]  # fmt: skip
 
 
 def interval(name: str, H: Any) -> int:
@@ -371,14 +361,7 @@ class DeMoStrategy(OptimizingStrategy):
         self.compression_chunk = check.integer("compression_chunk", compression_chunk)
         self.weight_decay = check.number("weight_decay", weight_decay, "[0, inf)")
         super().__init__(optim_spec, max_norm, **options)
-
-    @property
-    def lr(self) -> Any:
-        """The learning rate."""
-        return self.optim_spec.lr
-
-    def _inner_spec(self) -> Spec:
-        return Spec(torch.optim.SGD, lr=self.lr, weight_decay=self.weight_decay)
+        self.optim_spec = Spec(torch.optim.SGD, lr=self.optim_spec.lr, weight_decay=self.weight_decay)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
@@ -411,4 +394,4 @@ class DeMoStrategy(OptimizingStrategy):
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy:
         compression = (self.compression_decay, self.compression_topk, self.compression_chunk)
-        return native.DeMoStrategy(*compression, self.weight_decay, lr=self.lr, **common)
+        return native.DeMoStrategy(*compression, self.weight_decay, lr=self.optim_spec.lr, **common)

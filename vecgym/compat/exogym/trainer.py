@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from vecgym.collectives.ledger import Ledger
-from vecgym.compat.exogym.base import Strategy, warn_without_effect
+from vecgym.compat.exogym.base import Strategy, vectorised, warn_without_effect
 from vecgym.compat.exogym.communicate import torch_distributed_calls
 from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
 from vecgym.compat.exogym.utils import create_config
-from vecgym.compat.exogym.vectorised import vectorised
 from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.nodes import Nodes
@@ -183,10 +182,8 @@ class Trainer:
             ValueError: for what cannot work.
         """
         warn_without_effect("fit()", vars(options), WITHOUT_EFFECT)
-        asked = (_device, options.device, self.device)
-        devices = [device for device in asked if device is not None and str(device)]
         try:
-            device = vecgym_options.resolve_device(devices[0] if devices else None)
+            device = vecgym_options.resolve_device(_device or options.device or self.device or None)
         except ValueError as error:
             raise ValueError(f"{error} A script as it stands: vecgym exogym --device cpu SCRIPT.") from None
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
