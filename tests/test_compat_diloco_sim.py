@@ -383,7 +383,7 @@ def test_wandb_gets_what_the_original_logs(monkeypatch: pytest.MonkeyPatch) -> N
             self.rows.append(row)
 
     made: list[Any] = []
-    monkeypatch.setattr("vecgym.compat.diloco_sim.simulator.WandbLogger", Wandb)
+    monkeypatch.setattr("vecgym.compat.diloco_sim.WandbLogger", Wandb)
     run()
     assert made == []
     run(wandb_project="owt", wandb_name="dlc2", eval_interval=3, corr_interval=3)
