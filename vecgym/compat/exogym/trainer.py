@@ -15,7 +15,7 @@ from torch import nn
 from vecgym.collectives.ledger import Ledger
 from vecgym.compat.exogym.base import Strategy, vectorised, warn_without_effect
 from vecgym.compat.exogym.communicate import torch_distributed_calls
-from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
+from vecgym.compat.exogym.logger import AXES, CSVLogger, WandbLogger
 from vecgym.compat.exogym.utils import create_config
 from vecgym.core import check
 from vecgym.core.errors import warn
@@ -35,6 +35,7 @@ WITHOUT_EFFECT = {
 }
 
 Name = Annotated[str | None, partial(check.instance, kind=(str, type(None)), give="a str, or None")]
+Axis = Annotated[str | None, lambda name, value: value if value is None else check.choice(name, value, AXES, "None")]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class FitOptions(Options):
     device: str | torch.device | None = None
     run_name: Name = None
     wandb_project: Name = None
-    log_x_axis: str | None = None
+    log_x_axis: Axis = None
     kwargs: Any = None
     logger: Any = None
     log_interval: Count = 1
@@ -91,8 +92,6 @@ class FitOptions(Options):
         if self.num_nodes is None:
             raise TypeError("fit() needs num_nodes=K.")
         super().__post_init__()
-        if self.log_x_axis is not None:
-            check.choice("log_x_axis", self.log_x_axis, ("step", "examples"), "None")
         if self.minibatch_size is not None and self.minibatch_size > self.batch_size:
             raise ValueError(
                 f"minibatch_size={self.minibatch_size} must not be larger than batch_size={self.batch_size}."
@@ -217,7 +216,7 @@ class Trainer:
         if options.wandb_project is not None:
             try:
                 return [WandbLogger(options.wandb_project, name, config, options.log_x_axis or "step")]
-            except ModuleNotFoundError:
+            except ImportError:
                 project = f"wandb_project={options.wandb_project!r}"
                 warn(f"{project}, but wandb is not installed: logging to logs/{name}/ instead.")
         elif options.log_x_axis == "examples":
