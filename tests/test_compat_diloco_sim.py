@@ -480,5 +480,7 @@ def test_another_diloco_sim_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_before_train_there_is_no_history() -> None:
-    with pytest.raises(AttributeError, match="once train"):
-        _ = DilocoSimulator(**arguments()).history
+    simulator = DilocoSimulator(**arguments())
+    assert (len(simulator.history), len(simulator.ledger)) == (0, 0)
+    with pytest.raises(AttributeError, match="after fit"):
+        _ = simulator.nodes

@@ -45,7 +45,6 @@ import torch
 from torch import Tensor, nn
 
 from vecgym import strategy as native
-from vecgym.collectives.ledger import Ledger
 from vecgym.compat import imports, perplexity
 from vecgym.core import check, nodes
 from vecgym.core.errors import warn
@@ -53,7 +52,6 @@ from vecgym.core.files import is_regular, write_atomically
 from vecgym.core.options import checks_of
 from vecgym.core.tree import Tree
 from vecgym.optim import OptimSpec
-from vecgym.records.history import History
 from vecgym.records.loggers import WandbLogger
 from vecgym.runs.options import Count, Flag, OptionalCount, Seed, optional_number
 from vecgym.runs.trainer import Trainer
@@ -277,8 +275,8 @@ class BeforeSteps(native.CommunicationModule):
         return self.module.exchange_parameters(params, state, ctx)
 
 
-class DilocoSimulator:
-    """Train one model on K nodes with DiLoCo, SPARTA or both, as diloco-sim does.
+class DilocoSimulator(Trainer[nn.Module]):
+    """Train one model on K nodes with DiLoCo, SPARTA or both, as diloco-sim does. It is a `vecgym.Trainer`.
 
     Args:
         config: a `DilocoSimulatorConfig`, or its arguments as keywords.
@@ -288,7 +286,7 @@ class DilocoSimulator:
         max_local_step: the local steps of the run.
         local_step: how many of them are done.
         master_model: what the nodes start from; after `train`, their average.
-        history, ledger, trainer: of the run; see `vecgym.Trainer`.
+        history, ledger, nodes, state: of the run; see `vecgym.Trainer`.
 
     Raises:
         TypeError: for an unknown keyword, and for a subclass that overrides a method that only the original has.
@@ -305,7 +303,7 @@ class DilocoSimulator:
     ...     optimizer_kwargs={"lr": 0.1}, num_nodes=2, batch_size=2, num_epochs=10, diloco_interval=5, progress=False,
     ... )
     >>> model = simulator.train()
-    >>> simulator.local_step, [entry.step for entry in simulator.ledger], simulator.history["lr"][-1]
+    >>> simulator.local_step, [entry.step for entry in simulator.trainer.ledger], simulator.history["lr"][-1]
     (20, [4, 9, 14], 0.1)
     """
 
@@ -324,7 +322,8 @@ class DilocoSimulator:
         self.max_local_step = config.num_local_steps
         self.local_step = 0
         self.master_model = config.model_cls(**config.model_kwargs)
-        self.trainer: Trainer | None = None
+        evaluated = config.train_dataset if config.eval_dataset is None else config.eval_dataset
+        super().__init__(_WithLoss(self.master_model, config.loss_fn), config.train_dataset, evaluated)
         _warn_without_effect(config)
         if config.model_path is not None:
             self.load_model(config.model_path)
@@ -363,11 +362,9 @@ class DilocoSimulator:
     def train(self) -> nn.Module:
         """Train, and return the average of the nodes (the original returns nothing)."""
         config = self.config
-        model = _WithLoss(self.master_model, config.loss_fn)
-        evaluated = config.train_dataset if config.eval_dataset is None else config.eval_dataset
+        self.model = _WithLoss(self.master_model, config.loss_fn)
         logger = WandbLogger(config.wandb_project, config.wandb_name) if config.wandb_project else None
-        self.trainer = _Trainer(self, model, config.train_dataset, evaluated)
-        averaged: Any = self.trainer.fit(
+        averaged: Any = self.fit(
             config.strategy(), config.num_nodes, max_steps=self.max_local_step, batch_size=config.batch_size,
             minibatch_size=_minibatch_size(config), val_size=config.eval_iters * config.batch_size,
             val_interval=config.eval_interval, correlation_interval=config.corr_interval, seed=config.seed,
@@ -379,21 +376,11 @@ class DilocoSimulator:
         return self.master_model
 
     @property
-    def history(self) -> History:
-        """What the run recorded, as columns."""
-        return self._trained().history
+    def trainer(self) -> DilocoSimulator:
+        """The simulator itself, a `vecgym.Trainer`."""
+        return self
 
-    @property
-    def ledger(self) -> Ledger:
-        """Every collective of the run, with its bytes."""
-        return self._trained().ledger
-
-    def _trained(self) -> Trainer:
-        if self.trainer is None:
-            raise AttributeError("history and ledger are there once train() has begun.")
-        return self.trainer
-
-    def _after_step(self, row: dict[str, Any], averaged: Callable[[], nn.Module]) -> None:
+    def after_step(self, row: dict[str, Any]) -> None:
         """Call hooks and save as the original does between two local steps; row 0 is before the first."""
         config, self.local_step = self.config, row["step"]
         if "train_loss" in row and config.train_loss_hook is not None:
@@ -407,7 +394,13 @@ class DilocoSimulator:
                 config.eval_loss_hook(EvalStats(average, perplexity(average), glob=True))
         between = (config.ckpt_interval or 0) * config.diloco_interval
         if between and self.local_step > 0 and self.local_step % between == 0:
-            self._save(averaged())
+            self._save(self._average())
+
+    def _average(self) -> nn.Module:
+        """A copy of the user's own model, with the average of the nodes."""
+        assert self.state is not None
+        averaged: Any = nodes.fill(self.model, {**nodes.mean(self.state.params), **nodes.mean(self.state.buffers)})
+        return averaged.model
 
     def _save(self, model: nn.Module) -> None:
         """Write its `state_dict`; the file appears whole or not at all."""
@@ -429,23 +422,6 @@ class _WithLoss(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         x, y = batch
         return self._loss_fn[0](self.model(x), y)
-
-
-class _Trainer(Trainer):
-    """Tells the simulator of every step."""
-
-    def __init__(self, simulator: DilocoSimulator, *args: Any) -> None:
-        super().__init__(*args)
-        self.simulator = simulator
-
-    def after_step(self, row: dict[str, Any]) -> None:
-        self.simulator._after_step(row, self._average)
-
-    def _average(self) -> nn.Module:
-        """A copy of the user's own model, with the average of the nodes."""
-        assert self.state is not None
-        averaged: Any = nodes.fill(self.model, {**nodes.mean(self.state.params), **nodes.mean(self.state.buffers)})
-        return averaged.model
 
 
 def _check_overridden(cls: type) -> None:
