@@ -30,7 +30,8 @@ def add_options(parser: argparse.ArgumentParser, optional: bool = False) -> None
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add --output, --overwrite and --no-progress."""
+    """Add CONFIG, --set, --output, --overwrite and --no-progress."""
+    add_options(parser)
     add_output(parser, "vecgym-runs/NAME")
     parser.add_argument("--overwrite", action="store_true", help="replace the results that are there")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")

@@ -7,7 +7,7 @@ import inspect
 import os
 
 import vecgym
-from vecgym.cli.configuration import add_options, add_run_options, output_of, read_configuration
+from vecgym.cli.configuration import add_run_options, output_of, read_configuration
 from vecgym.cli.values import table
 
 OF_TRAINER = ("model", "train_dataset", "val_dataset")  # all others are arguments of Trainer.fit
@@ -23,7 +23,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Train from a configuration: a Python function that returns a dict of model, train_dataset, val_dataset and the
     arguments of Trainer.fit. Write the history as CSV, a figure of it, and config.json."""
     parser.epilog = "example: vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50"
-    add_options(parser)
     add_run_options(parser)
 
 

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 import vecgym
-from vecgym.cli.configuration import add_options, add_run_options, output_of, read_configuration
+from vecgym.cli.configuration import add_run_options, output_of, read_configuration
 
 NEEDED = ("model", "train_dataset", "grid")
 
@@ -16,7 +16,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Run a sweep from a configuration: a Python function that returns a dict of the arguments of vecgym.sweep.
     Write rows.csv, table.md, explain.txt and figures."""
     parser.epilog = "example: vecgym sweep experiment.py:grid --set max_steps=200 --output runs/grid"
-    add_options(parser)
     add_run_options(parser)
     parser.add_argument("--resume", action="store_true", help="keep results in DIR/sweep.pt, and resume from them")
 

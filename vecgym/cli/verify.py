@@ -63,8 +63,8 @@ def _of_a_file(args: argparse.Namespace) -> tuple[dict[str, Callable[[], vecgym.
     found = read_configuration(args, ("strategy",), allowed(), alone=("strategy", vecgym.strategy.Strategy))
     if ("model" in found) != ("train_dataset" in found):
         raise ValueError(f"{args.config}: give model and train_dataset, or neither of them for a small GPT.")
-    names = {"model": "model", "train_dataset": "dataset"} | {n: n for n in ("batch_size", "seed", "num_nodes")}
-    task = {names[name]: value for name, value in found.items() if name in names}
+    taken = ("model", "train_dataset", "batch_size", "seed", "num_nodes")
+    task = {name.removeprefix("train_"): found[name] for name in taken if name in found}
     return {args.config: lambda: found["strategy"]}, task
 
 

@@ -224,13 +224,12 @@ class ShuffledSequentialIndexSelector(IndexSelector):
 
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
         count = param.numel()
-        if param not in self.state and count:
+        if param not in self.state:
             self.state[param] = torch.randperm(count, device=param.device)
         turn, (size, longer) = iteration % self.num_parts, divmod(count, self.num_parts)
         start = turn * size + min(turn, longer)  # the first `longer` chunks have one more
         mask = torch.zeros(count, dtype=torch.bool, device=param.device)
-        if count:
-            mask[self.state[param][start : start + size + (turn < longer)]] = True
+        mask[self.state[param][start : start + size + (turn < longer)]] = True
         return mask.view(param.shape)
 
 
@@ -241,8 +240,6 @@ class PartitionedIndexSelector(IndexSelector):
 
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
         count = param.numel()
-        if not count:
-            return torch.zeros_like(param, dtype=torch.bool)
         num_parts = min(self.num_parts, count)
         part, turn = self.state.get(param, (None, num_parts))
         if turn == num_parts:
