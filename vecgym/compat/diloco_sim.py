@@ -468,6 +468,8 @@ _MODULES: dict[str, tuple[type, ...]] = {
 def install() -> None:
     """Make `import diloco_sim` find vecgym's classes in this process.
 
+    Warns if a real diloco_sim is installed, which stays hidden.
+
     Raises:
         ImportError: if another diloco_sim has been imported already.
 
@@ -476,5 +478,4 @@ def install() -> None:
     >>> found is DilocoSimulator
     True
     """
-    if not imports.is_installed("diloco_sim"):
-        imports.install({path: {cls.__name__: cls for cls in classes} for path, classes in _MODULES.items()}, {})
+    imports.install({path: {cls.__name__: cls for cls in classes} for path, classes in _MODULES.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import sys
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from vecgym.compat import imports
 from vecgym.compat.exogym import base, communicate, logger, strategies, trainer, utils
 from vecgym.core import check
-from vecgym.core.errors import warn
 from vecgym.records import loggers
 
 _TRAINERS = "Trainer LocalTrainer"
@@ -84,11 +82,7 @@ def install(device: str | None = None) -> None:
     'vecgym.compat.exogym.strategies'
     >>> uninstall()
     """
-    if not imports.is_installed("exogym"):
-        real = importlib.util.find_spec("exogym")
-        if real is not None:
-            warn(f"the exogym that is installed in {real.origin} is hidden: `import exogym` finds vecgym's classes.")
-        imports.install(CONTENTS, ABSENT)
+    imports.install(CONTENTS, ABSENT)
     trainer.use_device(device)
 
 

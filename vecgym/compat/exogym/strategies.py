@@ -167,9 +167,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         max_norm: float | None = None,
         **options: Any,
     ) -> None:
-        if inner_optim is not None:
-            options["inner_optim"] = inner_optim
-        super().__init__([AveragingCommunicator(island_size)], options.pop("optim_spec", None), max_norm, **options)
+        modules = [AveragingCommunicator(island_size)]
+        super().__init__(modules, max_norm=max_norm, inner_optim=inner_optim, **options)
         self.island_size = island_size
         self.H = interval("H", H)
 
@@ -314,9 +313,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self.index_selector = RandomIndexSelector(p_sparta)
         self.sparse_comm = SparseCommunicator(self.index_selector)
         self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, "outer_optim", "outer_lr"))
-        if inner_optim_spec is not None:
-            options["optim_spec"] = inner_optim_spec
-        super().__init__([self.sparse_comm, self.diloco_comm], **options)
+        super().__init__([self.sparse_comm, self.diloco_comm], inner_optim_spec=inner_optim_spec, **options)
 
     def _is_due(self, module: CommunicationModule) -> bool:
         return module is not self.sparse_comm or (self.local_step + 1) % self.sparta_interval == 0
