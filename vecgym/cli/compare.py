@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import vecgym
@@ -79,7 +78,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         for name, strategy in strategies.items():
             print(f"\n{strategy}", flush=True)
-            runs[name] = _train(trainer, strategy, args.output / name, args)
+            trainer.fit(
+                strategy, args.num_nodes, max_steps=args.steps, batch_size=args.batch_size, val_size=VAL_SIZE,
+                val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=args.seed, device=args.device,
+                engine=args.engine, compile=args.compile, logger=vecgym.CSVLogger(args.output / name),
+                progress=not args.no_progress,
+            )  # fmt: skip
+            runs[name] = trainer.history
     except (KeyboardInterrupt, DivergenceError):
         print(f"\n{name} stopped early; what was recorded of it is in {args.output / name}", file=sys.stderr)
         raise
@@ -129,20 +134,6 @@ def _trainer(args: argparse.Namespace) -> vecgym.Trainer[vecgym.models.GPT]:
     with rng.private(args.seed):
         model = vecgym.models.GPT(len(vocabulary), args.context, args.layers, args.heads, args.width)
     return vecgym.Trainer(model, *(vecgym.data.TokenWindows(part, args.context) for part in tokens))
-
-
-def _train(
-    trainer: vecgym.Trainer[vecgym.models.GPT],
-    strategy: vecgym.strategy.Strategy,
-    output: Path,
-    args: argparse.Namespace,
-) -> vecgym.History:
-    trainer.fit(
-        strategy, args.num_nodes, max_steps=args.steps, batch_size=args.batch_size, val_size=VAL_SIZE,
-        val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=args.seed, device=args.device, engine=args.engine,
-        compile=args.compile, logger=vecgym.CSVLogger(output), progress=not args.no_progress,
-    )  # fmt: skip
-    return trainer.history
 
 
 def _report(runs: dict[str, vecgym.History], reference_bytes: float, args: argparse.Namespace) -> None:

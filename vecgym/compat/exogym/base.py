@@ -265,11 +265,10 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
         return [as_written(module) for module in self.communication_modules] == list(classes)
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        found = [module._vectorised(num_nodes) if as_written(module) else None for module in self.communication_modules]
-        modules = [module for module in found if module is not None]
-        if len(modules) < len(found):
-            return None
-        return native.CommunicateOptimizeStrategy(modules, self.optim_spec, **common)
+        modules: list[Any] = [
+            module._vectorised(num_nodes) if as_written(module) else None for module in self.communication_modules
+        ]
+        return None if None in modules else native.CommunicateOptimizeStrategy(modules, self.optim_spec, **common)
 
 
 # ------------------------------------------------------------------------------------------------- a run's strategy
