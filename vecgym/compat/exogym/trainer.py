@@ -157,7 +157,7 @@ class Trainer(vecgym_trainer.Trainer[nn.Module]):
     ) -> None:
         warn_without_effect("Trainer", {"start_port": start_port, "devices": devices}, WITHOUT_EFFECT)
         super().__init__(model, train_dataset, val_dataset)
-        self.model_orig = model
+        self.model_orig = model  # EXO Gym's name for it
         self.device = device
 
     @takes(FitOptions)
@@ -172,8 +172,9 @@ class Trainer(vecgym_trainer.Trainer[nn.Module]):
             ValueError: for what cannot work.
         """
         warn_without_effect("fit()", vars(options), WITHOUT_EFFECT)
+        asked = (_device, options.device, self.device)
         try:
-            device = vecgym_options.resolve_device(_device or options.device or self.device or None)
+            device = vecgym_options.resolve_device(next((x for x in asked if x is not None and str(x)), None))
         except ValueError as error:
             raise ValueError(f"{error} A script as it stands: vecgym exogym --device cpu SCRIPT.") from None
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
