@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from vecgym import strategy as native
 from vecgym.compat import imports, perplexity
-from vecgym.core import check, nodes
+from vecgym.core import check
 from vecgym.core.errors import warn
 from vecgym.core.files import is_regular, write_atomically
 from vecgym.core.options import checks_of
@@ -394,13 +394,8 @@ class DilocoSimulator(Trainer[nn.Module]):
                 config.eval_loss_hook(EvalStats(average, perplexity(average), glob=True))
         between = (config.ckpt_interval or 0) * config.diloco_interval
         if between and self.local_step > 0 and self.local_step % between == 0:
-            self._save(self._average())
-
-    def _average(self) -> nn.Module:
-        """A copy of the user's own model, with the average of the nodes."""
-        assert self.state is not None
-        averaged: Any = nodes.fill(self.model, {**nodes.mean(self.state.params), **nodes.mean(self.state.buffers)})
-        return averaged.model
+            run: Any = self.run
+            self._save(run.average().model)
 
     def _save(self, model: nn.Module) -> None:
         """Write its `state_dict`; the file appears whole or not at all."""
