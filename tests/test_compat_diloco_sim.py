@@ -383,7 +383,7 @@ def test_wandb_gets_what_the_original_logs(monkeypatch: pytest.MonkeyPatch) -> N
             self.rows.append(row)
 
     made: list[Any] = []
-    monkeypatch.setattr("vecgym.compat.diloco_sim.simulator.WandbLogger", Wandb)
+    monkeypatch.setattr("vecgym.compat.diloco_sim.WandbLogger", Wandb)
     run()
     assert made == []
     run(wandb_project="owt", wandb_name="dlc2", eval_interval=3, corr_interval=3)
@@ -480,5 +480,7 @@ def test_another_diloco_sim_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_before_train_there_is_no_history() -> None:
-    with pytest.raises(AttributeError, match="once train"):
-        _ = DilocoSimulator(**arguments()).history
+    simulator = DilocoSimulator(**arguments())
+    assert (len(simulator.history), len(simulator.ledger)) == (0, 0)
+    with pytest.raises(AttributeError, match="after fit"):
+        _ = simulator.nodes

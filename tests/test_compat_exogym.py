@@ -41,8 +41,8 @@ from vecgym.compat.exogym import (
     all_reduce,
     modules,
 )
+from vecgym.compat.exogym.base import PerRank, vectorised
 from vecgym.compat.exogym.strategies import PartitionedIndexSelector, ShuffledSequentialIndexSelector
-from vecgym.compat.exogym.vectorised import PerRank, vectorised
 
 ADAMW = OptimSpec(torch.optim.AdamW, lr=1e-2)
 SGD = OptimSpec(torch.optim.SGD, lr=0.1)
@@ -371,6 +371,7 @@ def test_an_option_without_effect_warns(make: Callable[[], Any], message: str) -
         (lambda: SimpleReduceStrategy(SGD, maxnorm=1), "no argument 'maxnorm'; did you mean 'max_norm'"),
         (lambda: FedAvgStrategy(inner_optim=SGD, optim_spec=ADAMW), "twice"),
         (lambda: DiLoCoStrategy(SGD, OUTER, outer_optim="sgd"), "twice"),
+        (lambda: SPARTADiLoCoStrategy(SGD, optim_spec=ADAMW), "twice"),
         (lambda: SimpleReduceStrategy(lr_scheduler="cosine", lr_scheduler_kwargs={"warmup": 1}), "argument 'warmup'"),
         (lambda: fit(SimpleReduceStrategy(SGD), max_step=5), "no argument 'max_step'; did you mean 'max_steps'"),
         (lambda: trainer().fit(1, SimpleReduceStrategy(SGD)), "needs num_nodes"),
@@ -435,7 +436,7 @@ def test_what_wandb_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Wandb:
         def init(self, **settings: Any) -> Wandb:
-            assert (settings["project"], settings["name"]) == ("p", "r")
+            assert (settings["project"], settings["name"], settings["mode"]) == ("p", "r", "offline")
             return self
 
         def log(self, row: dict[str, Any], step: int) -> None:
@@ -445,6 +446,7 @@ def test_what_wandb_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             logged.append((-1, {}))
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    monkeypatch.setenv("WANDB_MODE", "offline")
     fit(
         SimpleReduceStrategy(SGD), 2, max_steps=2, disable_logging=False, wandb_project="p", run_name="r",
         log_x_axis="examples", val_size=8,

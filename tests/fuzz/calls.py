@@ -732,10 +732,10 @@ class Target:
 
 
 def public_modules() -> list[str]:
-    """The modules that users import from: those of the reference, and all others with an `__all__`."""
+    """The modules that users import from: those of the reference, all others with an `__all__`, and EXO Gym's."""
     everything = [m.name for m in pkgutil.walk_packages(vecgym.__path__, "vecgym.") if not m.name.endswith("__main__")]
     exporting = [name for name in everything if hasattr(module_of(name), "__all__")]
-    return [name for name in dict.fromkeys([*MODULES, *exporting]) if name not in INSIDE]
+    return [name for name in dict.fromkeys([*MODULES, *exporting, exogym.strategies.__name__]) if name not in INSIDE]
 
 
 @functools.cache

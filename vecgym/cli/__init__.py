@@ -85,6 +85,8 @@ def users_line(error: BaseException) -> str:
         places = re.findall(r'^ *File "(.+?)", line (\d+)', error.traceback, re.MULTILINE)
     else:
         places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        places.append((error.filename, error.lineno))
     paths = sysconfig.get_paths()
     installed = (str(Path(__file__).parent.parent), *(paths[kind] for kind in ("stdlib", "purelib", "platlib")))
     own = [place for place in places if not place[0].startswith((*installed, "<"))]

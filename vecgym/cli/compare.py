@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import vecgym
 from vecgym.cli.values import ENGINES, add_output, count, positive, table
 from vecgym.core.errors import DivergenceError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from vecgym.data import TokenWindows
-    from vecgym.records.history import History
-    from vecgym.strategy import Strategy
 
 STRATEGIES = ("allreduce", "fedavg", "diloco")  # unless others are asked for
 
@@ -71,41 +62,35 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-progress", action="store_true", help="show no progress bars")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """One strategy's run, and the seconds that its simulation took."""
-
-    history: History
-    seconds: float
-
-
 def run(args: argparse.Namespace) -> int:
     for name, value in (QUICK if args.quick else DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     strategies = {name: make_strategy(name, args) for name in dict.fromkeys(args.strategies)}
-    train, val, vocab_size = _data(args)
-    model = _model(args, vocab_size)
-    num_params = sum(p.numel() for p in model.parameters())
+    trainer = _trainer(args)
+    num_params = sum(p.numel() for p in trainer.model.parameters())
     args.output.mkdir(parents=True, exist_ok=True)
     print(
         f"{args.num_nodes} nodes, {args.steps} steps of {args.batch_size} x {args.context} characters per node.\n"
         f"GPT of {num_params:,} parameters on {args.text or 'the source text of Python itself'}."
     )
-    runs: dict[str, Trained] = {}
-    stopped: KeyboardInterrupt | DivergenceError | None = None
-    for name, strategy in strategies.items():
-        print(f"\n{strategy}", flush=True)
-        try:
-            runs[name] = _train(strategy, model, train, val, args.output / name, args)
-        except (KeyboardInterrupt, DivergenceError) as reason:
-            stopped = reason
-            break
-    if runs:
-        _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
-    if stopped is not None:
+    runs: dict[str, vecgym.History] = {}
+    try:
+        for name, strategy in strategies.items():
+            print(f"\n{strategy}", flush=True)
+            trainer.fit(
+                strategy, args.num_nodes, max_steps=args.steps, batch_size=args.batch_size, val_size=VAL_SIZE,
+                val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=args.seed, device=args.device,
+                engine=args.engine, compile=args.compile, logger=vecgym.CSVLogger(args.output / name),
+                progress=not args.no_progress,
+            )  # fmt: skip
+            runs[name] = trainer.history
+    except (KeyboardInterrupt, DivergenceError):
         print(f"\n{name} stopped early; what was recorded of it is in {args.output / name}", file=sys.stderr)
-        raise stopped
+        raise
+    finally:
+        if runs:
+            _report(runs, allreduce_bytes(args.num_nodes, num_params, args.steps), args)
     return 0
 
 
@@ -123,92 +108,60 @@ def strategy_name(text: str) -> str:
     return text
 
 
-def make_strategy(name: str, args: argparse.Namespace) -> Strategy:
+def make_strategy(name: str, args: argparse.Namespace) -> vecgym.strategy.Strategy:
     """Make a strategy; all have the same inner optimizer: AdamW with a warm-up and a cosine decay to a tenth."""
-    import torch
-
-    from vecgym.strategy import OptimSpec
     from vecgym.strategy.catalogue import CATALOGUE
 
-    if name not in (names := offered()):
-        raise ValueError(f"strategy {name!r} is not known; allowed: {', '.join(names)}.")
     return CATALOGUE[name].make(
         H=args.H,
         p=0.005,
-        outer_optim=OptimSpec(torch.optim.SGD, lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True),
-        inner_optim=OptimSpec(torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.99)),  # a short memory for a short run
+        outer_optim=vecgym.OptimSpec("sgd", lr=args.outer_lr, momentum=args.outer_momentum, nesterov=True),
+        inner_optim=vecgym.OptimSpec("adamw", lr=args.lr, betas=(0.9, 0.99)),  # a short memory for a short run
         warmup_steps=args.steps // 20,
         cosine_anneal=True,
         max_norm=1.0,
     )
 
 
-def _data(args: argparse.Namespace) -> tuple[TokenWindows, TokenWindows, int]:
-    """Return windows to train on, windows to validate on, and the number of different characters."""
-    from vecgym.data import TokenWindows, encode_text
+def _trainer(args: argparse.Namespace) -> vecgym.Trainer[vecgym.models.GPT]:
+    """Return a trainer of the GPT, on windows of the text."""
+    from vecgym.core import rng
     from vecgym.data.text import read_text, split_text, standard_library_text
 
     text = read_text(args.text) if args.text else standard_library_text()
     vocabulary = "".join(sorted(set(text)))
-    train, val = (TokenWindows(encode_text(part, vocabulary)[0], args.context) for part in split_text(text))
-    return train, val, len(vocabulary)
-
-
-def _model(args: argparse.Namespace, vocab_size: int) -> nn.Module:
-    from vecgym.core import rng
-    from vecgym.models import GPT
-
+    tokens = [vecgym.data.encode_text(part, vocabulary)[0] for part in split_text(text)]
     with rng.private(args.seed):
-        return GPT(vocab_size, args.context, args.layers, args.heads, args.width)
+        model = vecgym.models.GPT(len(vocabulary), args.context, args.layers, args.heads, args.width)
+    return vecgym.Trainer(model, *(vecgym.data.TokenWindows(part, args.context) for part in tokens))
 
 
-def _train(
-    strategy: Strategy, model: nn.Module, train: TokenWindows, val: TokenWindows, output: Path, args: argparse.Namespace
-) -> Trained:
-    from vecgym.records.loggers import CSVLogger
-    from vecgym.runs.trainer import Trainer
-
-    start = time.perf_counter()
-    trainer = Trainer(model, train, val)
-    trainer.fit(
-        strategy, args.num_nodes, max_steps=args.steps, batch_size=args.batch_size, val_size=VAL_SIZE,
-        val_interval=max(1, args.steps // NUM_EVALUATIONS), seed=args.seed, device=args.device, engine=args.engine,
-        compile=args.compile,
-        logger=CSVLogger(output), progress=not args.no_progress,
-    )  # fmt: skip
-    return Trained(trainer.history, time.perf_counter() - start)
-
-
-def _report(runs: dict[str, Trained], reference_bytes: float, args: argparse.Namespace) -> None:
+def _report(runs: dict[str, vecgym.History], reference_bytes: float, args: argparse.Namespace) -> None:
     """Print the table, and draw the figure."""
-    from vecgym.plot import plot_comparison
-
     print(f"\n{comparison_table(runs, reference_bytes)}\n")
     print("val loss: nats per character; sent: by each node, in total; less: than allreduce, with as many steps")
-    figure, histories = args.output / "comparison.png", {name: run.history for name, run in runs.items()}
-    title = f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
-    plot_comparison(histories, figure, title=title, loss_label="loss (nats per character)")
+    figure, title = args.output / "comparison.png", f"A small GPT trained on {args.num_nodes} nodes, H = {args.H}"
+    vecgym.plot.plot_comparison(runs, figure, title=title, loss_label="loss (nats per character)")
     print(f"Figure: {figure}\nHistories: {', '.join(str(args.output / name / 'history.csv') for name in runs)}")
 
 
-def comparison_table(runs: dict[str, Trained], reference_bytes: float) -> str:
+def comparison_table(runs: dict[str, vecgym.History], reference_bytes: float) -> str:
     """Lay out one line per run; `reference_bytes` is what AllReduce sends per node.
 
-    >>> from vecgym.records.history import History
-    >>> history = History()
-    >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "bytes_total": 5e6})
-    >>> print(comparison_table({"fedavg": Trained(history, seconds=3.0)}, reference_bytes=1e8))
+    >>> history = vecgym.History()
+    >>> history.append({"val_loss": 2.0, "val_loss_local": 2.1, "bytes_total": 5e6, "seconds": 3.0})
+    >>> print(comparison_table({"fedavg": history}, reference_bytes=1e8))
     strategy  val loss  val loss of nodes    sent  less  seconds
     fedavg      2.0000             2.1000  5.0 MB   20x      3.0
     """
     from matplotlib.ticker import EngFormatter
 
     rows = [["strategy", "val loss", "val loss of nodes", "sent", "less", "seconds"]]
-    for name, run in runs.items():
-        average, nodes, sent = map(run.history.last, ("val_loss", "val_loss_local", "bytes_total"))
+    for name, history in runs.items():
+        average, nodes, sent, seconds = map(history.last, ("val_loss", "val_loss_local", "bytes_total", "seconds"))
         less = f"{reference_bytes / sent:.3g}x" if sent else "-"
         sent = EngFormatter(unit="B", places=1)(sent)
-        rows.append([name, f"{average:.4f}", f"{nodes:.4f}", sent, less, f"{run.seconds:.1f}"])
+        rows.append([name, f"{average:.4f}", f"{nodes:.4f}", sent, less, f"{seconds:.1f}"])
     return table(rows)
 
 

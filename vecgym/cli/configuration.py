@@ -7,7 +7,6 @@ import ast
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +30,8 @@ def add_options(parser: argparse.ArgumentParser, optional: bool = False) -> None
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add --output, --overwrite and --no-progress."""
+    """Add CONFIG, --set, --output, --overwrite and --no-progress."""
+    add_options(parser)
     add_output(parser, "vecgym-runs/NAME")
     parser.add_argument("--overwrite", action="store_true", help="replace the results that are there")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
@@ -62,8 +62,8 @@ def read_configuration(
         alone: the key and the class of the one item that it may return by itself instead.
 
     Raises:
-        ValueError: for a file or function that is not there, an error in it (with its line), a dict that lacks what is
-            `needed`, and a key that is not `allowed`.
+        ValueError: for a file or function that is not there, a dict that lacks what is `needed`, and a key that is not
+            `allowed`. Errors in the file are passed on.
     """
     path, function = _function(args.config)
     parameters = inspect.signature(function).parameters
@@ -71,7 +71,7 @@ def read_configuration(
     passed = {key: value for key, value in args.set if key in parameters or takes_all}
     replaced = {key: value for key, value in args.set if key not in passed}
     where = f"{path}:{function.__name__}"
-    found = _called(path, function, **passed)
+    found = function(**passed)
     if alone is not None and isinstance(found, alone[1]):
         found = {alone[0]: found}
     if not isinstance(found, dict):
@@ -116,7 +116,7 @@ def _function(text: str) -> tuple[Path, Callable[..., Any]]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"{file} is not a file; give a Python file, or FILE.py:function.")
-    module = _called(path, _imported, path)
+    module = _imported(path)
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
@@ -135,13 +135,3 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _called(path: Path, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the user's code; an error names the line of the file."""
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
-        line = frames[-1].lineno if frames else error.lineno if isinstance(error, SyntaxError) else None
-        raise ValueError(f"{path}{f':{line}' if line else ''}: {type(error).__name__}: {error}") from error

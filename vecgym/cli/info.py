@@ -7,7 +7,7 @@ import contextlib
 import os
 import platform
 
-from vecgym import __version__
+import vecgym
 from vecgym.cli.compare import offered
 from vecgym.cli.values import ENGINES
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     devices = [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
     devices += ["mps"] * torch.backends.mps.is_available() + [f"cpu ({os.cpu_count()} logical cores)"]
     facts = {
-        "vecgym": __version__,
+        "vecgym": vecgym.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "devices": ", ".join(devices),

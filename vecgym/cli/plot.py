@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import vecgym
 from vecgym.cli.values import add_output
 from vecgym.records.columns import X_AXES
 
@@ -20,12 +21,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.plot import plot_runs
     from vecgym.records.loggers import read_csv
 
     folders = [run for directory in args.directories for run in runs_in(directory)]
     histories = {name: read_csv(folder) for name, folder in named(folders).items()}
-    plot_runs(histories, args.output, x=args.x, title=args.title)
+    vecgym.plot.plot_runs(histories, args.output, x=args.x, title=args.title)
     print(f"Figure: {args.output}")
     return 0
 

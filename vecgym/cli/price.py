@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from vecgym.clock import Compute, Timeline
+import vecgym
+from vecgym.cli.values import add_output, table
 
 BANDWIDTHS = ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"]
 LATENCIES = ["0 ms", "50 ms"]
@@ -30,9 +29,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--no-overlap", action="store_true", help="nodes do not compute while they send")
     parser.add_argument("--utilization", type=float, default=0.95, help="say what bandwidth it needs (%(default)s)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("vecgym-runs/price.png"), metavar="FILE", help="(%(default)s)"
-    )
+    add_output(parser, "vecgym-runs/price.png", "FILE")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,10 +44,11 @@ def run(args: argparse.Namespace) -> int:
     wanted = check.number("--utilization", args.utilization, "(0, 1)", "the part of the time in which nodes compute")
     options = {"all_reduce": args.all_reduce, "bucket_bytes": args.bucket_bytes}
     ledger, history = recorded(args.run_folder)
-    compute = _compute(Compute, args, history)
+    taken, overlap = args.step_seconds, not args.no_overlap
+    compute = Compute.measured(history, overlap=overlap) if taken is None else Compute(_number(taken), overlap=overlap)
     found = {a: {b: price(ledger, Network(b, a, **options), compute) for b in bandwidths} for a in latencies}
     print(f"{ledger.num_steps} steps of {ledger.num_nodes} nodes, {compute}")
-    print(table(found))
+    print(priced_table(found))
     for a in latencies:
         question = Question(ledger, compute, wanted, a, options=options)
         needed = question.bandwidth()
@@ -61,11 +59,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def recorded(path: Path) -> tuple[Any, Any]:
-    """The ledger and the history of a run."""
-    from vecgym.collectives.ledger import Ledger
+def recorded(path: Path) -> tuple[vecgym.Ledger, vecgym.History]:
+    """Return the ledger and the history of a run."""
     from vecgym.records import runfile
-    from vecgym.records.history import History
     from vecgym.runs.checkpoint import FORM, checkpoints_in
 
     if path.is_dir():
@@ -74,18 +70,15 @@ def recorded(path: Path) -> tuple[Any, Any]:
             raise ValueError(f"there is no checkpoint in {path}: fit(save_dir={str(path)!r}) writes one at the end.")
         path = present[-1]
     contents = runfile.read(path, FORM)
-    ledger, history = Ledger(), History()
+    ledger = vecgym.Ledger()
     ledger.load(contents["ledger"])
-    history.settings.update(contents["settings"])
-    for row in runfile.unpacked_rows(contents["rows"]):
-        history.append(row)
-    return ledger, history
+    return ledger, vecgym.History(contents["settings"], runfile.unpacked_rows(contents["rows"]))
 
 
-def table(found: dict[float, dict[float, Timeline]]) -> str:
-    """Seconds and utilization: a row for each bandwidth, columns for each latency.
+def priced_table(found: dict[float, dict[float, vecgym.clock.Timeline]]) -> str:
+    """Lay out seconds and utilization: a row for each bandwidth, columns for each latency.
 
-    >>> print(table({}))
+    >>> print(priced_table({}))
     bandwidth
     """
     from vecgym.clock.units import readable_bandwidth, readable_time
@@ -94,19 +87,11 @@ def table(found: dict[float, dict[float, Timeline]]) -> str:
     for b in next(iter(found.values()), {}):
         cells = [f"{readable_time(t[b].seconds)}, {100 * t[b].utilization:.1f} %" for t in found.values()]
         rows.append([readable_bandwidth(b), *cells])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
-
-
-def _compute(kind: type[Compute], args: argparse.Namespace, history: Any) -> Compute:
-    overlap = not args.no_overlap
-    if args.step_seconds is None:
-        return kind.measured(history, overlap=overlap)
-    return kind(_number(args.step_seconds), overlap=overlap)
+    return table(rows)
 
 
 def _number(text: str) -> str | float:
-    """A number as it is; everything else is a text with a unit."""
+    """Parse a number; everything else is a text with a unit."""
     try:
         return float(text)
     except ValueError:

@@ -6,7 +6,8 @@ import argparse
 import inspect
 import os
 
-from vecgym.cli.configuration import add_options, add_run_options, output_of, read_configuration
+import vecgym
+from vecgym.cli.configuration import add_run_options, output_of, read_configuration
 from vecgym.cli.values import table
 
 OF_TRAINER = ("model", "train_dataset", "val_dataset")  # all others are arguments of Trainer.fit
@@ -15,38 +16,33 @@ NEEDED = ("model", "train_dataset", "strategy", "num_nodes")
 
 def allowed() -> tuple[str, ...]:
     """Return the names of what a configuration may have."""
-    from vecgym.runs.trainer import Trainer
-
-    return (*OF_TRAINER, *tuple(inspect.signature(Trainer.fit).parameters)[1:])
+    return (*OF_TRAINER, *tuple(inspect.signature(vecgym.Trainer.fit).parameters)[1:])
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Train from a configuration: a Python function that returns a dict of model, train_dataset, val_dataset and the
     arguments of Trainer.fit. Write the history as CSV, a figure of it, and config.json."""
     parser.epilog = "example: vecgym run experiment.py:diloco --set H=50 max_steps=1000 --output runs/diloco-50"
-    add_options(parser)
     add_run_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.plot import plot_runs
-    from vecgym.records.loggers import CSVLogger, as_loggers
+    from vecgym.records.loggers import as_loggers
     from vecgym.records.rows import counted
-    from vecgym.runs.trainer import Trainer
 
     found = read_configuration(args, NEEDED, allowed())
-    trainer = Trainer(*[found.pop(name, None) for name in OF_TRAINER])
+    trainer = vecgym.Trainer(*[found.pop(name, None) for name in OF_TRAINER])
     loggers = as_loggers(found.pop("logger", None))
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, with backend="distributed"
     output = output_of(args, "history.csv", goes_on=bool(found.get("resume")) or not first)
     if first:
         print(f"{found['strategy']}\n{counted(found['num_nodes'], 'node')}", flush=True)
     try:
-        trainer.fit(**found, logger=[*loggers, CSVLogger(output)])
+        trainer.fit(**found, logger=[*loggers, vecgym.CSVLogger(output)])
     finally:
         history = trainer.history
         if first and any(row.get("train_loss") is not None for row in history):
-            plot_runs({output.name: history}, output / "run.png", title=str(type(found["strategy"]).__name__))
+            vecgym.plot.plot_runs({output.name: history}, output / "run.png", title=type(found["strategy"]).__name__)
             names = ("step", "train_loss", "val_loss", "bytes_total", "seconds")
             rows = [[name, f"{history.last(name):.6g}"] for name in names if name in history.columns]
             print(f"{table(rows)}\nHistory: {output / 'history.csv'}\nFigure: {output / 'run.png'}")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from vecgym.cli.configuration import add_options, add_run_options, output_of, read_configuration
-
-if TYPE_CHECKING:
-    from vecgym.sweeps import SweepResult
+import vecgym
+from vecgym.cli.configuration import add_run_options, output_of, read_configuration
 
 NEEDED = ("model", "train_dataset", "grid")
 
@@ -19,20 +16,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Run a sweep from a configuration: a Python function that returns a dict of the arguments of vecgym.sweep.
     Write rows.csv, table.md, explain.txt and figures."""
     parser.epilog = "example: vecgym sweep experiment.py:grid --set max_steps=200 --output runs/grid"
-    add_options(parser)
     add_run_options(parser)
     parser.add_argument("--resume", action="store_true", help="keep results in DIR/sweep.pt, and resume from them")
 
 
 def run(args: argparse.Namespace) -> int:
-    from vecgym.sweeps import sweep
-
-    found = read_configuration(args, NEEDED, tuple(inspect.signature(sweep).parameters))
+    found = read_configuration(args, NEEDED, tuple(inspect.signature(vecgym.sweep).parameters))
     output = output_of(args, "rows.csv", goes_on=args.resume or bool(found.get("dry_run")))
     output.mkdir(parents=True, exist_ok=True)
     if args.resume:
         found["resume"] = output / "sweep.pt"
-    result = sweep(**found)
+    result = vecgym.sweep(**found)
     (output / "explain.txt").write_text(result.explain() + "\n")
     print(result.explain())
     if found.get("dry_run"):
@@ -45,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(result: SweepResult, output: Path) -> list[Path]:
+def draw(result: vecgym.SweepResult, output: Path) -> list[Path]:
     """Draw each axis with several values, a map of the first two of them, and the loss against the bytes."""
     rows = result.rows
     y = next((name for name in ("val_loss", "train_loss") if any(row.get(name) is not None for row in rows)), None)

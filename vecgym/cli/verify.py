@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import vecgym
 from vecgym.cli.configuration import add_options, read_configuration
 from vecgym.cli.run import allowed
 from vecgym.cli.values import count
-
-if TYPE_CHECKING:
-    from vecgym.strategy import Strategy
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -32,29 +30,23 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from vecgym.runs.verification import STRATEGIES, verify
+    from vecgym.runs.verification import STRATEGIES
 
     if args.list:
         print("\n".join(STRATEGIES))
         return 0
     strategies, task = _of_a_file(args) if args.config else (_by_name(args), {})
-    task = {
-        **({} if "model" in task else _small_gpt()),
-        **task,
-        "num_nodes": args.num_nodes or task.get("num_nodes", 4),
-    }
+    task |= {} if "model" in task else _small_gpt()
+    task |= {"num_nodes": args.num_nodes or task.get("num_nodes", 4), "num_processes": args.num_processes}
     passed = True
     for name, make in strategies.items():
-        report = verify(
-            make(), num_processes=args.num_processes, steps=args.steps, dtype=getattr(torch, args.dtype),
-            **task,
-        )  # fmt: skip
+        report = vecgym.verify(make(), steps=args.steps, dtype=getattr(torch, args.dtype), **task)
         passed &= report.passed
         print(f"{name}: {'passed' if report.passed else 'FAILED'}\n{report}\n", flush=True)
     return 0 if passed else 1
 
 
-def _by_name(args: argparse.Namespace) -> dict[str, Callable[[], Strategy]]:
+def _by_name(args: argparse.Namespace) -> dict[str, Callable[[], vecgym.strategy.Strategy]]:
     from vecgym.core import check
     from vecgym.runs.verification import STRATEGIES
 
@@ -64,17 +56,15 @@ def _by_name(args: argparse.Namespace) -> dict[str, Callable[[], Strategy]]:
     return STRATEGIES if name == "all" else {name: STRATEGIES[name]}
 
 
-def _of_a_file(args: argparse.Namespace) -> tuple[dict[str, Callable[[], Strategy]], dict[str, Any]]:
+def _of_a_file(args: argparse.Namespace) -> tuple[dict[str, Callable[[], vecgym.strategy.Strategy]], dict[str, Any]]:
     """Return what a function returns: the strategy, and what else `verify` takes."""
-    from vecgym.strategy import Strategy
-
     if args.strategy:
         args.parser.error(f"--strategy {args.strategy} and {args.config} both say what to verify: give one of them")
-    found = read_configuration(args, ("strategy",), allowed(), alone=("strategy", Strategy))
+    found = read_configuration(args, ("strategy",), allowed(), alone=("strategy", vecgym.strategy.Strategy))
     if ("model" in found) != ("train_dataset" in found):
         raise ValueError(f"{args.config}: give model and train_dataset, or neither of them for a small GPT.")
-    names = {"model": "model", "train_dataset": "dataset"} | {n: n for n in ("batch_size", "seed", "num_nodes")}
-    task = {names[name]: value for name, value in found.items() if name in names}
+    taken = ("model", "train_dataset", "batch_size", "seed", "num_nodes")
+    task = {name.removeprefix("train_"): found[name] for name in taken if name in found}
     return {args.config: lambda: found["strategy"]}, task
 
 
@@ -82,9 +72,7 @@ def _small_gpt() -> dict[str, Any]:
     import torch
 
     from vecgym.core import rng
-    from vecgym.data import TokenWindows
-    from vecgym.models import GPT
 
     with rng.private(0):
-        model = GPT(vocab_size=16, context=8, num_layers=1, num_heads=2, width=16)
-        return {"model": model, "dataset": TokenWindows(torch.randint(16, (2000,)), context=8)}
+        model = vecgym.models.GPT(vocab_size=16, context=8, num_layers=1, num_heads=2, width=16)
+        return {"model": model, "dataset": vecgym.data.TokenWindows(torch.randint(16, (2000,)), context=8)}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
+
+from vecgym.core.errors import warn
 
 
 class StandIn(ModuleType):
@@ -32,25 +35,27 @@ class StandIn(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-def is_installed(package: str) -> bool:
-    """Whether `import package` finds a stand-in.
+def install(modules: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str] | None = None) -> None:
+    """Make `import` find stand-ins: path -> contents, the package first and each before its modules.
+
+    Warns of a real package, which they hide.
 
     Raises:
         ImportError: where the real package has been imported already: its classes may be in use.
     """
+    package = next(iter(modules))
     present = sys.modules.get(package)
-    if present is None or isinstance(present, StandIn):
-        return present is not None
-    raise ImportError(
-        f"{package} is imported already, from {getattr(present, '__file__', 'somewhere')}: call install() before "
-        "anything imports it."
-    )
-
-
-def install(modules: Mapping[str, Mapping[str, Any]], absent: Mapping[str, str]) -> None:
-    """Make `import` find stand-ins: path -> contents, a package before its modules."""
+    if isinstance(present, StandIn):
+        return
+    if present is not None:
+        raise ImportError(
+            f"{package} is imported already, from {getattr(present, '__file__', 'somewhere')}: call install() before "
+            "anything imports it."
+        )
+    if (real := importlib.util.find_spec(package)) is not None:
+        warn(f"the {package} that is installed in {real.origin} is hidden: `import {package}` finds vecgym's classes.")
     for path, contents in modules.items():
-        sys.modules[path] = StandIn(path, contents, absent)
+        sys.modules[path] = StandIn(path, contents, absent or {})
         parent, _, name = path.rpartition(".")
         if parent:
             setattr(sys.modules[parent], name, sys.modules[path])

@@ -75,7 +75,7 @@ wandb or a GPU:
 ... )
 >>> average = simulator.train()
 
-There are hooks, checkpoints in `save_dir`, and `simulator.history`, `simulator.ledger` and `simulator.trainer`.
+There are hooks, and checkpoints in `save_dir`. The simulator is a `vecgym.Trainer`: `simulator.history`, `simulator.ledger`.
 Arguments, defaults and timing are the original's. With the same masks, its trajectories on 2 and 4 processes and those
 here differ by at most 5e-16 in float64 (15 steps; outer steps, SPARTA with delays, warm-up, clipping), once two
 mistakes of the original are corrected: its outer optimizer never acts, and its queue of delayed values confuses

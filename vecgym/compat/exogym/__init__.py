@@ -7,23 +7,25 @@ which train all nodes at once; a user's class, written for one rank, runs rank b
 Reference: exo-explore/gym at 9fa323c. `vecgym.guide.compat` has a table of its quirks and of what becomes of each.
 """
 
+from vecgym.compat.exogym.base import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    OptimSpec,
+    Strategy,
+    ensure_optim_spec,
+)
 from vecgym.compat.exogym.communicate import all_gather, all_reduce, barrier, broadcast
 from vecgym.compat.exogym.modules import install, run_script, uninstall
 from vecgym.compat.exogym.strategies import (
     AveragingCommunicator,
-    CommunicateOptimizeStrategy,
-    CommunicationModule,
     DeMoStrategy,
     DiLoCoCommunicator,
     DiLoCoStrategy,
     FedAvgStrategy,
-    OptimSpec,
     SimpleReduceStrategy,
     SparseCommunicator,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
-    Strategy,
-    ensure_optim_spec,
 )
 from vecgym.compat.exogym.trainer import LocalTrainer, Trainer
 

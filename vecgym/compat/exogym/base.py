@@ -1,7 +1,7 @@
 """The bases of EXO Gym's strategies: what one node does in a step, and one thing that it exchanges.
 
 Each class is written for one rank, and a user's classes derive from it. It also says what does the same for all nodes
-at once, `_vectorised`, which a run takes where a user's class overrides nothing of it (`as_written`).
+at once, `_vectorised`, which a run takes where a user's class overrides nothing of it (`vectorised`, `as_written`).
 """
 
 from __future__ import annotations
@@ -140,12 +140,9 @@ class Strategy(ABC, LogModule):
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         """Start on a node; called once, with the node's own model."""
         self.model, self.rank, self.num_nodes, self.local_step = model, rank, num_nodes, 0
-        spec = self._inner_spec()
+        spec = getattr(self, "optim_spec", None)
         if spec is not None:
             self.optim = spec.build(list(model.parameters()))
-
-    def _inner_spec(self) -> Spec | None:
-        return getattr(self, "optim_spec", None)
 
     @abstractmethod
     def step(self) -> None:
@@ -164,12 +161,9 @@ class Strategy(ABC, LogModule):
 
     def _setup_scheduler(self) -> None:
         if isinstance(self.lr_scheduler, str):
-            self.scheduler = LambdaLR(self.optim, self._lr_factor)
+            self.scheduler = LambdaLR(self.optim, self._schedule(self.max_steps))
         elif self.lr_scheduler is not None:
             self.scheduler = self.lr_scheduler(self.optim, **self.lr_scheduler_kwargs)
-
-    def _lr_factor(self, step: int) -> float:
-        return float(self._schedule(self.max_steps)(step))
 
     def _schedule(self, max_steps: int) -> Schedule:
         """Return the named schedule: a linear warm-up from 0, then 1, or a cosine down to 0.1."""
@@ -271,8 +265,71 @@ class CommunicateOptimizeStrategy(OptimizingStrategy):
         return [as_written(module) for module in self.communication_modules] == list(classes)
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy | None:
-        found = [module._vectorised(num_nodes) if as_written(module) else None for module in self.communication_modules]
-        modules = [module for module in found if module is not None]
-        if len(modules) < len(found):
-            return None
-        return native.CommunicateOptimizeStrategy(modules, self.optim_spec, **common)
+        modules: list[Any] = [
+            module._vectorised(num_nodes) if as_written(module) else None for module in self.communication_modules
+        ]
+        return None if None in modules else native.CommunicateOptimizeStrategy(modules, self.optim_spec, **common)
+
+
+# ------------------------------------------------------------------------------------------------- a run's strategy
+
+
+def vectorised(strategy: Strategy, num_nodes: int, max_steps: int | None) -> native.Strategy:
+    """Return vecgym's strategy for a run of `max_steps`; None: as many as the epochs have.
+
+    What cannot be written for all nodes at once, such as a user's own `step`, runs rank by rank.
+
+    >>> from vecgym.compat.exogym import DiLoCoStrategy
+    >>> vectorised(DiLoCoStrategy(OptimSpec(lr=0.1), H=5), num_nodes=2, max_steps=10)
+    DiLoCoStrategy(OptimSpec(AdamW, lr=0.1), \
+DiLoCoCommunicator(outer_optim=OptimSpec(SGD, lr=0.7, momentum=0.9, nesterov=True), H=5))
+    """
+    schedule = _schedule(strategy, max_steps)
+    found = None
+    if schedule is not None and as_written(strategy) is not None:
+        found = strategy._vectorised(num_nodes, max_norm=getattr(strategy, "max_norm", None) or None, **schedule)
+    return PerRank(strategy) if found is None else found
+
+
+def _schedule(strategy: Strategy, max_steps: int | None) -> dict[str, Any] | None:
+    """Return the arguments of vecgym that give the same learning rates; None: there are none."""
+    if strategy.lr_scheduler is None:
+        return {}
+    if not isinstance(strategy.lr_scheduler, str):
+        return None
+    if strategy.lr_scheduler_kwargs.get("max_steps") is None:
+        return {"lr_scheduler": "lambda_cosine", **strategy._form}
+    return None if max_steps is None else {"lr_scheduler": strategy._schedule(max_steps)}
+
+
+class PerRank(native.RankStrategy):
+    """Runs a strategy written for EXO Gym on every rank; see `vecgym.strategy.per_rank`."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__()
+        self.theirs = strategy
+
+    def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
+        self.model = model
+        self.theirs.max_steps = self.max_steps
+        self.theirs._init_node(model, rank, num_nodes)
+        if hasattr(self.theirs, "optim"):
+            self.optim = self.theirs.optim  # whose learning rate is recorded
+        self._left: dict[str, Any] = {}
+
+    def step(self) -> None:
+        """Add this step's gradients to what `zero_grad` leaves of the last step's, then run the user's step."""
+        params = dict(self.model.named_parameters())
+        fresh = {name: p.grad for name, p in params.items() if p.requires_grad}
+        for name in fresh:
+            params[name].grad = self._left.get(name)
+        self.theirs.zero_grad()
+        for name, grad in fresh.items():
+            kept = params[name].grad
+            params[name].grad = grad if kept is None or grad is None else kept.add_(grad)
+        self.theirs.step()
+        self._left = {name: p.grad for name, p in params.items()}
+
+    def __repr__(self) -> str:
+        settings = {name: x for name, x in self.theirs.__config__().items() if name not in ("kwargs", "strategy")}
+        return f"{type(self.theirs).__name__}({', '.join(f'{name}={x!r}' for name, x in settings.items())})"

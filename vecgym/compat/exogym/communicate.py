@@ -88,13 +88,9 @@ def _handle(group: Any, async_op: bool = False) -> Done | None:
     return Done() if async_op else None
 
 
+_COLLECTIVES = (all_reduce, broadcast, all_gather, broadcast_object_list, all_gather_object, barrier)
 _REPLACED: dict[str, Callable[..., Any]] = {
-    "all_reduce": all_reduce,
-    "broadcast": broadcast,
-    "all_gather": all_gather,
-    "broadcast_object_list": broadcast_object_list,
-    "all_gather_object": all_gather_object,
-    "barrier": barrier,
+    **{function.__name__: function for function in _COLLECTIVES},
     "get_rank": lambda group=None: per_rank.here()[1],
     "get_world_size": lambda group=None: per_rank.here()[0].num_nodes,
     "is_initialized": lambda: True,

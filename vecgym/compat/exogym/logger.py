@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from vecgym.compat import perplexity
-from vecgym.records.loggers import Logger as BaseLogger
+from vecgym.core import check
+from vecgym.records import loggers
 
 # Table -> its columns.
 TABLES = {
     "train": ("step", "examples_trained", "train_loss", "train_perplexity", "lr"),
     "validation": ("step", "local_loss", "local_perplexity", "global_loss", "global_perplexity"),
 }
+AXES = {"step": "step", "examples": "examples_trained"}  # of wandb -> the column
 
 
-class Logger(BaseLogger):
+class Logger(loggers.Logger):
     """Translates rows into EXO Gym's tables; a subclass writes them.
 
     `train` has a row after each step, which is counted from 0. In `validation`, `local_loss` is node 0's and
@@ -71,34 +73,26 @@ class CSVLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """The same columns in a run of the package `wandb`, against steps or examples.
+    """The same columns in a run of the package `wandb`, which vecgym's logger begins, against steps or examples.
 
     Raises:
-        ModuleNotFoundError: where that package is not installed.
+        ImportError: where that package is not installed.
     """
 
     def __init__(
         self, wandb_project: str, run_name: str | None, config: dict[str, Any] | None = None, x_axis: str = "step"
     ) -> None:
         super().__init__(run_name, config)
-        if x_axis not in ("step", "examples"):
-            raise ValueError(f"log_x_axis={x_axis!r} is not known; allowed: 'step', 'examples'.")
-        import wandb
-
-        self._wandb = wandb
-        self._run: Any = None
         self.wandb_project = wandb_project
-        self.x_axis = x_axis
+        self.x_axis = check.choice("log_x_axis", x_axis, AXES)
+        self._wandb = loggers.WandbLogger(wandb_project, run_name)
 
     def start(self, settings: dict[str, Any]) -> None:
-        config = json.loads(json.dumps({**settings, **self.config}, default=str))
-        self._run = self._wandb.init(project=self.wandb_project, name=self.run_name, config=config)
+        self._wandb.start({**settings, **self.config})
 
     def write(self, table: str, row: dict[str, Any]) -> None:
-        axes = {"step": "step", "examples": "examples_trained"}
-        shown = {column: row[column] for column in TABLES[table] if column not in axes.values()}
-        self._run.log(shown, step=int(row[axes[self.x_axis]]))
+        shown = {column: row[column] for column in TABLES[table] if column not in AXES.values()}
+        self._wandb.run.log(shown, step=int(row[AXES[self.x_axis]]))
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._wandb.finish()

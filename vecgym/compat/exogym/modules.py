@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 
 from vecgym.compat import imports
-from vecgym.compat.exogym import communicate, logger, strategies, trainer, utils
+from vecgym.compat.exogym import base, communicate, logger, strategies, trainer, utils
 from vecgym.core import check
-from vecgym.core.errors import warn
 from vecgym.records import loggers
 
 _TRAINERS = "Trainer LocalTrainer"
@@ -52,9 +50,8 @@ NAMES = {
     "exogym.strategy.sparta_diloco": "SPARTADiLoCoStrategy",
     "exogym.strategy.demo": "DeMoStrategy",
 }
-_MEMBERS = {
-    name: value for module in (communicate, utils, strategies, trainer, logger) for name, value in vars(module).items()
-}
+_HOMES = (communicate, utils, base, strategies, trainer, logger)
+_MEMBERS = {name: value for home in _HOMES for name, value in vars(home).items()}
 CONTENTS = {path: {name: _MEMBERS[name] for name in names.split()} for path, names in NAMES.items()}
 # A path of the documents, which show vecgym's own loggers there.
 CONTENTS["exogym.logger"] = {name: getattr(loggers, name) for name in (*_LOGGERS.split(), "TensorBoardLogger")}
@@ -85,11 +82,7 @@ def install(device: str | None = None) -> None:
     'vecgym.compat.exogym.strategies'
     >>> uninstall()
     """
-    if not imports.is_installed("exogym"):
-        real = importlib.util.find_spec("exogym")
-        if real is not None:
-            warn(f"the exogym that is installed in {real.origin} is hidden: `import exogym` finds vecgym's classes.")
-        imports.install(CONTENTS, ABSENT)
+    imports.install(CONTENTS, ABSENT)
     trainer.use_device(device)
 
 

@@ -17,11 +17,8 @@ from vecgym.compat.exogym.base import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
     OptimizingStrategy,
-    OptimSpec,
     Spec,
-    Strategy,
     as_written,
-    ensure_optim_spec,
     taken,
 )
 from vecgym.compat.exogym.communicate import all_gather, average_, broadcast, broadcast_object_list
@@ -29,13 +26,6 @@ from vecgym.compress.dct import dct, from_chunks, grid, inverse_dct, mean_of_sen
 from vecgym.core import check
 from vecgym.strategy import per_rank
 from vecgym.strategy.modules import outer_spec
-
-__all__ = [
-    "AveragingCommunicator", "CommunicateOptimizeStrategy", "CommunicationModule", "DeMoStrategy", "DiLoCoCommunicator",
-    "DiLoCoStrategy", "FedAvgStrategy", "IndexSelector", "OptimSpec", "OptimizingStrategy", "PartitionedIndexSelector",
-    "RandomIndexSelector", "SPARTADiLoCoStrategy", "SPARTAStrategy", "ShuffledSequentialIndexSelector",
-    "SimpleReduceStrategy", "SparseCommunicator", "Strategy", "ensure_optim_spec",
-]  # fmt: skip
 
 
 def interval(name: str, H: Any) -> int:
@@ -177,9 +167,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         max_norm: float | None = None,
         **options: Any,
     ) -> None:
-        if inner_optim is not None:
-            options["inner_optim"] = inner_optim
-        super().__init__([AveragingCommunicator(island_size)], options.pop("optim_spec", None), max_norm, **options)
+        modules = [AveragingCommunicator(island_size)]
+        super().__init__(modules, max_norm=max_norm, inner_optim=inner_optim, **options)
         self.island_size = island_size
         self.H = interval("H", H)
 
@@ -234,13 +223,12 @@ class ShuffledSequentialIndexSelector(IndexSelector):
 
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
         count = param.numel()
-        if param not in self.state and count:
+        if param not in self.state:
             self.state[param] = torch.randperm(count, device=param.device)
         turn, (size, longer) = iteration % self.num_parts, divmod(count, self.num_parts)
         start = turn * size + min(turn, longer)  # the first `longer` chunks have one more
         mask = torch.zeros(count, dtype=torch.bool, device=param.device)
-        if count:
-            mask[self.state[param][start : start + size + (turn < longer)]] = True
+        mask[self.state[param][start : start + size + (turn < longer)]] = True
         return mask.view(param.shape)
 
 
@@ -251,8 +239,6 @@ class PartitionedIndexSelector(IndexSelector):
 
     def get_indices(self, param: Tensor, iteration: int) -> Tensor:
         count = param.numel()
-        if not count:
-            return torch.zeros_like(param, dtype=torch.bool)
         num_parts = min(self.num_parts, count)
         part, turn = self.state.get(param, (None, num_parts))
         if turn == num_parts:
@@ -327,9 +313,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self.index_selector = RandomIndexSelector(p_sparta)
         self.sparse_comm = SparseCommunicator(self.index_selector)
         self.diloco_comm = DiLoCoCommunicator(H, outer_optim_spec, **taken(options, "outer_optim", "outer_lr"))
-        if inner_optim_spec is not None:
-            options["optim_spec"] = inner_optim_spec
-        super().__init__([self.sparse_comm, self.diloco_comm], **options)
+        super().__init__([self.sparse_comm, self.diloco_comm], inner_optim_spec=inner_optim_spec, **options)
 
     def _is_due(self, module: CommunicationModule) -> bool:
         return module is not self.sparse_comm or (self.local_step + 1) % self.sparta_interval == 0
@@ -371,14 +355,7 @@ class DeMoStrategy(OptimizingStrategy):
         self.compression_chunk = check.integer("compression_chunk", compression_chunk)
         self.weight_decay = check.number("weight_decay", weight_decay, "[0, inf)")
         super().__init__(optim_spec, max_norm, **options)
-
-    @property
-    def lr(self) -> Any:
-        """The learning rate."""
-        return self.optim_spec.lr
-
-    def _inner_spec(self) -> Spec:
-        return Spec(torch.optim.SGD, lr=self.lr, weight_decay=self.weight_decay)
+        self.optim_spec = Spec(torch.optim.SGD, lr=self.optim_spec.lr, weight_decay=self.weight_decay)
 
     def _init_node(self, model: nn.Module, rank: int, num_nodes: int) -> None:
         super()._init_node(model, rank, num_nodes)
@@ -411,4 +388,4 @@ class DeMoStrategy(OptimizingStrategy):
 
     def _vectorised(self, num_nodes: int, **common: Any) -> native.Strategy:
         compression = (self.compression_decay, self.compression_topk, self.compression_chunk)
-        return native.DeMoStrategy(*compression, self.weight_decay, lr=self.lr, **common)
+        return native.DeMoStrategy(*compression, self.weight_decay, lr=self.optim_spec.lr, **common)

@@ -12,17 +12,13 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from vecgym.collectives.ledger import Ledger
-from vecgym.compat.exogym.base import Strategy, warn_without_effect
+from vecgym.compat.exogym.base import Strategy, vectorised, warn_without_effect
 from vecgym.compat.exogym.communicate import torch_distributed_calls
-from vecgym.compat.exogym.logger import CSVLogger, WandbLogger
+from vecgym.compat.exogym.logger import AXES, CSVLogger, WandbLogger
 from vecgym.compat.exogym.utils import create_config
-from vecgym.compat.exogym.vectorised import vectorised
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.core.nodes import Nodes
 from vecgym.core.options import Options, takes
-from vecgym.records.history import History
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.runs import options as vecgym_options
 from vecgym.runs import trainer as vecgym_trainer
@@ -36,6 +32,7 @@ WITHOUT_EFFECT = {
 }
 
 Name = Annotated[str | None, partial(check.instance, kind=(str, type(None)), give="a str, or None")]
+Axis = Annotated[str | None, lambda name, value: value if value is None else check.choice(name, value, AXES, "None")]
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class FitOptions(Options):
     device: str | torch.device | None = None
     run_name: Name = None
     wandb_project: Name = None
-    log_x_axis: str | None = None
+    log_x_axis: Axis = None
     kwargs: Any = None
     logger: Any = None
     log_interval: Count = 1
@@ -92,8 +89,6 @@ class FitOptions(Options):
         if self.num_nodes is None:
             raise TypeError("fit() needs num_nodes=K.")
         super().__post_init__()
-        if self.log_x_axis is not None:
-            check.choice("log_x_axis", self.log_x_axis, ("step", "examples"), "None")
         if self.minibatch_size is not None and self.minibatch_size > self.batch_size:
             raise ValueError(
                 f"minibatch_size={self.minibatch_size} must not be larger than batch_size={self.batch_size}."
@@ -132,16 +127,14 @@ def use_device(device: str | None) -> None:
     _device = check.instance("device", device, (str, type(None)), 'a device such as "cpu", or None')
 
 
-class Trainer:
-    """Train one model on K simulated nodes, with the arguments of EXO Gym's trainer.
+class Trainer(vecgym_trainer.Trainer[nn.Module]):
+    """Train one model on K simulated nodes, with the arguments of EXO Gym's trainer. All else is `vecgym.Trainer`'s.
 
     Args:
         model: `model(batch)` returns the mean loss.
         train_dataset, val_dataset: datasets, or factories `(rank, num_nodes, train_dataset=...) -> Dataset`.
         start_port, devices: without effect, with a warning.
         device: "cpu", "cuda", "mps"; None or "": the best one present.
-
-    Attributes, after `fit`: `history`, `ledger` and `nodes`, as in `vecgym.Trainer`.
 
     >>> from vecgym.compat.exogym import OptimSpec, SimpleReduceStrategy
     >>> from vecgym.models import Line
@@ -163,16 +156,12 @@ class Trainer:
         devices: Any = None,
     ) -> None:
         warn_without_effect("Trainer", {"start_port": start_port, "devices": devices}, WITHOUT_EFFECT)
-        self.model_orig = model
-        self.train_dataset = train_dataset
-        self.val_dataset = val_dataset
+        super().__init__(model, train_dataset, val_dataset)
+        self.model_orig = model  # EXO Gym's name for it
         self.device = device
-        self.history = History()
-        self.ledger = Ledger()
-        self.nodes: Nodes | None = None
 
     @takes(FitOptions)
-    def fit(self, options: FitOptions) -> nn.Module:
+    def fit(self, options: FitOptions) -> nn.Module:  # type: ignore[override]  # EXO Gym's order
         """Train, and return a model that holds the average of the nodes.
 
         Args:
@@ -184,30 +173,23 @@ class Trainer:
         """
         warn_without_effect("fit()", vars(options), WITHOUT_EFFECT)
         asked = (_device, options.device, self.device)
-        devices = [device for device in asked if device is not None and str(device)]
         try:
-            device = vecgym_options.resolve_device(devices[0] if devices else None)
+            device = vecgym_options.resolve_device(next((x for x in asked if x is not None and str(x)), None))
         except ValueError as error:
             raise ValueError(f"{error} A script as it stands: vecgym exogym --device cpu SCRIPT.") from None
         options = replace(options, device=device, run_name=options.run_name or f"{datetime.now():%Y%m%d_%H%M%S}")
-        trainer = vecgym_trainer.Trainer(self.model_orig, self.train_dataset, self.val_dataset)
         known = {field.name for field in fields(vecgym_options.FitOptions)}
+        folder = None if options.checkpoint_interval is None else os.path.join(options.save_dir, str(options.run_name))
         arguments = {
             **{name: value for name, value in vars(options).items() if name in known},
             **_sizes(options),
             "strategy": vectorised(options.strategy, options.num_nodes, options.max_steps),
             "logger": self._loggers(options),
             "progress": not options.disable_logging,
-            "save_dir": None,
+            "save_dir": folder,
         }
-        if options.checkpoint_interval is not None:
-            arguments["save_dir"] = os.path.join(options.save_dir, options.run_name or "")
-        try:
-            with torch_distributed_calls():
-                return trainer.fit(**arguments)
-        finally:
-            self.history, self.ledger = trainer.history, trainer.ledger
-            self.nodes = None if trainer.run is None else trainer.run.nodes
+        with torch_distributed_calls():
+            return super().fit(**arguments)
 
     def _loggers(self, options: FitOptions) -> list[Logger]:
         if options.disable_logging:
@@ -216,11 +198,11 @@ class Trainer:
             return as_loggers(options.logger)
         kwargs = {} if options.kwargs is None else options.kwargs
         extra = {"num_nodes": options.num_nodes, "batch_size": options.batch_size, "kwargs": kwargs}
-        name, config = str(options.run_name), create_config(self.model_orig, options.strategy, None, extra)
+        name, config = str(options.run_name), create_config(self.model, options.strategy, None, extra)
         if options.wandb_project is not None:
             try:
                 return [WandbLogger(options.wandb_project, name, config, options.log_x_axis or "step")]
-            except ModuleNotFoundError:
+            except ImportError:
                 project = f"wandb_project={options.wandb_project!r}"
                 warn(f"{project}, but wandb is not installed: logging to logs/{name}/ instead.")
         elif options.log_x_axis == "examples":
