@@ -1,4 +1,4 @@
-"""`vecgym.engine.simulation.Simulation`'s interface on the kernel of `vecgym.simulation`, so that its tests run on both.
+"""`vecgym.engine.simulation.Simulation`'s interface on the kernel, `vecgym.simulation`: its tests run on both.
 
 `on_the_kernel` makes the library use it. `VECGYM_KERNEL=1 pytest` runs the whole suite so.
 """
@@ -90,7 +90,9 @@ class OnTheKernel(Simulation):
     def metrics(self, state: State, row: kernel.Row, rows: Any) -> Metrics:
         presence, step = self.presence, state.step
         event = next(event for event in row.events if event.what == "exchange")
-        part = kernel.Part(self.kernel, Draft(step, dict(self.held.own), dict(self.held.shared), iter(()), False), event)
+        part = kernel.Part(
+            self.kernel, Draft(step, dict(self.held.own), dict(self.held.shared), iter(()), False), event
+        )
         ctx = self.adapted._context(part)
         lr = self.strategy.lr(ctx) if ctx.lr is None else ctx.lr
         there = self.run.there(step)
@@ -108,7 +110,11 @@ class OnTheKernel(Simulation):
         self.held = state
         values = {**state.own, **state.shared}
         buffers = {**state.own["buffers"], **state.shared["buffers"]}
-        made = self.adapted._timetable.made(state.tick) if state.tick <= self.max_steps else [state.tick] * self.comm.num_nodes
+        made = (
+            self.adapted._timetable.made(state.tick)
+            if state.tick <= self.max_steps
+            else [state.tick] * self.comm.num_nodes
+        )
         here = torch.tensor([made[node] if self.counts_differ else state.tick for node in self._node_ids])
         optimizer = values["optimizer"]
         if self.adapted._counts:

@@ -7,7 +7,6 @@ after run.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time

@@ -18,7 +18,7 @@ from vecgym.engine.presence import Presence, check_presence, exchanges_gradients
 from vecgym.engine.returning import Shared, rejoined, through_server
 from vecgym.engine.rows import replaced
 from vecgym.engine.state import State as Stepped
-from vecgym.simulation.part import Part
+from vecgym.simulation.simulation import Part
 from vecgym.simulation.timetable import Lockstep, Mark, RunFacts
 from vecgym.strategy import Context, Strategy
 from vecgym.strategy.base import lets_rest
@@ -28,7 +28,7 @@ from vecgym.strategy.inner import row_by_row
 class Adapted:
     """A strategy with today's hooks: a gradient and an optimizer step for those who train, then what is exchanged.
 
-    The modules' states are kept as modules keep them, `[1 or K, *]`, in `shared["modules"]`. Parameters and optimizer are
+    Modules keep their states as they like, `[1 or K, *]`, in `shared["modules"]`. Parameters and optimizer are
     shared where all nodes store them once, as they do under AllReduce. How many steps a node has made is in the
     timetable, so the optimizer's state holds no count.
 
@@ -140,10 +140,16 @@ class Adapted:
         part.params = new
         self._keep_optimizer(part, held)
 
-    # -------------------------------------------------------------------------------- what hooks are told, and give back
+    # ------------------------------------------------------------------------------ what hooks are told, and give back
 
     def _context(self, part: Part) -> Context:
-        """Return what the hooks are told, of the nodes that are there."""
+        """Return what the hooks are told in this tick, of the nodes that are there."""
+        if "context" not in part.memo:
+            part.memo["context"] = self._new_context(part)
+        found: Context = part.memo["context"]
+        return found
+
+    def _new_context(self, part: Part) -> Context:
         run, presence, step, simulation = self._run, self._run.presence, part.tick, part.simulation
         there, training = run.there(step), self._timetable.training(step)
         comm = simulation.place(there).comm
@@ -153,8 +159,8 @@ class Adapted:
         made = self._timetable.made(step) if self._timetable.trains or presence else [step] * run.num_nodes
         nodes_there = range(run.num_nodes) if there is None else there
         ctx = Context(
-            comm, step=step, node_steps=torch.tensor([made[row] for row in rows]), max_steps=run.num_steps, seed=run.seed,
-            inplace=part.inplace, differentiable=not part.inplace, rows=ids, exact=self.exact,
+            comm, step=step, node_steps=torch.tensor([made[row] for row in rows]), max_steps=run.num_steps,
+            seed=run.seed, inplace=part.inplace, differentiable=not part.inplace, rows=ids, exact=self.exact,
             own_time=presence is not None and part.home is part.own,
             num_examples=None if run.num_examples is None else tuple(run.num_examples[node] for node in nodes_there),
             missed=functools.partial(missed, presence, ids) if isinstance(presence, Presence) else None,

@@ -39,7 +39,7 @@ class Move(NamedTuple):
 
     target: Tensor
     source: Tensor
-    index: Tensor | None
+    rows: Tensor | None
 
 
 class Rows:

@@ -1,7 +1,7 @@
 """What happens when in a run, and to which rows: plain Python, known before the first gradient.
 
-It never depends on a number that is trained. Who is there, who trains, who exchanges and which batch each node reads are
-all known beforehand, so a timetable can be tested without tensors, and a run can read its data ahead.
+It never depends on a number that is trained. Who is there, who trains, who exchanges and which batch each node reads
+are all known beforehand, so a timetable can be tested without tensors, and a run can read its data ahead.
 
 >>> run = RunFacts(num_nodes=3, num_steps=4)
 >>> for events in Lockstep(run, Mark("meet", Every(2))).ticks():
