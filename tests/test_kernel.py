@@ -210,7 +210,7 @@ def scaffold_by_hand(model: nn.Module, batches: Any, lr: float, H: int) -> tuple
             losses[-1].append(loss.item())
             with torch.no_grad():
                 for (name, p), g in zip(copies[node].named_parameters(), grads):
-                    p -= lr * (g - own[node][name] + server[name])
+                    p.sub_(lr * (g - own[node][name] + server[name]))
         if (step + 1) % H == 0:
             ends = [{name: p.detach().clone() for name, p in each.named_parameters()} for each in copies]
             news = [{n: own[i][n] - server[n] + (start[n] - ends[i][n]) / (H * lr) for n in names} for i in range(K)]
