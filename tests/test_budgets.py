@@ -16,7 +16,7 @@ from tests.slow import SLOW
 PACKAGE = Path(__file__).parent.parent / "vecgym"
 FILES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_UNITS = 18  # modules and packages directly in vecgym; two, `logger` and `availability`, only show what is elsewhere
+MAX_UNITS = 19  # modules and packages directly in vecgym; two, `logger` and `availability`, only show what is elsewhere
 MAX_FUNCTION = 40  # lines, without its docstring
 MAX_PARAMETERS = 8
 MAX_CODE_LINES = 24_252  # of the whole package

@@ -21,6 +21,7 @@ FLOORS = [
     "data models collectives compress optim",
     "strategy",
     "engine",
+    "simulation",
     "availability records",
     "logger plot",
     "clock",

@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # what `_HOMES` says, for type checkers and editors
     from vecgym import plot as plot
     from vecgym import records as records
     from vecgym import runs as runs
+    from vecgym import simulation as simulation
     from vecgym import strategy as strategy
     from vecgym import sweeps as sweeps
     from vecgym.clock import dry_run
@@ -141,7 +142,7 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = {
     "availability", "clock", "collectives", "compat", "compress", "core", "data", "engine", "guide", "logger",
-    "models", "optim", "plot", "records", "runs", "strategy", "sweeps",
+    "models", "optim", "plot", "records", "runs", "simulation", "strategy", "sweeps",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # to type checkers, an unknown name would be there

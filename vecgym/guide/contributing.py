@@ -13,6 +13,30 @@ README.md has a picture of the floors on which the packages stand, and names the
 - **Only `vecgym/engine/` calls `vmap`.** Strategies are tensor operations on `[K, *]` trees and a `comm` object. That
   is what lets one source run stacked, distributed, swept and differentiated.
 
+## The kernel: a timetable and handlers
+
+`vecgym.simulation` is where the library is going: one loop for every kind of run. A *timetable* says what happens when,
+and to which rows, in plain Python, before the first gradient. An *algorithm* has a method for each kind of event. An
+*event* takes its rows out of the state, its method changes them, and they are put back:
+
+>>> from vecgym.simulation import Every, Lockstep, Mark, RunFacts
+>>> timetable = Lockstep(RunFacts(num_nodes=4, num_steps=4), Mark("meet", Every(2)))
+>>> [[event.what for event in events] for events in timetable.ticks()]
+[['train'], ['train', 'meet'], ['train'], ['train', 'meet']]
+
+| module | holds |
+|---|---|
+| `timetable` | `Event`, `Mark`, `Lockstep`: who trains, who meets, who returns, and at which of their own counts |
+| `state` | `State`: what is each node's `own` and what is `shared`; `Rows`, and how they are put back |
+| `simulation` | `Part`, all that a handler sees; `Simulation`, which takes, calls, puts, and asks the engine for gradients |
+| `run` | the loop |
+| `adapted` | today's strategies, whose hooks become two handlers, `train` and `exchange` |
+
+Absent nodes are rows that an event does not have; a node that rests is one that `train` does not have; what is late is
+an event later in the timetable. Nothing else knows of them. `fit`, sweeps and rollouts still take the steps of
+`vecgym.engine.simulation`. `tests/kernel.py` puts the kernel in its place: `tests/test_kernel.py` runs every strategy on
+both, to the bit, and `VECGYM_KERNEL=1 pytest` runs the whole suite on the kernel.
+
 ## Where to add what
 
 | what | where | its tests |

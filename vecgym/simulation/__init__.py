@@ -1,0 +1,15 @@
+"""A run is a timetable and handlers.
+
+The timetable says what happens when, and to which rows. An algorithm has a method for each kind of event. An event
+takes its rows out of the state, its method changes them, and they are put back. That is all that a run does.
+"""
+
+from vecgym.simulation.run import run
+from vecgym.simulation.simulation import Algorithm, Part, Place, Row, Simulation
+from vecgym.simulation.state import Rows, State
+from vecgym.simulation.timetable import Due, Event, Every, Lockstep, Mark, RunFacts, Timetable, When
+
+__all__ = [
+    "Algorithm", "Due", "Event", "Every", "Lockstep", "Mark", "Part", "Place", "Row", "Rows", "RunFacts", "Simulation",
+    "State", "Timetable", "When", "run",
+]  # fmt: skip

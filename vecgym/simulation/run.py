@@ -1,0 +1,33 @@
+"""The loop: of every kind of run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from vecgym.simulation.simulation import Row, Simulation
+from vecgym.simulation.state import State
+
+Listener = Callable[[State, Row], None]
+
+
+def run(
+    simulation: Simulation, state: State, listeners: Sequence[Listener] = (), *, pure: bool = False,
+    stop: Callable[[State], bool] | None = None,
+) -> State:  # fmt: skip
+    """Go through the timetable from the state's tick to its end, or until `stop`; return the last state.
+
+    Args:
+        state: is given up, unless `pure`.
+        listeners: called after each tick with the state and what was measured.
+        pure: derivatives can be taken through the run.
+    """
+    ticks, ahead = itertools.tee(simulation.timetable.ticks(state.tick))
+    batches = simulation.read(simulation.requests(ahead))
+    for events in ticks:
+        state, row = simulation.tick(state, events, batches, pure=pure)
+        for listener in listeners:
+            listener(state, row)
+        if stop is not None and stop(state):
+            break
+    return state

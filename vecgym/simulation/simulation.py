@@ -1,0 +1,281 @@
+"""The one place in which a state changes: an event takes its rows, a handler changes them, they are put back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vecgym.collectives import Collectives
+from vecgym.collectives.base import payload_bytes
+from vecgym.collectives.ledger import Transfer
+from vecgym.core import nodes, rng, tree
+from vecgym.core.tree import Tree
+from vecgym.engine import Engine, Local
+from vecgym.simulation.state import Index, Rows, State, put_back
+from vecgym.simulation.timetable import Event, RunFacts, Timetable
+
+Request = tuple[list[int], "int | list[int]"]  # rows here, and which of their own batches each of them reads
+Batches = Iterator[tuple[Any, "list[int] | None"]]  # a batch, and of each row how many examples are its own
+KEPT_PLACES = 64  # sets of rows whose collectives are kept
+
+
+class Algorithm(Protocol):
+    """Settings, a timetable, and a method for each kind of event."""
+
+    def timetable(self, run: RunFacts) -> Timetable:
+        """Say what happens when."""
+
+    def init(self, run: RunFacts, params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what each node has of its own, `[1 or K, *]`, and what all have together, `[1, *]`."""
+
+
+@dataclass
+class Draft:
+    """The state of a tick under way."""
+
+    tick: int
+    own: dict[str, Any]
+    shared: dict[str, Any]
+    batches: Batches
+    pure: bool
+    reports: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
+class Place(NamedTuple):
+    """Where the rows of an event are; the same for every event of these rows.
+
+    Attributes:
+        rows: those in this process.
+        at: their index among all rows of this process.
+        comm: the collectives among the rows of the event, in all processes.
+    """
+
+    rows: list[int]
+    at: Index
+    comm: Collectives
+
+
+class Part:
+    """The rows of an event. What is assigned to `own` and `shared` is put back when the event has been handled.
+
+    Attributes:
+        own: what these nodes have of their own, `part.own["params"]` for instance, `[rows, *]`.
+        shared: what all nodes have together, `[1, *]`.
+        home: the one of the two in which parameters and optimizer are.
+        comm: the collectives among these nodes.
+        counts: what data, rates and random numbers go by: one number, or one for each row.
+        made: optimizer steps that the nodes have made, likewise.
+        losses: of the last `gradients`, `[rows]`.
+        memo: what handlers keep within a tick.
+    """
+
+    def __init__(self, simulation: Simulation, draft: Draft, event: Event) -> None:
+        self.simulation, self.event = simulation, event
+        self._draft = draft
+        self.rows, index, self.comm = simulation.place(event.rows)
+        self.own, self.shared = Rows(draft.own, index, len(simulation.here)), Rows(draft.shared, None, 1)
+        self.home = self.shared if "params" in draft.shared else self.own
+        self.counts = self._here(event.counts)
+        self.made = self.counts if event.made is None else self._here(event.made)
+        self.losses: Tensor | None = None
+        self.memo = draft.memo
+
+    @property
+    def tick(self) -> int:
+        """Ticks done before this one."""
+        return self._draft.tick
+
+    @property
+    def inplace(self) -> bool:
+        """Whether tensors that were taken may be written to; not under differentiation."""
+        return not self._draft.pure
+
+    @property
+    def params(self) -> Tree:
+        """The parameters of these rows, wherever they are; what is `[1, *]` is given to every row."""
+        params: Tree = self.home["params"]
+        return params
+
+    @params.setter
+    def params(self, new: Tree) -> None:
+        self.home["params"] = new
+
+    def gradients(self, at: Tree | None = None, mean: bool = False) -> Tree:
+        """Compute the gradients of these rows on their next batches, at their parameters or elsewhere.
+
+        Args:
+            at: other parameters, `[1 or rows, *]`.
+            mean: only the mean of the gradients is needed, `[1, *]`.
+        """
+        local = self.simulation.gradients(self, self.params if at is None else at, mean)
+        self.losses = local.losses
+        return local.grads
+
+    def report(self, losses: Tensor) -> None:
+        """Give the losses of these rows to the tick's row of the history."""
+        self._draft.reports.append((self.rows, losses.clone() if losses._is_view() else losses))
+
+    def generator(self, purpose: str, *ids: int) -> torch.Generator:
+        """Return a generator keyed by the run's seed, the purpose and the ids: the same in every process."""
+        return rng.generator(self.simulation.run.seed, purpose, *ids)
+
+    def next_batch(self) -> tuple[Any, list[int] | None]:
+        """Return the batch that these rows read next, and of each how many examples are its own; None: all."""
+        batch, limits = next(self._draft.batches)
+        return batch, limits
+
+    def put(self) -> None:
+        """Write what was assigned into the state of the tick."""
+        put_back([self.own, self.shared], pure=self._draft.pure)
+
+    def _here(self, counts: int | tuple[int, ...]) -> int | list[int]:
+        """Return the counts of the rows in this process; one number where all are equal."""
+        if isinstance(counts, int):
+            return counts
+        rows = range(self.simulation.run.num_nodes) if self.event.rows is None else self.event.rows
+        of = dict(zip(rows, counts))
+        each = [of[row] for row in self.rows]
+        return each[0] if len(set(each)) == 1 else each
+
+
+class Row(NamedTuple):
+    """All that was measured of a tick.
+
+    Attributes:
+        tick: counted from 1.
+        losses: of the rows here, nan where a node did not train.
+    """
+
+    tick: int
+    losses: Tensor
+    transfers: tuple[Transfer, ...]
+    events: Sequence[Event]
+
+
+class Simulation:
+    """K nodes that an algorithm trains, or those of them that are in this process.
+
+    Args:
+        read: a stream of requests -> a stream of batches. Who reads what is known beforehand, so that workers can read
+            ahead in every kind of run.
+        here: the rows of this process, in a row; None: all.
+        minibatch_size: examples at a time.
+    """
+
+    def __init__(
+        self, engine: Engine, algorithm: Algorithm, run: RunFacts, comm: Collectives,
+        read: Callable[[Iterator[Request]], Batches], *, here: range | None = None, minibatch_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.algorithm, self.run, self.comm, self.read = engine, algorithm, run, comm, read
+        self.here = range(run.num_nodes) if here is None else here
+        self.minibatch_size = minibatch_size
+        self.timetable = algorithm.timetable(run)
+        self.place = functools.lru_cache(KEPT_PLACES)(self._place)
+
+    def init(self, params: Tree | None = None) -> State:
+        """Return the state before the first tick, from the model's own parameters or from others, `[1, *]`."""
+        if params is None:
+            params = {name: p.detach()[None].clone() for name, p in self.engine.params.items()}
+        self.comm.ledger.announce(self.run.num_nodes, {name: payload_bytes(p) for name, p in params.items()})
+        own, shared = self.algorithm.init(self.run, params)
+        changed = self.engine.buffers if self.engine.facts is None else self.engine.facts.mutated
+        buffers: list[Tree] = [{}, {}]
+        for name, b in self.engine.buffers.items():
+            buffers[name in changed][name] = b[None]
+        return State(
+            0,
+            tree.map_leaves(self._rows_here, {"buffers": buffers[True], **own}),
+            tree.map_leaves(torch.clone, {"buffers": buffers[False], **shared}),
+        )
+
+    def _rows_here(self, x: Tensor) -> Tensor:
+        wide = x[self.here.start : self.here.stop] if len(x) > 1 else x.expand(len(self.here), *x.shape[1:])
+        return wide.clone(memory_format=torch.contiguous_format)
+
+    def requests(self, ticks: Iterator[Sequence[Event]]) -> Iterator[Request]:
+        """Say which rows read which of their own batches, in order."""
+        for events in ticks:
+            for event in events:
+                each = [(row, count) for row, count in event.each(self.run.num_nodes) if row in self.here]
+                counts = [count for _, count in each]
+                same = bool(counts) and counts.count(counts[0]) == len(counts)
+                for k in range(event.reads if each else 0):
+                    yield [row for row, _ in each], counts[0] + k if same else [count + k for count in counts]
+
+    def tick(
+        self, state: State, events: Sequence[Event], batches: Batches, *, pure: bool = False,
+        before: Callable[[Event, Draft], None] | None = None,
+    ) -> tuple[State, Row]:  # fmt: skip
+        """Handle the events of a tick, one after the other.
+
+        Args:
+            state: is given up, unless `pure`.
+            before: called before each event.
+        """
+        draft = Draft(state.tick, dict(state.own), dict(state.shared), batches, pure)
+        self.comm.step = state.tick
+        with self.comm.ledger.recording() as transfers:
+            for event in events:
+                if before is not None:
+                    before(event, draft)
+                self.handle(draft, event)
+        row = Row(state.tick + 1, self._losses(draft), tuple(transfers), events)
+        return State(state.tick + 1, draft.own, draft.shared), row
+
+    def handle(self, draft: Draft, event: Event) -> None:
+        """Take the event's rows, let its method change them, and put them back."""
+        part = Part(self, draft, event)
+        part.comm.step = draft.tick
+        getattr(self.algorithm, event.what)(part)
+        part.put()
+
+    def gradients(self, part: Part, params: Tree, mean: bool) -> Local:
+        """Compute the gradients of some rows on their next batches: the one place that asks the engine for them."""
+        shared: Tree = part.shared["buffers"]
+        buffers, (batch, limits) = {**shared, **part.own["buffers"]}, part.next_batch()
+        whole = len(self.here) == self.run.num_nodes
+        if self.engine.written:  # each node writes to its own
+            params = nodes.widened(params, len(part.rows))
+        local = self.engine.gradients(
+            params, buffers, batch, seed=self.run.seed, step=part.counts, node_ids=part.rows, limits=limits,
+            minibatch_size=self.minibatch_size, mean=mean and part.inplace and whole, differentiable=not part.inplace,
+        )  # fmt: skip
+        if self.engine.written:
+            part.params = params
+        if changed := {name: x for name, x in local.buffers.items() if name not in shared}:
+            part.own["buffers"] = changed
+        return local
+
+    def _place(self, rows: tuple[int, ...] | None) -> Place:
+        K = self.run.num_nodes
+        comm = self.comm if rows is None or len(rows) in (0, K) else self.comm.among(rows)
+        here = [row for row in (range(K) if rows is None else rows) if row in self.here]
+        return Place(here, _index([row - self.here.start for row in here], len(self.here)), comm)
+
+    def _losses(self, draft: Draft) -> Tensor:
+        """Return the mean of what was reported of each row."""
+        reports = draft.reports
+        if len(reports) == 1 and len(reports[0][0]) == len(self.here):
+            return reports[0][1]
+        if not reports:
+            return torch.full((len(self.here),), torch.nan)
+        sums = reports[0][1].new_zeros(len(self.here))
+        times = torch.zeros_like(sums)
+        for rows, losses in reports:
+            index = torch.tensor([row - self.here.start for row in rows], device=sums.device)
+            sums, times = sums.index_add(0, index, losses), times.index_add(0, index, torch.ones_like(losses))
+        return sums / times  # 0 / 0 is nan
+
+
+def _index(rows: list[int], size: int) -> Index:
+    """Return an index of these rows: None for all, a slice for rows in a row."""
+    if len(rows) == size:
+        return None
+    in_a_row = bool(rows) and rows[-1] - rows[0] + 1 == len(rows)
+    return slice(rows[0], rows[-1] + 1) if in_a_row else torch.tensor(rows, dtype=torch.long)

@@ -1,0 +1,144 @@
+"""The state of a run, and its rows: taken when they are asked for, and put back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vecgym.core import tree
+from vecgym.core.devices import placed
+
+Index = slice | Tensor | None  # some of the rows; None: all of them
+
+
+@dataclass(frozen=True)
+class State:
+    """All that evolves in a run, as a value: `vars(state)` is a checkpoint.
+
+    A run that is not differentiated works in place: every tensor then stays where it is for the whole run.
+
+    Attributes:
+        tick: ticks done.
+        own: what each node has of its own: nested dicts of tensors `[rows, *]`, by name.
+        shared: what all nodes have together, `[1, *]`.
+
+    >>> State(0, own={"params": {"w": torch.zeros(4, 3)}}, shared={}).own["params"]["w"].shape
+    torch.Size([4, 3])
+    """
+
+    tick: int
+    own: dict[str, Any]
+    shared: dict[str, Any]
+
+
+class Move(NamedTuple):
+    """A tensor that is to be written to, what with, and where; in `put_back` all of them come last."""
+
+    target: Tensor
+    source: Tensor
+    rows: Tensor | None
+
+
+class Rows:
+    """Some rows of what is stored by name. All rows, and rows in a row, are views; others are copied when asked for.
+
+    What is assigned is put back by `put_back`; what is deleted goes. A name that is new is 0 on the other rows.
+
+    Args:
+        whole: the trees `[rows, *]` by name; names are put into it.
+        index: which rows; None: all.
+        size: of all rows.
+
+    >>> whole = {"w": torch.tensor([1.0, 2.0, 3.0])}
+    >>> rows = Rows(whole, torch.tensor([0, 2]), size=3)
+    >>> rows["w"] = 10 * rows["w"]
+    >>> put_back([rows], pure=False)
+    >>> whole, "w" in rows, "v" in rows
+    ({'w': tensor([10.,  2., 30.])}, True, False)
+    """
+
+    def __init__(self, whole: dict[str, Any], index: Index, size: int) -> None:
+        self.whole, self.index, self.size = whole, index, size
+        self.assigned: dict[str, Any] = {}
+        self._taken: dict[str, Any] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return self.assigned.get(name, self.whole.get(name)) is not None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.assigned[name] if name in self.assigned else self.taken(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.assigned[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self.assigned[name] = None
+
+    def taken(self, name: str) -> Any:
+        """Return a tree as it was when the event began."""
+        if name not in self._taken:
+            value, index = self.whole.get(name, {}), self.index
+            if index is not None:
+                value = tree.map_leaves(
+                    lambda x: x[placed(index, x.device) if isinstance(index, Tensor) else index], value
+                )
+            self._taken[name] = value
+        return self._taken[name]
+
+
+def put_back(parts: list[Rows], *, pure: bool) -> None:
+    """Put what was assigned into the trees that it was taken from.
+
+    In place, unless `pure`, each tensor stays where it is and is written to, and what was taken and given back is not
+    copied. What is both read and written is cloned first, so that no two names ever share memory.
+    """
+    moves: list[Move] = []
+    for rows in parts:
+        for name, new in rows.assigned.items():
+            if new is None:
+                rows.whole.pop(name, None)
+            else:
+                rows.whole[name] = _put(rows, rows.whole.get(name), new, rows.taken(name), pure, moves)
+    targets = {move.target.untyped_storage().data_ptr() for move in moves}
+    sources = [x.clone() if x.untyped_storage().data_ptr() in targets else x for _, x, _ in moves]
+    for (target, _, index), source in zip(moves, sources):
+        target.copy_(source) if index is None else target.index_copy_(0, placed(index, target.device), source)
+
+
+def _put(rows: Rows, whole: Any, new: Any, taken: Any, pure: bool, moves: list[Move]) -> Any:
+    """Return the whole tree with the new rows; `moves` gets what is to be copied into it."""
+    gathered = isinstance(rows.index, Tensor)
+    if new is taken and not gathered:  # these are the tensors of the state themselves
+        return whole
+    if isinstance(new, dict):
+        whole, taken = whole or {}, taken or {}
+        return {name: _put(rows, whole.get(name), x, taken.get(name), pure, moves) for name, x in new.items()}
+    if not isinstance(new, Tensor):
+        return new
+    if not isinstance(whole, Tensor) or whole.shape[1:] != new.shape[1:] or whole.dtype != new.dtype:
+        return _begun(rows, new)
+    if rows.index is None and len(new) not in (1, len(whole)):
+        return new.clone()
+    wide = new.expand(taken.shape)
+    if pure:
+        index = _numbers(rows)
+        return wide if index is None else whole.index_copy(0, placed(index, wide.device), wide)
+    moves.append(Move(whole, wide, rows.index) if isinstance(rows.index, Tensor) else Move(taken, wide, None))
+    return whole
+
+
+def _begun(rows: Rows, new: Tensor) -> Tensor:
+    """Return a tensor of all rows, of which only these have had a value."""
+    index = _numbers(rows)
+    if index is None:
+        return new.expand(max(len(new), rows.size), *new.shape[1:]).clone()
+    wide = new.expand(len(index), *new.shape[1:])
+    return new.new_zeros((rows.size, *new.shape[1:])).index_copy(0, placed(index, new.device), wide)
+
+
+def _numbers(rows: Rows) -> Tensor | None:
+    """Return the numbers of the rows; None: all."""
+    return torch.arange(rows.size)[rows.index] if isinstance(rows.index, slice) else rows.index

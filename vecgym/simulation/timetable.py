@@ -1,0 +1,254 @@
+"""What happens when in a run, and to which rows: plain Python, known before the first gradient.
+
+It never depends on a number that is trained. Who is there, who trains, who exchanges and which batch each node reads
+are all known beforehand, so a timetable can be tested without tensors, and a run can read its data ahead.
+
+>>> run = RunFacts(num_nodes=3, num_steps=4)
+>>> for events in Lockstep(run, Mark("meet", Every(2))).ticks():
+...     print([event.what for event in events])
+['train']
+['train', 'meet']
+['train']
+['train', 'meet']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Who = Callable[[int, Sequence[int]], "Sequence[int] | None"]  # (step, nodes that are there) -> those meant; None: all
+
+
+class Event(NamedTuple):
+    """Something that happens to some rows of the state.
+
+    Attributes:
+        what: the method of the algorithm that handles it.
+        rows: ascending; None: all.
+        counts: what data, learning rates and random numbers go by: one number for all of these rows, or one for each.
+        reads: batches that each row reads.
+        info: what the method is told besides, such as a `Due`.
+        made: optimizer steps that the rows have made before; None: as many as `counts`.
+
+    >>> Event("train", (0, 2), counts=(5, 4), reads=1).each(num_nodes=3)
+    [(0, 5), (2, 4)]
+    """
+
+    what: str
+    rows: tuple[int, ...] | None = None
+    counts: int | tuple[int, ...] = 0
+    reads: int = 0
+    info: Any = None
+    made: int | tuple[int, ...] | None = None
+
+    def each(self, num_nodes: int) -> list[tuple[int, int]]:
+        """Return every row with its own count."""
+        rows = range(num_nodes) if self.rows is None else self.rows
+        return [(row, self.counts if isinstance(self.counts, int) else self.counts[i]) for i, row in enumerate(rows)]
+
+
+class When(Protocol):
+    """Steps at which something is due: those of `vecgym.strategy.when.When` are such."""
+
+    def due(self, step: int) -> bool:
+        """Whether it is due after this step, counted from 0."""
+
+    def count(self, step: int) -> int:
+        """Count the times that it was due before."""
+
+
+class Every(NamedTuple):
+    """After every H steps.
+
+    >>> [(step, Every(3).count(step)) for step in range(8) if Every(3).due(step)]
+    [(2, 0), (5, 1)]
+    """
+
+    H: int = 1
+
+    def due(self, step: int) -> bool:
+        return (step + 1) % self.H == 0
+
+    def count(self, step: int) -> int:
+        return step // self.H
+
+
+class Mark(NamedTuple):
+    """What is due in some ticks of a `Lockstep`, and for whom.
+
+    Attributes:
+        what: the method of the algorithm that handles it.
+        when: it is due.
+        lag: so many steps later it happens, to those who are there then and were there when it was due.
+        who: which of those who were there; None: all of them.
+        of: what it is about, such as a fragment.
+
+    >>> Mark("write", Every(10), lag=2).who is None
+    True
+    """
+
+    what: str
+    when: When = Every()
+    lag: int = 0
+    who: Who | None = None
+    of: Any = None
+
+
+class Due(NamedTuple):
+    """What an event knows of its mark.
+
+    Attributes:
+        number: times that it was due before: what selectors, topologies and outer optimizers go by.
+        step: at which it was due; the event is `lag` steps later.
+        of: what the mark is about.
+
+    >>> Due(number=0, step=9).of is None
+    True
+    """
+
+    number: int
+    step: int
+    of: Any = None
+
+
+class Attendance(Protocol):
+    """Who is there in which steps: what a `vecgym.engine.presence.Presence` says."""
+
+    def present(self, step: int) -> tuple[int, ...] | None:
+        """Return the nodes that are there; None: all."""
+
+    def training(self, step: int) -> tuple[int, ...] | None:
+        """Return those of them that train; None: all of them."""
+
+    def returning(self, step: int) -> tuple[int, ...]:
+        """Return the nodes that are there and were not in the step before."""
+
+    @property
+    def rejoin(self) -> str:
+        """What they begin with: "own" parameters, what the others have "shared", or those of a "neighbour"."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What an algorithm and its timetable may know before the first step.
+
+    Attributes:
+        presence: who is there in which steps; None: all, always.
+        num_examples: of each node's shard, `[K]`; None where not known.
+
+    >>> RunFacts(num_nodes=4, num_steps=10).presence is None
+    True
+    """
+
+    num_nodes: int
+    num_steps: int = 1
+    seed: int = 42
+    presence: Attendance | None = None
+    num_examples: tuple[int, ...] | None = None
+
+    def there(self, step: int) -> tuple[int, ...] | None:
+        """Return the nodes that are there in a step; None: all.
+
+        >>> RunFacts(num_nodes=4).there(0) is None
+        True
+        """
+        return None if self.presence is None else self.presence.present(step)
+
+
+class Timetable(Protocol):
+    """The events of a run, tick by tick. A tick ends with a row of the history.
+
+    Attributes:
+        length: ticks.
+        max_steps: most steps of a node: how long a schedule of learning rates is.
+    """
+
+    length: int
+    max_steps: int
+
+    def ticks(self, start: int = 0) -> Iterator[list[Event]]:
+        """Return the events of each tick from `start` on."""
+
+
+class Lockstep:
+    """In each tick all nodes train that are there, or those of them whom `trains` names; then comes what is marked.
+
+    A node that does not train in every step has a count of its own: with absences data and learning rates go by it, and
+    an optimizer's own count always does.
+
+    Args:
+        marks: in the order in which they happen within a tick.
+        trains: which of those who are there.
+        train: the method; another name than "train" where nodes exchange something before the optimizer's step.
+
+    >>> half = Lockstep(RunFacts(num_nodes=4, num_steps=3), trains=lambda step, rows: rows[step % 2 :: 2])
+    >>> for (event,) in half.ticks():
+    ...     print(event.rows, event.counts, event.made)
+    (0, 2) 0 (0, 0)
+    (1, 3) 1 (0, 0)
+    (0, 2) 2 (1, 1)
+    """
+
+    def __init__(self, run: RunFacts, *marks: Mark, trains: Who | None = None, train: str = "train") -> None:
+        self.run, self.marks, self.trains, self.train = run, marks, trains, train
+        self.length = self.max_steps = run.num_steps
+        self._step, self._made = 0, [0] * run.num_nodes
+
+    def ticks(self, start: int = 0) -> Iterator[list[Event]]:
+        return map(self.events, range(start, self.length))
+
+    def events(self, step: int) -> list[Event]:
+        """Return the events of one step."""
+        there, training = self.run.there(step), self.training(step)
+        counts, made = self._counts(step, training)
+        presence = self.run.presence
+        back = () if presence is None or presence.rejoin == "own" else presence.returning(step)
+        found = [Event("rejoin", info=back)] if back else []
+        if training != ():
+            found.append(Event(self.train, training, counts, 1, made=made))
+        for mark in self.marks:
+            begun = step - mark.lag
+            if begun >= 0 and mark.when.due(begun):
+                rows = self._chosen(mark.who, begun, _both(there, self.run.there(begun)) if mark.lag else there)
+                due = Due(mark.when.count(begun), begun, mark.of)
+                found.append(Event(mark.what, rows, self._counts(step, rows)[0], info=due))
+        return found
+
+    def training(self, step: int) -> tuple[int, ...] | None:
+        """Return who trains; None: all."""
+        there, presence = self.run.there(step), self.run.presence
+        chosen = self._chosen(self.trains, step, there)
+        return chosen if presence is None else _both(chosen, presence.training(step))
+
+    def made(self, step: int) -> list[int]:
+        """Count the steps that each node has trained before this one."""
+        if step < self._step:
+            self._step, self._made = 0, [0] * self.run.num_nodes
+        for before in range(self._step, step):
+            training = self.training(before)
+            for node in range(self.run.num_nodes) if training is None else training:
+                self._made[node] += 1
+        self._step = step
+        return self._made
+
+    def _counts(self, step: int, rows: tuple[int, ...] | None) -> tuple[Any, Any]:
+        """Return what these rows go by, and where it is another number, the steps that they have made."""
+        if self.trains is None and self.run.presence is None:
+            return step, None
+        each = self.made(step)
+        made = tuple(each) if rows is None else tuple(each[row] for row in rows)
+        return (step, made) if self.run.presence is None else (made, None)
+
+    def _chosen(self, who: Who | None, step: int, rows: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        found = None if who is None else who(step, range(self.run.num_nodes) if rows is None else rows)
+        return rows if found is None or len(found) == self.run.num_nodes else tuple(found)
+
+
+def _both(a: tuple[int, ...] | None, b: Iterable[int] | None) -> tuple[int, ...] | None:
+    """Return who is in both; None stands for all."""
+    if a is None or b is None:
+        return a if b is None else tuple(b)
+    others = set(b)
+    return tuple(row for row in a if row in others)
