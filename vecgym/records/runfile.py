@@ -30,7 +30,7 @@ from vecgym.records.history import History
 from vecgym.records.rows import counted
 
 FORMAT = "vecgym"
-VERSION = 3  # of the contents; a reader refuses later ones
+VERSION = 3  # of the contents; a reader refuses all others
 FORM: dict[str, Any] = {  # what `load` reads
     "step": int,
     "num_nodes": int,
@@ -134,16 +134,13 @@ def load(path: str | os.PathLike[str]) -> Saved:
     contents = read(path, FORM)
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))
-        models = {name: contents["models"][name] for name in FORM["models"]}
-        models["averaged"] = contents["models"].get("averaged")
-        return Saved(contents["step"], contents["num_nodes"], history, contents["settings"], **models)
+        return Saved(contents["step"], contents["num_nodes"], history, contents["settings"], **contents["models"])
 
 
 def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
     """Return what `load` reads: the parameters of all nodes, frozen ones too, and the buffers, `[1 or K, *]`."""
     model, params, buffers = saved.model, saved.params, saved.buffers
-    same = saved.members is None and saved.result is None
-    averaged = {} if same else {"averaged": tree.map(compact, saved.averaged)}
+    of_all = saved.members is None and saved.result is None
     names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
     state_dict = model.state_dict(keep_vars=True)
     return {
@@ -156,7 +153,7 @@ def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
             "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},
             "keys": {key: names[id(x)] for key, x in state_dict.items() if id(x) in names},
             "extra": {key: plain(x, key) for key, x in state_dict.items() if id(x) not in names},
-            **averaged,
+            "averaged": None if of_all else tree.map(compact, saved.averaged),
         },
     }
 
@@ -193,7 +190,7 @@ def read(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        Damaged: for a damaged file, a foreign one, or one of a later version, naming it.
+        Damaged: for a damaged file, a foreign one, or one of another version, naming it.
     """
     path = checks.path("path", path)
     if not path.exists():
@@ -212,10 +209,11 @@ def read(
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise Damaged(f"{path} is no file of vecgym's, though torch can read it.")
     version = contents.get("version")
-    if type(version) is not int or version < 1:
-        raise Damaged(f"{path} has version {version!r}, which no vecgym has written.")
-    if version > VERSION:
-        raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
+    if type(version) is not int or version != VERSION:
+        raise Damaged(
+            f"{path} has version {version!r}, and this vecgym reads version {VERSION} alone: read it with the vecgym that "
+            "wrote it."
+        )
     with naming(path):
         wrong = difference(contents, needed or {}, more=True)
     if wrong:
