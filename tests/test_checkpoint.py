@@ -483,7 +483,7 @@ def test_a_file_of_another_version_is_refused_in_words(
     version: int, saved_run: tuple[Path, Trainer], tmp_path: Path
 ) -> None:
     torch.save({**runfile.read(at(saved_run[0], 2)), "version": version}, tmp_path / "old.pt")
-    with pytest.raises(ValueError, match=rf"old\.pt has version {version}, and this vecgym reads version \d alone"):
+    with pytest.raises(ValueError, match=rf"old\.pt has version {version}, and this vecgym reads version \d: use"):
         vecgym.load(tmp_path / "old.pt")
 
 

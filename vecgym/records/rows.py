@@ -109,9 +109,8 @@ def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
     [{'H': 5, 'lr': 0.1}]
     """
     left = [dict(row) for row in rows]
-    if where is not None and not isinstance(where, Mapping):
-        raise TypeError(f'where is {check.kind_of(where)}; give a dict of columns, such as {{"H": 5}}.')
-    for name, wanted in (where or {}).items():
+    where = {} if where is None else check.instance("where", where, Mapping, 'a dict of columns, such as {"H": 5}')
+    for name, wanted in where.items():
         if rows and name not in rows[0]:
             raise ValueError(
                 f"where[{name!r}] is not a column{check.did_you_mean(name, rows[0])} There are {', '.join(rows[0])}."
@@ -119,7 +118,7 @@ def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
         matches = _matches(wanted, [row[name] for row in rows])
         left = [row for row in left if matches(row[name])]
     if rows and not left:
-        raise ValueError(f"no row is left where {', '.join(f'{n} is {label(x)}' for n, x in (where or {}).items())}.")
+        raise ValueError(f"no row is left where {', '.join(f'{n} is {label(x)}' for n, x in where.items())}.")
     return left
 
 

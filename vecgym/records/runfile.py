@@ -211,8 +211,7 @@ def read(
     version = contents.get("version")
     if type(version) is not int or version != VERSION:
         raise Damaged(
-            f"{path} has version {version!r}, and this vecgym reads version {VERSION} alone: read it with the vecgym that "
-            "wrote it."
+            f"{path} has version {version!r}, and this vecgym reads version {VERSION}: use the one that wrote it."
         )
     with naming(path):
         wrong = difference(contents, needed or {}, more=True)
