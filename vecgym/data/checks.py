@@ -8,17 +8,13 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from vecgym.core import check
 from vecgym.core.errors import warn
 
 Collate = Callable[[list[Any]], Any]  # the examples of one node -> its batch
 
-_LOADER_KEYS = (
-    "num_workers", "collate_fn", "pin_memory", "pin_memory_device", "drop_last", "timeout", "worker_init_fn",
-    "multiprocessing_context", "prefetch_factor", "persistent_workers",
-)  # fmt: skip
 _FACTORY = "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads"
 _OWNED_KEYS = {
     "dataset": "pass it as the first argument",
@@ -29,6 +25,7 @@ _OWNED_KEYS = {
     "generator": "use the argument seed",
     "in_order": "leave it out, batches always come in order",
 }
+_LOADER_KEYS = [key for key in inspect.signature(DataLoader).parameters if key not in _OWNED_KEYS]
 _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers"), check.flag),
     "num_workers": partial(check.integer, least=0),
@@ -39,9 +36,8 @@ _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 def split_loader_kwargs(kwargs: Mapping[str, Any] | None) -> tuple[bool, Collate | None, dict[str, Any]]:
     """Return `drop_last` and `collate_fn`, which vecgym applies itself, and the keywords for the DataLoader."""
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"dataloader_kwargs is {check.kind_of(kwargs)}; give a dict such as {{'num_workers': 2}}.")
-    given = dict(kwargs or {})
+    give = "a dict such as {'num_workers': 2}"
+    given = {} if kwargs is None else dict(check.instance("dataloader_kwargs", kwargs, Mapping, give))
     for key in given:
         if key in _OWNED_KEYS:
             raise ValueError(f"dataloader_kwargs has {key!r}, which vecgym sets itself. Fix: {_OWNED_KEYS[key]}")

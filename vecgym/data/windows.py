@@ -94,5 +94,4 @@ def _check_tokens(tokens: Any) -> None:
     integers = (torch.uint8, torch.int16, torch.int32, torch.int64)
     if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in integers:
         raise TypeError(f"tokens is {describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)")
-    if tokens.device.type == "meta":
-        raise ValueError("tokens is on the device meta, where tensors have no values: create it on the CPU")
+    check.has_values("tokens", tokens)
