@@ -7,7 +7,6 @@ that it reads.
 from __future__ import annotations
 
 import copy
-import dis
 import enum
 import functools
 import random
@@ -36,27 +35,19 @@ def _closed_over(f: types.FunctionType) -> dict[str, Any]:
 
 
 def _global_tensors(f: types.FunctionType) -> dict[str, Tensor]:
-    """Return the tensors among the globals that a function, and those in it, read and do not set, by name."""
-    return {name: x for name in _names_read(f.__code__) if isinstance(x := f.__globals__.get(name), Tensor)}
+    """Return the tensors among the globals that a function, and those in it, name."""
+    return {name: x for name in _names_in(f.__code__) if isinstance(x := f.__globals__.get(name), Tensor)}
 
 
 @functools.cache
-def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals that code reads and does not set.
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in code, and in the functions in it; `inspect` goes by them as well.
 
-    >>> _names_read((lambda: torch.ones(2)).__code__)
-    frozenset({'torch'})
+    >>> sorted(_names_in((lambda: [torch.ones(n) for n in range(2)]).__code__))
+    ['ones', 'range', 'torch']
     """
-    instructions = [i for inner in _all_codes(code) for i in dis.get_instructions(inner)]
-    read = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(read - {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")})
-
-
-def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _all_codes(constant)
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
 # ----------------------------------------------------------------------------------------------- visit and replace

@@ -36,12 +36,10 @@ class Source:
         self.lengths = tuple(len(own) for own in datasets)
         self.device = device
         self.drop_last, collate_fn, self._loader_kwargs = split_loader_kwargs(dataloader_kwargs)
-        unwrapped = [_unwrap(own) for own in datasets]
-        self._positions = [positions for _, positions in unwrapped]
-        bases = [base for base, _ in unwrapped]
+        bases, self._positions = zip(*map(_unwrap, datasets))
         one = all(base is bases[0] for base in bases)
         self._reader = _Reader(
-            datasets=tuple(bases[:1] if one else bases),
+            datasets=bases[:1] if one else bases,
             node_ids=node_ids,
             collate_fn=collate_fn,
             gathers=collate_fn is None and all(_tensors(base) for base in bases),
