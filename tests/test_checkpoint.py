@@ -36,8 +36,9 @@ from vecgym.core.files import PARTIAL, write_atomically
 from vecgym.engine.simulation import Simulation
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
+from vecgym.records.runfile import checkpoints_in
 from vecgym.runs import multiprocess
-from vecgym.runs.checkpoint import FORM, Checkpointer, checkpoints_in
+from vecgym.runs.checkpoint import FORM, Checkpointer
 from vecgym.runs.identity import settings_of
 from vecgym.runs.recorder import Recorder
 from vecgym.strategy import (

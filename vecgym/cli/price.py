@@ -66,10 +66,10 @@ def recorded(path: Path) -> tuple[Any, Any]:
     from vecgym.collectives.ledger import Ledger
     from vecgym.records import runfile
     from vecgym.records.history import History
-    from vecgym.runs.checkpoint import FORM, checkpoints_in
+    from vecgym.runs.checkpoint import FORM
 
     if path.is_dir():
-        present = checkpoints_in(path)
+        present = runfile.checkpoints_in(path)
         if not present:
             raise ValueError(f"there is no checkpoint in {path}: fit(save_dir={str(path)!r}) writes one at the end.")
         path = present[-1]

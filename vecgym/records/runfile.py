@@ -8,11 +8,13 @@ says which names and types there must be, and a run that resumes checks dtypes a
 from __future__ import annotations
 
 import os
+import re
 import types
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,8 +131,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
     (2, 2, [1, 2])
     """
     path = checks.path("path", path)
-    inside = [x for x in path.glob("step-*.pt") if x.stem[5:].isdecimal() and is_regular(x)]
-    path = max(inside, key=lambda x: int(x.stem[5:]), default=path)
+    path = [path, *checkpoints_in(path)][-1]
     contents = read(path, FORM)
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))
@@ -159,6 +160,17 @@ def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------- files
+
+
+def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints in a folder, intact or not, in the order of steps. A pipe, say, is not one."""
+    paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
+    return sorted(filter(is_regular, paths), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written."""
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
 def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
