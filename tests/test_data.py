@@ -591,7 +591,7 @@ def test_evaluation_with_a_factory_is_per_node() -> None:
 # -------------------------------------------------------------------------------------------- text, tokens
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8])
 def test_token_windows(dtype: torch.dtype) -> None:
     tokens = torch.randint(50, (40,), generator=torch.Generator().manual_seed(0)).to(dtype)
     windows = TokenWindows(tokens, 6)

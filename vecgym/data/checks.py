@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from vecgym.core import check
 from vecgym.core.errors import warn
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Collate = Callable[[list[Any]], Any]  # the examples of one node -> its batch
 
 _FACTORY = "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads"
@@ -115,6 +117,15 @@ def checked_node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[in
     if not ids or len(set(ids)) < len(ids) or max(ids) >= num_nodes:
         raise ValueError(f"node_ids={ids}. Allowed: different ids from 0 to {num_nodes - 1}, at least one")
     return ids
+
+
+def is_integers(x: Any) -> bool:
+    """Whether `x` is a tensor `[n]` of integers.
+
+    >>> is_integers(torch.tensor([1, 2])), is_integers(torch.ones(2)), is_integers([1, 2])
+    (True, False, False)
+    """
+    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in INTEGERS and x.device.type != "meta"
 
 
 def describe(value: Any) -> str:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from vecgym.core import check, rng
+from vecgym.data.checks import is_integers
 
 ALPHA = "the smaller, the more uneven"
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_DRAWS = 1000  # of a partition, until every node has `min_size` examples
 
 
@@ -55,7 +55,7 @@ class Partition:
             raise ValueError(
                 f"indices are not each of 0 to {len(places) - 1} once: a partition puts every example on one node."
             )
-        if self.labels is not None and not _is_integers(self.labels):
+        if self.labels is not None and not is_integers(self.labels):
             raise TypeError(f"labels is {check.kind_of(self.labels)}; give a tensor of integers, [n], or None.")
         if self.labels is not None and len(self.labels) != len(places):
             raise ValueError(f"there are {len(self.labels)} labels for {len(places)} examples: give one for each.")
@@ -336,11 +336,6 @@ def _rounded(n: int, shares: np.ndarray) -> np.ndarray:
     return np.diff(cuts, prepend=0)
 
 
-def _is_integers(x: Any) -> bool:
-    """Whether `x` is a tensor `[n]` of integers."""
-    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in INTEGERS and x.device.type != "meta"
-
-
 def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
     give = "a tuple of K integer tensors [n_k]"
     check.instance("indices", indices, (tuple, list), give)
@@ -349,7 +344,7 @@ def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"indices holds what is no tensor of integers; give {give}.") from None
     for node, x in enumerate(tensors):
-        if x.numel() and not _is_integers(x):
+        if x.numel() and not is_integers(x):
             raise TypeError(f"indices[{node}] is a tensor {x.dtype} {list(x.shape)}; give {give}.")
     return tuple(x.long() for x in tensors)
 
