@@ -36,8 +36,9 @@ from vecgym.core.files import PARTIAL, write_atomically
 from vecgym.engine.simulation import Simulation
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
+from vecgym.records.runfile import checkpoints_in
 from vecgym.runs import multiprocess
-from vecgym.runs.checkpoint import FORM, Checkpointer, checkpoints_in
+from vecgym.runs.checkpoint import FORM, Checkpointer
 from vecgym.runs.identity import settings_of
 from vecgym.runs.recorder import Recorder
 from vecgym.strategy import (
@@ -368,7 +369,7 @@ def foreign(path: Path) -> None:
 
 
 def executable(path: Path) -> None:
-    torch.save({"format": "vecgym", "version": 1, "model": make_model("MLP")}, path)
+    torch.save({"format": "vecgym", "version": runfile.VERSION, "model": make_model("MLP")}, path)
 
 
 def later(path: Path) -> None:
@@ -408,10 +409,11 @@ def replaced(name: str, held: dict[str, Any]) -> dict[str, Any]:
 
 HANDMADE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda held: [1, 2],
-    "nothing but its name": lambda held: {"format": "vecgym", "version": 1},
+    "nothing but its name": lambda held: {"format": "vecgym", "version": runfile.VERSION},
     "no version": lambda held: held.pop("version") and held,
     "a version in words": lambda held: {**held, "version": "1"},
     "version 0": lambda held: {**held, "version": 0},
+    "an earlier version": lambda held: {**held, "version": runfile.VERSION - 1},
     "a later version": lambda held: {**held, "version": runfile.VERSION + 1},
     "of others": lambda held: {**held, "format": "pickle"},
     **{f"no {name}": partial(without, name) for name in FORM if name != "ranks"},
@@ -477,12 +479,13 @@ def test_a_file_made_by_hand_is_named_and_the_next_older_one_taken(
     vecgym.load(at(folder, 2))  # written anew
 
 
-@pytest.mark.parametrize("earlier", [{"version": 1}, {"version": 2, "form": {}}])
-def test_models_of_earlier_versions_are_loaded(
-    earlier: dict[str, Any], saved_run: tuple[Path, Trainer], tmp_path: Path
+@pytest.mark.parametrize("version", [1, 2, runfile.VERSION + 1])
+def test_a_file_of_another_version_is_refused_in_words(
+    version: int, saved_run: tuple[Path, Trainer], tmp_path: Path
 ) -> None:
-    torch.save({**runfile.read(at(saved_run[0], 2)), **earlier}, tmp_path / "old.pt")
-    assert vecgym.load(tmp_path / "old.pt").step == 2
+    torch.save({**runfile.read(at(saved_run[0], 2)), "version": version}, tmp_path / "old.pt")
+    with pytest.raises(ValueError, match=rf"old\.pt has version {version}, and this vecgym reads version \d: use"):
+        vecgym.load(tmp_path / "old.pt")
 
 
 def test_what_is_no_file_is_passed_over_and_never_opened(tmp_path: Path) -> None:

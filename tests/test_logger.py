@@ -404,7 +404,7 @@ def test_a_failing_logger_warns_and_the_training_goes_on(
     if isinstance(logger, WandbLogger):
         monkeypatch.setattr(logger, "_wandb", type("wandb", (), {"init": staticmethod(begin)}))
     elif isinstance(logger, TensorBoardLogger):
-        monkeypatch.setattr(logger, "_make", begin)
+        monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", begin)
     elif method == "start":
         (tmp_path / "broken").write_text("a file where the directory should be")
     else:

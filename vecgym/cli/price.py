@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
 def recorded(path: Path) -> tuple[vecgym.Ledger, vecgym.History]:
     """Return the ledger and the history of a run."""
     from vecgym.records import runfile
-    from vecgym.runs.checkpoint import FORM, checkpoints_in
+    from vecgym.runs.checkpoint import FORM
 
     if path.is_dir():
-        present = checkpoints_in(path)
+        present = runfile.checkpoints_in(path)
         if not present:
             raise ValueError(f"there is no checkpoint in {path}: fit(save_dir={str(path)!r}) writes one at the end.")
         path = present[-1]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
+def integer(name: str, value: Any, least: int = 1, what: str = "", otherwise: str = "") -> int:
     """Return `value` as an int if it is an integer >= `least`, numpy's too; True and 2.0 are not.
 
     Args:
@@ -27,6 +27,7 @@ def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
         value: what was given.
         least: the smallest that is allowed.
         what: what the argument is, for the message.
+        otherwise: what else may be given, for the message.
 
     Raises:
         ValueError: otherwise.
@@ -40,7 +41,7 @@ def integer(name: str, value: Any, least: int = 1, what: str = "") -> int:
     """
     if is_integer(value) and least <= value < MOST:
         return int(value)
-    raise ValueError(f"{name}={_shown(value)} must be an integer >= {least}{_below(value)}{_about(what)}.")
+    raise ValueError(f"{name}={_shown(value)} must be an integer >= {least}{_below(value)}{otherwise}{_about(what)}.")
 
 
 def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> int | None:
@@ -53,9 +54,7 @@ def optional_integer(name: str, value: Any, least: int = 1, what: str = "") -> i
     ...
     ValueError: chunk_size=0 must be an integer >= 1, or None: None lets vecgym choose.
     """
-    if value is None or (is_integer(value) and least <= value < MOST):
-        return None if value is None else int(value)
-    raise ValueError(f"{name}={_shown(value)} must be an integer >= {least}{_below(value)}, or None{_about(what)}.")
+    return None if value is None else integer(name, value, least, what, otherwise=", or None")
 
 
 def seed(name: str, value: Any) -> int:

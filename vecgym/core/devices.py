@@ -7,7 +7,6 @@ and so does a copy to the device that is not `non_blocking`. The few places of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,23 +33,6 @@ def placed(x: Tensor, device: torch.device | str | None, dtype: torch.dtype | No
     device = x.device if device is None else torch.device(device)
     # CUDA takes pageable memory over before the call returns. On MPS the copy would read it later.
     return x.to(device, x.dtype if dtype is None else dtype, non_blocking=on_host(x) and device.type != "mps")
-
-
-def on_each_device(x: Tensor) -> Callable[[torch.device], Tensor]:
-    """Return a function from a device to `x` on it, which is copied once for each.
-
-    >>> index_on = on_each_device(torch.tensor([0, 2]))
-    >>> index_on(torch.device("cpu"))
-    tensor([0, 2])
-    """
-    copies = {x.device: x}
-
-    def on(device: torch.device) -> Tensor:
-        if device not in copies:
-            copies[device] = placed(x, device)
-        return copies[device]
-
-    return on
 
 
 def fetched(values: Any) -> Any:

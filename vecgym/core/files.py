@@ -159,16 +159,14 @@ class Lock:
         return self._read() == mine.split()
 
     def _is_here(self, descriptor: int) -> bool:
-        try:
+        with contextlib.suppress(OSError):
             return os.path.samestat(os.fstat(descriptor), self.path.stat())
-        except OSError:
-            return False
+        return False
 
     def _read(self) -> list[str]:
-        try:
+        with contextlib.suppress(OSError):
             return self.path.read_text(errors="replace").split()
-        except OSError:
-            return []
+        return []
 
     def _holder(self) -> str:
         for _ in range(20):  # it may not have written its name yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vecgym.core import check, tree
-from vecgym.core.devices import on_each_device, on_host
+from vecgym.core.devices import on_host, placed
 from vecgym.core.tree import Tree
 
 M = TypeVar("M", bound=nn.Module)
@@ -193,7 +194,7 @@ def take_rows(values, rows: Tensor, copy: bool = True):
     >>> take_rows({"w": torch.tensor([1.0, 2.0, 3.0]), "step": torch.tensor([7])}, torch.tensor([0, 2]))
     {'w': tensor([1., 3.]), 'step': tensor([7])}
     """
-    rows_on = on_each_device(rows)
+    rows_on = functools.cache(functools.partial(placed, rows))  # one copy for each device
 
     def take(x: Tensor) -> Tensor:
         return x[rows_on(x.device)] if x.shape[0] > 1 else x.clone() if copy else x
@@ -219,14 +220,14 @@ def put_rows(values, rows: Tensor, new, num_nodes: int, inplace: bool):
     >>> put_rows({"w": torch.tensor([5.0])}, torch.tensor([1]), {"w": torch.tensor([9.0])}, 3, inplace=True)
     {'w': tensor([5., 9., 5.])}
     """
-    rows_on = on_each_device(rows)
+    rows_on = functools.cache(functools.partial(placed, rows))  # one copy for each device
 
     def put(x: Tensor, old: Tensor | None) -> Tensor:
         if num_nodes == 1:  # all of it; `old` may be the same storage
             return x
         if old is None:
             old = torch.zeros_like(x[:1])
-        elif old.shape[0] == x.shape[0] == 1 and num_nodes > 1 and _unchanged(old, x):
+        elif old.shape[0] == x.shape[0] == 1 and (old is x or (on_host(x) and torch.equal(old, x))):
             return old
         index = rows_on(x.device)
         source = x.expand(len(rows), *x.shape[1:])
@@ -252,10 +253,6 @@ def put_together(values: Any, rows: Tensor, new: Any, num_nodes: int, inplace: b
         return found
 
     return tree.map_leaves(put, new, values)
-
-
-def _unchanged(old: Tensor, x: Tensor) -> bool:
-    return old is x or (on_host(x) and torch.equal(old, x))
 
 
 def unshared(exchanged: dict[str, Any], before: dict[str, Any], overwritten: Sequence[Tree]) -> dict[str, Any]:

@@ -7,71 +7,47 @@ that it reads.
 from __future__ import annotations
 
 import copy
-import dis
 import enum
 import functools
 import random
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None))
-_ATOMS = (*_PLAIN, complex, bytes)
 _CONSTANTS = (
     type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype,
     torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
-_MISSING: Any = object()
 
 
 # ----------------------------------------------------------------------------------------------------- functions
 
 
-def closed_over(f: types.FunctionType) -> dict[str, Any]:
+def _closed_over(f: types.FunctionType) -> dict[str, Any]:
     """Return the variables of outer functions that a function uses, by name; one that is not set yet is left out."""
-    values = {name: _contents(cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())}
-    return {name: x for name, x in values.items() if x is not _MISSING}
+    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
+    return {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}  # equal: both are empty
 
 
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
-def defaults(f: types.FunctionType) -> dict[str, Any]:
-    """Return the defaults of a function's arguments, by name."""
-    positional = f.__code__.co_varnames[: f.__code__.co_argcount]
-    return {**dict(zip(positional[::-1], (f.__defaults__ or ())[::-1])), **(f.__kwdefaults__ or {})}
-
-
-def globals_read(f: types.FunctionType) -> dict[str, Any]:
-    """Return the globals that a function, and those in it, read and do not set, by name; no builtins."""
-    return {name: f.__globals__[name] for name in _names_read(f.__code__) & f.__globals__.keys()}
+def _global_tensors(f: types.FunctionType) -> dict[str, Tensor]:
+    """Return the tensors among the globals that a function, and those in it, name."""
+    return {name: x for name in _names_in(f.__code__) if isinstance(x := f.__globals__.get(name), Tensor)}
 
 
 @functools.cache
-def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals that code reads and does not set.
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in code, and in the functions in it; `inspect` goes by them as well.
 
-    >>> _names_read((lambda: torch.ones(2)).__code__)
-    frozenset({'torch'})
+    >>> sorted(_names_in((lambda: [torch.ones(n) for n in range(2)]).__code__))
+    ['ones', 'range', 'torch']
     """
-    instructions = [i for inner in _all_codes(code) for i in dis.get_instructions(inner)]
-    read = {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(read - {i.argval for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")})
-
-
-def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _all_codes(constant)
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
 # ----------------------------------------------------------------------------------------------- visit and replace
@@ -115,7 +91,8 @@ def replaced(x: Any, new: dict[int, Any]) -> Any:
     elif isinstance(x, types.FunctionType):
         y = _replaced_in_function(x, new)
     elif isinstance(x, (list, tuple, set, frozenset)):
-        y = _like(x, [replaced(value, new) for value in x])
+        items = [replaced(value, new) for value in x]
+        y = type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     else:
         y = new[id(x)] = copy.copy(x)
         values = y if isinstance(y, dict) else vars(y)
@@ -131,7 +108,7 @@ def _replaced_in_function(f: types.FunctionType, new: dict[int, Any]) -> types.F
     y = types.FunctionType(f.__code__, {**f.__globals__, **read} if read else f.__globals__, f.__name__, None, cells)
     new[id(f)] = y  # it may close over itself
     y.__defaults__, y.__kwdefaults__ = replaced((f.__defaults__, f.__kwdefaults__), new)
-    values = closed_over(f)
+    values = _closed_over(f)
     for name, cell in zip(f.__code__.co_freevars, cells):
         if name in values:
             cell.cell_contents = replaced(values[name], new)
@@ -151,41 +128,25 @@ def _parts(x: Any) -> list[Any]:
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, types.FunctionType):
-        return [*closed_over(x).values(), *defaults(x).values(), *_global_tensors(x).values()]
+        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        return [*_closed_over(x).values(), *defaults, *_global_tensors(x).values()]
     return list(vars(x).values()) if hasattr(x, "__dict__") else []
 
 
 def _is_constant(x: Any) -> bool:
-    return isinstance(x, (*_ATOMS, type, types.ModuleType))
-
-
-def _global_tensors(f: types.FunctionType) -> dict[str, Tensor]:
-    return {name: x for name, x in globals_read(f).items() if isinstance(x, Tensor)}
-
-
-def _like(x: Any, items: list[Any]) -> Any:
-    """Return the items in a container of the type of `x`."""
-    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+    return isinstance(x, (*_PLAIN, complex, bytes, type, types.ModuleType))
 
 
 # ------------------------------------------------------------------------------------------------ save and restore
 
 
-class _Generator(NamedTuple):
-    kind: type
-    get: Any
-    set: Any
-
-
-_GENERATORS = (
-    _Generator(torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    _Generator(random.Random, lambda x: x.getstate(), lambda x, state: x.setstate(state)),
-    _Generator(
-        np.random.Generator, lambda x: x.bit_generator.state, lambda x, state: setattr(x.bit_generator, "state", state)
-    ),
-    _Generator(np.random.RandomState, lambda x: x.get_state(legacy=False), np.random.RandomState.set_state),
-)
-GENERATORS = tuple(each.kind for each in _GENERATORS)
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {  # how to get a state, and set it
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (lambda x: x.bit_generator.state, lambda x, state: setattr(x.bit_generator, "state", state)),
+    np.random.RandomState: (lambda x: x.get_state(legacy=False), np.random.RandomState.set_state),
+}
+GENERATORS = tuple(_GENERATORS)
 
 
 def state_of(x: Any, known: dict[int, str], where: str = "self") -> dict[str, Any]:
@@ -226,9 +187,9 @@ def _saved(x: Any, known: dict[int, str], where: str) -> Any:
     if isinstance(x, Tensor):
         grad = x.grad if x.is_leaf else None
         return {"is": "tensor", "value": x.detach().contiguous(), "grad": grad, "requires_grad": x.requires_grad}
-    for generator in _GENERATORS:
-        if isinstance(x, generator.kind):
-            return {"is": "generator", "value": generator.get(x)}
+    for kind, (get, _) in _GENERATORS.items():
+        if isinstance(x, kind):
+            return {"is": "generator", "value": get(x)}
     if type(x) in (list, tuple):
         return {"is": type(x).__name__, "items": [_saved(y, known, f"{where}[{i}]") for i, y in enumerate(x)]}
     if isinstance(x, dict):
@@ -345,7 +306,7 @@ def _fill(x: Any, state: Mapping[str, Any], made: dict[Any, Any], where: str) ->
     """Fill an object of another kind, which must be there."""
     kind = state["is"]
     if kind == "generator" and isinstance(x, GENERATORS):
-        next(each for each in _GENERATORS if isinstance(x, each.kind)).set(x, state["value"])
+        next(put for cls, (_, put) in _GENERATORS.items() if isinstance(x, cls))(x, state["value"])
     elif kind == "state_dict" and hasattr(x, "load_state_dict"):
         tensors = _tensors_of(x)
         for i, (p, part) in enumerate(zip(tensors, state["tensors"])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
@@ -70,49 +70,34 @@ def takes(
     TypeError: make() has no argument 'row'; did you mean 'rows'? It has: rows.
     """
 
-    def decorate(method: Callable[[Owner, Given], Result]) -> Callable[Concatenate[Owner, P], Result]:
-        @functools.wraps(method)
-        def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-            _check_call(method.__name__, options, *args, **kwargs)
-            return method(self, options(*args, **kwargs))
-
-        _show(call, options, inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD))
-        return call
-
-    return decorate
+    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return functools.partial(_by_name, options, (owner,))
 
 
 def function_of(options: Callable[P, Given]) -> Callable[[Callable[[Given], Result]], Callable[P, Result]]:
     """Do the same as `takes` for a function."""
 
-    def decorate(function: Callable[[Given], Result]) -> Callable[P, Result]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
-            _check_call(function.__name__, options, *args, **kwargs)
-            return function(options(*args, **kwargs))
-
-        _show(call, options)
-        return call
-
-    return decorate
+    return functools.partial(_by_name, options, ())
 
 
-def _check_call(name: str, options: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Raise a TypeError for a call that lacks an option, or has an unknown one."""
-    signature = inspect.signature(options)
-    check.keywords(f"{name}()", kwargs, signature.parameters)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}(): {error}.") from None
+def _by_name(options: Any, first: Sequence[inspect.Parameter], function: Callable[..., Any]) -> Any:
+    """Return a function that takes the options by name, after these parameters, and shows them to `help`."""
+    signature, hints, name = inspect.signature(options), get_type_hints(options), function.__name__
 
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = args[len(first) :]
+        check.keywords(f"{name}()", kwargs, signature.parameters)
+        try:
+            signature.bind(*given, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}(): {error}.") from None
+        return function(*args[: len(first)], options(*given, **kwargs))
 
-def _show(function: Any, options: Any, *first: inspect.Parameter) -> None:
-    """Give a function the signature and the documentation of its options."""
-    parameters, hints = inspect.signature(options).parameters.items(), get_type_hints(options)
-    annotated = [p.replace(annotation=inspect.formatannotation(hints[name])) for name, p in parameters]
-    function.__signature__ = inspect.Signature([*first, *annotated])
-    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("    {arguments}", _arguments(options))
+    annotated = [p.replace(annotation=inspect.formatannotation(hints[p.name])) for p in signature.parameters.values()]
+    call.__signature__ = inspect.Signature([*first, *annotated])  # type: ignore[attr-defined]
+    call.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("    {arguments}", _arguments(options))
+    return call
 
 
 def _arguments(options: Any) -> str:

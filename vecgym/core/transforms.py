@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -38,19 +37,12 @@ def plain(x: Tensor) -> Tensor:
     return _unwrapped(x).detach()
 
 
-def outside(fn: Callable[[], Any]) -> Any:
+def outside(fn: Callable[[], T]) -> T:
+    """Call `fn` outside of all transforms."""
     if _functorch.peek_interpreter_stack() is None:
         return fn()
     with temporarily_pop_interpreter_stack():
         return outside(fn)
-
-
-def in_own_thread(fn: Callable[[], T]) -> T:
-    """Call `fn` outside of all transforms, which apply to the thread that entered them."""
-    if _functorch.peek_interpreter_stack() is None:
-        return fn()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(fn).result()
 
 
 def _unwrapped(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Every per-node tensor has the node dimension first, `[L, *shape]`. A node dimens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -165,14 +166,9 @@ def num_bytes(tree: object) -> int:
     >>> num_bytes({"w": torch.ones(2, 3), "b": torch.ones(1).expand(100)})
     28
     """
-    return sum(_stored(x) * x.element_size() for x in leaves(tree))
-
-
-def _stored(x: Tensor) -> int:
-    count = 1
-    for size, stride in zip(x.shape, x.stride()):
-        count *= size if stride != 0 else 1
-    return count
+    return sum(
+        x.element_size() * math.prod(n for n, stride in zip(x.shape, x.stride()) if stride) for x in leaves(tree)
+    )
 
 
 def per_node(value: float | Tensor, like: Tensor) -> float | Tensor:

@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from vecgym.core import check
 from vecgym.core.errors import warn
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Collate = Callable[[list[Any]], Any]  # the examples of one node -> its batch
 
-_LOADER_KEYS = (
-    "num_workers", "collate_fn", "pin_memory", "pin_memory_device", "drop_last", "timeout", "worker_init_fn",
-    "multiprocessing_context", "prefetch_factor", "persistent_workers",
-)  # fmt: skip
 _FACTORY = "let a dataset factory (rank, num_nodes, train) -> Dataset say what each node reads"
 _OWNED_KEYS = {
     "dataset": "pass it as the first argument",
@@ -29,6 +27,7 @@ _OWNED_KEYS = {
     "generator": "use the argument seed",
     "in_order": "leave it out, batches always come in order",
 }
+_LOADER_KEYS = [key for key in inspect.signature(DataLoader).parameters if key not in _OWNED_KEYS]
 _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("drop_last", "pin_memory", "persistent_workers"), check.flag),
     "num_workers": partial(check.integer, least=0),
@@ -39,9 +38,8 @@ _LOADER_CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 def split_loader_kwargs(kwargs: Mapping[str, Any] | None) -> tuple[bool, Collate | None, dict[str, Any]]:
     """Return `drop_last` and `collate_fn`, which vecgym applies itself, and the keywords for the DataLoader."""
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"dataloader_kwargs is {check.kind_of(kwargs)}; give a dict such as {{'num_workers': 2}}.")
-    given = dict(kwargs or {})
+    give = "a dict such as {'num_workers': 2}"
+    given = {} if kwargs is None else dict(check.instance("dataloader_kwargs", kwargs, Mapping, give))
     for key in given:
         if key in _OWNED_KEYS:
             raise ValueError(f"dataloader_kwargs has {key!r}, which vecgym sets itself. Fix: {_OWNED_KEYS[key]}")
@@ -119,6 +117,15 @@ def checked_node_ids(node_ids: Iterable[int] | None, num_nodes: int) -> tuple[in
     if not ids or len(set(ids)) < len(ids) or max(ids) >= num_nodes:
         raise ValueError(f"node_ids={ids}. Allowed: different ids from 0 to {num_nodes - 1}, at least one")
     return ids
+
+
+def is_integers(x: Any) -> bool:
+    """Whether `x` is a tensor `[n]` of integers.
+
+    >>> is_integers(torch.tensor([1, 2])), is_integers(torch.ones(2)), is_integers([1, 2])
+    (True, False, False)
+    """
+    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in INTEGERS and x.device.type != "meta"
 
 
 def describe(value: Any) -> str:

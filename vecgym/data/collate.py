@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vecgym.core import tree
+from vecgym.core import check, tree
 from vecgym.data.checks import describe
 
 Batch = Any  # a tensor, or nested dicts, lists and (named) tuples of tensors
@@ -52,9 +52,7 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], path: str, label: Callable[[
 def as_tensor(leaf: Any, path: str) -> Tensor:
     """Convert a leaf of a batch."""
     if isinstance(leaf, Tensor):
-        if leaf.device.type == "meta":
-            raise ValueError(f"{path} is on the device meta, where tensors have no values: create it on the CPU")
-        return leaf
+        return check.has_values(path, leaf)
     if isinstance(leaf, (np.ndarray, np.generic, numbers.Number)):
         with contextlib.suppress(TypeError):  # an array of objects or strings
             return torch.as_tensor(leaf)

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 
 from vecgym.core import check, rng
-from vecgym.data.labels import read
+from vecgym.data.checks import is_integers
 
 ALPHA = "the smaller, the more uneven"
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 MAX_DRAWS = 1000  # of a partition, until every node has `min_size` examples
 
 
@@ -56,7 +55,7 @@ class Partition:
             raise ValueError(
                 f"indices are not each of 0 to {len(places) - 1} once: a partition puts every example on one node."
             )
-        if self.labels is not None and not _is_integers(self.labels):
+        if self.labels is not None and not is_integers(self.labels):
             raise TypeError(f"labels is {check.kind_of(self.labels)}; give a tensor of integers, [n], or None.")
         if self.labels is not None and len(self.labels) != len(places):
             raise ValueError(f"there are {len(self.labels)} labels for {len(places)} examples: give one for each.")
@@ -163,7 +162,7 @@ def partition_iid(data: Any, num_nodes: int, *, seed: int = 42) -> Partition:
     >>> partition_iid(torch.zeros(10, 3), num_nodes=4)
     Partition(4 nodes, 10 examples, 2 to 3 a node)
     """
-    labels, n = read(data, num_nodes)
+    labels, n = _read(data, num_nodes)
     order = _generator(seed, "iid").permutation(n)
     return _partition(np.array_split(order, num_nodes), labels)
 
@@ -283,7 +282,7 @@ def partition_quantity_skew(data: Any, num_nodes: int, alpha: float, *, min_size
     Reference: Li et al., "Federated Learning on Non-IID Data Silos", arXiv 2102.02079. Deviation: there the shares are
     drawn anew until every node has enough examples, which for many nodes never happens.
     """
-    labels, n = read(data, num_nodes)
+    labels, n = _read(data, num_nodes)
     check.number("alpha", alpha, "(0, inf)", ALPHA)
     spare = n - num_nodes * check.integer("min_size", min_size)
     if spare < 0:
@@ -337,11 +336,6 @@ def _rounded(n: int, shares: np.ndarray) -> np.ndarray:
     return np.diff(cuts, prepend=0)
 
 
-def _is_integers(x: Any) -> bool:
-    """Whether `x` is a tensor `[n]` of integers."""
-    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in INTEGERS and x.device.type != "meta"
-
-
 def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
     give = "a tuple of K integer tensors [n_k]"
     check.instance("indices", indices, (tuple, list), give)
@@ -350,7 +344,7 @@ def _checked_indices(indices: Any) -> tuple[Tensor, ...]:
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"indices holds what is no tensor of integers; give {give}.") from None
     for node, x in enumerate(tensors):
-        if x.numel() and not _is_integers(x):
+        if x.numel() and not is_integers(x):
             raise TypeError(f"indices[{node}] is a tensor {x.dtype} {list(x.shape)}; give {give}.")
     return tuple(x.long() for x in tensors)
 
@@ -364,11 +358,39 @@ def _generator(seed: int, kind: str) -> np.random.Generator:
     return np.random.default_rng(rng.key(check.seed("seed", seed), f"partition {kind}"))
 
 
+def _read(data: Any, num_nodes: int) -> tuple[np.ndarray | None, int]:
+    """Return (labels `[n]` or None, n)."""
+    if not hasattr(data, "__len__") or getattr(data, "ndim", 1) == 0:  # a tensor of no dimension has no length
+        raise TypeError(f"data is {check.kind_of(data)}, without length: give the labels, or a map-style dataset.")
+    n = len(data)
+    if check.integer("num_nodes", num_nodes) > n:
+        raise ValueError(f"num_nodes={num_nodes} is more than the {n} examples: every node needs at least one.")
+    return _labels_of(data), n
+
+
 def _read_labels(data: Any, num_nodes: int) -> np.ndarray:
-    labels, _ = read(data, num_nodes)
+    labels, _ = _read(data, num_nodes)
     if labels is None:
         raise TypeError(
             f"no labels were found in a {type(data).__name__}: give them, 1-D integers, such as "
             "torch.tensor([y for x, y in dataset])."
         )
     return labels
+
+
+def _labels_of(data: Any) -> np.ndarray | None:
+    """Return the labels `[n]`, int64, if there are any."""
+    if isinstance(data, Subset):
+        labels = _labels_of(data.dataset)
+        return None if labels is None else labels[np.asarray(data.indices)]
+    if isinstance(data, TensorDataset):
+        return _labels_of(data.tensors[-1])
+    if hasattr(data, "targets"):  # torchvision's datasets
+        return _labels_of(data.targets)
+    if isinstance(data, (Tensor, np.ndarray, list, tuple, range)):
+        if isinstance(data, (list, tuple)) and not all(hasattr(value, "__index__") for value in data):
+            return None  # a list of examples
+        labels = np.asarray(data.cpu() if isinstance(data, Tensor) else data)
+        if labels.ndim == 1 and labels.dtype.kind in "iu":
+            return labels.astype(np.int64)
+    return None

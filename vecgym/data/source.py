@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from vecgym.core import rng, tree
+from vecgym.core import nodes, rng, tree
 from vecgym.core.devices import placed
 from vecgym.data.checks import check_dataset, check_examples, is_factory, split_loader_kwargs
 from vecgym.data.collate import Batch, as_list, as_tensor, check_shapes, explain, fold, map_together
@@ -36,15 +36,13 @@ class Source:
         self.lengths = tuple(len(own) for own in datasets)
         self.device = device
         self.drop_last, collate_fn, self._loader_kwargs = split_loader_kwargs(dataloader_kwargs)
-        unwrapped = [_unwrap(own) for own in datasets]
-        self._positions = [positions for _, positions in unwrapped]
-        bases = [base for base, _ in unwrapped]
+        bases, self._positions = zip(*map(_unwrap, datasets))
         one = all(base is bases[0] for base in bases)
         self._reader = _Reader(
-            datasets=tuple(bases[:1] if one else bases),
+            datasets=bases[:1] if one else bases,
             node_ids=node_ids,
             collate_fn=collate_fn,
-            gathers=collate_fn is None and all(_can_gather(base) for base in bases),
+            gathers=collate_fn is None and all(_tensors(base) for base in bases),
             seed=seed,
             purpose="train examples" if train else "eval examples",
             name=name,
@@ -57,19 +55,19 @@ class Source:
             order = self._positions[0][order]
         elif not self.shared:
             order = torch.stack([row if at is None else at[row] for at, row in zip(self._positions, order)])
-        return placed(order, _index_device(self._reader.datasets[0]))
+        return placed(order, next((x.device for x in _tensors(self._reader.datasets[0])), "cpu"))
 
     def read(self, step: int, indices: Tensor) -> Batch:
         """Read the batch of a step."""
-        return _move(self._reader(step, indices), self.device)
+        return self._placed(self._reader(step, indices))
 
     def read_rows(self, steps: Sequence[int], rows: Sequence[int], indices: Tensor) -> Batch:
         """Read the batch of some nodes, by their places among those here, each at a step of its own."""
         if self._reader.gathers:
-            return _move(self._reader.of(rows)(0, indices), self.device)
+            return self._placed(self._reader.of(rows)(0, indices))
         # Random numbers that a dataset draws go by the step: node by node.
         each = [self._reader.of([row])(step, index) for step, row, index in zip(steps, rows, indices.split(1))]
-        return _move(tree.map_leaves(lambda *leaves: torch.cat(leaves), *each), self.device)
+        return self._placed(nodes.join_rows(each))
 
     def stream(self, requests: Iterable[tuple[int, Tensor]]) -> Iterator[Batch]:
         """Yield one batch per request, in order; workers read ahead if there are any."""
@@ -77,7 +75,10 @@ class Source:
             return (self.read(*request) for request in requests)
         # numpy: a tensor would reach the workers through shared memory, one file descriptor each
         orders = ((step, indices.numpy(force=True)) for step, indices in requests)
-        return (_move(carried.batch, self.device) for carried in self._loader(orders))
+        return (self._placed(carried.batch) for carried in self._loader(orders))
+
+    def _placed(self, batch: Batch) -> Batch:
+        return tree.map_leaves(lambda x: placed(x, self.device), batch)
 
     def _loader(self, orders: Iterable[tuple[int, np.ndarray]]) -> DataLoader[_Carried]:
         return DataLoader(
@@ -193,12 +194,15 @@ def _unwrap(dataset: Any) -> tuple[Any, Tensor | None]:
     return dataset, positions
 
 
-def _can_gather(dataset: Any) -> bool:
-    """Whether `_gather` returns exactly what `dataset[i]` and collating would."""
+def _tensors(dataset: Any) -> Sequence[Tensor]:
+    """Return what `_gather` reads, if it returns exactly what `dataset[i]` and collating would; else nothing."""
     if isinstance(dataset, TensorDataset):  # a subclass may read in its own way
         methods = ("__getitem__", "__getitems__")
-        return all(getattr(type(dataset), name, None) is getattr(TensorDataset, name, None) for name in methods)
-    return isinstance(dataset, Tensor) or type(dataset) is TokenWindows
+        own = any(getattr(type(dataset), name, None) is not getattr(TensorDataset, name, None) for name in methods)
+        return () if own else dataset.tensors
+    if type(dataset) is TokenWindows:
+        return (dataset.tokens,)
+    return (dataset,) if isinstance(dataset, Tensor) else ()
 
 
 def _gather(dataset: Any, index: Tensor) -> Batch:
@@ -209,17 +213,3 @@ def _gather(dataset: Any, index: Tensor) -> Batch:
         return dataset.__getitems__(index)
     # on CPU, index_select takes a third to a sixth of the time of x[index]
     return [x.index_select(0, placed(index, x.device)) for x in dataset.tensors]
-
-
-def _index_device(dataset: Any) -> torch.device:
-    if not _can_gather(dataset):
-        return torch.device("cpu")
-    if isinstance(dataset, TensorDataset):
-        return dataset.tensors[0].device
-    return dataset.device if isinstance(dataset, Tensor) else dataset.tokens.device
-
-
-def _move(batch: Batch, device: torch.device | str | None) -> Batch:
-    if device is None:
-        return batch
-    return tree.map_leaves(lambda x: placed(x, device), batch)

@@ -88,8 +88,7 @@ def split_text(text: str, num_parts: int = 100, every: int = 10) -> tuple[str, s
     >>> split_text("abcdefghij", num_parts=5, every=2)
     ('abefij', 'cdgh')
     """
-    if not isinstance(text, str):
-        raise TypeError(f"text is {check.kind_of(text)}; give a str.")
+    check.instance("text", text, str, "a str")
     check.integer("num_parts", num_parts)
     check.integer("every", every, 2, "every second, third ... part is for validation")
     size = max(1, -(-len(text) // num_parts))

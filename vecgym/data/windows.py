@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vecgym.core import check
-from vecgym.data.checks import describe
+from vecgym.data.checks import describe, is_integers
 
 
 class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -91,8 +91,5 @@ def decode_text(tokens: Tensor, vocabulary: str) -> str:
 
 
 def _check_tokens(tokens: Any) -> None:
-    integers = (torch.uint8, torch.int16, torch.int32, torch.int64)
-    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in integers:
+    if not is_integers(check.has_values("tokens", tokens)):
         raise TypeError(f"tokens is {describe(tokens)}. Allowed: a 1-D integer tensor. Fix: torch.tensor(ids)")
-    if tokens.device.type == "meta":
-        raise ValueError("tokens is on the device meta, where tensors have no values: create it on the CPU")

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vecgym.core import nodes, rng, tree
 from vecgym.core.errors import warn
-from vecgym.core.transforms import in_own_thread, plain
+from vecgym.core.transforms import outside, plain
 from vecgym.core.tree import Tree
 from vecgym.engine import contract, hooks
 from vecgym.engine.backend import Backend, Keys, Local, Part, rows, stacked, unstacked
@@ -127,7 +127,7 @@ class Engine:
         of_one = tree.map_leaves(lambda x: plain(x)[0], batch)
         stacked = None if engine == "loop" else self._backends["vmap"]
         required = engine != "auto"
-        facts = in_own_thread(lambda: examine(self._stateless, of_one, stacked, required))
+        facts = outside(lambda: examine(self._stateless, of_one, stacked, required))
         self.facts = facts = facts if agree is None else agree(facts)
         self._stateless.learn(facts.random, facts.mutated, facts.written)
         self._stateless.freeze(facts.unused)

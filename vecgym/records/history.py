@@ -29,9 +29,7 @@ class History:
 
     def __init__(self, settings: Mapping[str, Any] | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.settings = dict(settings or {})
-        self.rows: list[Row] = []
-        for row in rows:
-            self.append(row)
+        self.rows: list[Row] = [dict(row) for row in rows]
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from vecgym.core import check
 from vecgym.core.errors import warn
-from vecgym.core.files import is_regular
+from vecgym.core.files import is_regular, write_atomically
 from vecgym.records.columns import INTEGERS, PER_NODE, SCALARS
 from vecgym.records.history import History
 
@@ -72,12 +72,8 @@ def as_loggers(logger: Any) -> list[Logger]:
     ([], 2)
     """
     loggers = [] if logger is None else list(logger) if isinstance(logger, (list, tuple)) else [logger]
-    for one in loggers:
-        if not isinstance(one, Logger):
-            raise TypeError(
-                f"logger is {check.kind_of(one)}; give a Logger object such as CSVLogger(directory), or a list of them."
-            )
-    return loggers
+    give = "a Logger object such as CSVLogger(directory), or a list of them"
+    return [check.instance("logger", one, Logger, give) for one in loggers]
 
 
 class CSVLogger(Logger):
@@ -139,10 +135,8 @@ class CSVLogger(Logger):
         with path.open(newline="") as file:
             rows = list(csv.reader(file))[1:]
         self._columns += new
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with write_atomically(path, "w") as file:
             csv.writer(file).writerows([self._columns, *([*row, *[""] * len(new)] for row in rows)])
-        os.replace(temporary, path)
         self._files["history"] = path.open("a", newline="")
 
     def _write(self, name: str, values: list[Any]) -> None:
@@ -258,17 +252,14 @@ class WandbLogger(Logger):
         self.run: Any = None
         self._next = 0  # earlier steps were logged before the run was resumed
 
-    def start(self, settings: dict[str, Any]) -> None:
-        self._begin(settings)
-
     def resume(self, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Resume the run: the rows that wandb has stay, and the others follow."""
-        self._begin(settings, resume="allow", allow_val_change=True)
+        self.start(settings, resume="allow", allow_val_change=True)
         self._next = self.run.step if self.run.resumed else 0
         for row in rows:
             self.log(row)
 
-    def _begin(self, settings: dict[str, Any], **how: Any) -> None:
+    def start(self, settings: dict[str, Any], **how: Any) -> None:
         self.finish()
         self._next = 0
         if self.directory is not None:
@@ -283,9 +274,8 @@ class WandbLogger(Logger):
         )  # fmt: skip
 
     def log(self, row: dict[str, Any]) -> None:
-        if row["step"] < self._next:
-            return
-        self.run.log(_flat(row, self.per_node), step=row["step"])
+        if row["step"] >= self._next:
+            self.run.log(_flat(row, self.per_node), step=row["step"])
 
     def finish(self) -> None:
         run, self.run = self.run, None
@@ -325,10 +315,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, directory: str | os.PathLike[str], *, per_node: bool = False) -> None:
         _optional("tensorboard", "__version__", "TensorBoardLogger")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._make = SummaryWriter
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None
         self.directory = check.path("directory", directory)
         self.per_node = check.flag("per_node", per_node)
 
@@ -336,13 +323,14 @@ class TensorBoardLogger(Logger):
         self.start(settings, purge_step=max((row["step"] for row in rows), default=-1) + 1)
 
     def start(self, settings: dict[str, Any], purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         self.finish()
-        self._writer = self._make(str(self.directory), purge_step=purge_step)
+        self._writer = SummaryWriter(str(self.directory), purge_step=purge_step)
         text = json.dumps(settings, indent=2, default=str)
         self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()), 0)
 
     def log(self, row: dict[str, Any]) -> None:
-        assert self._writer is not None
         for name, value in _flat(row, self.per_node).items():
             if name != "step":
                 self._writer.add_scalar(name, value, row["step"])

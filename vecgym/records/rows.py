@@ -45,13 +45,9 @@ def axes_of(rows: Rows) -> list[str]:
 def check_over(rows: Rows, over: str | None) -> str | None:
     """Return the axis to average over, or None. "seed" need not be an axis of the rows; any other name must be."""
     axes = axes_of(rows)
-    if over is None or (isinstance(over, str) and over in axes):
-        return over
-    if not isinstance(over, str) or over != "seed":
-        raise ValueError(
-            f"over={over!r} is no axis{check.did_you_mean(over, axes)} Allowed: {', '.join(axes)}, or None."
-        )
-    return None
+    if over is None or (isinstance(over, str) and over == "seed" and over not in axes):
+        return None
+    return check.choice("over", over, axes, "or None")
 
 
 def groups(rows: Rows, over: str | None) -> list[list[Mapping[str, Any]]]:
@@ -109,17 +105,14 @@ def chosen(rows: Rows, where: Mapping[str, Any] | None) -> list[Row]:
     [{'H': 5, 'lr': 0.1}]
     """
     left = [dict(row) for row in rows]
-    if where is not None and not isinstance(where, Mapping):
-        raise TypeError(f'where is {check.kind_of(where)}; give a dict of columns, such as {{"H": 5}}.')
-    for name, wanted in (where or {}).items():
-        if rows and name not in rows[0]:
-            raise ValueError(
-                f"where[{name!r}] is not a column{check.did_you_mean(name, rows[0])} There are {', '.join(rows[0])}."
-            )
+    where = {} if where is None else check.instance("where", where, Mapping, 'a dict of columns, such as {"H": 5}')
+    for name, wanted in where.items():
+        if rows:
+            check.column("where", name, rows[0])
         matches = _matches(wanted, [row[name] for row in rows])
         left = [row for row in left if matches(row[name])]
     if rows and not left:
-        raise ValueError(f"no row is left where {', '.join(f'{n} is {label(x)}' for n, x in (where or {}).items())}.")
+        raise ValueError(f"no row is left where {', '.join(f'{n} is {label(x)}' for n, x in where.items())}.")
     return left
 
 

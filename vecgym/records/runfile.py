@@ -8,11 +8,13 @@ says which names and types there must be, and a run that resumes checks dtypes a
 from __future__ import annotations
 
 import os
+import re
 import types
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from vecgym.records.history import History
 from vecgym.records.rows import counted
 
 FORMAT = "vecgym"
-VERSION = 3  # of the contents; a reader refuses later ones
+VERSION = 3  # of the contents; a reader refuses all others
 FORM: dict[str, Any] = {  # what `load` reads
     "step": int,
     "num_nodes": int,
@@ -129,21 +131,17 @@ def load(path: str | os.PathLike[str]) -> Saved:
     (2, 2, [1, 2])
     """
     path = checks.path("path", path)
-    inside = [x for x in path.glob("step-*.pt") if x.stem[5:].isdecimal() and is_regular(x)]
-    path = max(inside, key=lambda x: int(x.stem[5:]), default=path)
+    path = [path, *checkpoints_in(path)][-1]
     contents = read(path, FORM)
     with naming(path):
         history = History(contents["settings"], unpacked_rows(contents["rows"]))
-        models = {name: contents["models"][name] for name in FORM["models"]}
-        models["averaged"] = contents["models"].get("averaged")
-        return Saved(contents["step"], contents["num_nodes"], history, contents["settings"], **models)
+        return Saved(contents["step"], contents["num_nodes"], history, contents["settings"], **contents["models"])
 
 
 def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
     """Return what `load` reads: the parameters of all nodes, frozen ones too, and the buffers, `[1 or K, *]`."""
     model, params, buffers = saved.model, saved.params, saved.buffers
-    same = saved.members is None and saved.result is None
-    averaged = {} if same else {"averaged": tree.map(compact, saved.averaged)}
+    of_all = saved.members is None and saved.result is None
     names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
     state_dict = model.state_dict(keep_vars=True)
     return {
@@ -156,12 +154,23 @@ def record(saved: Nodes[Any], step: int, history: History) -> dict[str, Any]:
             "buffers": {name: compact(buffers[name]) for name, _ in model.named_buffers()},
             "keys": {key: names[id(x)] for key, x in state_dict.items() if id(x) in names},
             "extra": {key: plain(x, key) for key, x in state_dict.items() if id(x) not in names},
-            **averaged,
+            "averaged": None if of_all else tree.map(compact, saved.averaged),
         },
     }
 
 
 # --------------------------------------------------------------------------------------------------- files
+
+
+def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints in a folder, intact or not, in the order of steps. A pipe, say, is not one."""
+    paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
+    return sorted(filter(is_regular, paths), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written."""
+    return int(checkpoint.stem.removeprefix("step-"))
 
 
 def write(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
@@ -193,7 +202,7 @@ def read(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        Damaged: for a damaged file, a foreign one, or one of a later version, naming it.
+        Damaged: for a damaged file, a foreign one, or one of another version, naming it.
     """
     path = checks.path("path", path)
     if not path.exists():
@@ -212,10 +221,10 @@ def read(
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise Damaged(f"{path} is no file of vecgym's, though torch can read it.")
     version = contents.get("version")
-    if type(version) is not int or version < 1:
-        raise Damaged(f"{path} has version {version!r}, which no vecgym has written.")
-    if version > VERSION:
-        raise Damaged(f"{path} has version {version}; this vecgym reads up to {VERSION}: install a later one.")
+    if type(version) is not int or version != VERSION:
+        raise Damaged(
+            f"{path} has version {version!r}, and this vecgym reads version {VERSION}: use the one that wrote it."
+        )
     with naming(path):
         wrong = difference(contents, needed or {}, more=True)
     if wrong:

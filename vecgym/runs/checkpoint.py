@@ -9,7 +9,6 @@ All processes of a run must be able to read the folder; the first of them writes
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -23,11 +22,12 @@ from torch import Tensor
 
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
-from vecgym.core.files import Lock, is_regular, remove_partial, write_atomically
+from vecgym.core.files import Lock, remove_partial, write_atomically
 from vecgym.core.nodes import Nodes
 from vecgym.core.rng import GlobalStates
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
+from vecgym.records.runfile import checkpoints_in, step_of
 from vecgym.runs.identity import Identity
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
@@ -116,16 +116,6 @@ class Snapshots:
     def _random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
         states, rank = contents["random"], self.session.rank
         return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
-
-
-def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in a folder, intact or not, in the order of steps. A pipe, say, is not one."""
-    paths = [path for path in Path(folder).glob("step-*.pt") if re.fullmatch(r"step-[0-9]+\.pt", path.name)]
-    return sorted((path for path in paths if is_regular(path)), key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
 
 
 class Checkpointer:
@@ -284,7 +274,7 @@ class Checkpointer:
         present = checkpoints_in(self.folder)
         if self.last is not None and self.last.parent == self.folder:
             # Those that resume=True has skipped cannot be read, and are overwritten when the run gets there.
-            present = [p for p in present if _step_of(p) > _step_of(self.last) and self.options.resume is not True]
+            present = [p for p in present if step_of(p) > step_of(self.last) and self.options.resume is not True]
         if present:
             raise ValueError(
                 f"save_dir={str(self.folder)!r} has checkpoints already, up to {present[-1].name}, which would be "
@@ -305,7 +295,7 @@ class Checkpointer:
 
     def _remove_old(self, step: int) -> None:
         """Remove old checkpoints; never one that is newer than the one just written, which is known to be good."""
-        older = [path for path in checkpoints_in(self.folder or "") if _step_of(path) <= step]
+        older = [path for path in checkpoints_in(self.folder or "") if step_of(path) <= step]
         for path in older[: -self.options.keep_checkpoints]:
             with contextlib.suppress(OSError):
                 path.unlink()
