@@ -151,7 +151,7 @@ class Run(Generic[M]):
         batch, own = part
         observe = self._observe if evaluated else None
         self.state, metrics = self.simulation.step(self.state, batch, observe=observe, limits=own)
-        self.recorder.step(self.state, self.session.observed(metrics, interrupted), fetch=evaluated)
+        self.recorder.step(self.state.step, self.session.observed(metrics, interrupted), fetch=evaluated)
         if is_due(self.state.step, self.options.correlation_interval):
             members = self.simulation.members(self.state.step - 1)
             self.recorder.add(correlation=correlation(self.state.params, self.comm, members))
