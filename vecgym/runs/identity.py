@@ -134,11 +134,7 @@ class Identity:
     def _different_rates(self, saved: Mapping[int, list[float]]) -> list[str]:
         """Return, as a line, the first difference between the learning rates of the saved run and of this one."""
         given = self._learning_rates(step for step in saved if step < self.simulation.max_steps)
-        for step, now in given.items():
-            before = saved[step]
-            if len(now) != len(before) or not all(map(_close, before, now)):
-                return [f"learning rate of step {step}: saved {_short(before)}, given {_short(now)}"]
-        return []
+        return differences(in_words({step: saved[step] for step in given}), in_words(given))[:1]
 
     def _learning_rates(self, steps: Iterable[int]) -> dict[int, list[float]]:
         return learning_rates(self.strategy, self.simulation.comm.num_nodes, self.simulation.max_steps, steps)
@@ -153,6 +149,11 @@ def another_run(path: Path, differing: list[str]) -> ValueError:
 
 def _required(options: FitOptions, simulation: Simulation, train: Batches) -> dict[str, Any]:
     settings = ("seed", "batch_size", "shuffle", "autocast")
+    given = {"collate_fn": (options.dataloader_kwargs or {}).get("collate_fn")}
+    if options.strategy.asynchronous:  # the order of its events depends on them
+        given |= {"compute": options.compute, "network": options.network}
+    if options.availability is not None:  # it may ask how long the nodes compute
+        given |= {"availability": options.availability, "compute": options.compute}
     return {
         "description": VERSION,
         "num_nodes": simulation.comm.num_nodes,
@@ -161,25 +162,8 @@ def _required(options: FitOptions, simulation: Simulation, train: Batches) -> di
         **of_model(simulation.engine.model, simulation.engine.params),
         "examples of each node": str(list(simulation.num_examples or ())),
         "steps per epoch": train.steps_per_epoch,
-        **_order_of_events(options),
-        **({} if options.availability is None else _availability(options)),
-        **settings_of((options.dataloader_kwargs or {}).get("collate_fn"), "collate_fn"),
+        **dict(item for name, value in given.items() for item in settings_of(value, name).items()),
     }
-
-
-def _availability(options: FitOptions) -> dict[str, Any]:
-    """Describe who is present, and what that may depend on."""
-    return {
-        **settings_of(options.availability, "availability"),
-        **settings_of(options.compute, "compute"),
-    }
-
-
-def _order_of_events(options: FitOptions) -> dict[str, Any]:
-    """Describe what an asynchronous run's order of events depends on; that of any other, on nothing."""
-    if not options.strategy.asynchronous:
-        return {}
-    return {**settings_of(options.compute, "compute"), **settings_of(options.network, "network")}
 
 
 def _arithmetic(options: FitOptions, simulation: Simulation, session: Session) -> dict[str, Any]:
@@ -253,6 +237,15 @@ def learning_rates(strategy: Strategy, num_nodes: int, num_steps: int, steps: It
             return {}
         found[step] = torch.as_tensor(lr, dtype=torch.float64).detach().reshape(-1).tolist()
     return found
+
+
+def in_words(rates: Mapping[int, list[float]]) -> dict[str, str]:
+    """Return learning rates as plain values by name, to nine digits.
+
+    >>> in_words({3: [0.1, 0.2]})
+    {'learning rate of step 3': '0.1, 0.2'}
+    """
+    return {f"learning rate of step {step}": ", ".join(f"{lr:.9g}" for lr in each) for step, each in rates.items()}
 
 
 def eval_loss(engine: Engine, params: Tree, buffers: Tree, batch: Any) -> float:
@@ -387,11 +380,3 @@ def _hashed(*parts: Any) -> str:
     for part in parts:
         checksum.update(part)
     return checksum.hexdigest()
-
-
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-9) or (math.isnan(a) and math.isnan(b))
-
-
-def _short(values: list[float]) -> str:
-    return f"{values[0]:.6g}" if len(values) == 1 else str([float(f"{x:.6g}") for x in values[:SHOWN]])

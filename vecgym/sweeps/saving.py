@@ -13,11 +13,13 @@ from vecgym.engine import Engine, hooks
 from vecgym.records import runfile
 from vecgym.runs.identity import (
     FIRST_BATCH,
+    NOTHING,
     VERSION,
     check_noted,
     differences,
     digest,
     eval_loss,
+    in_words,
     learning_rates,
     of_model,
     same_loss,
@@ -28,7 +30,6 @@ from vecgym.strategy import Strategy
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.runner import Runner
 
-MISSING = "nothing"
 RANDOM = "random"
 SAMPLES = 8  # steps at which learning rates are compared
 Columns = dict[str, list[Any]]  # of all configurations: name -> [one value], if all have it, or a value each
@@ -135,7 +136,7 @@ def _of_rows(configs: list[Configuration]) -> Columns:
     first = {id(config.model): config.index for config in reversed(configs)}
     rows = [_of_row(config, first[id(config.model)]) for config in configs]
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name, MISSING) for row in rows] for name in names}
+    columns = {name: [row.get(name, NOTHING) for row in rows] for name in names}
     return {name: values[:1] if len(set(map(repr, values))) == 1 else values for name, values in columns.items()}
 
 
@@ -153,8 +154,7 @@ def _of_row(config: Configuration, model: int) -> dict[str, Any]:
     if (availability := config.settings["availability"]) is not None:
         values |= settings_of(availability, "availability")
     rates = learning_rates(config.strategy, config.num_nodes, config.num_steps, sampled(config.num_steps, SAMPLES))
-    values |= {f"learning rate of step {step}": ", ".join(f"{lr:.9g}" for lr in each) for step, each in rates.items()}
-    return {**values, **settings_of(config.strategy, "strategy")}
+    return {**values, **in_words(rates), **settings_of(config.strategy, "strategy")}
 
 
 def _data(data: Any, name: str) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _first_differences(saved: Columns, given: Columns) -> tuple[dict[str, Any], 
     """Return the values of each column in the first row in which they differ, saved and given, by the name to show."""
     differing: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name in dict.fromkeys([*saved, *given]):
-        a, b = saved.get(name, [MISSING]), given.get(name, [MISSING])
+        a, b = saved.get(name, [NOTHING]), given.get(name, [NOTHING])
         number = max(len(a), len(b))
         for row, (x, y) in enumerate(zip(a * (number // len(a)), b * (number // len(b)))):
             if repr(x) != repr(y):
