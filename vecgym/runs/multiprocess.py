@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -34,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 
 from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
 from vecgym.runs.interrupts import interrupts
@@ -52,14 +50,13 @@ class _Shared(NamedTuple):
     """What all processes of a run are given.
 
     Attributes:
-        pipes: for each process the parent's end and its own.
         beats: of each process, in memory that all share: see `Link.beat`.
         listener: to which they connect, to find one another.
         num_threads: of each process.
         call: the function and its arguments; for a new interpreter as bytes.
     """
 
-    pipes: list[tuple[Any, Any]]
+    num_processes: int
     beats: Any
     listener: socket.socket
     device: str
@@ -83,11 +80,10 @@ class Link:
     [None]
     """
 
-    def __init__(self, rank: int, shared: _Shared) -> None:
-        self.rank = rank
-        self.num_processes = len(shared.pipes)
+    def __init__(self, rank: int, pipe: Any, shared: _Shared) -> None:
+        self.rank, self.num_processes = rank, shared.num_processes
         self.interrupted: list[int] = []
-        self.pipe = shared.pipes[rank][1]
+        self.pipe = pipe
         self._beats = shared.beats
         self._lock = threading.Lock()
 
@@ -153,21 +149,18 @@ def run(
     context: Any = multiprocessing.get_context(method)
     call: Any = (function, tuple(args))
     threads = 1 if method == "fork" else max(1, torch.get_num_threads() // num_processes)
-    pipes = [context.Pipe() for _ in range(num_processes)]
     # The port is free, and no other machine reaches it.
     with socket.create_server(("127.0.0.1", 0)) as listener, interrupts() as interrupted:
         shared = _Shared(
-            pipes, context.RawArray("q", num_processes), listener, str(device), timeout_s, threads,
+            num_processes, context.RawArray("q", num_processes), listener, str(device), timeout_s, threads,
             call if method == "fork" else _pickled(call),
         )  # fmt: skip
         children = _Children(shared, on_message, num_nodes)
         try:
-            children.start(method)
+            children.start(context)
             return children.wait(interrupted)
         finally:
             children.end()
-            for pipe in itertools.chain(*pipes):
-                pipe.close()  # which ends those that were started before the start of another one failed
 
 
 def choose_start_method(device: torch.device | str = "cpu") -> str:
@@ -223,16 +216,18 @@ class _Children:
         self.on_message = on_message
         self.num_nodes = num_nodes
         self.processes: list[Any] = []
-        self.pipes = {rank: mine for rank, (mine, _) in enumerate(shared.pipes)}  # those that may bring something
+        self.pipes: dict[int, Any] = {}  # those that may bring something
         self.began = False  # a message has come
         self.results: dict[int, Any] = {}
         self.errors: dict[int, tuple[float, str, str, str]] = {}  # when, the class, the message, the traceback
 
-    def start(self, method: str) -> None:
-        started = start_processes(_main, (self.shared,), len(self.pipes), join=False, start_method=method)
-        self.processes = started.processes
-        for _, theirs in self.shared.pipes:
-            theirs.close()
+    def start(self, context: Any) -> None:
+        for rank in range(self.shared.num_processes):
+            self.pipes[rank], theirs = context.Pipe()
+            process = context.Process(target=_main, args=(rank, theirs, self.shared))
+            process.start()
+            self.processes.append(process)
+            theirs.close()  # so that reading from it ends where the process does
 
     def end(self) -> None:
         """Leave no process behind, whatever state it is in."""
@@ -330,9 +325,9 @@ class _Children:
 # ----------------------------------------------------------------------------------------------- the child's side
 
 
-def _main(rank: int, shared: _Shared) -> None:
+def _main(rank: int, pipe: Any, shared: _Shared) -> None:
     """Run the function in a new process, and report what it returns or raises."""
-    link = Link(rank, shared)
+    link = Link(rank, pipe, shared)
     try:
         _settle(link, shared)
         function, args = pickle.loads(shared.call) if isinstance(shared.call, bytes) else shared.call
@@ -349,11 +344,8 @@ def _main(rank: int, shared: _Shared) -> None:
 
 
 def _settle(link: Link, shared: _Shared) -> None:
-    """Set up the signals, pipes, threads and warnings of a new process."""
+    """Set up the signals, threads and warnings of a new process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes: the parent passes it on
-    for pipe in itertools.chain(*shared.pipes):
-        if pipe is not link.pipe:
-            pipe.close()  # so that those who read from one see when the process at its other end has ended
     threading.Thread(target=_follow_parent, args=(link,), daemon=True).start()
     torch.set_num_threads(shared.num_threads)
     warnings.simplefilter("ignore" if link.rank else "default")
