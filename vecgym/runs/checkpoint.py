@@ -14,7 +14,6 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from vecgym.core.devices import placed_as
 from vecgym.core.errors import Damaged, warn
-from vecgym.core.files import Lock, is_regular, remove_partial, write_atomically
+from vecgym.core.files import Lock, is_regular, remove_partial
 from vecgym.core.nodes import Nodes
 from vecgym.core.rng import GlobalStates
 from vecgym.engine.simulation import Simulation, State
@@ -96,7 +95,7 @@ class Snapshots:
         # At its start an optimizer may hold less. Its "numbers" are Python's, and may become floats.
         started = {slot: x for slot, x in template.optimizer.items() if slot != "numbers"}
         _check_alike({"optimizer": placed["optimizer"]}, {"optimizer": started}, len(comm.node_ids), more=True)
-        self._random_states(contents)
+        self.random_states(contents)
         rows = runfile.unpacked_rows(contents["rows"])
         self.recorder.ledger.load(contents["ledger"])
         if contents["ranks"] is not None:
@@ -106,16 +105,13 @@ class Snapshots:
         self.recorder.load(contents["recorder"], rows)
         return State(contents["step"], **placed)
 
-    def set_random_states(self, contents: Mapping[str, Any]) -> None:
-        """Set the global random generators, just before the first step."""
-        self._random_states(contents).restore()
+    def random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
+        """Return those of the global random generators; they are set just before the first step."""
+        states, rank = contents["random"], self.session.rank
+        return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
 
     def _frozen(self) -> dict[str, Tensor]:
         return {name: p[None] for name, p in self.engine.frozen.items()}
-
-    def _random_states(self, contents: Mapping[str, Any]) -> GlobalStates:
-        states, rank = contents["random"], self.session.rank
-        return GlobalStates.unpacked(states[rank] if len(states) == self.session.num_processes else states[0])
 
 
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
@@ -154,15 +150,12 @@ class Checkpointer:
             return
         session.first(self._take_folder)
         with self.kept():
-            self._prepare(options, simulation, recorder, session)
-
-    def _prepare(self, options: FitOptions, simulation: Simulation, recorder: Recorder, session: Session) -> None:
-        self._snapshots = Snapshots(simulation, recorder, session)
-        self._identity = Identity(options, simulation, recorder.data, session)
-        if options.resume is not False:
-            self.resumed = self._load()
-        session.first(self._make_folder)
-        self.run_id = session.first(self._make_run_id)
+            self._snapshots = Snapshots(simulation, recorder, session)
+            self._identity = Identity(options, simulation, recorder.data, session)
+            if options.resume is not False:
+                self.resumed = self._load()
+            session.first(self._check_folder)
+            self.run_id = session.first(self._make_run_id)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -181,7 +174,7 @@ class Checkpointer:
     def begin(self) -> None:
         """Set the global random generators, just before the first step."""
         if self._contents is not None:
-            self._snapshots.set_random_states(self._contents)
+            self._snapshots.random_states(self._contents).restore()
             self._contents = None
 
     def save_if_due(self, state: State, last: bool) -> None:
@@ -259,7 +252,7 @@ class Checkpointer:
         """Read a checkpoint. Of several processes the first checks it, and each reads only what it uses."""
         if self.session.num_processes == 1:
             return runfile.read(path, FORM)
-        self.session.first(partial(_check_readable, path))
+        self.session.first(lambda: bool(runfile.read(path, FORM)))  # a map would not show that a part is too short
         return runfile.read(path, mmap=True, check=False)
 
     def _take_folder(self) -> None:
@@ -277,8 +270,8 @@ class Checkpointer:
                 "another save_dir, or wait until it has ended."
             )
 
-    def _make_folder(self) -> None:
-        """Check, before the first step, that the folder can be written to and holds no other run's checkpoints."""
+    def _check_folder(self) -> None:
+        """Check, before the first step, that the folder holds no other run's checkpoints."""
         if self.folder is None:
             return
         present = checkpoints_in(self.folder)
@@ -290,13 +283,7 @@ class Checkpointer:
                 f"save_dir={str(self.folder)!r} has checkpoints already, up to {present[-1].name}, which would be "
                 "mixed with those of this run. Fix: resume=True to resume from them, another save_dir, or remove them."
             )
-        try:
-            remove_partial(self.folder, "step*")
-            with write_atomically(self.folder / "step.probe"):
-                pass
-            (self.folder / "step.probe").unlink()
-        except OSError as error:
-            raise ValueError(f"save_dir={str(self.folder)!r} cannot be written to: {error}") from None
+        remove_partial(self.folder, "step*")
 
     def _make_run_id(self) -> str:
         elsewhere = self.folder is not None and self.last is not None and self.last.parent != self.folder
@@ -309,11 +296,6 @@ class Checkpointer:
         for path in older[: -self.options.keep_checkpoints]:
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-def _check_readable(path: Path) -> None:
-    """Raise an error unless a file is a checkpoint. (A memory map would not show that a part is too short.)"""
-    runfile.read(path, FORM)
 
 
 def _check_alike(values: Any, template: Any, num_nodes: int, *, more: bool = False) -> None:
