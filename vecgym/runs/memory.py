@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -223,57 +224,53 @@ class Estimator:
         self.num_local = num_nodes if num_local is None else num_local
         self.P = tree.num_bytes(engine.params)
         self.complete = True  # whether the strategy's steps could be taken
-        self._passing: dict[tuple[Any, ...], Passing] = {}
-        self._kept: dict[tuple[frozenset[str], bool], tuple[dict[str, Part], bool]] = {}
+        self._pass, self._keeping = cache(self._pass), cache(self._keeping)  # type: ignore[method-assign]
 
     def parts(self, plan: Plan, minibatch_size: int | None) -> dict[str, Part]:
         """Return the rows of the table."""
         nodes, cut = self.num_local, minibatch_size is not None
         at_a_time = nodes_at_a_time(plan, nodes)
         in_parts = plan.engine == "loop" or at_a_time < nodes
-        seen = None if self.batch is None else self._pass(plan, at_a_time // plan.node_threads, minibatch_size)
-        kept, mean = self._keeping(frozenset() if seen is None or in_parts else seen.strided, in_parts)
+        most = at_a_time // plan.node_threads  # in one call
+        seen = None if self.batch is None else self._pass(plan.engine, min(most, 3), minibatch_size)
+        parts, mean = self._keeping(frozenset() if seen is None or in_parts else seen.strided, in_parts)
         # Parts of the nodes write into storage that lasts; parts of the batch are added up beside it.
         whole = self.P if mean else self.P * nodes
         gradients = Part(0, whole) if mean else Part((2 if cut and in_parts else 1) * self.P, 0, nodes)
         adding = max(0, 4 * whole - gradients.total_bytes) if cut else 0  # two terms, one weighted, and the sum
-        exchange = max(kept.pop("exchange"), Part(0, adding), key=lambda part: part.total_bytes)
+        exchange = max(parts["exchange"], Part(0, adding), key=lambda part: part.total_bytes)
         buffers = Part(tree.num_bytes(self.engine.buffers), nodes=nodes)
-        found = {"parameters": kept.pop("parameters"), "gradients": gradients, **kept, "buffers": buffers}
+        found = {"parameters": parts["parameters"], "gradients": gradients, "optimizer": parts["optimizer"],
+                 "strategy": parts["strategy"], "buffers": buffers}  # fmt: skip
         if seen is not None:
-            most = plan.node_threads * seen.peak(at_a_time // plan.node_threads) + whole * (in_parts + cut)
-            most -= plan.node_threads * self.P if plan.engine == "loop" and not mean else 0
+            peak = plan.node_threads * seen.peak(most) + whole * (in_parts + cut)
+            peak -= plan.node_threads * self.P if plan.engine == "loop" and not mean else 0
             found["batch"] = Part(tree.num_bytes(self.batch), nodes=nodes)
-            found["activations"] = Part(*divmod(max(0, most - gradients.total_bytes), at_a_time), at_a_time)
+            found["activations"] = Part(*divmod(max(0, peak - gradients.total_bytes), at_a_time), at_a_time)
         return {**found, "exchange": exchange}
 
-    def _pass(self, plan: Plan, most: int, minibatch_size: int | None) -> Passing:
-        key = (plan.engine, min(most, 3), minibatch_size)
-        if key not in self._passing:
-            self.engine.use(plan)
-            mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
-            self._passing[key] = passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
-        return self._passing[key]
+    def _pass(self, engine: str, most: int, minibatch_size: int | None) -> Passing:
+        self.engine.use(Plan(engine))
+        mean = self.strategy.mean_gradient and self.num_local == self.num_nodes
+        return passing(self.engine, _examples(self.batch, minibatch_size), most, mean)
 
     def _keeping(self, strided: frozenset[str], in_parts: bool) -> tuple[dict[str, Part], bool]:
         """Return what is kept from step to step and what an exchange takes; and whether gradients are of the mean."""
-        K, P, rule = self.num_nodes, self.P, self.strategy.inner_optim.rule()
-        key = strided, in_parts
-        if key not in self._kept and not self.strategy.pure:  # a copy of everything for each node
-            optimizer = Part(tree.num_bytes(rule.init({n: p.detach()[None] for n, p in self.engine.params.items()})))
+        K, P, mean = self.num_nodes, self.P, False
+        if not self.strategy.pure:  # a copy of everything for each node
+            rule, one = self.strategy.inner_optim.rule(), {n: p.detach()[None] for n, p in self.engine.params.items()}
+            optimizer = Part(tree.num_bytes(rule.init(one)))
             parts = {"parameters": Part(P), "optimizer": optimizer, "strategy": Part(), "exchange": Part(P, P)}
-            self._kept[key] = {name: replace(part, nodes=self.num_local) for name, part in parts.items()}, False
-        if key not in self._kept:
+        else:
             seen = stepping(self.strategy, self.engine.params, K, self.max_steps, strided, in_parts)
-            values = {"parameters": seen.state.params, "optimizer": seen.state.optimizer}
-            parts = {name: part_of(x, K) for name, x in {**values, "strategy": seen.state.strategy}.items()}
+            self.complete, mean = seen.complete, seen.rows == 1 < K
+            state = seen.state
+            values = {"parameters": state.params, "optimizer": state.optimizer, "strategy": state.strategy}
+            parts = {name: part_of(x, K) for name, x in values.items()}
             # Whole copies of all nodes' parameters are each node's; the rest is taken once.
             copies = seen.temporary_bytes // max(1, K * P)
             parts["exchange"] = Part(copies * P, seen.temporary_bytes - copies * K * P)
-            local = {name: replace(part, nodes=self.num_local) for name, part in parts.items()}
-            self._kept[key], self.complete = (local, seen.rows == 1 < K), seen.complete
-        kept, mean = self._kept[key]
-        return dict(kept), mean
+        return {name: replace(part, nodes=self.num_local) for name, part in parts.items()}, mean
 
 
 def part_of(values: Any, num_nodes: int) -> Part:
