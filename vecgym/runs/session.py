@@ -34,7 +34,7 @@ def joined_nodes(
         watch: see `Wire`.
     """
     device = resolve_device(options.device)
-    with one_thread() if options.exact else nullcontext():
+    with torch_set(threads=1) if options.exact else nullcontext():
         if options.backend == "stacked":
             yield StackedCollectives(options.num_nodes), device
             return
@@ -65,10 +65,8 @@ class Session:
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """Return what the first process knows of the model: which parameters are trained, say."""
-        if self.wire is None:
-            return facts
-        shared = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written")}
-        return replace(facts, **self.wire.broadcast_object(shared))
+        known = {name: vars(facts)[name] for name in ("unused", "mutated", "random", "written")}
+        return replace(facts, **self.first(lambda: known))
 
     def observed(self, metrics: Metrics, interrupted: list[int]) -> Metrics:
         """Return the losses of all nodes; interrupts travel with them, so that all stop after the same step.
@@ -159,12 +157,36 @@ def _rows_equal(x: Tensor) -> bool:
     return bool((rows == rows[:1]).all())
 
 
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # of torch, on which bits depend
+    "threads": (torch.get_num_threads, torch.set_num_threads),  # within operations: sums depend on how many share them
+    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+    ),
+}
+
+
+def torch_settings() -> dict[str, Any]:
+    """Return torch's settings in this process, by name."""
+    return {name: get() for name, (get, _) in SETTINGS.items()}
+
+
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread within operations: sums depend on how many threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_set(**settings: Any) -> Iterator[None]:
+    """Compute with other settings of torch.
+
+    >>> with torch_set(dtype=torch.float64):
+    ...     torch.zeros(()).dtype
+    torch.float64
+    """
+    before = torch_settings()
+    changed = [name for name, value in settings.items() if value != before[name]]
     try:
+        for name in changed:
+            SETTINGS[name][1](settings[name])
         yield
     finally:
-        torch.set_num_threads(before)
+        for name in changed:
+            SETTINGS[name][1](before[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -104,17 +104,8 @@ class Curve:
             yield row
 
     def state(self) -> dict[str, Any]:
-        """Return the same as plain values, for a file."""
-        return {name: getattr(self, name) for name in SAVED}
-
-    @classmethod
-    def of(cls, state: dict[str, Any]) -> Curve:
-        """Invert `state`."""
-        state = {"ledger": None, **state}  # older files have none
-        return cls(*[state[name] for name in SAVED])
-
-
-SAVED = ("status", "columns", "evaluations", "average", "ledger")
+        """Return the same as plain values, for a file: `Curve(**state)` inverts it."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
 
 class Observed:

@@ -28,6 +28,7 @@ from vecgym.engine import hooks
 from vecgym.records.rows import counted, label
 from vecgym.runs.interrupts import interrupts
 from vecgym.runs.options import resolve_device
+from vecgym.runs.session import torch_set, torch_settings
 from vecgym.sweeps.configurations import Configuration, Data
 from vecgym.sweeps.curves import PARTIAL, Curve
 from vecgym.sweeps.options import SweepOptions
@@ -114,7 +115,7 @@ class Dispatch:
                 yield work, error
 
     def _record(self, work: Work, found: dict[str, Any]) -> None:
-        found["curves"] = {index: Curve.of(state) for index, state in found["curves"].items()}
+        found["curves"] = {index: Curve(**state) for index, state in found["curves"].items()}
         self.record(work, found)
         ended = [found["curves"][i].status for i in work.indices if i in found["curves"]]
         if len(ended) < len(work.indices) or PARTIAL in ended:  # Ctrl-C came to the worker
@@ -189,7 +190,7 @@ def _train(sweep: str, shared: tuple[SweepOptions, dict[str, Any]], work: Work, 
     data = Data(options)  # made here: a `Data` holds batches
     configs = [replace(config, data=data) for config in work.configs]
     with (
-        _as_in(settings), torch.enable_grad(), interrupts() as interrupted,
+        torch_set(**settings), torch.enable_grad(), interrupts() as interrupted,
         contextlib.closing(prepared_engine(configs, options)) as engine,
     ):  # fmt: skip
         stack = Stack(replace(work, configs=configs), options, engine, curves)
@@ -207,7 +208,7 @@ def _shared(options: SweepOptions) -> tuple[SweepOptions, dict[str, Any]]:
     """Return what all jobs of a sweep carry: options, and settings of torch."""
     bare = replace(options, model=nn.Module(), strategy=None, grid={}, resume=None, executor=None, network=None,
                    compute=None)  # fmt: skip
-    return bare, {name: get() for name, (get, _) in SETTINGS.items()}
+    return bare, torch_settings()
 
 
 def _bare(work: Work) -> Work:
@@ -236,29 +237,3 @@ def _can_be_sent(error: Exception) -> bool:
     except Exception:  # whatever the user's class does
         return False
     return type(again) is type(error) and str(again) == str(error)
-
-
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {  # on which bits depend
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic": (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
-    ),
-}
-
-
-@contextlib.contextmanager
-def _as_in(settings: dict[str, Any]) -> Iterator[None]:
-    """Compute with the settings of the process that calls `sweep`."""
-    before = {name: get() for name, (get, _) in SETTINGS.items()}
-    try:
-        for name, value in settings.items():
-            if value != before[name]:
-                SETTINGS[name][1](value)
-        yield
-    finally:
-        for name, value in before.items():
-            if value != settings[name]:
-                SETTINGS[name][1](value)
