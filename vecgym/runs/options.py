@@ -93,6 +93,19 @@ def check_compute(strategy: Strategy, compute: Any) -> None:
         )
 
 
+def check_clocks(num_nodes: int, network: Any, compute: Any) -> None:
+    """Raise an error unless these are a network and a compute of so many nodes; None: there is none.
+
+    >>> check_clocks(2, None, clock.Compute([0.4, 0.5]))
+    """
+    if network is not None:
+        check.instance("network", network, Network, "a vecgym.clock.Network, such as Network(1e9, 0.05)")
+        network.check(num_nodes)
+    if compute is not None:
+        check.instance("compute", compute, clock.Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
+        compute.check(num_nodes)
+
+
 def check_left_out(strategy: Strategy, option: str, given: Any, default: Any) -> None:
     """Raise a ValueError for an option that this strategy does not have."""
     if given != default:
@@ -407,12 +420,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             raise ValueError("exact=True computes node by node, and compile=True all at once: leave out one of them.")
 
     def _check_clock(self) -> None:
-        if self.network is not None:
-            check.instance("network", self.network, Network, "a vecgym.clock.Network, such as Network(1e9, 0.05)")
-            self.network.check(self.num_nodes)
-        if self.compute is not None:
-            check.instance("compute", self.compute, clock.Compute, "a vecgym.clock.Compute, such as Compute(0.4)")
-            self.compute.check(self.num_nodes)
+        check_clocks(self.num_nodes, self.network, self.compute)
         alone = asynchronous(self.strategy) or (self.network is None and self.availability is not None)
         if (self.network is None) != (self.compute is None) and not alone:
             given, other = ("network", "compute") if self.compute is None else ("compute", "network")

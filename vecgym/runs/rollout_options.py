@@ -14,7 +14,17 @@ from vecgym.core import check, tree
 from vecgym.core.options import Options
 from vecgym.core.tree import Tree
 from vecgym.engine import Engine, EngineName
-from vecgym.runs.options import Count, OptionalCount, Present, Seed, check_strategy, optional_number
+from vecgym.runs.options import (
+    Count,
+    OptionalCount,
+    Present,
+    Seed,
+    check_clocks,
+    check_compute,
+    check_left_out,
+    check_strategy,
+    optional_number,
+)
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 
@@ -132,19 +142,14 @@ class RolloutOptions(DifferentiableRun):
             raise ValueError("eval_batch holds no tensor: give one ordinary batch [B, ...], as the model takes it.")
 
     def _check_asynchronous(self) -> None:
-        kinds = {"compute": (Compute, "Compute([1.0, 2.0])"), "network": (Network, 'Network("1 Gbit/s")')}
-        for name, (kind, example) in kinds.items():
-            if vars(self)[name] is not None:
-                check.instance(name, vars(self)[name], kind, f"a vecgym.clock.{example}").check(self.num_nodes)
-        name = type(self.strategy).__name__
+        check_clocks(self.num_nodes, self.network, self.compute)
         if self.strategy.asynchronous:
-            if self.compute is None:
-                raise ValueError(f"{name} needs compute=, on which the order of its events depends.")
-            if self.segments is not None:
-                raise ValueError(f"segments={self.segments} is not there for {name}: leave it out.")
+            check_compute(self.strategy, self.compute)
+            check_left_out(self.strategy, "segments", self.segments, None)
             return
-        given = [option for option in (*kinds, "max_updates") if vars(self)[option] is not None]
+        given = [option for option in ("compute", "network", "max_updates") if vars(self)[option] is not None]
         if given:
+            name = type(self.strategy).__name__
             raise ValueError(f"{given[0]} is of asynchronous runs, and {name} takes steps of all nodes: leave it out.")
 
 
@@ -200,16 +205,14 @@ class ScheduleOptions(DifferentiableRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds = {"network": (Network, "Network(1e9, 0.05)"), "compute": (Compute, "Compute(0.4)")}
-        for name, (kind, example) in kinds.items():
+        for name in ("network", "compute"):
             value = vars(self)[name]
             if (value is None) != (self.budget_seconds is None):
                 raise ValueError(
                     f"budget_seconds={self.budget_seconds!r} and {name}={value!r}: a budget of seconds needs "
-                    f"network=vecgym.clock.{kinds['network'][1]} and compute=vecgym.clock.{kinds['compute'][1]}."
+                    "network=vecgym.clock.Network(1e9, 0.05) and compute=vecgym.clock.Compute(0.4)."
                 )
-            if value is not None:
-                check.instance(name, value, kind, f"a vecgym.clock.{example}").check(self.num_nodes)
+        check_clocks(self.num_nodes, self.network, self.compute)
         if self.budget_seconds is not None and self.availability is not None:
             raise ValueError(
                 f"budget_seconds={self.budget_seconds!r} and availability={self.availability!r}: what nodes that may "
