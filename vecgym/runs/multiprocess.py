@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 
 from vecgym.core.errors import Damaged, ProcessError, VecgymWarning, warn
-from vecgym.runs.interrupts import interrupts
 
 __all__ = ["Link", "check_alone", "choose_start_method", "joined", "run"]
 
@@ -396,6 +395,31 @@ def loopback() -> str:
     """
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name in ("lo", "lo0")), names[0] if names else "lo")
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Collect Ctrl-C instead of raising it in the middle of a step; a second one raises at once.
+
+    Yields a list that is empty until the first Ctrl-C. It stays empty where no handler can be set: outside the main
+    thread, and in a sub-interpreter.
+    """
+    seen: list[int] = []
+
+    def handler(signum: int, frame: Any) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(signum)
+
+    try:
+        before = signal.signal(signal.SIGINT, handler)
+    except ValueError:
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------------------- under torchrun

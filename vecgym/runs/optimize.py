@@ -14,8 +14,8 @@ from vecgym.collectives.topology import check_doubly_stochastic
 from vecgym.core import check
 from vecgym.core.options import function_of
 from vecgym.records.optimized import OptimizedSchedule
+from vecgym.runs.options import ScheduleOptions
 from vecgym.runs.rollout import Outcome, as_steps, prepared, rollout
-from vecgym.runs.rollout_options import ScheduleOptions
 
 BUDGETS = ("H", "budget_bytes", "budget_seconds")
 MIN_STEP = 1e-3  # of the largest change of a weight; smaller steps are not tried

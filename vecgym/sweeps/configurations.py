@@ -26,8 +26,7 @@ from vecgym.runs.options import check_clocks, check_compute, check_left_out, che
 from vecgym.runs.present import presence_of
 from vecgym.strategy import Strategy
 from vecgym.strategy.asynchronous import AsyncStrategy, EventDriven, check_synchronous
-from vecgym.sweeps.axes import Point
-from vecgym.sweeps.clocks import check_clock, clocks
+from vecgym.sweeps.axes import Point, check_clock, clocks
 from vecgym.sweeps.options import SweepOptions
 
 OF_UPDATES = ("max_updates", "max_seconds")  # settings of asynchronous runs alone

@@ -26,7 +26,7 @@ from torch import nn
 from vecgym.core.errors import VecgymWarning, warn
 from vecgym.engine import hooks
 from vecgym.records.rows import counted, label
-from vecgym.runs.interrupts import interrupts
+from vecgym.runs.multiprocess import interrupts
 from vecgym.runs.options import resolve_device
 from vecgym.runs.session import torch_set, torch_settings
 from vecgym.sweeps.configurations import Configuration, Data

@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from vecgym.engine import Engine
-from vecgym.runs.interrupts import interrupts
+from vecgym.runs.multiprocess import interrupts
 from vecgym.sweeps.configurations import Configuration
 from vecgym.sweeps.curves import PARTIAL, PENDING, Curve
 from vecgym.sweeps.dispatch import Dispatch
