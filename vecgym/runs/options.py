@@ -407,11 +407,11 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     val_seconds: SimulatedSeconds = None
 
     def __post_init__(self) -> None:
-        self._check_clock()
-        self._check_asynchronous()
         minibatch_size = accumulated(self.batch_size, self.minibatch_size, self.gradient_accumulation)
         self.settle(minibatch_size=minibatch_size, gradient_accumulation=None)
         super().__post_init__()
+        self._check_clock()
+        self._check_asynchronous()
         if self.minibatch_size is not None:
             check_parts(self.batch_size, self.minibatch_size)
         if self.num_processes is not None:
@@ -423,7 +423,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
 
     def _check_clock(self) -> None:
         check_clocks(self.num_nodes, self.network, self.compute)
-        alone = asynchronous(self.strategy) or (self.network is None and self.availability is not None)
+        alone = self.strategy.asynchronous or (self.network is None and self.availability is not None)
         if (self.network is None) != (self.compute is None) and not alone:
             given, other = ("network", "compute") if self.compute is None else ("compute", "network")
             what = "Compute(0.4)" if other == "compute" else "Network(1e9, 0.05)"
@@ -432,7 +432,7 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
     def _check_asynchronous(self) -> None:
         """Raise a ValueError for what an asynchronous run needs or cannot have, and for what only such a run has."""
         only = [name for name in ("max_updates", "max_seconds", "val_seconds") if vars(self)[name] is not None]
-        if not asynchronous(self.strategy):
+        if not self.strategy.asynchronous:
             if only:
                 raise ValueError(
                     f"{only[0]} is of asynchronous runs, and {type(self.strategy).__name__} takes steps of all nodes: "
@@ -446,11 +446,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
             check_left_out(self.strategy, option, vars(self)[option], value)
 
     @property
-    def loggers(self) -> list[Logger]:
-        """The loggers as a list."""
-        return as_loggers(self.logger)
-
-    @property
     def recorded(self) -> dict[str, Any]:
         """The options that are recorded in a run's settings."""
         names = ("batch_size", "minibatch_size", "shuffle", "seed", "autocast", "exact")
@@ -460,11 +455,6 @@ class FitOptions(Checkpoints, Processes, Computation, Training, Simulated):
 
 
 # ----------------------------------------------------------------------------------------------------- checks
-
-
-def asynchronous(strategy: Any) -> bool:
-    """Whether a strategy is one without steps of all nodes."""
-    return isinstance(strategy, Strategy) and strategy.asynchronous
 
 
 def checked(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class ProcessesRun(Generic[M]):
         self.ledger = Ledger()
         self.state = None
         self.nodes: Nodes[M] | None = None
-        self._loggers = Loggers(options.loggers, options.log_interval)
+        self._loggers = Loggers(options.logger, options.log_interval)
 
     def loop(self) -> None:
         """Train, and fetch the final state of all nodes."""

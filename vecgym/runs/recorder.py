@@ -25,7 +25,7 @@ from vecgym.records.columns import START
 from vecgym.records.history import History
 from vecgym.records.loggers import Logger, as_loggers
 from vecgym.records.rows import Row
-from vecgym.runs.options import FitOptions, asynchronous
+from vecgym.runs.options import FitOptions
 
 
 class StepRows:
@@ -136,7 +136,7 @@ class Recorder:
         self._bar = bar
         self._start = time.perf_counter() - self._seconds
         network, compute = self._options.network, self._options.compute
-        if network is not None and isinstance(compute, Compute) and not asynchronous(self._options.strategy):
+        if network is not None and isinstance(compute, Compute) and not self._options.strategy.asynchronous:
             self.clock = RunningClock(network, compute, self.ledger)
 
     def state(self) -> dict[str, Any]:

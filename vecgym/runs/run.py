@@ -90,7 +90,7 @@ class Run(Generic[M]):
             self.ledger.routes = options.network.routes
         self.history = History({**self._settings(), **memory})
         self.progress = options.progress and session.rank == 0
-        loggers = Loggers(options.loggers if session.rank == 0 else [], options.log_interval)
+        loggers = Loggers(options.logger if session.rank == 0 else None, options.log_interval)
         self.recorder = Recorder(self.history, self.ledger, self.train, options, loggers, limits)
         if (presence := self.simulation.presence) is not None:
             self.recorder.computing = presence.computing

@@ -18,7 +18,6 @@ from vecgym.collectives.base import payload_bytes
 from vecgym.core import check, tree
 from vecgym.data import Batches, EvalBatches, num_steps
 from vecgym.engine import Engine, hooks
-from vecgym.engine.events import Stop
 from vecgym.engine.presence import Presence
 from vecgym.records.rows import label
 from vecgym.runs.async_plan import AsyncPlan, stop_of
@@ -140,21 +139,17 @@ class Configuration:
         assert compute is not None
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad and n not in self.unused}
         sizes = {name: payload_bytes(p.detach()[None]) for name, p in trained.items()}
+        of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
+        stop = stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
         key: Any = ("events of its own", self.index)
         if isinstance(strategy, AsyncStrategy):
             rounds = strategy.steps_of_rounds(compute.seconds.expand(self.num_nodes).tolist())
             key = (
                 rounds, strategy.buffer, strategy.max_wait, strategy.grace, tuple(sizes.items()), id(compute),
-                id(network), self.stop,
+                id(network), stop,
             )  # fmt: skip
-        given = (strategy, self.num_nodes, compute, network, sizes, self.settings["seed"], self.stop)
+        given = (strategy, self.num_nodes, compute, network, sizes, self.settings["seed"], stop)
         return self.data.once(key, lambda: AsyncPlan.of(*given))
-
-    @property
-    def stop(self) -> Stop:
-        """When an asynchronous run ends."""
-        of_run = {name: self.settings[name] for name in (*OF_UPDATES, "max_steps")}
-        return stop_of(self._steps_of_epochs, self.num_nodes, **of_run)
 
     def check(self, options: SweepOptions) -> None:
         """Raise a ValueError if the strategy cannot work for this run."""

@@ -113,17 +113,13 @@ class Observed:
 
     def __init__(self, num_steps: int, num_configs: int, num_nodes: int, updates: bool = False) -> None:
         shape = (num_steps, num_configs)
-        self.arrays = {
-            "train_losses": np.full((*shape, num_nodes), np.nan),
-            "active": np.ones((*shape, num_nodes), dtype=bool),
-            "bytes": np.zeros((*shape, 3)),
-            "seconds": np.full(shape, np.nan),
-        }
+        three, one = ["bytes"], ["seconds", "lr"]  # numbers of each step
         if updates:
-            self.arrays["totals"] = np.zeros((*shape, 3))
-            self.arrays |= {name: np.full(shape, np.nan) for name in ("nodes_per_call", "lr", "outer_lr")}
-        else:
-            self.arrays["lr"] = np.full(shape, np.nan)
+            three, one = [*three, "totals"], [*one, "nodes_per_call", "outer_lr"]
+        self.arrays = {
+            "train_losses": np.full((*shape, num_nodes), np.nan), "active": np.ones((*shape, num_nodes), dtype=bool),
+            **{name: np.zeros((*shape, 3)) for name in three}, **{name: np.full(shape, np.nan) for name in one},
+        }  # fmt: skip
         self.evaluations: list[dict[int, dict[str, Any]]] = [{} for _ in range(num_configs)]  # step -> columns
 
     def put(self, t: int, **values: Any) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -74,26 +74,20 @@ class Dispatch:
         """
         try:
             for work in self.works:
-                self._submit(work)
+                try:
+                    job = self.executor.submit(train, self.sweep, self.shared, self._sent(_bare(work)))
+                except Exception as error:  # it cannot be pickled; a broken or closed executor
+                    _raise(error, work)
+                self.waiting[job] = work
             while self.waiting and self.complete and not interrupted:
-                self._receive(ASK_EVERY_S)
+                wait(self.waiting, ASK_EVERY_S, FIRST_COMPLETED)
+                for work, failure in self._returned():
+                    _raise(failure, work)
         finally:
             _ended.add(self.sweep)
             if self.waiting:
                 self._stop()
         return self.complete
-
-    def _submit(self, work: Work) -> None:
-        try:
-            self.waiting[self.executor.submit(train, self.sweep, self.shared, self._sent(_bare(work)))] = work
-        except Exception as error:  # it cannot be pickled; a broken or closed executor
-            _raise(error, work)
-
-    def _receive(self, seconds: float) -> None:
-        """Wait for the next jobs, and record them; raise the error of the first that has one."""
-        wait(self.waiting, seconds, FIRST_COMPLETED)
-        for work, error in self._returned():
-            _raise(error, work)
 
     def _stop(self) -> None:
         """Cancel what has not begun, and record what else comes in a while."""
@@ -141,7 +135,7 @@ def _check(options: SweepOptions, configs: Sequence[Configuration]) -> None:
         )
 
 
-def _raise(error: BaseException, work: Work) -> None:
+def _raise(error: BaseException, work: Work) -> NoReturn:
     """Raise an error of a job, or of the executor, with the configurations of the stack."""
     points = [
         f"{config.index} ({', '.join(f'{name}={label(value)}' for name, value in config.point.items())})"
