@@ -37,8 +37,7 @@ from vecgym.engine.simulation import Simulation
 from vecgym.records import runfile
 from vecgym.records.columns import MEASURED
 from vecgym.runs import multiprocess
-from vecgym.runs.checkpoint import FORM, Checkpointer, checkpoints_in
-from vecgym.runs.identity import settings_of
+from vecgym.runs.checkpoint import FORM, Checkpointer, checkpoints_in, settings_of
 from vecgym.runs.recorder import Recorder
 from vecgym.strategy import (
     AveragingCommunicator,
