@@ -49,9 +49,9 @@ from vecgym.data import Batches
 from vecgym.engine import Engine
 from vecgym.engine.simulation import Simulation, State
 from vecgym.records import runfile
+from vecgym.runs.multiprocess import Session
 from vecgym.runs.options import FitOptions
 from vecgym.runs.recorder import Recorder
-from vecgym.runs.session import Session
 from vecgym.strategy import Context, Strategy
 
 NAME = "step-{:09d}.pt"

@@ -25,7 +25,6 @@ from vecgym.engine import Engine, EngineName
 from vecgym.engine.availability import Availability, as_availability
 from vecgym.engine.plan import check_engine, check_settings
 from vecgym.records.loggers import Logger, as_loggers
-from vecgym.runs.multiprocess import TIMEOUT_S
 from vecgym.strategy import Strategy
 from vecgym.strategy.per_rank import as_strategy
 
@@ -153,6 +152,7 @@ def checked_resume(name: str, value: Any) -> bool | str | os.PathLike[str]:
     return value
 
 
+TIMEOUT_S = 600.0  # without any progress in any process
 Backend = Literal["stacked", "processes", "distributed"]
 OnDivergence = Literal["raise", "warn", "ignore"]
 

@@ -22,11 +22,10 @@ from vecgym.engine import hooks
 from vecgym.records.history import History
 from vecgym.records.loggers import Logger
 from vecgym.runs import multiprocess
-from vecgym.runs.multiprocess import Link
+from vecgym.runs.multiprocess import Link, joined_nodes
 from vecgym.runs.options import FitOptions, resolve_device
 from vecgym.runs.recorder import Loggers, advance
 from vecgym.runs.run import Run, Task
-from vecgym.runs.session import joined_nodes
 
 M = TypeVar("M", bound=nn.Module)
 WAY_OUT = 'give backend="stacked", or backend="distributed" under torchrun, where each process builds the model itself'

@@ -23,11 +23,10 @@ from vecgym.records.history import History
 from vecgym.runs.checkpoint import Checkpointer
 from vecgym.runs.evaluation import average, correlation, distance_of, evaluated_columns
 from vecgym.runs.fitting import fitting_sizes
-from vecgym.runs.multiprocess import interrupts
+from vecgym.runs.multiprocess import Session, interrupts
 from vecgym.runs.options import FitOptions
 from vecgym.runs.present import own_batch, presence_of, simulation_of
 from vecgym.runs.recorder import Loggers, Recorder
-from vecgym.runs.session import Session
 from vecgym.strategy.described import described
 
 M = TypeVar("M", bound=nn.Module)

@@ -26,9 +26,8 @@ from torch import nn
 from vecgym.core.errors import VecgymWarning, warn
 from vecgym.engine import hooks
 from vecgym.records.rows import counted, label
-from vecgym.runs.multiprocess import interrupts
+from vecgym.runs.multiprocess import interrupts, torch_set, torch_settings
 from vecgym.runs.options import resolve_device
-from vecgym.runs.session import torch_set, torch_settings
 from vecgym.sweeps.configurations import Configuration, Data
 from vecgym.sweeps.curves import PARTIAL, Curve
 from vecgym.sweeps.options import SweepOptions
